@@ -20,7 +20,6 @@ EXAMPLES = {
     "throughput_device_step_seconds": 0.051,
     "other_devices_j": {"GPU-1": 120.5},
     "device": "GPU-1",
-    "slowest_windows": {"1": 12},
     "straggler_rank": 17,
     "straggler_step_s": 0.061,
     "straggler_median_s": 0.05,

@@ -23,7 +23,7 @@ from effllm.records.job import (
     Value,
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
-from effllm.records.verdict import IN, Evidence, Verdict
+from effllm.records.verdict import Evidence, Verdict
 from effllm.sinks import RunInfo
 from effllm.store.reader import keys_of, totals_of
 
@@ -119,10 +119,16 @@ def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
         price_per_gpu_hour=2.5,
         elapsed_s=5.0,
         class_s={"kept": 4.0, "redone": 0.2, "restart_gap": 0.3, "startup": 0.2, "checkpoint": 0.1, "unknown": 0.2},
-        class_j={"kept": 2000.0, "redone": 100.0, "straggling": 10.0, "hang": 1.0, "restart_gap": None},
+        class_j={
+            "kept": 2000.0,
+            "redone": 100.0,
+            "straggling": 10.0,
+            "uneven_ranks": 5.0,
+            "hang": 1.0,
+            "restart_gap": None,
+        },
         rank_seconds=5.0 * gpus,
         overhead=Overhead(1e-4, 0.2, 0.1, 4000, 4000),
-        clock_error_s=2e-5,
         straggling_s=0.1,
         straggling_gpu_s=0.7,
         straggling_j=210.0,
@@ -238,9 +244,7 @@ def make_summary(status: str = "completed", **changes: Any) -> Summary:
             next="raise --num-workers, or put the data on faster storage",
             bound=0.087,
             confidence="high",
-            evidence=(
-                Evidence("data loading 8.0 % of GPU time", "summary.json: waterfall.parts, name data", IN, 0.08),
-            ),
+            evidence=(Evidence("data loading 8.0 % of GPU time", "summary.json: waterfall.parts, name data", 0.08),),
         ),
     )
     return msgspec.structs.replace(summary, **changes)

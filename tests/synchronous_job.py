@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from effllm.job.health.clock import Offset
-from effllm.job.health.stragglers import Peer, Stragglers, Straggling
+from effllm.job.health.peers import Peer
+from effllm.job.health.stragglers import Stragglers, Straggling
+from effllm.job.iteration_losses import IterationLosses
+from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.energy import EnergyAmount
+from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, RankReport
 
 ITERATION_S = 0.5
@@ -62,30 +65,25 @@ class SynchronousJob:
     replica: Callable[[int], str] = lambda rank: ""
     device: Callable[[int, int, float], DeviceWindow] | None = None
     has_sync_point: bool = True  # whether ranks have a sync point
-    clock_error_s: float | None = None  # error of the clock offsets; None: there are no offsets
     window: int = 0
     seen: list[Straggling] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._luck = np.random.default_rng(self.seed)
-        self._truth = [self._luck.uniform(-1e3, 1e3) for _ in range(self.ranks)]
-        self._now_s = 1e4
-        self.stragglers = Stragglers()
+        self.stragglers, self.losses = Stragglers(), IterationLosses()
         for rank in range(self.ranks):
             self.stragglers.meet(rank, Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True))
 
     def run(self, windows: int) -> SynchronousJob:
         """Train for this many windows."""
         for _ in range(windows):
-            self.seen.append(self.stragglers.close(self.rows(), self.offsets()))
+            self.seen.append(self.close(self.rows()))
         return self
 
-    def offsets(self) -> dict[int, Offset]:
-        """Return the estimated offsets of the ranks' clocks."""
-        if self.clock_error_s is None:
-            return {}
-        off = self._luck.uniform(-1, 1, self.ranks) * self.clock_error_s
-        return {rank: Offset(-self._truth[rank] + off[rank], self.clock_error_s) for rank in range(self.ranks)}
+    def close(self, rows: Sequence[RankReport]) -> Straggling:
+        """Judge the reports of a window."""
+        matrix = IterationMatrix.of(rows)
+        return self.stragglers.close(rows, matrix, self.losses.close(matrix) if matrix is not None else [])
 
     def rows(self) -> list[RankReport]:
         """Train for a window; return the reports of the ranks."""
@@ -96,12 +94,9 @@ class SynchronousJob:
         own *= np.where(self._luck.random(shape) < self.tail, self._luck.uniform(1.2, 2.0, shape), 1.0)
         wait = np.array([self.waits(rank, self.window) for rank in range(self.ranks)])[:, None]
         wait = wait * self._luck.uniform(0.5, 1.5, shape)
-        came = own + wait
-        took = came.max(axis=0) + COMMUNICATION_S  # duration of each iteration, the same for all ranks
+        took = (own + wait).max(axis=0) + COMMUNICATION_S  # duration of each iteration, the same for all ranks
         wall_s = float(took.sum())
-        arrival_s = self._now_s + wall_s - took[-1] + came[:, -1]
-        self._now_s += wall_s
-        sums, medians, waits = own.sum(axis=1).tolist(), np.median(own, axis=1).tolist(), wait.sum(axis=1).tolist()
+        sums, waits = own.sum(axis=1).tolist(), wait.sum(axis=1).tolist()
         last = self.window * self.iterations
         return [
             RankReport(
@@ -125,8 +120,11 @@ class SynchronousJob:
                 devices=() if self.device is None else (self.device(rank, self.window, wall_s),),
                 own_steps=self.iterations if self.has_sync_point else 0,
                 own_step_s=sums[rank] if self.has_sync_point else 0.0,
-                own_median_s=medians[rank] if self.has_sync_point else None,
-                arrival_ns=round((arrival_s[rank] + self._truth[rank]) * 1e9) if self.clock_error_s is not None else 0,
+                times=IterationTimes.of(
+                    (took - wait[rank]).tolist(),
+                    wait[rank].tolist(),
+                    own[rank].tolist() if self.has_sync_point else [],
+                ),
             )
             for rank in range(self.ranks)
         ]

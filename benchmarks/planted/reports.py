@@ -213,7 +213,6 @@ def _row(
         profile=_profile(found, course, rank, part),
         own_steps=stop - start,
         own_step_s=float(own_s.sum()),
-        own_median_s=float(np.median(own_s)) if stop > start else None,
         values=_retries(course, part),
         allocator=Allocator(60.0 * GIB, 60.0 * GIB, 0.0),
         times=_times(course, rank, part),

@@ -340,12 +340,11 @@ def _truth(found: Timeline, whole: Course, slow_s: Seconds) -> dict[str, float]:
     for course in found.attempts:
         kept = slice(course.first - 1, course.first - 1 + course.kept)
         truth["data_loading"] += float((whole.wait_s - by_data_s)[kept].sum())
+        truth[cause] += float(extra_s[kept].sum()) * ranks
         truth["exposed_communication"] += float(whole.communication_s[kept].sum()) * ranks
         truth["device_idle"] += float(idle_s[kept].sum())
         truth["memory_pressure"] += float(whole.retry_s[kept].sum()) * ranks
         truth["padding"] += found.padding * float(whole.kernel_s[kept].sum())
-        # A slow rank makes the other ranks wait; slow clocks make all ranks slower.
-        truth[cause] += float(extra_s[kept].sum()) * (ranks - 1 if cause == "straggler" else ranks)
         truth["hang"] += course.hang_s * ranks
         for name, seconds in course.phases_s.items():
             truth[name] += float(seconds[: course.kept].sum()) * ranks

@@ -83,7 +83,6 @@ class Agent:
     def _step(self, measuring: Measuring, conversation: Conversation) -> None:
         events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
         began_s = time.monotonic()
-        conversation.receive()  # first: the receive time of a message is part of the clock measurement
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
             conversation.talk(began_s)  # only messages have arrived; a later call does the periodic work

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from effllm.agent.children import Children
@@ -16,7 +15,6 @@ from effllm.agent.measuring import Measuring
 from effllm.agent.messages import heartbeat, hello
 from effllm.agent.trainer import Trainer
 from effllm.config.settings import secret_path
-from effllm.job.health.clock import Exchanges
 from effllm.job.health.hang import BEATS
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
@@ -29,7 +27,6 @@ from effllm.records.wire import (
     Bye,
     ByeSeen,
     FromAggregator,
-    Inspect,
     Rejected,
     Reports,
     Stack,
@@ -131,8 +128,6 @@ class Conversation:
         self._trainer, self._measuring, self._connection = trainer, measuring, connection
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
-        self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # comparison with the aggregator's clock
-        self._received: list[tuple[int, FromAggregator]] = []  # unhandled messages: (receive time in ns, message)
         self._welcome: Welcome | None = None
         self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
@@ -153,13 +148,6 @@ class Conversation:
         """Send a new HELLO soon, because facts of the rank have changed."""
         self._has_new_facts = True
 
-    def receive(self) -> None:
-        """Receive messages and store their receive time, which the clock measurement needs."""
-        link = self._connection.link
-        if link is not None and (messages := link.receive()):
-            received_ns = time.monotonic_ns()
-            self._received += [(received_ns, message) for message in messages]
-
     def talk(self, now_s: float) -> None:
         """Handle received messages, and send messages that are due."""
         self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
@@ -171,14 +159,11 @@ class Conversation:
             self._welcome = None
             self._outbox.send_again()
             self._bye_sent = self._bye_seen = False
-            self._clock.forget()
             self._send_hello(now_s)
         elif link.connected and self._may_ask and now_s - self._hello_s > HELLO_AGAIN_S:
             self._send_hello(now_s)
-        self.receive()
-        received, self._received = self._received, []
-        for received_ns, message in received:
-            self._handle(message, received_ns)
+        for message in link.receive():
+            self._handle(message)
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
@@ -186,14 +171,15 @@ class Conversation:
             self._send_hello(now_s)
         self._send_reports(link, now_s)
         self._send_events(link)
-        if now_s >= min(self._next_heartbeat_s, self._clock.due_s(now_s)):
-            self._send_heartbeat(link, now_s)
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + self._heartbeat_s
+            link.send(heartbeat(self._trainer, self._measuring, now_s))
 
     def due_s(self, now_s: float) -> float:
         """Return the time of the next message."""
         until_s = now_s + 1.0
         if self._welcome:
-            until_s = min(self._next_heartbeat_s, self._clock.due_s(now_s))
+            until_s = self._next_heartbeat_s
             if self._outbox.num_unsent:
                 until_s = min(until_s, max(self._next_frame_s, now_s))
         elif self._connection.is_up:
@@ -279,14 +265,6 @@ class Conversation:
             if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
 
-    def _send_heartbeat(self, link: AgentLink, now_s: float) -> None:
-        self._next_heartbeat_s = now_s + self._heartbeat_s
-        offset = self._clock.offset(time.monotonic_ns())
-        message = heartbeat(self._trainer, self._measuring, now_s, offset)
-        if now_s >= self._clock.due_s(now_s):  # set last, so that sent_ns is close to the time of sending
-            message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
-        link.send(message)
-
     def _cost(self) -> tuple[float, int, float | None]:
         """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""
         pair_s = self._trainer.facts.recorder_pair_s
@@ -294,7 +272,7 @@ class Conversation:
 
     # --- received messages ---
 
-    def _handle(self, message: FromAggregator, received_ns: int) -> None:
+    def _handle(self, message: FromAggregator) -> None:
         if isinstance(message, Welcome):
             self._begin(message)
         elif isinstance(message, Ack):
@@ -309,10 +287,8 @@ class Conversation:
             self._give_up(message)
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
-        elif isinstance(message, Inspect):
-            self._children.inspect(self._welcome.run_folder if self._welcome else "")
         else:
-            self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, received_ns)
+            self._children.inspect(self._welcome.run_folder if self._welcome else "")
 
     def _begin(self, welcome: Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True

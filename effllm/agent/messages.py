@@ -9,7 +9,6 @@ from effllm.agent.measuring import Measuring
 from effllm.agent.trainer import Trainer
 from effllm.config.place import stated_gpus
 from effllm.config.switches import this_process
-from effllm.job.health.clock import Offset
 from effllm.job.health.hang import WAITING
 from effllm.records.facts import RankFacts, to_document
 from effllm.records.identity import read_submission
@@ -62,14 +61,13 @@ def _may_share(facts: RankFacts, environ: Mapping[str, str]) -> bool:
     return num_visible == 1 or any(name.startswith("CUDA_MPS_") for name in environ)
 
 
-def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offset | None) -> Heartbeat:
+def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> Heartbeat:
     """Return the state of a rank.
 
     Args:
         trainer: the rank's trainer.
         measuring: the rank's measurement.
         now_s: the current monotonic time.
-        offset: offset of the aggregator's clock from the agent's clock, if known.
     """
     state, ordinal, since_ns, phase = trainer.ring.state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
@@ -83,8 +81,6 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
         state=name,
         since_s=max(now_s - since_ns * 1e-9, 0.0),
         lost=measuring.outbox.lost,
-        offset_s=offset.offset_s if offset else None,
-        offset_error_s=offset.error_s if offset else None,
         utilization=newest.utilization if newest else None,
         power_w=newest.power_w if newest else None,
         process=process_state(trainer.pid),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -38,14 +37,14 @@ class IterationValues:
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
         self._profiles: deque[tuple[int, Profile]] = deque()
-        self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival; only iterations with an own time
+        self._own: deque[tuple[int, int]] = deque()  # ordinal, own time; only iterations with an own time
         self._times: deque[tuple[int, float, float, float]] = deque()  # ordinal; seconds of step, wait and own time
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
     def add(self, slot: ring.Slot) -> None:
         """Add a record of the ring; records without such values are ignored."""
         if slot.kind == ring.ITERATION and slot.number > 0:
-            self._own.append((slot.ordinal, slot.number, int(slot.value)))
+            self._own.append((slot.ordinal, slot.number))
         elif slot.kind == ring.LOSS and not slot.what:  # what = 1: the record has no loss
             self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.PROFILE:
@@ -71,11 +70,9 @@ class IterationValues:
         profile = None
         while self._profiles and self._profiles[0][0] <= last:
             profile = add_profiles(profile, self._profiles.popleft()[1])
-        own_s, arrival_ns = [], 0
+        own_s = []
         while self._own and self._own[0][0] <= last:
-            ordinal, own_ns, came_ns = self._own.popleft()
-            own_s.append(own_ns * NS)
-            arrival_ns = came_ns if ordinal == last else 0
+            own_s.append(self._own.popleft()[1] * NS)
         times = []
         while self._times and self._times[0][0] <= last:
             times.append(self._times.popleft()[1:])
@@ -88,8 +85,6 @@ class IterationValues:
             "profile": profile,
             "own_steps": len(own_s),
             "own_step_s": sum(own_s),
-            "own_median_s": statistics.median(own_s) if own_s else None,
-            "arrival_ns": arrival_ns,
             "times": _times_of(times) if len(times) == last - first + 1 else None,  # none if a record was overwritten
             "device_steps": device_steps,
             "device_step_s": device_step_s,

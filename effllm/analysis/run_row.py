@@ -93,7 +93,6 @@ _ENERGY = {
     "energy_iterations_coverage": "iterations_coverage",
 }
 _NAMES = tuple(column.name for column in (*IDENTITY, *OUTCOME))
-#: Fields of run.json whose values are in columns.
 _HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
 
 
@@ -200,5 +199,6 @@ def _parts(summary: Document) -> Document:
         "goodput_seconds": _object(goodput.get("seconds")),
         "goodput_rank_seconds": _object(goodput.get("rank_seconds")),
         "goodput_joules": {name: j for name, j in _object(goodput.get("joules")).items() if j is not None},
-        "slowest_windows": _object(summary.get("slowest")),
+        "last_iterations": _object(_object(summary.get("last_ranks")).get("by_rank")),
+        "iterations_compared": _object(summary.get("last_ranks")).get("iterations"),
     }

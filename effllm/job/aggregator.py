@@ -69,7 +69,7 @@ class Aggregator:
         if is_new:
             self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
         self.stalls.hello(message, is_new, now.mono_s)
-        self._stragglers.hello(message, is_new)
+        self._stragglers.hello(message)
         self._hear(number, self.ledger.ranks[number], now)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.join(
@@ -134,7 +134,6 @@ class Aggregator:
                 self._pass_time(now.mono_s, now.unix_s)
                 self.ledger.goodput.hear_rank(message.rank, message.time_s)
             self.stalls.heartbeat(message, now.mono_s)
-            self._stragglers.heartbeat(message, now.mono_s)
 
     def stack(self, message: Stack, now: Now) -> None:
         """Handle the stack of a trainer in a stall; a stack without a request is counted as garbage."""
@@ -239,7 +238,7 @@ class Aggregator:
         found = verdict_of(
             summary,
             self.roster.job.framework,
-            self.ledger.prevalence,
+            self.ledger.goodput,
             self._config.profile_every,
             self.ledger.ends() if ended else {},
         )

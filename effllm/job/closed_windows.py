@@ -16,6 +16,7 @@ from effllm.job.gathered import Gathered
 from effllm.job.health.energy_watch import EnergyWatch
 from effllm.job.health.straggler_watch import StragglerWatch
 from effllm.job.health.waste import WasteWatch
+from effllm.job.iteration_matrix import IterationMatrix
 from effllm.job.joining import put
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Merged, merge_devices
@@ -25,7 +26,7 @@ from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
-from effllm.records.job import DATA_WAIT, ClusterReport
+from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
 
@@ -85,7 +86,7 @@ class ClosedWindows:
         window = self._weigh(number, by_rank, gathered)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
-        window.hang_s = ledger.count_rows(number, rows)
+        ledger.count_rows(number, rows)
         self._count_devices(window)
         ledger.advance(rows)
         self._judge_losses(rows, rows[-1].end_time_s)
@@ -98,15 +99,21 @@ class ClosedWindows:
         if absent:
             text = f"window {number} closed without rank {_numbers(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
-        self._stragglers.close(rows)
-        late = {rank for one in ledger.waited.verdicts if one.evidence == DATA_WAIT for rank in one.ranks}
-        for lost in ledger.iteration_losses.close(rows, late):
-            ledger.goodput.attempt.note_lost(*lost)
-        window.clocks_s = ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
+        self._note_lost(rows)
+        ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
         ledger.memory_pressure.close(rows)
         self._report(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
+
+    def _note_lost(self, rows: Rows) -> None:
+        """Move the time that ranks lost in iterations from the steps to its classes."""
+        ledger, matrix = self._ledger, IterationMatrix.of(rows)
+        lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
+        for one in (*lost, *self._stragglers.close(rows, matrix, lost)):
+            # The order decides if the sum of a window is too large: times of iterations are rounded.
+            seconds = {name: value for name, value in one._asdict().items() if name.endswith("_s")}
+            ledger.goodput.attempt.note_lost(one.window, **seconds)
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""
@@ -214,7 +221,6 @@ class ClosedWindows:
         self.last_report = report
         self._closed.append(self._kept(report, window if late is None else late))
         if not correction:
-            self._ledger.prevalence.close(window.ordered, report, window.hang_s, window.clocks_s)
             self._audit.close(window.ordered, report, self._roster.job.known, self._roster.job.peak_source)
             self._energy.close(window.ordered, report)
             self._waste.close(report)

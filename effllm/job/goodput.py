@@ -10,11 +10,11 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, RESTART_GAP, UNKNOWN, Attempt
+from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, PARTS, RESTART_GAP, UNKNOWN, Attempt
 from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
 from effllm.records.rank import GENERATION, STARTUP
-from effllm.records.verdict import OF_GPUS, OF_RANKS
+from effllm.records.verdict import OF_GPUS, OF_RANKS, LossWindows
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
@@ -99,6 +99,24 @@ class Goodput(Struct):
             old.merge_spans(max(MAX_OLD_SPANS // len(self.attempts), 1))
         self.clock.is_resumed = True
 
+    def windows_of(self, name: str, min_share: float) -> LossWindows | None:
+        """Return the windows in which a class has a large share of the time of the iterations.
+
+        Args:
+            name: the class, one of `goodput_attempt.PARTS`.
+            min_share: smallest share.
+        """
+        at, count, first, last, worst, worst_share = PARTS.index(name), 0, 0, 0, 0, 0.0
+        for attempt in self.attempts:
+            for span in attempt.spans:
+                seconds = span.seconds
+                share = seconds[at] / sum(seconds) if span.last >= span.first and sum(seconds) > 0 else 0.0
+                if share >= min_share:
+                    last = span.last + attempt.offset
+                    count, first = count + span.window_last - span.window_first + 1, first or last
+                    worst, worst_share = (last, share) if share > worst_share else (worst, worst_share)
+        return LossWindows(count, first, last, worst, worst_share) if count else None
+
     @property
     def start_time_s(self) -> float | None:
         """Unix time at which the first attempt started; ``None`` before the first rank has joined."""
@@ -121,7 +139,7 @@ class Goodput(Struct):
         seconds, rank_seconds, device_seconds = (dict.fromkeys(CLASSES, 0.0) for _ in range(3))
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
         attempts: list[AttemptSummary] = []
-        elapsed_s, unused_s, before, before_per_rank = 0.0, 0.0, None, 0.0
+        elapsed_s, unused_s, data_s, before, before_per_rank = 0.0, 0.0, 0.0, None, 0.0
         unit, devices_per_rank = self._devices_per_rank()
         begun_after = zip(self.attempts, self._begun_after(), devices_per_rank, strict=True)
         for attempt, (smallest, knows_repeats), per_rank in begun_after:
@@ -144,6 +162,7 @@ class Goodput(Struct):
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
             unused_s += span_s * (attempt.unused_gpus or 0)
+            data_s += max(attempt.data_in_steps_s, 0.0) * per_rank
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
             attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
@@ -164,6 +183,7 @@ class Goodput(Struct):
             attempts=tuple(attempts),
             device_seconds=device_seconds,
             unit=unit,
+            data_in_steps_s=data_s,
             unused_gpu_seconds=unused_s,
         )
 

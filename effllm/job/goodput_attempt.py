@@ -15,16 +15,16 @@ from effllm.records.job import AttemptSummary
 from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
 
 KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
-SLOW, WARMUP = "slow_iterations", "warmup"
+SLOW, WARMUP, UNEVEN = "slow_iterations", "warmup", "uneven_ranks"
 RESTART_GAP, IDLE, UNKNOWN = "restart_gap", "idle", "unknown"
 CLASSES = (
     KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, SLOW, WARMUP, STARTUP, SHUTDOWN,
-    STRAGGLING, HANG, RESTART_GAP, IDLE, UNKNOWN,
+    STRAGGLING, UNEVEN, HANG, RESTART_GAP, IDLE, UNKNOWN,
 )  # fmt: skip
 #: Phases that a restart does not repeat, or that are productive.
 _NOT_REPEATED = (STARTUP, SHUTDOWN, GENERATION)
 #: Classes of the time in a span.
-PARTS = (KEPT, DATA, STRAGGLING, HANG, SLOW, WARMUP)
+PARTS = (KEPT, DATA, STRAGGLING, HANG, SLOW, WARMUP, UNEVEN)
 
 MAX_SPANS = 512  # number of spans after a merge; above twice this number, pairs of older spans are merged
 MAX_HANGS = 1000  # maximum number of windows with stored hangs that are not in a report yet
@@ -46,11 +46,12 @@ class Span(Struct, array_like=True):
     phases_s: float = 0.0  # evaluation, checkpoint and other phases; not part of this span's sums
     slow_s: float = 0.0
     warmup_s: float = 0.0
+    uneven_s: float = 0.0
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Rank-seconds in the order of `PARTS`."""
-        return self.kept_s, self.data_s, self.straggling_s, self.hang_s, self.slow_s, self.warmup_s
+        return self.kept_s, self.data_s, self.straggling_s, self.hang_s, self.slow_s, self.warmup_s, self.uneven_s
 
     @property
     def parts_j(self) -> tuple[float, ...]:
@@ -80,6 +81,7 @@ class Span(Struct, array_like=True):
         self.phases_s += later.phases_s
         self.slow_s += later.slow_s
         self.warmup_s += later.warmup_s
+        self.uneven_s += later.uneven_s
 
 
 class Redone(Struct, array_like=True):
@@ -98,7 +100,7 @@ class Redone(Struct, array_like=True):
             self.seconds += share * span.kept_s
             self.joules += share * span.parts_j[0]
             self.iterations += round(share * (span.last - span.first + 1))
-            waits_s = share * (span.data_s + span.straggling_s + span.slow_s)
+            waits_s = share * (span.data_s + span.straggling_s + span.slow_s + span.uneven_s)
             self.around_s += waits_s + share * span.phases_s
             self.max_around_s += waits_s + span.phases_s
 
@@ -119,6 +121,7 @@ class Attempt(Struct):
     spans: list[Span] = []
     hangs: dict[int, float] = {}  # by window: rank-seconds of hangs that are not in a report yet
     hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
+    data_in_steps_s: float = 0.0  # rank-seconds of steps in which ranks waited for the data of other ranks
     offset: int = 0  # displayed number of an iteration minus its ordinal
     offset_at_start: int = 0
     is_numbered: bool = False  # whether the offset was given, not assumed
@@ -178,21 +181,22 @@ class Attempt(Struct):
         self._enter(window, Span(window, window, joules=sign * iterations_j))
         _add(self.joules, phases_j, sign)
 
-    def note_straggling(self, window: int, rank_seconds: float) -> None:
-        """Move the time of waiting for the slowest rank in a closed window from kept to straggling."""
-        span = self._find(window)
-        if span is not None:
-            self._take(span, straggling_s=max(rank_seconds, 0.0))
+    def note_lost(self, window: int, **seconds: float) -> None:
+        """Move rank-seconds of a closed window from kept to other classes.
 
-    def note_lost(self, window: int, data_s: float, slow_s: float, warmup_s: float) -> None:
-        """Move rank-seconds of a closed window from kept to waits for data, which may be negative, and long steps."""
+        Args:
+            window: number of the window.
+            seconds: by field of `Span`; a negative value moves time back to kept.
+        """
         span = self._find(window)
         if span is not None:
             self._tally(span, -1)
-            for name, seconds in (("data_s", max(data_s, -span.data_s)), ("slow_s", slow_s), ("warmup_s", warmup_s)):
-                taken_s = min(seconds, span.kept_s)
+            for name, more_s in sorted(seconds.items(), key=lambda one: one[1]):  # kept grows first
+                known_s = getattr(span, name)
+                taken_s = min(max(more_s, -known_s), span.kept_s)
+                self.data_in_steps_s += taken_s if name == "data_s" else 0.0
                 span.kept_s -= taken_s
-                setattr(span, name, getattr(span, name) + taken_s)
+                setattr(span, name, known_s + taken_s)
             self._tally(span, 1)
 
     def note_hang(self, window: int, seconds: float) -> None:
@@ -214,7 +218,7 @@ class Attempt(Struct):
                 self.hang_at_end_s += from_shutdown_s
                 _add(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
             taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
-            self._take(span, hang_s=taken_s)
+            self.note_lost(window, hang_s=taken_s)
             rank_seconds -= from_shutdown_s + taken_s
         if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
@@ -238,16 +242,6 @@ class Attempt(Struct):
         self._tally(span, 1)
         if len(self.spans) > 2 * MAX_SPANS:
             self.merge_spans(MAX_SPANS)
-
-    def _take(self, span: Span, straggling_s: float = 0.0, hang_s: float = 0.0) -> None:
-        self._tally(span, -1)
-        hang_s = min(hang_s, span.kept_s)
-        span.kept_s -= hang_s
-        span.hang_s += hang_s
-        straggling_s = min(straggling_s, span.kept_s)
-        span.kept_s -= straggling_s
-        span.straggling_s += straggling_s
-        self._tally(span, 1)
 
     def _tally(self, span: Span, sign: int) -> None:
         for name, seconds, joules in zip(PARTS, span.seconds, span.parts_j, strict=True):
@@ -280,6 +274,7 @@ class Attempt(Struct):
         _add(self.seconds, later.seconds)
         _add(self.joules, later.joules)
         self.hang_at_end_s += later.hang_at_end_s
+        self.data_in_steps_s += later.data_in_steps_s
         self.idle_s += later.idle_s
         shift = later.offset - self.offset
         for span in later.spans:

@@ -171,7 +171,7 @@ def put(rows: dict[int, RankReport], row: RankReport) -> None:
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
     """Return the exact sum of consecutive reports of one rank.
 
-    The median own time of the sum is the median of the reports' median own times. If a report is missing, the first
+    If a report is missing, the first
     iteration is the last iteration minus the iterations of the known reports plus one.
 
     Args:
@@ -181,7 +181,6 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first if first.window == window else replace(first, window=window)
-    medians_s = [row.own_median_s for row in rows if row.own_median_s is not None]
     return replace(
         last,
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
@@ -196,7 +195,6 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         final=any(row.final for row in rows),
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
-        own_median_s=statistics.median(medians_s) if medians_s else None,
         values=merged_by_name(row.values for row in rows if row.values) or None,
         times=IterationTimes.join([row.times for row in rows], sum(row.iterations for row in rows)),
         allocator=_largest([row.allocator for row in rows if row.allocator is not None]),

@@ -14,18 +14,16 @@ from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
 from effllm.job.iteration_losses import IterationLosses
+from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.merged import Merged
-from effllm.job.prevalence import MemoryPressure, Prevalence
 from effllm.job.rows import Rows
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
-from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict, version_error
+from effllm.records.job import SCHEMA_VERSION, LastRanks, Overhead, Straggler, StragglerVerdict, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
 from effllm.records.values import merged_by_name
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
-#: Maximum number of ranks in `Ledger.slowest`.
-MAX_SLOWEST = 64
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
 
@@ -109,8 +107,7 @@ class Waited(Struct):
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
     verdicts: tuple[StragglerVerdict, ...] = ()
     num_named: int = 0  # number of named ranks
-    clock_error_s: float | None = None  # largest error of the ranks' clock offsets
-    slowest: Straggler | None = None  # the slowest rank
+    slowest: Straggler | None = None  # the slowest named rank
 
 
 class Ledger(Struct):
@@ -152,11 +149,9 @@ class Ledger(Struct):
     straggling_j: float | None = 0.0  # None if a part was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
-    slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest
+    last_ranks: LastRanks = LastRanks()
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
-    windows_compared: int = 0  # windows in which own times of ranks were compared
     slow_clocks: SlowClocks = msgspec.field(default_factory=SlowClocks)
-    prevalence: Prevalence = msgspec.field(default_factory=Prevalence)
     memory_pressure: MemoryPressure = msgspec.field(default_factory=MemoryPressure)
     audit: AuditState = msgspec.field(default_factory=AuditState)
     iteration_losses: IterationLosses = msgspec.field(default_factory=IterationLosses)
@@ -193,11 +188,10 @@ class Ledger(Struct):
         """Restart the run-to-date values after a window."""
         self.run, self.run_after = Account(), window
 
-    def count_rows(self, window: int, rows: Sequence[RankReport]) -> float:
-        """Add the times and counts of reports, each report only once; return the rank-seconds of hangs in them."""
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
+        """Add the times and counts of reports, each report only once."""
         rows = Rows.of(rows)
         has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
-        hang_s = self.goodput.attempt.hangs.get(window, 0.0)
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
@@ -206,7 +200,6 @@ class Ledger(Struct):
         self.audit.counts.add(rows)
         if rows.values:
             self.values = merged_by_name((self.values, rows.values))
-        return hang_s
 
     def count_devices(
         self,
@@ -242,10 +235,6 @@ class Ledger(Struct):
 
     def note_own(self, cpu_s: float, received_bytes: int) -> None:
         self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
-
-    def count_slowest(self, rank: int) -> None:
-        if rank in self.slowest or len(self.slowest) < MAX_SLOWEST:
-            self.slowest[rank] = self.slowest.get(rank, 0) + 1
 
     def overhead(self) -> Overhead:
         """Return the cost of the measurement so far, over all processes and attempts."""

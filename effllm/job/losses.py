@@ -14,7 +14,7 @@ from typing import NamedTuple
 from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.remedies import SLOW_DATA
 from effllm.metrics import METRICS
-from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, AttemptSummary, StragglerVerdict, Summary
+from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
 from effllm.records.verdict import OF_GPUS, SlowIterations, Waterfall
 
 
@@ -35,6 +35,8 @@ UNLIKE = 1.25
 #: Losses are estimates: parts of windows are redone, and a wait for the slowest rank is longer than a mean wait.  In
 #: planted jobs the bound of the gain was too low by at most 0.8 % of the loss without this margin.
 BOUND_MARGIN = 0.02
+#: Share of the waits for data from which on they are the waits of few ranks.
+OF_FEW = 0.5
 #: Period of profiles in a long job.
 USUAL_PERIOD = 500
 #: In a shorter job, a long start is usual.
@@ -49,6 +51,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "slow_iterations": Threshold(0.05, MIN_ITERATIONS),
     "warmup": Threshold(0.10, MIN_ITERATIONS),
     "straggler": Threshold(0.05, MIN_ITERATIONS),
+    "uneven_ranks": Threshold(0.05, MIN_ITERATIONS),
     "throttled": Threshold(0.05, MIN_ITERATIONS),
     "power_limit": Threshold(0.05, MIN_ITERATIONS),
     "exposed_communication": Threshold(0.15, MIN_ITERATIONS),
@@ -64,8 +67,9 @@ THRESHOLDS: dict[str, Threshold] = {
     "unused_gpus": Threshold(0.02),
 }
 #: Cause -> part of the waterfall, where one part is the loss.
-_PARTS = {
+LOSS_PARTS = {
     "data_loading": "data",
+    "between_iterations": "data",
     "slow_iterations": "slow_iterations",
     "warmup": "warmup",
     "checkpoint": "checkpoint",
@@ -83,10 +87,12 @@ STEP_PARTS = (
 #: Start of the source of a loss by stragglers.
 STRAGGLERS = "summary.json: stragglers"
 #: Causes whose device time is counted only in kept steps.
-_IN_STEPS = frozenset(("straggler", "throttled", "power_limit", "exposed_communication", "device_idle", "padding"))
+_IN_STEPS = frozenset(
+    ("straggler", "uneven_ranks", "throttled", "power_limit", "exposed_communication", "device_idle", "padding")
+)
 
 #: Classes of goodput that are the time of iterations.
-ITERATION_CLASSES = ("kept", "redone", "data", "straggling", "slow_iterations", "warmup")
+ITERATION_CLASSES = ("kept", "redone", "data", "straggling", "uneven_ranks", "slow_iterations", "warmup")
 
 
 class Loss(NamedTuple):
@@ -115,7 +121,12 @@ def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss
         found: its waterfall.
         framework: the framework whose loop is measured; empty for a loop that calls effllm itself.
     """
-    made = [*_of_parts(summary, found, framework), *_of_stragglers(summary, found), *_of_restarts(summary, found)]
+    made = [
+        *_of_parts(summary, found, framework),
+        *_of_stragglers(summary, found),
+        *_of_uneven(summary, found),
+        *_of_restarts(summary, found),
+    ]
     made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
     made += _of_busy_share(summary, found)
     made += _of_memory(summary, found)
@@ -152,7 +163,11 @@ def is_profiled(summary: Summary) -> bool:
     profile, goodput = summary.profile, summary.goodput
     if profile is None or profile.iterations < MIN_PROFILED or profile.time_s <= 0:
         return False
-    steps_s = sum(goodput.seconds.get(name, 0.0) for name in ("kept", "redone", "straggling")) if goodput else 0.0
+    steps_s = (
+        sum(goodput.seconds.get(name, 0.0) for name in ("kept", "redone", "straggling", "uneven_ranks"))
+        if goodput
+        else 0.0
+    )
     mean_s = steps_s / summary.iterations if summary.iterations else 0.0
     return not mean_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_s < UNLIKE
 
@@ -173,7 +188,7 @@ def _with_rest_of_job(made: _Made, found: Waterfall) -> Loss:
     """Return a loss; its removal also shortens repeated steps, and the time of unused GPUs."""
     cause, seconds, why, source, *more = made
     loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *more)
-    used_s, steps_s = _used_seconds(found), seconds_of(found, "straggling", *STEP_PARTS)
+    used_s, steps_s = _used_seconds(found), seconds_of(found, "straggling", "uneven_ranks", *STEP_PARTS)
     if cause == "unused_gpus" or used_s <= 0:
         return loss
     repeated = 1.0 + seconds_of(found, "redone") / steps_s if cause in _IN_STEPS and steps_s else 1.0
@@ -187,20 +202,22 @@ def _used_seconds(found: Waterfall) -> float:
 
 def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_Made]:
     what = "data wait" if framework else "time between iterations"
-    waits, data_s = "the ranks wait for data between steps", seconds_of(found, _PARTS["data_loading"])
-    # The longer waits of a straggler, which its peers do not have, are a part of the loss by the straggler.
-    share = max(1.0 - _waits_of_stragglers(summary, found) / data_s, 0.0) if data_s else 1.0
+    waits, data_s = "the ranks wait for data between steps", seconds_of(found, LOSS_PARTS["data_loading"])
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
-        wait, iteration = share * each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
+        wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
         waits = f"{what} {_ms(wait)} of {_ms(iteration)} ms per iteration"
-        waits += ", without the longer waits of stragglers" if share < 1.0 else ""
     if summary.rare_waits is not None:
         waits += f"; {_often(summary.rare_waits)}, up to {_ms(summary.rare_waits.longest_s)} ms"
+    of_few = [one for one in summary.stragglers if one.evidence == DATA_WAIT]
+    is_of_few = _devices_of_rank(summary, found) * sum(map(_cost_s, of_few)) >= OF_FEW * data_s > 0
+    if is_of_few:
+        waits += f"; {_slow_ranks(max(of_few, key=_cost_s), len(of_few) - 1)}"
     evidence = {part.name: part.evidence for part in found.parts}
     texts = {
         "data_loading": waits,
+        "between_iterations": waits,
         "slow_iterations": _slow_text(summary.slow_iterations),
         "warmup": "the first iterations are longer than the median",
         "checkpoint": "the steps stop during checkpoints",
@@ -209,10 +226,11 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
         "hang": _hang_text(summary),
         "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
     }
-    for cause, part in _PARTS.items():
-        seconds = seconds_of(found, part) * (share if cause == "data_loading" else 1.0)
-        is_own = cause == "data_loading" and not framework
-        yield "between_iterations" if is_own else cause, seconds, texts[cause], _part(part)
+    not_this = "between_iterations" if framework else "data_loading"
+    for cause, part in LOSS_PARTS.items():
+        if cause != not_this:
+            action = SLOW_DATA.text if part == "data" and is_of_few else ""
+            yield cause, seconds_of(found, part), texts[cause], _part(part), 1.0, action
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
@@ -246,12 +264,6 @@ def _startup_s(attempt: AttemptSummary) -> float:
     return attempt.startup_s * attempt.devices
 
 
-def _waits_of_stragglers(summary: Summary, found: Waterfall) -> float:
-    """Return the data waits by which stragglers waited longer than their peers, in device-seconds."""
-    waits_s = sum(one.own_seconds for one in summary.stragglers if one.evidence == DATA_WAIT)
-    return _devices_of_rank(summary, found) * waits_s
-
-
 def _devices_of_rank(summary: Summary, found: Waterfall) -> float:
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
     return _used_seconds(found) / rank_seconds if rank_seconds else 1.0
@@ -266,52 +278,48 @@ def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
 
 
 def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    seconds, total = seconds_of(found, "straggling"), sum(one.gpu_seconds for one in summary.stragglers)
-    if not total:
-        return
+    named = [one for one in summary.stragglers if one.evidence != DATA_WAIT]
+    seconds, total = seconds_of(found, "straggling"), sum(map(_cost_s, named))
     by_cause: dict[str, list[StragglerVerdict]] = {}
-    for one in summary.stragglers:
+    for one in named if total else ():
         by_cause.setdefault(cause_of(one), []).append(one)
     for cause, verdicts in by_cause.items():
-        worst = max(verdicts, key=lambda one: one.gpu_seconds)
-        ranks = ",".join(map(str, worst.ranks))
-        why = _slower(worst) if worst.why == UNKNOWN else worst.why
-        text = f"rank {ranks} ({worst.host}): {why}" if worst.host else f"rank {ranks}: {why}"
-        source = f"{STRAGGLERS}, ranks {ranks}"
-        waits = seconds * sum(one.gpu_seconds for one in verdicts) / total
-        action = SLOW_DATA.text if worst.evidence == DATA_WAIT else ""
-        factor = max(_with_own_time(summary, verdicts), _with_unnamed(summary, found, verdicts) / waits)
-        yield cause, waits, text, source, factor, action
+        worst, counted_s = max(verdicts, key=_cost_s), sum(map(_cost_s, verdicts))
+        waits = seconds * counted_s / total
+        bound = waits * max(sum(one.max_seconds for one in verdicts) / counted_s, 1.0)
+        # A rank is named after some iterations of an attempt: before, the waits for it are waits without a slow rank.
+        bound += seconds_of(found, "uneven_ranks") if summary.attempts > 1 else 0.0
+        source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
+        yield cause, waits, _slow_ranks(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
 
 
-def _slower(verdict: StragglerVerdict) -> str:
-    """Return by how much a rank is slower, for a straggler without a reason."""
-    base = {PROFILE: "computation takes {} longer than", ARRIVAL: "arrives {} of an iteration later than"}
-    peers = "its peer" if verdict.peers == 1 else f"{verdict.peers:,} peers"
-    how = base.get(verdict.evidence, "{} slower than").format(f"{100 * verdict.slowdown:.1f} %")
-    return f"{how} {peers}, reason unknown"
+def _cost_s(verdict: StragglerVerdict) -> float:
+    return verdict.gpu_seconds + verdict.own_seconds
 
 
-def _with_own_time(summary: Summary, verdicts: list[StragglerVerdict]) -> float:
-    """Return the time that all ranks save without stragglers, over the waits of the other ranks.
+def _slow_ranks(verdict: StragglerVerdict, more: int = 0) -> str:
+    """Return a verdict on slow ranks as text, with the number of further verdicts."""
+    why = verdict.why
+    if why == UNKNOWN:
+        how = "computation takes {} longer than" if verdict.evidence == PROFILE else "{} slower than"
+        peers = "its peer" if verdict.peers == 1 else f"{verdict.peers:,} peers"
+        why = f"{how.format(f'{100 * verdict.slowdown:.1f} %')} {peers}, reason unknown"
+    if verdict.last_share is not None and verdict.evidence != DATA_WAIT:
+        why += f", last in {100 * verdict.last_share:.0f} % of the iterations"
+    host = f" ({verdict.host})" if verdict.host else ""
+    return f"rank {','.join(map(str, verdict.ranks))}{host}: {why}" + (f"; and {more} more" if more else "")
 
-    The slow ranks save the same time as the ranks that wait for them.  At most half of the ranks are slower than the
-    median.
-    """
-    ranks, slow = summary.coverage.ranks_expected, len({rank for one in verdicts for rank in one.ranks})
-    return ranks / max(ranks - slow, ranks / 2) if ranks else 1.0
 
-
-def _with_unnamed(summary: Summary, found: Waterfall, verdicts: list[StragglerVerdict]) -> float:
-    """Return the device-seconds that all ranks save if the stragglers were slow in all iterations.
-
-    A straggler is named after some windows of an attempt, so its waits in a short attempt are not counted.
-    """
-    slowdowns = [one.slowdown for one in verdicts if one.evidence in (OWN_TIME, PROFILE)]
-    if summary.attempts < 2 or not slowdowns:
-        return 0.0
-    slow = max(slowdowns)
-    return seconds_of(found, "straggling", *STEP_PARTS) * slow / (1.0 + slow)
+def _of_uneven(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+    """Yield the waits of the ranks for each other without a slow rank."""
+    seconds, last = seconds_of(found, "uneven_ranks"), summary.last_ranks
+    counted_s = seconds / _devices_of_rank(summary, found)
+    text = "the ranks wait for each other, and no rank is named as slow"
+    if last.by_rank and last.iterations:
+        rank, count = last.most
+        text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
+    factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
+    yield "uneven_ranks", seconds, text, _part("uneven_ranks"), factor
 
 
 def cause_of(verdict: StragglerVerdict) -> str:
@@ -369,7 +377,7 @@ def _of_busy_share(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     if busy is None:
         return
     counted_s = seconds_of(found, "data", "slow_iterations", "warmup")
-    iterations_s = counted_s + seconds_of(found, "redone", "straggling", *STEP_PARTS)
+    iterations_s = counted_s + seconds_of(found, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
     counted_s += _lost_in_retries(summary, found)  # during a retry of the allocator, the device has no work
     text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
     tag = METRICS["pcu_ratio"].tag("run")

@@ -41,6 +41,7 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     "between_iterations": {"": Remedy("mark checkpoints and evaluations with effllm.phase; else data", _OWN)},
     "slow_iterations": {"": Remedy("TORCH_LOGS=recompiles; gc.freeze(); save and log less often", _GC)},
     "warmup": {"": Remedy("TORCHINDUCTOR_CACHE_DIR on a disk that stays; fewer shapes", _COMPILE)},
+    "uneven_ranks": {"": Remedy("batches of equal length on all ranks; larger batches per step", _OWN)},
     "straggler": {"": Remedy("run `effllm check` on its host, or exclude the host", _OWN)},
     "throttled": {"": Remedy("`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` on the slow hosts", _NVIDIA_SMI)},
     "power_limit": {"": Remedy("`nvidia-smi -q -d POWER`: compare current and default limit", _NVIDIA_SMI)},

@@ -57,8 +57,6 @@ class Window(Struct):
     energy: WindowEnergy | None  # None if `merged` is None
     warming: bool = False
     by_rank: Rows | None = None
-    hang_s: float = 0.0  # rank-seconds without progress of any rank
-    clocks_s: dict[str, float] = {}  # rank-seconds that low clocks cost, by cause
 
     @property
     def ranks(self) -> Collection[int]:
@@ -110,7 +108,6 @@ def to_date(
     """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
     constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
     health = HealthTotals(
-        clock_error_s=ledger.waited.clock_error_s,
         straggling_s=ledger.straggling_s,
         straggling_gpu_s=ledger.straggling_gpu_s,
         straggling_j=ledger.straggling_j,
@@ -246,7 +243,7 @@ def summary_of(
     (reached, measured), counts = iterations_reached(ledger), whole.counts
     values = metrics.evaluate_run(run, whole)
     doubts = {**gaps.doubtful_tags(values), **doubtful_tags(ledger.audit, values)}
-    sources = Sources(ledger.closed, ledger.attempt, ledger.windows_compared, roster.job.unused_text)
+    sources = Sources(ledger.closed, ledger.attempt, round(ledger.last_ranks.iterations), roster.job.unused_text)
     return Summary(
         status=status,
         is_over=ended,
@@ -277,8 +274,7 @@ def summary_of(
         peak=roster.job.peak_source if run.constants.flops_per_token else "",
         profile=run.profile,
         stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
-        slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
-        windows_compared=ledger.windows_compared,
+        last_ranks=ledger.last_ranks,
         goodput=goodput,
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole, sources),

@@ -45,10 +45,8 @@ class SlowClocks(Struct):
     by_cause: dict[str, ClockLoss] = {}
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
 
-    def close(
-        self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]
-    ) -> dict[str, float]:
-        """Add a closed window; return its losses by cause, in rank-seconds.
+    def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
+        """Add a closed window.
 
         Args:
             rows: the reports of the ranks.
@@ -72,14 +70,12 @@ class SlowClocks(Struct):
                         slow[cause] = _SlowGpu(row, window, device, clock)
         others = max(_others(rows, devices, named), default=0.0)
         self.free_clock = max(self.free_clock, others)
-        lost_s: dict[str, float] = {}
         for cause, one in slow.items():
             hello = hellos.get(one.row.rank)
             text = _text(cause, one, hello.host if hello is not None else "")
-            lost_s[cause] = self._add(cause, one, others or self.free_clock or 1.0, len(rows), text)
-        return lost_s
+            self._add(cause, one, others or self.free_clock or 1.0, len(rows), text)
 
-    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str) -> float:
+    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str) -> None:
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
             reference = min(reference, one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one))
         row = one.row
@@ -87,7 +83,7 @@ class SlowClocks(Struct):
         most = ranks * own_s * max(1.0 - one.clock / reference, 0.0)
         seconds = _computing(row.profile) * most
         if seconds <= 0:
-            return 0.0
+            return
         known = self.by_cause.get(cause)
         added = ClockLoss(seconds, row.rank, seconds, why, most)
         if known is not None:
@@ -100,7 +96,6 @@ class SlowClocks(Struct):
                 known.max_rank_seconds + most,
             )
         self.by_cause[cause] = added
-        return seconds
 
 
 def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_SHARE) -> str:

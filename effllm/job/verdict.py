@@ -6,34 +6,31 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from effllm.job.goodput import Goodput
+from effllm.job.goodput_attempt import PARTS, STRAGGLING
 from effllm.job.losses import (
+    LOSS_PARTS,
     MIN_ITERATIONS,
     STEP_PARTS,
     STRAGGLERS,
     THRESHOLDS,
     Loss,
     busy_share,
-    cause_of,
     is_profiled,
     is_reported,
     losses,
     profile_period,
     seconds_of,
 )
-from effllm.job.prevalence import ALWAYS_COUNTED, Prevalence
 from effllm.job.remedies import remedy
 from effllm.records.job import Summary
 from effllm.records.verdict import (
-    AFTER,
-    BEFORE,
     FAILED,
     HEALTHY,
     HIGH,
-    IN,
     MEDIUM,
     NO_CONFIDENCE,
     NO_VERDICT,
-    NO_WINDOW,
     NONE_FOUND,
     Evidence,
     LossWindows,
@@ -42,7 +39,7 @@ from effllm.records.verdict import (
     Waterfall,
 )
 
-#: A loss in a smaller share of the windows is concentrated, and the worst window is named.
+#: A loss in a smaller share of the iterations is concentrated, and the worst window is named.
 MAX_RARE_SHARE = 0.1
 
 
@@ -65,8 +62,6 @@ _REPORTED = {
     "ecc": "memory errors of a GPU",
 }
 _GROWS = frozenset(("memory_leak", "memory_forecast"))
-#: Causes whose windows are counted under another name.
-_COUNTED_AS = {"between_iterations": "data_loading"}
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
@@ -78,15 +73,12 @@ MIN_RETRIES = 0.1
 MAX_NAMED = 4  # ranks in the text of a verdict
 
 
-def windows_of(loss: Loss, summary: Summary, seen: Prevalence) -> tuple[LossWindows | None, str]:
-    """Return the windows of a loss, and whether the loss is in, before or after them."""
-    found, place = _found(loss, summary, seen), IN
-    if loss.cause in ("restarts", "startup"):
-        place = BEFORE
-    # In an earlier attempt, a hang after the last window has no window of this attempt.
-    elif loss.cause == "hang" and found is None and (summary.attempts == 1 or summary.status == "stalled"):
-        found, place = seen.last(), AFTER
-    return found, place if found is not None else NO_WINDOW
+def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | None:
+    """Return the windows of a loss; ``None`` if no window can be named."""
+    if loss.cause == "memory_pressure":
+        return windows_of_retries(summary)
+    name = STRAGGLING if loss.source.startswith(STRAGGLERS) else LOSS_PARTS.get(loss.cause, "")
+    return goodput.windows_of(name, THRESHOLDS[loss.cause].share) if name in PARTS else None
 
 
 def windows_of_retries(summary: Summary) -> LossWindows | None:
@@ -97,30 +89,18 @@ def windows_of_retries(summary: Summary) -> LossWindows | None:
     return LossWindows(found.windows, found.first_iteration, found.last_iteration, found.worst_iteration)
 
 
-def windows_text(cause: str, seen: Prevalence) -> str:
-    """Return the number of windows of a loss; a loss in few windows has the iteration of the worst window."""
-    cause = _COUNTED_AS.get(cause, cause)
-    windows, total = seen.of(cause), seen.windows
-    if windows is None or cause not in ALWAYS_COUNTED:
+def _where(windows: LossWindows | None, iterations: int) -> str:
+    """Return where a loss is, if it is in few windows."""
+    if windows is None or windows.worst_iteration is None:
         return ""
-    text = f", in {windows.count:,} of {total:,} windows"
-    is_rare = windows.count < MAX_RARE_SHARE * total
-    return f"{text}, most at iteration {windows.worst_iteration:,}" if is_rare else text
-
-
-def _found(loss: Loss, summary: Summary, seen: Prevalence) -> LossWindows | None:
-    if loss.cause == "memory_pressure":
-        return windows_of_retries(summary)
-    if not loss.source.startswith(STRAGGLERS):
-        return seen.of(_COUNTED_AS.get(loss.cause, loss.cause))
-    # The windows of all stragglers are counted together; stragglers with several causes have no windows of one cause.
-    return seen.of("straggler") if len({cause_of(one) for one in summary.stragglers}) == 1 else None
+    is_rare = windows.last_iteration - windows.first_iteration < MAX_RARE_SHARE * iterations
+    return f", most at iteration {windows.worst_iteration:,}" if is_rare else ""
 
 
 def verdict_of(
     summary: Summary,
     framework: str = "",
-    prevalence: Prevalence | None = None,
+    goodput: Goodput | None = None,
     profile_every: int = 0,
     ends: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Verdict | None:
@@ -132,7 +112,7 @@ def verdict_of(
     Args:
         summary: the summary with its waterfall.
         framework: name of the training framework, as in run.json.
-        prevalence: the windows of each loss.
+        goodput: the windows with their time by class.
         profile_every: the period of profiles that was set; 0 for no profiles.
         ends: the ranks of a job that is over, by their final status.
     """
@@ -143,7 +123,7 @@ def verdict_of(
     reported = [one for one in every if is_reported(one, summary)]
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
-    unit, seen = found.unit, prevalence or Prevalence()
+    unit, seen = found.unit, goodput or Goodput()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
@@ -248,7 +228,7 @@ def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence,
 
 
 def _accuse(
-    loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Prevalence
+    loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
     # Another program of the allocation may use the GPUs that no rank uses.
@@ -256,7 +236,7 @@ def _accuse(
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
-        why=loss.why + windows_text(loss.cause, seen),
+        why=loss.why + _where(windows_of(loss, summary, seen), summary.iterations),
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,
@@ -285,19 +265,18 @@ def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -
     return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
 
 
-def _evidence(loss: Loss, summary: Summary, unit: str, seen: Prevalence) -> Evidence:
+def _evidence(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidence:
     limit = THRESHOLDS[loss.cause]
     text = f"threshold {100 * limit.share:g} %"
     if summary.elapsed_s < limit.min_elapsed_s:
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
-    windows, place = windows_of(loss, summary, seen)
-    return Evidence(claim, loss.source, place, loss.share, windows)
+    return Evidence(claim, loss.source, loss.share, windows_of(loss, summary, seen))
 
 
 def _placed(why: str, source: str, windows: LossWindows | None) -> Evidence:
     """Return the evidence of a cause that is not in the waterfall."""
-    return Evidence(why, source, IN if windows is not None else NO_WINDOW, windows=windows)
+    return Evidence(why, source, windows=windows)
 
 
 def _name(cause: str) -> str:

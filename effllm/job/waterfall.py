@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from effllm.job.goodput_attempt import HANG, KEPT, REDONE, STRAGGLING, UNKNOWN
+from effllm.job.goodput_attempt import HANG, KEPT, REDONE, SLOW, STRAGGLING, UNEVEN, UNKNOWN, WARMUP
 from effllm.job.losses import profile_period
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
@@ -47,7 +47,7 @@ class Sources(NamedTuple):
 
     windows: int = 0  # closed windows of the last attempt
     attempts: int = 1
-    windows_compared: int = 0  # windows in which own times of ranks were compared
+    iterations_compared: int = 0  # iterations in which own times of ranks were compared
     unused: str = ""  # the nodes with unused GPUs
 
 
@@ -76,7 +76,8 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     without_gpus = sum(one.gpus == 0 for one in goodput.attempts) if is_of_gpus else 0
     classes = dict(goodput.device_seconds)
     kept = classes.pop(KEPT, 0.0)
-    steps = _split(kept, classes, whole, is_mixed=without_gpus > 0)
+    inside = _Inside.of(goodput, whole.health.straggling_gpu_s)
+    steps = _split(kept, classes, whole, without_gpus > 0, inside)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
     used_s = sum(seconds.values())
     seconds["unused"] = goodput.unused_gpu_seconds
@@ -117,11 +118,11 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     )
 
 
-def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_mixed: bool) -> _Steps:
+def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_mixed: bool, inside: _Inside) -> _Steps:
     """Split the device-seconds of kept steps."""
     if not kept:
         return _Steps({}, ())
-    seconds = _profiled(kept, classes, whole.profile)
+    seconds = _profiled(kept, whole.profile, inside)
     period = profile_period(whole.counts.iterations, whole.constants.world_size)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
     computing = kept - sum(seconds.values())
@@ -132,7 +133,7 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_m
     rest = max(computing - clock - sum(flops.values()), 0.0)
     seconds |= {"clock_below_maximum": clock} if clock else {}
     seconds |= flops | {"below_peak" if flops else "steps": rest}
-    errors = errors_of(seconds, whole, kept + classes.get(STRAGGLING, 0.0), computing)
+    errors = errors_of(seconds, whole, kept + sum(inside), computing)
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
 
 
@@ -159,7 +160,7 @@ def _kept_share(kept: float, classes: Mapping[str, float]) -> float:
 
 
 def _iterations(kept: float, classes: Mapping[str, float]) -> float:
-    return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, HANG))
+    return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, UNEVEN, HANG))
 
 
 def _useful(
@@ -174,16 +175,32 @@ def _useful(
     return ({}, (ABOVE_PEAK,)) if sum(flops.values()) > computing else (flops, ())
 
 
-def _profiled(kept: float, classes: Mapping[str, float], profile: Profile | None) -> dict[str, float]:
+class _Inside(NamedTuple):
+    """Device-seconds inside the steps that belong to other classes than kept."""
+
+    waits: float  # for other ranks: a waiting rank waits in its communication
+    long: float  # what long iterations take above the median: then the devices have hardly any work
+    slow: float  # what slow ranks lose themselves
+
+    @classmethod
+    def of(cls, goodput: GoodputSummary, straggling_gpu_s: float) -> _Inside:
+        """Return these seconds; ``straggling_gpu_s`` are the waits for slow ranks, in rank-seconds."""
+        classes, straggling_s = goodput.device_seconds, goodput.rank_seconds.get(STRAGGLING, 0.0)
+        straggling = classes.get(STRAGGLING, 0.0)
+        waiting = straggling * min(straggling_gpu_s / straggling_s, 1.0) if straggling_s else 0.0
+        waits = waiting + classes.get(UNEVEN, 0.0) + goodput.data_in_steps_s
+        return cls(waits, sum(classes.get(name, 0.0) for name in (SLOW, WARMUP)), straggling - waiting)
+
+
+def _profiled(kept: float, profile: Profile | None, inside: _Inside) -> dict[str, float]:
     """Return exposed communication and idle time, from the shares in profiled iterations."""
     if profile is None or not profile.time_s:
         return {}
-    # A rank that waits for a straggler waits in its communication: this time is already in the class ``straggling``.
-    steps = kept + classes.get(STRAGGLING, 0.0)
-    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - classes.get(STRAGGLING, 0.0)
-    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps
+    steps = kept + sum(inside)
+    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - inside.waits
+    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long
     exposed = min(max(exposed, 0.0), kept)
-    return {"exposed_communication": exposed, "device_idle": min(idle, kept - exposed)}
+    return {"exposed_communication": exposed, "device_idle": min(max(idle, 0.0), kept - exposed)}
 
 
 def _at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, float] | str:
@@ -247,7 +264,7 @@ def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
         "unreported": "time of the job without reports",
         "unused": sources.unused or "allocation of the scheduler",
         **dict.fromkeys(("data", "slow_iterations", "warmup"), f"times of iterations in {reports}"),
-        "straggling": f"own times of ranks in {sources.windows_compared:,} windows",
+        **dict.fromkeys((STRAGGLING, UNEVEN), f"own times of ranks in {sources.iterations_compared:,} iterations"),
     }
 
 

@@ -67,12 +67,6 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
     return totals.devices.dram_activity
 
 
-@metric("s", group="health", bases=("window",), chart=False)
-def clock_error_s(totals: ClusterTotals) -> float | None:
-    """Largest error bound of the offset between the clocks of a rank and of the aggregator."""
-    return totals.health.clock_error_s
-
-
 @metric("s", group="health", bases=("job",))
 def stalled_s(totals: ClusterTotals) -> float | None:
     """Time during which no rank made progress; updated while the stall lasts."""

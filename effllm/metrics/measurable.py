@@ -38,11 +38,11 @@ _COMPLETE = ClusterTotals(
         power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
         temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
     ),
-    health=HealthTotals(clock_error_s=1.0, straggling_s=1.0, straggling_j=1.0, stalled_s=0.0),
+    health=HealthTotals(straggling_s=1.0, straggling_j=1.0, stalled_s=0.0),
     goodput=GoodputTotals(
         1.0,
         dict.fromkeys(("kept", "redone", "restart_gap", "startup", "checkpoint", "unknown"), 1.0),
-        {"redone": 1.0, "straggling": 1.0, "hang": 1.0},
+        {"redone": 1.0, "straggling": 1.0, "uneven_ranks": 1.0, "hang": 1.0},
         1.0,
     ),
     constants=JobConstants(
@@ -99,7 +99,6 @@ NEEDS: dict[str, Lack] = {
     "own time": {"health": {"straggling_s": None}},
     "elapsed time": {"goodput": {"elapsed_s": 0.0, "rank_seconds": 0.0}},
     "own cost": {"overhead": None},
-    "clocks of ranks": {"health": {"clock_error_s": None}},
 }
 
 #: Inputs from the device, in addition to `GAUGES`.

@@ -100,8 +100,6 @@ KINDS: dict[str, Kind] = {
     "gpus_busy": Kind(ALWAYS, "The GPUs work again after an idle time."),
     "no_tokens": Kind(ALWAYS, "Iterations continue, but tokens are not counted any more.", is_problem=True),
     "tokens_again": Kind(ALWAYS, "Tokens are counted again."),
-    "slower": Kind(ONCE, "The job became slower; the text lists other changes at that time.", is_problem=True),
-    "faster": Kind(FILE, "The job became faster."),
     "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),
     "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
     "stack": Kind(ONCE, "Stacks of stalled ranks were written; the text lists the files."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_type_hints
 
 from msgspec import Struct, defstruct
@@ -135,9 +136,8 @@ class DeviceTotals(Struct, frozen=True):
 
 
 class HealthTotals(Struct, frozen=True):
-    """Stragglers, stalls and clock errors."""
+    """Stragglers and stalls."""
 
-    clock_error_s: float | None = None  # largest half-width, over ranks, of the error of the clock offset
     straggling_s: float | None = None  # time in which ranks waited for stragglers; None if no rank has an own time
     straggling_gpu_s: float = 0.0  # time that ranks waited for stragglers, summed over the waiting ranks
     straggling_j: float | None = None  # energy of the waiting ranks' devices while they waited
@@ -178,8 +178,33 @@ class ClusterTotals(Struct, frozen=True):
     overhead: Overhead | None = None
 
 
+#: Maximum number of ranks in `LastRanks.by_rank`.
+MAX_LAST = 64
+
+
+class LastRanks(Struct, frozen=True):
+    """The ranks for which all others waited longest, and the waits of the ranks for each other."""
+
+    iterations: float = 0.0  # compared iterations
+    by_rank: dict[int, float] = {}  # rank -> number of iterations in which it was the last one; at most 64 ranks
+    max_uneven_s: float = 0.0  # upper bound of the rank-seconds of waits without a slow rank
+
+    @property
+    def most(self) -> tuple[int, float]:
+        """The rank that was most often the last one, and the number of these iterations; -1 without any."""
+        return max(self.by_rank.items(), key=lambda one: one[1], default=(-1, 0.0))
+
+    def with_more(self, iterations: float, by_rank: Mapping[int, float]) -> LastRanks:
+        """Return the counts with those of further iterations."""
+        known = dict(self.by_rank)
+        for rank, count in by_rank.items():
+            if rank in known or len(known) < MAX_LAST:
+                known[rank] = known.get(rank, 0.0) + count
+        return LastRanks(self.iterations + iterations, known, self.max_uneven_s)
+
+
 class Straggler(Struct, frozen=True):
-    """The rank with the longest own time in a window, if this rank is slow in many consecutive windows.
+    """The slowest named rank.
 
     Iteration times cannot show a slow rank: in synchronous training, all ranks wait for the slowest rank.
     """
@@ -193,19 +218,17 @@ class Straggler(Struct, frozen=True):
 OWN_TIME = "own time"  # time from an iteration's start to the sync point
 PROFILE = "profile"  # computation in profiled iterations
 DATA_WAIT = "data wait"  # wait for data, during which other ranks wait for this rank
-ARRIVAL = "arrival"  # the order of arrival at the sync point, by aligned clocks
-EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT, ARRIVAL)
+EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT)
 
 
 class StragglerVerdict(Struct, frozen=True):
-    """A rank that delays other ranks in many consecutive windows, and the cost so far."""
+    """A rank that delays other ranks in many iterations, and the cost so far."""
 
     ranks: tuple[int, ...]  # one rank; or a group of ranks that wait for each other before the sync point
     host: str
     device: str
     since_iteration: int  # the number shown
     slowdown: float  # time of the rank over the median of its peers, minus one
-    z: float  # the slowdown, as a multiple of the robust standard deviation
     peers: int  # number of ranks in the comparison
     evidence: str  # one of EVIDENCE
     why: str = "unknown"
@@ -214,7 +237,9 @@ class StragglerVerdict(Struct, frozen=True):
     differences: tuple[
         str, ...
     ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
-    own_seconds: float = 0.0  # time by which the slow rank took longer than its peers
+    own_seconds: float = 0.0  # time that the slow ranks would save themselves
+    max_seconds: float = 0.0  # upper bound of both, if the ranks are as slow after the first wait for other ranks
+    last_share: float | None = None  # share of the iterations in which the ranks were last; None without own times
 
 
 class ClockLoss(Struct, frozen=True):
@@ -370,6 +395,7 @@ class GoodputSummary(Struct, frozen=True):
     attempts: tuple[AttemptSummary, ...] = ()
     device_seconds: dict[str, float] = {}  # by class: rank-seconds times the devices of a rank, of each attempt
     unit: str = OF_RANKS  # of these seconds; OF_GPUS if a rank of any attempt has a GPU
+    data_in_steps_s: float = 0.0  # device-seconds of the class data in which ranks waited in steps for others' data
     unused_gpu_seconds: float = 0.0  # of allocated GPUs that no rank uses, over all attempts and the gaps between them
 
 
@@ -403,8 +429,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     profile: Profile | None = None  # sums over the run to date and all ranks
     left_out: dict[str, int] = {}  # sink -> windows not written, because the sink was too slow or its disk was full
     stragglers: tuple[StragglerVerdict, ...] = ()  # all stragglers of the run, with total costs, the costliest first
-    slowest: dict[int, int] = {}  # rank -> number of windows in which this rank was the slowest; at most 64 ranks
-    windows_compared: int = 0  # number of windows in which own times of ranks were compared
+    last_ranks: LastRanks = LastRanks()
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None

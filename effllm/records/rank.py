@@ -345,8 +345,6 @@ class SeldomOnWire(CountedOnWire, Struct, frozen=True, array_like=True, gc=False
     # Own time: from the start of an iteration to the first wait for other ranks (`effllm.sync_point`).
     own_steps: Count = 0  # number of iterations with an own time
     own_step_s: Amount = 0.0  # sum of the own times
-    own_median_s: Amount | None = None  # median of the own times
-    arrival_ns: Count = 0  # arrival at the sync point in the window's last iteration; 0: not known
     device_own_steps: Count = 0  # number of iterations with an own time on the device
     device_own_step_s: Amount = 0.0
     # Relative error (half-width, 95 %) of the energy run to date, if iterations are synchronous with a sensor's ticks.

@@ -90,7 +90,7 @@ class Slot(NamedTuple):
     number: int
     start_ns: int
     end_ns: int
-    # ITERATION: arrival at the sync point, in ns; LOSS: the loss; PROFILE: exposed seconds, or (COMPUTING) the cost;
+    # LOSS: the loss; PROFILE: exposed seconds, or (COMPUTING) the cost;
     # DEVICE_TIME and OWN_TIME: seconds of the timed iterations.
     value: float
     step_ns: int
@@ -178,7 +178,6 @@ class RingWriter:
         wait_ns: int,
         counters: Counters,
         own_ns: int = 0,
-        arrival_ns: int = 0,
     ) -> None:
         """Write the record of an iteration, like `put`, and the state after it."""
         self._sequence = sequence = self._sequence + 1
@@ -187,7 +186,7 @@ class RingWriter:
             counters.tokens, counters.tokens_processed, counters.tokens_loss, counters.samples,
         )  # fmt: skip
         if own_ns:
-            about = _pack_about(ITERATION, 0, own_ns, arrival_ns)
+            about = _pack_about(ITERATION, 0, own_ns, 0.0)
             checksum = _crc32(often, _crc32(about, self._rare_checksum))
         else:
             about, checksum = _PLAIN, _crc32(often, self._plain_checksum)

@@ -18,7 +18,8 @@ PARTS: dict[str, str] = {
     "other": "other marked phases",
     "redone": "steps that a later attempt repeated",
     "data": "data wait between steps",
-    "straggling": "waits for the slowest rank",
+    "straggling": "time lost by slow ranks, of all ranks",
+    "uneven_ranks": "waits of the ranks for each other without a slow rank",
     "slow_iterations": "long iterations, above the median",
     "warmup": "long first iterations, above the median",
     "generation": "marked generation: productive",
@@ -46,7 +47,8 @@ CAUSES: dict[str, str] = {
     FAILED: "the job ended with an error, or was killed",
     "data_loading": "all ranks wait for data between steps",
     "between_iterations": "time between iterations of a loop that calls effllm itself: no DataLoader was seen there",
-    "straggler": "ranks wait for a rank that is slower in most windows",
+    "straggler": "all ranks wait for ranks that are slower than their peers",
+    "uneven_ranks": "the ranks wait for each other, and no rank is slower than its peers",
     "throttled": "GPUs run at a low clock: heat, hardware slowdown, power brake, or a locked clock",
     "power_limit": "GPUs run at a low clock, and their power limit is below their default limit or the limit of peers",
     "slow_iterations": "single iterations are much longer than the median: pauses, compilation, garbage collection",
@@ -68,11 +70,6 @@ CAUSES: dict[str, str] = {
 HIGH, MEDIUM, NO_CONFIDENCE = "high", "medium", "none"
 
 
-#: Values of `Evidence.place`: the loss is in its windows, before each of its windows, or after its window; or no window
-#: can be named.
-IN, BEFORE, AFTER, NO_WINDOW = "in", "before", "after", "none"
-
-
 class LossWindows(Struct, frozen=True):
     """The windows of a loss.  Iterations are the numbers shown at the end of a window."""
 
@@ -80,19 +77,7 @@ class LossWindows(Struct, frozen=True):
     first_iteration: int
     last_iteration: int
     worst_iteration: int | None = None  # of the window with the largest loss; None if the windows are not compared
-    worst_share: float | None = None  # of the wall time, the positions or the GPUs of this window
-    measured: int | None = None  # windows in which the loss can be seen; None if they are not counted
-
-    def with_later(self, other: LossWindows) -> LossWindows:
-        """Return these windows and later windows together."""
-        worst = other if (other.worst_share or 0.0) > (self.worst_share or 0.0) else self
-        return LossWindows(
-            self.count + other.count,
-            self.first_iteration,
-            other.last_iteration,
-            worst.worst_iteration,
-            worst.worst_share,
-        )
+    worst_share: float | None = None  # of the ranks' time in the iterations of this window
 
 
 class Evidence(Struct, frozen=True, omit_defaults=True):
@@ -100,7 +85,6 @@ class Evidence(Struct, frozen=True, omit_defaults=True):
 
     claim: str
     source: str  # a file of the run folder and the path of the value in it
-    place: str  # IN, BEFORE, AFTER or NO_WINDOW
     share: float | None = None  # of all device time
     windows: LossWindows | None = None  # in windows-*.jsonl; None if no window can be named
 

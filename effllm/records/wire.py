@@ -81,9 +81,6 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     state: Word
     since_s: Amount
     lost: ReportCount = 0
-    sent_ns: Count = 0  # time of sending on the agent's clock, if the agent requests a `Clock`; else 0
-    offset_s: Number | None = None  # the aggregator's clock minus the agent's clock, estimated by the agent
-    offset_error_s: Amount | None = None  # maximal error of this difference
     utilization: Amount | None = None  # newest reading of the rank's first device
     power_w: Amount | None = None
     process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process in /proc: R, S, D, T, ...
@@ -144,14 +141,6 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
     rank: int
 
 
-class Clock(Struct, frozen=True, array_like=True, tag=10):
-    """The answer to a heartbeat with ``sent_ns``; effllm/job/health/clock.py documents the clock of each stamp."""
-
-    sent_ns: Count  # copied from the heartbeat
-    received_ns: Count
-    answered_ns: Count
-
-
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
     """A request of the next attempt's aggregator to write the summary and to release the run folder."""
 
@@ -180,4 +169,4 @@ class Stack(Struct, frozen=True, array_like=True, tag=13):
 
 
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack
-FromAggregator = Welcome | Ack | Rejected | ByeSeen | Clock | Inspect
+FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect

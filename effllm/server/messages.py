@@ -17,7 +17,6 @@ from effllm.records.wire import (
     AgentEvent,
     Bye,
     ByeSeen,
-    Clock,
     FromAgent,
     Heartbeat,
     Hello,
@@ -133,9 +132,6 @@ class Messages:
         elif objection:
             self._ask_again(peer, now_s)
         elif isinstance(message, Heartbeat):
-            if message.sent_ns:
-                now_ns = time.monotonic_ns()  # the times of receipt and of the answer are equal
-                self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
             aggregator.heartbeat(message, now)
         elif isinstance(message, AgentEvent):
             aggregator.agent_event(message, now)

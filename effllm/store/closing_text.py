@@ -31,8 +31,8 @@ from effllm.store.window_text import contract_parts, fitted, scaled
 
 #: Maximum number of lines about missing measurements and slow ranks; summary.txt has all lines.
 MAX_DOUBTS = 3
-#: A rank that was the slowest in a smaller share of the windows is only in summary.txt.
-MIN_SLOWEST_SHARE = 0.1
+#: A rank that was last in a smaller share of the iterations is only in summary.txt.
+MIN_LAST_SHARE = 0.5
 
 
 def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
@@ -106,7 +106,8 @@ def _audit(summary: Summary, folder: Path | None, max_lines: int) -> list[str]:
 def _slow_ranks(summary: Summary) -> Iterator[str]:
     if summary.stragglers:
         yield _fact("stragglers", stragglers_text(summary.stragglers))
-    if max(summary.slowest.values(), default=0) >= max(MIN_SLOWEST_SHARE * summary.windows_compared, 1):
+    last = summary.last_ranks
+    if summary.coverage.ranks_expected > 2 and last.most[1] > MIN_LAST_SHARE * last.iterations:
         yield _fact("slowest rank", slowest_text(summary))
 
 

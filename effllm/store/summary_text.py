@@ -157,7 +157,7 @@ def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "time", shares(summary.time_by_class)
     if summary.stragglers:
         yield "stragglers", stragglers_text(summary.stragglers)
-    if summary.slowest:
+    if summary.last_ranks.by_rank:
         yield "slowest rank", slowest_text(summary)
 
 
@@ -203,9 +203,9 @@ def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
 
 
 def slowest_text(summary: Summary) -> str:
-    """Return the rank that was most often the slowest; the summary must contain a slowest rank."""
-    rank, windows = next(iter(summary.slowest.items()))
-    return f"rank {rank}, in {windows:,} of {summary.windows_compared:,} windows"
+    """Return the rank that was most often the last one; the summary must contain such a rank."""
+    rank, count = summary.last_ranks.most
+    return f"rank {rank}, last in {count:,.0f} of {summary.last_ranks.iterations:,.0f} iterations"
 
 
 def goodput_text(goodput: GoodputSummary) -> str:
@@ -231,10 +231,7 @@ def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "energy", text
     joules = energy.total_joules or energy.measured_joules or 0.0
     if energy.scope or energy.method:
-        yield (
-            "power",
-            ", ".join(part for part in (_named("scope", energy.scope), _named("from", energy.method)) if part),
-        )
+        yield "power", ", ".join(filter(None, (_named("scope", energy.scope), _named("from", energy.method))))
     if energy.estimated_joules and joules:
         share = _percent(energy.estimated_joules / joules)
         yield "estimated", f"{share} of the energy, computed from power in gaps of the counter"

@@ -107,7 +107,7 @@ class Recorder:
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
         self._made_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
-        self._own_ns = self._arrival_ns = 0  # own time before the sync point, and time of the sync point
+        self._own_ns = 0  # own time before the sync point
         self._boundary = False  # whether a window has ended and the next iteration has not started
         self._counters, self._phases = RunningCounts(), Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
@@ -187,8 +187,7 @@ class Recorder:
         if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
             self._values_at_ns = self._values.write(ordinal, end_ns)
         if self._own_ns:
-            own = self._own_ns, self._arrival_ns
-            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, *own)
+            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns)
             self._own_ns = 0
         else:
             self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
@@ -221,8 +220,7 @@ class Recorder:
         """
         if self._own_ns or not self._start_ns or self._phases.depth or not self.is_on:
             return
-        self._arrival_ns = now_ns = _now()
-        self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
+        self._own_ns = _now() - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
         """Count this time of the running iteration as data wait: the iteration's start is moved by this time."""

@@ -34,19 +34,20 @@ def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
     ledger, summary = aggregator.ledger, aggregator.ledger.summary
 
     (verdict,) = summary.stragglers
-    # On a busy machine, the late arrival may be found before the longer own time.
-    assert (verdict.ranks, verdict.peers) == ((2,), 3) and verdict.evidence in ("own time", "arrival")
+    assert (verdict.ranks, verdict.peers, verdict.evidence) == ((2,), 3, "own time")
     slow_s, others_s = own_s[2], statistics.median(own_s[:2] + own_s[3:])
     assert verdict.slowdown == pytest.approx(slow_s / others_s - 1, abs=0.05)
     assert verdict.gpu_seconds > 0 and verdict.joules > 0
     (line,) = ledger.event_texts("straggler")
-    assert re.search(r"^straggler: rank 2 \(node .*\) .*\d+\.\d % .* than its 3 peers since iteration \d+: ", line)
+    what = r"\d+\.\d % slower than its 3 peers since iteration \d+, last in \d+ % of the iterations"
+    assert re.search(rf"^straggler: rank 2 \(node .*\) {what}: ", line)
     assert line in aggregator.job.stdout
     assert {one.ranks for window in ledger.windows for one in window.stragglers} == {(2,)}
-    # The lost time is a goodput class, and the clock error is published.
-    assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds, rel=0.2)
+    # The lost time of all ranks is a goodput class.
+    lost_s = verdict.gpu_seconds + verdict.own_seconds
+    assert summary.goodput.rank_seconds["straggling"] == pytest.approx(lost_s, rel=0.2)
+    assert verdict.own_seconds == pytest.approx(verdict.gpu_seconds / 3)
     assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
-    assert 0 < summary.metrics["run_health/clock_error_s"].value < 1
 
 
 def test_recovered_straggler_is_reported(tmp_path):

@@ -41,11 +41,12 @@ def test_windows_of_the_demo_last_a_second_by_default(cli):
 
 
 def test_demo_names_the_slow_rank(cli):
-    shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
+    shown = cli.run("demo", "--ranks", "3", "--iterations", "150", "--step-seconds", "0.05").stdout
 
+    assert "[EfficientLLM] straggler: rank 2 " in shown
     assert "slowest rank 2 +" in shown
     slowest = [line.split() for line in shown.splitlines() if line.startswith("  slowest rank ")]
-    assert [words[2:5] for words in slowest] == [["rank", "2,", "in"]], "the closing table must have one such line"
+    assert [words[2:5] for words in slowest] == [["rank", "2,", "last"]], "the closing table must have one such line"
 
 
 def test_demo_ignores_settings_of_another_job(cli):

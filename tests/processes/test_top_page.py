@@ -9,7 +9,7 @@ import jobs
 import pytest
 import redfish_service
 from prometheus_server import TOKEN, private_file
-from sink_examples import make_report, make_run
+from sink_examples import complete_totals, make_report, make_run
 from terminal_screen import TerminalScreen
 
 from effllm.commands.top_page import PageSource
@@ -71,14 +71,17 @@ def test_values_of_the_page_are_the_values_of_the_report(serve):
     assert unknown == []
 
 
-def test_slowest_rank_of_the_page_is_in_the_table(serve):
-    report = make_report(100)
-    frame = read(f"http://127.0.0.1:{serve(report).port}")
+def test_named_stragglers_of_the_page_are_a_problem(serve):
+    frame = read(f"http://127.0.0.1:{serve(make_report(100, last=complete_totals(10))).port}")
 
-    worst = frame.ranks.with_reason()
-    assert [line.rank for line in worst] == ([report.straggler.rank] if report.straggler is not None else [])
-    assert all(line.reason == "slowest" for line in worst)
+    assert [problem.text for problem in frame.problems] == ["1 named straggler"]
     json.dumps(document(frame), allow_nan=False)
+
+
+def test_page_without_named_stragglers_has_no_problem(serve):
+    frame = read(f"http://127.0.0.1:{serve(make_report(100, straggler=None)).port}")
+
+    assert (frame.problems, frame.ranks.with_reason()) == ([], [])
 
 
 def test_page_without_a_report_has_no_values(serve):

@@ -21,7 +21,7 @@ from effllm.job.presence import ABSENT_AFTER_S, LOST_AFTER_S
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
-from effllm.records.job import SCHEMA_VERSION, JobConstants, Straggler
+from effllm.records.job import SCHEMA_VERSION, JobConstants, LastRanks
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
 from effllm.server.acknowledgement import Acknowledgement
@@ -719,25 +719,28 @@ def test_remaining_time_follows_from_remaining_iterations():
     assert (report.total_iterations, report.remaining_s) == (100, pytest.approx(80.0))
 
 
-def test_slowest_rank_is_named_from_the_third_window_on():
+def test_slowest_rank_is_that_of_the_costliest_verdict():
     job = Job(3).join()
-    for window in range(1, 5):
+    for window in range(1, 8):
         for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # an iteration takes 1 s: a rank waits when its own time is over
-            job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s, own_median_s=own_s))
+            job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s))
 
     slowest = [report.straggler for report in job.closed()]
-    assert slowest == [None, None, Straggler(2, 0.6, 0.5), Straggler(2, 0.6, 0.5)]
-    assert (job.summary().slowest, job.summary().windows_compared) == ({2: 2}, 4)
+    assert slowest[:5] == [None] * 5, "six blocks of iterations are needed"
+    assert (slowest[-1].rank, slowest[-1].time_s, slowest[-1].median_s) == (2, pytest.approx(0.6), pytest.approx(0.5))
+    last = job.summary().last_ranks
+    assert (last.iterations, last.by_rank) == (70.0, {2: 70.0})
+    assert last.max_uneven_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_slowest_rank_is_not_named_without_own_step_times():
+def test_ranks_are_not_compared_without_own_times():
     job = Job(3).join()
     for window in range(1, 21):
         for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
             job.send(row(rank, window, busy_s=busy_s))
 
     assert [report.straggler for report in job.closed()] == [None] * 20
-    assert (job.summary().slowest, job.summary().windows_compared) == ({}, 0)
+    assert job.summary().last_ranks == LastRanks()
 
 
 def test_report_has_style_and_scope_and_is_marked_as_simulated():

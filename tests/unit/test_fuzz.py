@@ -46,8 +46,8 @@ def test_damaged_inputs_of_the_corpus_raise_no_unexpected_error(target):
 #: Valid but unusual frames: an aggregator accepts them; they change only the values of their rank.
 POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
-    gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
-    good-stack good-supersede groups largest-amounts largest-clock-beat largest-flops largest-own-times largest-profile
+    gauge-negative good-beat good-bye good-hello good-note good-own-times good-reports
+    good-stack good-supersede groups largest-amounts largest-beat largest-flops largest-own-times largest-profile
     log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative
     parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts stalled-for-ever start_time_s--1e30
     stated-gpus world-of-2-61

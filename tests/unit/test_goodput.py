@@ -300,7 +300,7 @@ def test_attempt_begins_with_its_earliest_report():
 def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
-    ledger.goodput.attempt.note_straggling(2, 3.0)
+    ledger.goodput.attempt.note_lost(2, straggling_s=3.0)
     ledger.note_hang(30.0)  # a hang in the third window
     assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
     assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
@@ -358,9 +358,35 @@ def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
 
 def test_straggling_time_is_at_most_the_kept_time():
     run = Run(1).join().window(1)
-    run.aggregator.ledger.goodput.attempt.note_straggling(1, 50.0)
+    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=50.0)
 
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
+
+
+def test_waits_for_a_rank_that_is_named_later_move_from_uneven_ranks_to_straggling():
+    run = Run(1).join().window(1)
+    attempt = run.aggregator.ledger.goodput.attempt
+    attempt.note_lost(1, uneven_s=3.0)
+    attempt.note_lost(1, straggling_s=2.0, uneven_s=-2.0)
+
+    assert run.seconds() == pytest.approx({"kept": 6.0, "straggling": 2.0, "uneven_ranks": 1.0, "data": 1.0})
+    assert run.goodput().joules["uneven_ranks"] == pytest.approx(100.0)
+
+
+def test_negative_time_moves_at_most_the_time_of_its_class_back_to_kept():
+    run = Run(1).join().window(1)
+    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=3.0)
+    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=-50.0, data_s=-50.0)
+
+    assert run.seconds() == pytest.approx({"kept": 10.0})
+    assert adds_up(run.goodput())
+
+
+def test_lost_time_of_an_unknown_window_is_ignored():
+    run = Run(1).join().window(1)
+    run.aggregator.ledger.goodput.attempt.note_lost(2, straggling_s=3.0)
+
+    assert run.seconds() == pytest.approx({"kept": 9.0, "data": 1.0})
 
 
 def test_class_seconds_are_means_over_the_ranks_of_an_attempt():
@@ -510,8 +536,11 @@ def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
 
 STEPS = st.sampled_from(
     ["window", "window", "window", "late", "lost", "bye", "join", "restore", "restart", "wait", "tick", "hang",
-     "straggling", "clock", "unused"]
+     "lost_time", "clock", "unused"]
 )  # fmt: skip
+LOST_TIMES = st.dictionaries(
+    st.sampled_from(["data_s", "slow_s", "warmup_s", "straggling_s", "uneven_s"]), st.floats(-50.0, 50.0)
+)
 
 
 def names_of(rank, per_rank):
@@ -617,9 +646,9 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
                 run.aggregator.tick(Now(run.now_s, run.time_s))
         elif step == "hang":
             run.aggregator.ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
-        elif step == "straggling":
-            window = data.draw(st.integers(0, number + 1))
-            run.aggregator.ledger.goodput.attempt.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
+        elif step == "lost_time":
+            window, seconds = data.draw(st.integers(0, number + 1)), data.draw(LOST_TIMES)
+            run.aggregator.ledger.goodput.attempt.note_lost(window, **seconds)
         elif step == "clock":
             run.time_s += data.draw(st.floats(-5000.0, 5000.0))
             run.boot = data.draw(st.sampled_from(["boot", "another"]))

@@ -12,8 +12,6 @@ from effllm.commands.app import app
 from effllm.job.verdict import MAX_EVIDENCE
 from effllm.records.framework_figures import FIGURES
 from effllm.records.verdict import (
-    BEFORE,
-    IN,
     PARTS,
     Audit,
     ComparedFigure,
@@ -97,7 +95,7 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
     parts = [WaterfallPart(name, *numbers, evidence, 0.0123456789012) for name in PARTS]
     parts[0] = replace(parts[0], evidence="host a: GPUs 1-3 " * 20)
 
-    evidence = tuple(Evidence("c" * 200, "s" * 80, IN, 0.123456789) for _ in range(MAX_EVIDENCE))
+    evidence = tuple(Evidence("c" * 200, "s" * 80, 0.123456789) for _ in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
     done = inspect(
@@ -111,8 +109,8 @@ def test_json_contains_every_part_and_is_shorter_than_8_kb(inspect):
 def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(inspect):
     figures = tuple(ComparedFigure(name, 1234.56789, 123.456789, 8.0, 64) for name in FIGURES)
     parts = tuple(WaterfallPart(name, 1.0, 0.05, evidence="\u65e5" * 300) for name in PARTS)
-    seen = LossWindows(123_456, 123_456, 123_456, 123_456, 0.123456789, 123_456)
-    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", BEFORE, 0.1, seen) for at in range(MAX_EVIDENCE))
+    seen = LossWindows(123_456, 123_456, 123_456, 123_456, 0.123456789)
+    evidence = tuple(Evidence("c" * 250, f"summary.json: {at}", 0.1, seen) for at in range(MAX_EVIDENCE))
     verdict = Verdict("data_loading", "t" * 62, "w" * 200, "n" * 62, 0.123456789, "medium", evidence)
 
     done = inspect(

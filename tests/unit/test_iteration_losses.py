@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses, times_of
+from effllm.job.health.own_times import Waits, by_iteration
+from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses
+from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.iteration_times import IterationTimes
 
 
@@ -34,6 +36,13 @@ def synchronous(waits, own, rest=0.02):
 times = st.lists(st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5), min_size=3, max_size=3)
 
 
+def data_of(rows):
+    """Return what waits for data cost in a window: rank-seconds of all ranks, with the ranks' own waits."""
+    matrix = IterationMatrix.of(rows)
+    (lost, *_) = IterationLosses().close(matrix)
+    return lost.data_s + float(matrix.waits.sum())
+
+
 @given(waits=times, own=times)
 def test_data_waits_cost_what_the_job_saves_without_them(waits, own):
     own = (np.array(own) + 0.001).tolist()
@@ -41,45 +50,69 @@ def test_data_waits_cost_what_the_job_saves_without_them(waits, own):
     without = np.array(synchronous(np.zeros((3, 5)), own))
     whole = np.array(with_waits) + np.array(waits)
 
-    found = times_of(window(1, with_waits, waits, own))
-
-    saved = float((whole - without).sum())
-    assert found.data_s + np.sum(waits) == pytest.approx(saved, rel=0.01, abs=0.01)
-    assert found.rest_s == pytest.approx(np.median(without, axis=0), rel=0.01, abs=0.003)
+    assert data_of(window(1, with_waits, waits, own)) == pytest.approx((whole - without).sum(), rel=0.01, abs=0.01)
 
 
-@given(waits=times, own=times)
-def test_parts_of_an_iteration_never_exceed_it(waits, own):
+@given(waits=times, own=times, slow=st.sets(st.integers(0, 2)))
+def test_parts_of_an_iteration_never_exceed_it(waits, own, slow):
     own = (np.array(own) + 0.001).tolist()
     steps = synchronous(waits, own)
-    for own_times in (own, None):
-        found = times_of(window(1, steps, waits, own_times))
-        whole = np.array(steps) + np.array(waits)
+    whole_s = float((np.array(steps) + np.array(waits)).sum())
+    matrix = IterationMatrix.of(window(1, steps, waits, own))
+    named = np.array(sorted(slow), np.intp)
 
-        assert found.data_s + np.sum(waits) <= whole.sum() * 1.001
-        assert (found.rest_s >= 0).all() and (found.rest_s <= whole.max(axis=0) * 1.001).all()
+    lost = Waits.of(by_iteration(matrix, ()), [np.arange(3)], named)
+
+    among_ranks_s = 3 * (lost.straggling_s + lost.uneven_s)
+    assert 0.0 <= data_of(window(1, steps, waits, own)) <= whole_s * 1.001 - among_ranks_s + 0.01
+    assert min(lost) >= 0.0
+    assert lost.straggling_s <= lost.max_straggling_s and lost.uneven_s <= lost.max_uneven_s
+    assert data_of(window(1, steps, waits)) <= whole_s * 1.001, "without own times"
+
+
+@given(own=times, slow=st.sets(st.integers(0, 2), max_size=1))
+def test_waits_of_ranks_are_what_the_job_saves_with_equal_ranks(own, slow):
+    own = np.array(own) + 0.001
+    matrix = IterationMatrix.of(window(1, synchronous(np.zeros((3, 5)), own), np.zeros((3, 5)).tolist(), own.tolist()))
+    others = np.delete(own, list(slow), axis=0)
+    next_s = np.maximum(others.max(axis=0), np.median(own, axis=0))
+
+    lost = Waits.of(by_iteration(matrix, ()), [np.arange(3)], np.array(sorted(slow), np.intp))
+
+    assert lost.straggling_s == pytest.approx((own.max(axis=0) - next_s).sum(), abs=0.01)
+    assert lost.uneven_s == pytest.approx((next_s - others.mean(axis=0)).clip(0).sum(), abs=0.01)
+
+
+def test_long_iterations_are_left_out_of_the_comparison_of_ranks():
+    own = [[0.1, 5.0, 0.1], [0.1, 0.1, 0.1]]
+    matrix = IterationMatrix.of(window(1, synchronous([[0.0] * 3] * 2, own), [[0.0] * 3] * 2, own))
+
+    found = by_iteration(matrix, (False, True, False))
+
+    assert found.values == pytest.approx(np.full((2, 2), 0.1), rel=1e-3)
+    assert by_iteration(matrix, (True, True, True)) is None
 
 
 def test_waits_of_the_ranks_in_turn_are_added():
     waits = [[0.2, 0, 0, 0], [0, 0.2, 0, 0], [0, 0, 0.2, 0], [0, 0, 0, 0.2]]
     steps = synchronous(waits, [[0.1] * 4] * 4)
     for own in ([[0.1] * 4] * 4, None):
-        found = times_of(window(1, steps, waits, own))
-        assert found.data_s + 0.8 == pytest.approx(4 * 0.8, rel=0.01), "0.2 s in each iteration, for each of four ranks"
+        found = data_of(window(1, steps, waits, own))
+        assert found == pytest.approx(4 * 0.8, rel=0.01), "0.2 s in each iteration, for each of four ranks"
 
 
 def test_wait_behind_a_slower_rank_costs_nothing():
     waits, own = [[0.05] * 4, [0.0] * 4], [[0.1] * 4, [0.3] * 4]
-    found = times_of(window(1, synchronous(waits, own), waits, own))
 
-    assert found.data_s + 0.2 == pytest.approx(0.0, abs=1e-3)
+    assert data_of(window(1, synchronous(waits, own), waits, own)) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_waits_of_a_rank_that_is_named_for_them_are_not_counted():
-    waits, own = [[0.1] * 4, [0.0] * 4], [[0.1] * 4] * 2
-    found = times_of(window(1, synchronous(waits, own), waits, own), late={0})
+def test_waits_of_one_rank_are_counted_alone():
+    waits, own = [[0.1] * 4, [0.02] * 4], [[0.1] * 4] * 2
+    matrix = IterationMatrix.of(window(1, synchronous(waits, own), waits, own))
 
-    assert found.data_s == pytest.approx(-0.4, abs=1e-3), "they are no waits of the class data"
+    assert matrix.lost_to_data(np.array([0])) == pytest.approx([0.08] * 4, rel=0.01)
+    assert matrix.lost_to_data() == pytest.approx([0.1] * 4, rel=0.01)
 
 
 def train(steps, seed=0, ranks=2, sigma=0.1):
@@ -88,7 +121,7 @@ def train(steps, seed=0, ranks=2, sigma=0.1):
     for number in range(40):
         took = [0.1 * chance.lognormvariate(0, sigma) * steps(10 * number + at + 1) for at in range(10)]
         rows = window(number + 1, [took] * ranks, [[0.0] * 10] * ranks, first=10 * number + 1)
-        for lost in losses.close(rows, ()):
+        for lost in losses.close(IterationMatrix.of(rows)):
             for name in sums:
                 sums[name] += getattr(lost, name)
     return losses, sums
@@ -108,12 +141,12 @@ def test_rare_waits_are_named():
     losses = IterationLosses()
     for number in range(10):
         waits = [[0.9 if i == 9 and number % 2 else 0.001 for i in range(10)]] * 2
-        losses.close(window(number + 1, [[0.1] * 10] * 2, waits, first=10 * number + 1), ())
+        losses.close(IterationMatrix.of(window(number + 1, [[0.1] * 10] * 2, waits, first=10 * number + 1)))
     found = losses.rare_waits()
     assert (found.count, found.of, found.every, found.longest) == (5, 100, 20, 20)
     often = IterationLosses()
     for number in range(10):
-        often.close(window(number + 1, [[0.1] * 10] * 2, [[0.2] * 10] * 2, first=10 * number + 1), ())
+        often.close(IterationMatrix.of(window(number + 1, [[0.1] * 10] * 2, [[0.2] * 10] * 2, first=10 * number + 1)))
     assert often.rare_waits() is None
 
 
@@ -134,9 +167,9 @@ def test_noise_is_hardly_long(sigma):
 def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself():
     losses = IterationLosses()
     rows = window(1, [[0.1] * 9 + [1.0]], [[0.0] * 10], first=11)
-    assert [lost.slow_s for lost in losses.close(rows, ())] == [0.0]
+    assert [lost.slow_s for lost in losses.close(IterationMatrix.of(rows))] == [0.0]
     assert MIN_KEPT == 20
-    (own, *judged) = losses.close(window(2, [[0.1] * 10], [[0.0] * 10], first=21), ())
+    (own, *judged) = losses.close(IterationMatrix.of(window(2, [[0.1] * 10], [[0.0] * 10], first=21)))
     assert own.window == 2 and [round(one.slow_s, 1) for one in judged] == [0.9, 0.0]
     losses.begin_attempt()
     assert losses.usual_s == []
@@ -146,11 +179,11 @@ def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself
 def test_reports_without_times_and_of_other_iterations_are_left_out():
     rows = window(1, [[0.1] * 4] * 3, [[0.1] * 4] * 3)
     rows[2].times = None
-    assert times_of(rows).ranks == 3
+    assert IterationMatrix.of(rows).num_ranks == 3
     rows[1].iteration_last += 1
-    assert times_of(rows) is not None, "of two kinds, one is taken"
+    assert IterationMatrix.of(rows) is not None, "of two kinds, one is taken"
     rows[0].times = rows[1].times = None
-    assert times_of(rows) is None
+    assert IterationMatrix.of(rows) is None
 
 
 @pytest.mark.parametrize(
@@ -164,6 +197,6 @@ def test_times_of_a_hostile_rank_end_nothing(times):
     rows = window(1, [[0.1] * 4] * 3, [[0.0] * 4] * 3, [[0.05] * 4] * 3)
     rows[0].times = times
     losses = IterationLosses()
-    losses.close(rows, ())
+    losses.close(IterationMatrix.of(rows))
 
     assert losses.pending[0].ranks == 3

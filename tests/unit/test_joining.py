@@ -230,8 +230,8 @@ def test_rank_with_a_full_buffer_loses_no_report():
 
 
 def test_joined_report_has_the_sums_of_its_parts():
-    one = short(0, 1, loss=2.0, own_steps=2, own_median_s=1.0, reset=True, phases_s={"evaluation": 1.0})
-    two = short(0, 2, loss=None, own_steps=2, own_median_s=3.0, final=True, losses_not_finite=1, first_not_finite=7)
+    one = short(0, 1, loss=2.0, own_steps=2, own_step_s=1.0, reset=True, phases_s={"evaluation": 1.0})
+    two = short(0, 2, loss=None, own_steps=3, own_step_s=3.0, final=True, losses_not_finite=1, first_not_finite=7)
     device = device_window(
         "GPU-0", 0.01, gauges={"temperature_c": Gauge(0.5, 0.01, 40.0, 60.0)}, power_histogram_s={10: 0.01},
         throttled_s={"any": 0.005}, throttle_covered_s=0.01, power_peak_w=300.0,
@@ -246,7 +246,7 @@ def test_joined_report_has_the_sums_of_its_parts():
     assert (both.power_histogram_s, both.throttled_s, both.throttle_covered_s) == ({10: 0.02}, {"any": 0.01}, 0.02)
 
     whole = join([one, two], 2)
-    assert (whole.loss, whole.own_median_s, whole.reset, whole.final) == (None, 2.0, True, True)
+    assert (whole.loss, whole.own_steps, whole.own_step_s, whole.reset, whole.final) == (None, 5, 4.0, True, True)
     assert (whole.losses_not_finite, whole.first_not_finite, whole.phases_s) == (1, 7, {"evaluation": 1.0})
     assert math.isclose(whole.wall_s, 0.02)
 

@@ -10,6 +10,7 @@ from cases import cases, repeats
 from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY, THRESHOLDS
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
+from effllm.job.remedies import SLOW_DATA
 from effllm.records.job import DATA_WAIT, OWN_TIME
 
 #: Cause -> parts of the waterfall that have its device time, also without a verdict.
@@ -103,9 +104,10 @@ def test_slow_rank_of_two_is_the_verdict_of_a_planted_job(seed, by_data):
 
     summary = summary_of_planted(found)
 
-    assert summary.verdict.cause == "straggler", summary.verdict
+    assert summary.verdict.cause == ("data_loading" if by_data else "straggler"), summary.verdict
+    assert (summary.verdict.next == SLOW_DATA.text) == by_data, "one rank has most of the waits"
     assert [one.evidence for one in summary.stragglers] == [DATA_WAIT if by_data else OWN_TIME]
-    assert shares(summary, "straggling") == pytest.approx(0.15, abs=0.03)
+    assert shares(summary, "data" if by_data else "straggling") == pytest.approx(0.15, abs=0.03)
 
 
 def test_job_that_ends_in_a_hang_is_stalled():

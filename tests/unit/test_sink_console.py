@@ -18,7 +18,7 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 from effllm import metrics
 from effllm.config.settings import Config
 from effllm.records.events import KINDS
-from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Straggler, StragglerVerdict, Value
+from effllm.records.job import Coverage, EnergySummary, GoodputSummary, LastRanks, Straggler, StragglerVerdict, Value
 from effllm.records.rank import Event, Profile
 from effllm.records.verdict import HIGH, Audit, Verdict
 from effllm.sinks import open_sink
@@ -388,9 +388,8 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
     summary = make_summary(
         metrics=values_of(report),
         events=dict.fromkeys(KINDS, 123_456),
-        stragglers=(StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 9.0, 7, "own time"),),
-        slowest={3: 1000},
-        windows_compared=5000,
+        stragglers=(StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 7, "own time"),),
+        last_ranks=LastRanks(5000.0, {3: 4000.0}),
         audit=Audit(doubts=("The counts of tokens are wrong.", "MFU is too high.")),
         not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,
         goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
@@ -408,11 +407,20 @@ def test_closing_table_is_at_most_20_lines_of_80_columns():
     assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Why", "Next"]
 
 
-@pytest.mark.parametrize(("windows", "is_shown"), [(5, True), (4, False)])
-def test_closing_table_names_a_rank_slow_in_a_tenth_of_windows(windows, is_shown):
-    text = closing_text(make_summary(slowest={3: windows, 1: 1}, windows_compared=50), None, None)
+@pytest.mark.parametrize(("count", "ranks", "is_shown"), [(26, 8, True), (25, 8, False), (26, 3, True), (50, 2, False)])
+def test_closing_table_names_a_rank_of_many_that_is_last_in_most_iterations(count, ranks, is_shown):
+    coverage = Coverage(ranks, ranks, ranks, ranks, 0, 0)
+    last = LastRanks(50.0, {1: 1.0, 3: float(count)})
+    text = closing_text(make_summary(last_ranks=last, coverage=coverage), None, None)
 
-    assert (f"  slowest rank  rank 3, in {windows} of 50 windows\n" in text) is is_shown
+    assert (f"  slowest rank  rank 3, last in {count} of 50 iterations\n" in text) is is_shown
+
+
+def test_full_table_names_the_rank_that_was_last_most_often():
+    text = summary_text(make_summary(last_ranks=LastRanks(5000.0, {1: 10.0, 3: 1234.0})), None, None)
+
+    assert " rank 3, last in 1,234 of 5,000 iterations\n" in text
+    assert "slowest rank" not in summary_text(make_summary(), None, None)
 
 
 def final_table(last=None, **changes):

@@ -5,16 +5,14 @@ import re
 
 import pytest
 from cases import cases, repeats
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
-from effllm.job.health.change_point import LEVEL_WINDOWS, WindowLevel
 from effllm.job.health.diagnosis import CLOCK, NO_REASON, THROTTLED, UNKNOWN, ComparedReadings, Reason
-from effllm.job.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
-from effllm.job.health.robust import MAD_SIGMA, median, median_distance
 from effllm.job.health.straggler_reasons import ranks_text
+
+#: Times of iterations are rounded to 16 bits, so a small difference of two of them has this error.
+ROUNDING = 5e-3
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):
@@ -27,13 +25,13 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
 def test_only_a_rank_10_percent_slower_is_named_in_many_runs(ranks):
-    jobs = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16) for seed in range(repeats(6, 20))]
+    jobs = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(24) for seed in range(repeats(6, 20))]
 
     assert [job.named_ranks for job in jobs] == [{ranks // 2}] * len(jobs)
 
 
-def test_slow_rank_of_1024_is_named_within_three_windows():
-    job = SynchronousJob(1024, slow=slowed({17}), jitter=0.03).run(8)
+def test_slow_rank_of_1024_is_named_within_110_iterations():
+    job = SynchronousJob(1024, slow=slowed({17}), jitter=0.03).run(16)
 
     (verdict,) = job.stragglers.verdicts
     assert (verdict.ranks, verdict.peers, verdict.since_iteration) == ((17,), 1023, 51)
@@ -55,7 +53,7 @@ def test_slow_rank_of_a_light_stage_is_named_among_its_peers():
         32,
         weight=lambda rank: weights[rank // 8],
         group=lambda rank: f"trainer stage {rank // 8}",
-        slow=slowed({30}),
+        slow=slowed({30}, by=1.4),
     ).run(20)
 
     (verdict,) = job.stragglers.verdicts
@@ -99,12 +97,13 @@ def test_ranks_of_a_slow_node_are_named_in_one_line():
     assert job.named_ranks == set(range(8, 16))
     (line,) = job.events("straggler")
     assert line.text.startswith("straggler: node node1 (all of its ranks: 8-15) 1")
-    assert " % slower than its 24 peers since iteration 51: " in line.text
+    assert " % slower than its 24 peers since iteration 51, last in 100 % of the iterations: " in line.text
 
 
-def test_no_rank_is_named_if_half_of_its_group_is_slow():
-    # The reference must have more than half of the ranks, so two equal halves give no reference.
-    assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
+@pytest.mark.parametrize("ranks", [2, 4, 6, 16])
+def test_half_of_a_group_is_named_if_it_is_slow(ranks):
+    slow = set(range(ranks // 2, ranks))
+    assert SynchronousJob(ranks, slow=slowed(slow)).run(30).named_ranks == slow
 
 
 def test_single_rank_of_a_group_is_not_compared():
@@ -122,10 +121,19 @@ def test_recovery_ends_the_verdict_and_keeps_its_cost():
     assert total.ranks == (3,) and total.gpu_seconds > 0
 
 
-def test_a_rank_that_is_slow_in_single_windows_is_not_named():
-    job = SynchronousJob(8, slow=lambda rank, window: 1.3 if rank == 3 and window % 5 in (0, 2) else 1.0).run(40)
+@cases("every", [3, 5, 10])
+def test_rank_that_is_slow_in_some_windows_is_named_for_its_mean_excess(every):
+    job = SynchronousJob(8, slow=lambda rank, window: 1.0 + 0.1 * every * (rank == 3 and window % every == 0)).run(400)
 
-    assert job.named_ranks == set(), "two of five windows"
+    (verdict,) = job.stragglers.verdicts
+    assert verdict.ranks == (3,)
+    assert verdict.slowdown == pytest.approx(0.1, abs=0.05)
+
+
+def test_rank_that_is_slow_in_a_single_window_is_not_named():
+    job = SynchronousJob(8, slow=slowed({3}, by=1.3, first=6, last=6)).run(40)
+
+    assert job.named_ranks == set()
 
 
 def test_slow_data_loader_is_named_by_its_waits():
@@ -150,50 +158,9 @@ def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
             else row
             for row in rows
         ]
-        job.stragglers.close(changed)
+        job.close(changed)
 
     assert job.named_ranks == set()
-
-
-def test_no_rank_is_named_in_a_slowdown_without_a_sync_point():
-    job = SynchronousJob(8, has_sync_point=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
-
-    assert job.named_ranks == set()
-    (line,) = job.events()
-    assert line.kind == "slower"
-    assert "since iteration 291" in line.text  # the 30th window
-    assert "ranks cannot be compared: no rank has a sync point (effllm.sync_point)" in line.text
-
-
-def test_slowdown_of_all_ranks_is_reported_without_names():
-    job = SynchronousJob(8, tail=0.0, slow=slowed(set(range(8)), 1.2, first=30)).run(50)
-
-    (line,) = job.events()
-    assert line.kind == "slower" and "own times are longer on all ranks" in line.text
-
-
-def test_last_arriving_rank_is_named_with_accurate_clocks():
-    # The delay is after the sync point of the previous iteration: the arrival is later, but own times are equal.
-    def jobs(error_s):
-        waits = {3: 0.08}
-        job = SynchronousJob(8, waits=lambda rank, window: waits.get(rank, 0.001), clock_error_s=error_s, jitter=0.01)
-        plain = job.rows
-
-        def rows():
-            return [
-                type(row)(
-                    **{**{n: getattr(row, n) for n in row.__struct_fields__}, "wait_s": 0.0, "busy_s": row.wall_s}
-                )
-                for row in plain()
-            ]
-
-        job.rows = rows
-        return job.run(30)
-
-    (verdict,) = jobs(1e-3).stragglers.verdicts
-    assert (verdict.ranks, verdict.evidence) == ((3,), "arrival")
-    # 80 ms are less than three times the clock errors: 3 * (20 + 20) ms.
-    assert jobs(20e-3).named_ranks == set()
 
 
 def test_ranks_that_wait_for_each_other_are_named_together():
@@ -228,8 +195,8 @@ def test_line_of_a_straggler_has_rank_start_reason_and_cost():
     assert line.rank == 17
     assert re.match(r"straggler: rank 17 \(node node2, GPU-17\) \d+\.\d % slower", line.text)
     assert (
-        " % slower than its 63 peers since iteration 51: SM clock 1.10 GHz against 1.70, thermal slowdown, "
-        in line.text
+        " % slower than its 63 peers since iteration 51, last in 100 % of the iterations: "
+        "SM clock 1.10 GHz against 1.70, thermal slowdown, " in line.text
     )
     assert "88 degC against 65; cost " in line.text and " GPU-s, " in line.text
 
@@ -342,31 +309,32 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
     ).run(10)
 
     # In each of the window's ten iterations, the rank takes 0.1 s more than the median: seven ranks wait for 1 s.
-    assert steady.seen[-1].seconds == pytest.approx(1.0)
-    assert steady.seen[-1].rank_seconds == pytest.approx(7.0)
-    assert steady.seen[-1].joules == pytest.approx(2100.0)
+    assert steady.seen[-1].seconds == pytest.approx(1.0, rel=ROUNDING)
+    assert steady.seen[-1].rank_seconds == pytest.approx(7.0, rel=ROUNDING)
+    assert steady.seen[-1].joules == pytest.approx(2100.0, rel=ROUNDING)
     (total,) = steady.stragglers.totals()
-    assert total.gpu_seconds == pytest.approx(70.0), "with the cost before it was named"
-    assert total.joules == pytest.approx(21_000.0)
+    assert total.gpu_seconds == pytest.approx(70.0, rel=ROUNDING), "with the cost before it was named"
+    assert total.joules == pytest.approx(21_000.0, rel=ROUNDING)
     by_window = {}
-    for seen in steady.seen:
-        for window, rank_seconds in seen.by_window.items():
-            by_window[window] = by_window.get(window, 0.0) + rank_seconds
-    assert by_window == {window: pytest.approx(7.0) for window in range(1, 11)}
+    for lost in (lost for seen in steady.seen for lost in seen.lost):
+        known = by_window.get(lost.window, (0.0, 0.0))
+        by_window[lost.window] = known[0] + lost.straggling_s, known[1] + lost.uneven_s
+    whole = pytest.approx(8.0, rel=ROUNDING), pytest.approx(0.0, abs=0.1)
+    assert by_window == dict.fromkeys(range(1, 11), whole), "of all ranks, also before the rank was named"
 
 
 def test_two_stragglers_share_the_waited_time():
-    job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
+    job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(30)
 
     # The slower rank takes 0.15 s more in each of ten iterations: six ranks wait for 1.5 s. The two stragglers share
     # this cost in the ratio 0.05 : 0.15.
-    assert job.seen[-1].seconds == pytest.approx(1.5)
-    assert job.seen[-1].rank_seconds == pytest.approx(9.0)
+    assert job.seen[-1].seconds == pytest.approx(1.5, rel=ROUNDING)
+    assert job.seen[-1].rank_seconds == pytest.approx(9.0, rel=ROUNDING)
     before = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}
     job.run(1)
     after = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}
-    assert after[5,] - before[5,] == pytest.approx(6.75)
-    assert after[2,] - before[2,] == pytest.approx(2.25)
+    assert after[5,] - before[5,] == pytest.approx(6.75, rel=ROUNDING)
+    assert after[2,] - before[2,] == pytest.approx(2.25, rel=ROUNDING)
 
 
 def test_cost_in_joules_is_none_with_an_energy_gap():
@@ -385,52 +353,6 @@ def test_cost_is_zero_without_stragglers_and_none_without_own_times():
 
 
 # --- the arithmetic below ----------------------------------------------------------------------------
-
-
-def test_number_of_required_slow_windows_limits_false_alarms():
-    # 10,000 ranks, each an outlier in one of 1,000 windows by chance.  "3 of 5 windows" would name
-    # 10,000 * 10 * 1e-9 = 1e-4 ranks per window, "4 of 5 windows" 10,000 * 5 * 1e-12 = 5e-8 ranks.
-    assert persistence(10_000, 1e-3) == 4
-    assert persistence(10_000, 2.87e-7) == PERSIST  # probability of z > 5
-    assert persistence(8, 0.5) == float("inf")
-    assert Z == 5.0 and FALSE_ALARMS == 1e-6 and WINDOWS == 5
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_median_distance_equals_the_median_of_all_distances(values):
-    ordered = sorted(values)
-    centre = median(ordered)
-
-    assert median_distance(ordered, centre) == pytest.approx(median(sorted(abs(value - centre) for value in ordered)))
-
-
-def test_median_distance_estimates_a_normal_deviation():
-    from statistics import NormalDist
-
-    ordered = [NormalDist().inv_cdf((i + 0.5) / 2001) for i in range(2001)]
-    assert MAD_SIGMA * median_distance(ordered, median(ordered)) == pytest.approx(1.0, rel=2e-3)
-
-
-def test_change_of_a_level_is_reported_with_its_first_window():
-    level = WindowLevel()
-    found = [level.add(window, 1.0 if window < 40 else 1.1) for window in range(60)]
-
-    (change,) = filter(None, found)
-    assert (change.since, change.before_s, change.after_s) == (40, 1.0, 1.1)
-    assert found.index(change) == 44, "five windows: 5 * (2 - 0.75) is more than 6, 4 are not"
-
-
-def test_large_change_of_a_level_and_its_return_are_reported():
-    level = WindowLevel()
-    values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
-    changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]
-
-    assert [(change.since, round(change.ratio, 3)) for change in changes] == [(30, 0.1), (70, -0.091)]
-
-
-def test_first_values_set_the_level_and_report_no_change():
-    level = WindowLevel()
-    assert all(level.add(window, 1.0 + window) is None for window in range(LEVEL_WINDOWS))
 
 
 def test_ranks_are_written_as_ranges():

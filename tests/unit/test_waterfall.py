@@ -24,7 +24,15 @@ from effllm.job.waterfall import (
     Sources,
     waterfall,
 )
-from effllm.records.job import AttemptSummary, ClusterTotals, Counts, DeviceTotals, GoodputSummary, JobConstants
+from effllm.records.job import (
+    AttemptSummary,
+    ClusterTotals,
+    Counts,
+    DeviceTotals,
+    GoodputSummary,
+    HealthTotals,
+    JobConstants,
+)
 from effllm.records.rank import Profile
 from effllm.records.verdict import OF_GPUS, OF_RANKS, PARTS
 
@@ -40,13 +48,19 @@ def goodput(joules=None, gpus=1, attempts=(), **rank_seconds):
     return replace(time, device_seconds=device_seconds, unit=OF_GPUS if gpus else OF_RANKS)
 
 
-def totals(tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, clock=None, **constants):
-    """Return totals; ``clock`` is the ratio of the SM clock, its GPU-seconds, and its sampling error."""
+def totals(
+    tokens=0, processed=None, profile=None, ranks=4, gpus=4, peak=4 * PEAK, clock=None, waiting_s=0.0, **constants
+):
+    """Return totals; ``clock`` is the ratio of the SM clock, its GPU-seconds, and its sampling error.
+
+    ``waiting_s`` are the rank-seconds in which ranks waited for slow ranks.
+    """
     known = JobConstants(world_size=ranks, gpus=gpus, peak_flops_per_s=peak, **constants)
     ratio, covered_s, error = clock or (None, 0.0, None)
     devices = DeviceTotals(sm_clock_ratio=ratio, sm_clock_covered_s=covered_s, sm_clock_error=error)
     counts = Counts(tokens=tokens, tokens_processed=tokens if processed is None else processed)
-    return ClusterTotals(constants=known, counts=counts, devices=devices, profile=profile)
+    health = HealthTotals(straggling_gpu_s=waiting_s)
+    return ClusterTotals(constants=known, counts=counts, devices=devices, profile=profile, health=health)
 
 
 def seconds(found):
@@ -74,9 +88,22 @@ profiles = st.one_of(
     st.one_of(st.none(), st.tuples(st.floats(0.0, 1.2), st.floats(0.0, 1e9), st.floats(0.0, 1.0))),
     st.floats(0.0, 1.0),
     amount,
+    amount,
 )
 def test_parts_add_up_to_the_time_and_joules_of_all_classes(
-    rank_seconds, joules, profile, tokens, padding, ranks, per_rank, flops, hardware_flops, clock, clocked, unused
+    rank_seconds,
+    joules,
+    profile,
+    tokens,
+    padding,
+    ranks,
+    per_rank,
+    flops,
+    hardware_flops,
+    clock,
+    clocked,
+    unused,
+    waiting,
 ):
     whole = totals(
         tokens,
@@ -87,6 +114,7 @@ def test_parts_add_up_to_the_time_and_joules_of_all_classes(
         flops_per_token=flops,
         hardware_flops_per_token=hardware_flops,
         clock=clock,
+        waiting_s=waiting,
         gpus_with_clock=int(clocked * ranks * per_rank),
     )
     unused = unused if per_rank else 0.0
@@ -126,13 +154,29 @@ def test_time_of_padding_and_recomputation_is_computed_at_the_peak():
     )
 
 
-def test_profiled_steps_are_split_without_counting_stragglers_twice():
-    """Of 120 s, 30 % is exposed communication and 10 % is idle; 20 s of the communication are waits for a straggler."""
-    profile = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)
+PROFILE = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)  # 30 % exposed communication, 10 % idle
 
-    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=profile))
+
+def test_profiled_steps_are_split_without_counting_stragglers_twice():
+    """Of 120 s, 20 s of the communication are waits for a straggler."""
+    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=PROFILE, waiting_s=20.0))
 
     expected = {"straggling": 20.0, "exposed_communication": 16.0, "device_idle": 12.0, "steps": 72.0}
+    assert seconds(found) == pytest.approx(expected)
+
+
+def test_time_that_slow_ranks_lose_themselves_is_no_communication():
+    """Of 20 s lost by a slow rank, the other ranks wait 15 s; it computes in the other 5 s."""
+    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=PROFILE, waiting_s=15.0))
+
+    expected = {"straggling": 20.0, "exposed_communication": 21.0, "device_idle": 12.0, "steps": 67.0}
+    assert seconds(found) == pytest.approx(expected)
+
+
+def test_waits_of_uneven_ranks_are_no_exposed_communication():
+    found = waterfall(goodput(kept=100.0, uneven_ranks=20.0), totals(profile=PROFILE))
+
+    expected = {"uneven_ranks": 20.0, "exposed_communication": 16.0, "device_idle": 12.0, "steps": 72.0}
     assert seconds(found) == pytest.approx(expected)
 
 
@@ -195,15 +239,16 @@ def test_cpus_have_no_clock_to_be_measured():
     assert not [line for line in waterfall(goodput(kept=1.0), totals(gpus=0)).unknown if "clock" in line]
 
 
-def test_evidence_of_a_class_is_the_windows_with_its_reports():
-    found = waterfall(goodput(kept=8.0, data=1.0, straggling=1.0), totals(), Sources(240, 1, 200))
+def test_evidence_of_a_class_is_the_windows_or_iterations_with_its_values():
+    found = waterfall(goodput(kept=7.0, data=1.0, straggling=1.0, uneven_ranks=1.0), totals(), Sources(240, 1, 2000))
 
     assert {part.name: part.evidence for part in found.parts} == {
         "data": "times of iterations in reports of windows 1-240",
-        "straggling": "own times of ranks in 200 windows",
+        "straggling": "own times of ranks in 2,000 iterations",
+        "uneven_ranks": "own times of ranks in 2,000 iterations",
         "steps": "rest of the steps",
     }
-    again = waterfall(goodput(kept=8.0, data=1.0), totals(), Sources(240, 3, 200))
+    again = waterfall(goodput(kept=8.0, data=1.0), totals(), Sources(240, 3, 2000))
     assert again.parts[0].evidence == "times of iterations in reports of 3 attempts, the last with windows 1-240"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from effllm.job.health.diagnosis import MAX_PEERS, UNKNOWN, ComparedReadings, ReadingSums, Reason, power_w
-from effllm.job.health.evidence import PeerGroups
-from effllm.job.health.outliers import Look
-from effllm.records.job import ARRIVAL, DATA_WAIT, StragglerVerdict
+from effllm.job.health.comparison import Slow
+from effllm.job.health.diagnosis import MAX_PEERS, UNKNOWN, ComparedReadings, Reason, power_w
+from effllm.job.health.peers import PeerGroups
+from effllm.records.job import DATA_WAIT, StragglerVerdict
 from effllm.records.rank import DeviceWindow, Event, RankReport
 
 MAX_LINES = 8  # maximum number of events per kind and window; further verdicts are only counted
@@ -49,23 +49,18 @@ class Reasons:
                 del self._readings[over]
             self._readings.setdefault(unit, ComparedReadings())
 
-    def of(self, verdict: StragglerVerdict, look: Look | None) -> Reason | None:
+    def of(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
         """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far.
 
         Args:
             verdict: verdict on the slow rank.
-            look: data waits of the window, if the verdict is based on data waits.
+            slow: its slow rank.
         """
+        if verdict.evidence == DATA_WAIT:
+            return _data_wait(slow, verdict.peers)
         readings = self._readings.get(verdict.ranks)
         row = self._rows.get(verdict.ranks[0])
-        if readings is None:
-            return None
-        if verdict.evidence == DATA_WAIT:
-            if look is not None and row is not None:
-                readings.add(DATA_WAIT, row.iterations, row.wait_s / row.iterations, look.median_s)
-            waits = readings.find(DATA_WAIT)
-            return _data_wait(waits, verdict.peers) if waits is not None else None
-        if len(verdict.ranks) > 1:
+        if readings is None or len(verdict.ranks) > 1:
             return None
         peer = self._peers.known[verdict.ranks[0]]
         own = _device_of(row, peer.device) if row is not None else None
@@ -86,10 +81,9 @@ class Reasons:
         return self._windows[name]
 
 
-def _data_wait(waits: ReadingSums, peers: int) -> Reason:
-    own_s, peers_s = waits.means
-    others = "its peer" if peers == 1 else "peers"
-    return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {others} {1e3 * peers_s:,.1f} ms")
+def _data_wait(slow: Slow, peers: int) -> Reason:
+    own_s, others = slow.peers_s + slow.excess_s, "its peer" if peers == 1 else "peers"
+    return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {others} {1e3 * slow.peers_s:,.1f} ms")
 
 
 def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
@@ -111,13 +105,19 @@ def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
 
 
 def events_of(
-    kind: str, verdicts: Sequence[StragglerVerdict], hosts: Mapping[str, Collection[int]], has_gpus: bool, time_s: float
+    kind: str,
+    verdicts: Sequence[StragglerVerdict],
+    named: Collection[int],
+    hosts: Mapping[str, Collection[int]],
+    has_gpus: bool,
+    time_s: float,
 ) -> list[Event]:
     """Return the events of verdicts.
 
     Args:
         kind: ``straggler`` or ``recovered``.
         verdicts: new verdicts, or verdicts that have just ended.
+        named: all ranks with a current verdict.
         hosts: ranks by host.
         has_gpus: whether the cost is in GPU-seconds, not rank-seconds.
         time_s: unix time of the events.
@@ -126,7 +126,8 @@ def events_of(
     for host in sorted({verdict.host for verdict in verdicts} - {""}):
         mates = sorted(hosts[host])
         of_node = [left[rank,] for rank in mates if (rank,) in left]
-        if len(of_node) == len(mates) > 1:
+        is_whole = len(of_node) == len(mates) or (kind != "recovered" and set(mates) <= set(named))
+        if of_node and is_whole and len(mates) > 1:
             who = f"node {host} (all of its ranks: {ranks_text(mates)})"
             events.append(Event(time_s, kind, _line(kind, who, of_node, has_gpus)))
             left = {ranks: verdict for ranks, verdict in left.items() if verdict.host != host}
@@ -160,12 +161,13 @@ def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: b
     reasons = [one.why for one in verdicts if one.why != UNKNOWN]
     why = max(reasons, key=reasons.count) if reasons else f"reason {UNKNOWN}"
     percent = f"{100 * worst.slowdown:.1f} %"
-    what = {
-        DATA_WAIT: f"makes its {peers} wait for {percent} of an iteration",
-        ARRIVAL: f"arrives {percent} of an iteration later than its {peers}",
-    }.get(worst.evidence, f"{percent} slower than its {peers}")
+    what = f"{percent} slower than its {peers}"
+    if worst.evidence == DATA_WAIT:
+        what = f"makes its {peers} wait for {percent} of an iteration"
     since = min(one.since_iteration for one in verdicts)
-    return f"straggler: {who} {what} since iteration {since}: {why}; {cost}"
+    shares = [one.last_share for one in verdicts if one.last_share is not None]
+    last = f", last in {100 * sum(shares):.0f} % of the iterations" if shares else ""
+    return f"straggler: {who} {what} since iteration {since}{last}: {why}; {cost}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -1,50 +1,52 @@
-"""Detects stragglers, with their reasons and costs, from the windows of ranks. No I/O.
+"""Detects slow ranks, with their reasons and costs, from the windows of ranks. No I/O.
 
-In synchronous training all ranks have equal iteration times, because fast ranks wait for slow ranks.  So a rank is
-judged by four kinds of evidence: own time until its first wait for other ranks, computation in profiled iterations,
-data wait, and order of arrival.  A rank is compared by robust z with its peers only, which are the ranks with the same
-work.  A rank is named if it is an outlier in several windows.
+In synchronous training all ranks have equal iteration times, because fast ranks wait for slow ranks.  So ranks are
+compared by their own time until the first wait for other ranks, by the time of profiled iterations without waits, and
+by their waits for data; each rank only with its peers, which do the same work.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from effllm.job.health.change_point import Slowdown
-from effllm.job.health.clock import Offset
-from effllm.job.health.evidence import Key, Peer, PeerGroups, gather, iteration_s
-from effllm.job.health.outliers import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, OutlierTrack
-from effllm.job.health.slowest import Slowest
+from effllm.job.health.comparison import SLOW, RankComparison, Slow
+from effllm.job.health.own_times import CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
+from effllm.job.health.peers import Peer, PeerGroups
 from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
-from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, PROFILE, Straggler, StragglerVerdict
+from effllm.job.iteration_losses import Lost
+from effllm.job.iteration_matrix import IterationMatrix
+from effllm.records.job import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
 
 #: Maximum number of verdicts in a report, and of verdicts with totals.
 MAX_VERDICTS, MAX_KEPT = 16, 64
+#: Maximum number of windows whose long iterations are not known yet.
+MAX_PENDING = 64
 
 
 class Straggling(NamedTuple):
-    """The stragglers of one window, and their costs."""
+    """The slow ranks of one window, and the waits of the ranks for each other."""
 
     seconds: float | None = None  # wait of each rank for the slowest named rank; None if no rank measures its own time
-    rank_seconds: float = 0.0  # sum of the waits of all ranks
+    rank_seconds: float = 0.0  # sum of the waits of the ranks that are not named
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
-    by_window: Mapping[int, float] = {}  # rank-seconds by window, also earlier windows of newly named ranks
+    lost: Sequence[Lost] = ()  # waits of all ranks, also corrections of earlier windows for newly named ranks
     events: Sequence[Event] = ()
-    slowest: Straggler | None = None  # the slowest rank of the window
-    is_compared: bool = False  # whether own times of ranks were compared
+    slowest: Straggler | None = None  # the slowest named rank
 
 
 class _Named(Struct):
     """A current verdict."""
 
     verdict: StragglerVerdict
-    lows: deque[bool]  # whether z was low, for each of the last windows
+    slow: dict[int, Slow]  # its slow ranks
+    last: float = 0.0  # number of iterations in which one of its ranks was the last one
+    iterations: float = 0.0
 
 
 class Stragglers:
@@ -52,18 +54,17 @@ class Stragglers:
 
     Args:
         totals: earlier verdicts by their ranks, to which costs are added.
+        last_ranks: the ranks that were last so far.
     """
 
-    def __init__(self, totals: dict[str, StragglerVerdict] | None = None) -> None:
+    def __init__(self, totals: dict[str, StragglerVerdict] | None = None, last_ranks: LastRanks | None = None) -> None:
         self._totals = {} if totals is None else totals
+        self.waits = CountedWaits(last_ranks or LastRanks())
         self._peers = PeerGroups()
-        self._tracks: dict[Key, OutlierTrack] = {}
+        self._comparisons: dict[tuple[str, str], RankComparison] = {}  # by group and evidence
         self._named: dict[Unit, _Named] = {}
-        self._lately: dict[int, int] = {}  # rank -> last window in which it was named
-        self._counted_s: dict[int, float] = {}  # rank-seconds of the last windows, by window
+        self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
         self._reasons = Reasons(self._peers)
-        self._slowdown = Slowdown()
-        self._slowest: dict[str, Slowest] = {}  # by group
 
     def meet(self, rank: int, peer: Peer) -> None:
         self._peers.meet(rank, peer)
@@ -74,252 +75,286 @@ class Stragglers:
         return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
 
     @property
-    def num_named(self) -> int:
-        return sum(map(len, self._named))
+    def named_ranks(self) -> set[int]:
+        return {rank for unit in self._named for rank in unit}
 
     def totals(self) -> tuple[StragglerVerdict, ...]:
         """Return all verdicts so far with their cost, the costliest first."""
         return tuple(_costliest(self._totals.values()))
 
-    def close(self, rows: Sequence[RankReport], offsets: Mapping[int, Offset] | None = None) -> Straggling:
+    def close(
+        self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost] = ()
+    ) -> Straggling:
         """Judge the next window; windows come in ascending order.
 
         Args:
             rows: one report per rank.
-            offsets: known offsets of the ranks' clocks from the aggregator's clock.
+            matrix: the times of its iterations; ``None`` if they are not known.
+            lost: the windows whose long iterations are known now; a window waits until they are known.
         """
         worked = self._peers.at_work(rows)
         if len(worked) < 2:
             return Straggling()
-        window, whole_s = worked[0].window, iteration_s(worked)
-        is_named_for_data = any(one.verdict.evidence == DATA_WAIT for one in self._named.values())
-        for group, members in self._peers.grouped(worked).items():
-            if len(members) > 1:
-                gather(self._tracks, group, members, whole_s, offsets or {}, is_named_for_data)
-        newest = {key: track.looks[-1] for key, track in self._tracks.items() if track.looks}
-        looks = {key: look for key, look in newest.items() if look.window == window}
-        cleared = self._clear(looks)
-        fresh = self._name(looks, window)
-        straggling = self._count(looks, worked, fresh)
-        own = [look.median_s for (_, evidence), look in looks.items() if evidence == OWN_TIME]
-        slower = self._slowdown.add(worked[0], whole_s, sum(own) / len(own) if own else None, bool(self._named))
-        hosts, has_gpus = self._peers.hosts, self._peers.known[worked[0].rank].is_gpu
-        time_s = rows[-1].end_time_s
+        if matrix is None or len(worked) < len(rows):
+            return self._judge(worked, None, ())
+        self._pending[matrix.window] = matrix, worked
+        if len(self._pending) > MAX_PENDING:
+            del self._pending[min(self._pending)]
+        found = Straggling(0.0 if matrix.own is not None or self._named else None)
+        for one in lost:
+            if one.is_long and one.window in self._pending:
+                known, of_window = self._pending.pop(one.window)
+                more = self._judge(of_window, known, one.is_long)
+                found = more._replace(
+                    rank_seconds=found.rank_seconds + more.rank_seconds,
+                    joules=_sum(found.joules, more.joules, not found.rank_seconds),
+                    lost=(*found.lost, *more.lost),
+                    events=(*found.events, *more.events),
+                )
+        return found
+
+    def _judge(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, is_long: Sequence[bool]) -> Straggling:
+        own = by_window(rows, is_on_device=True)
+        if own is None and matrix is not None:
+            own = by_iteration(matrix, is_long)
+        own = own or by_window(rows, is_on_device=False)
+        waits, profiles = data_waits(rows, matrix), in_profiles(rows)
+        slow = {
+            evidence: self._compare(evidence, times)
+            for evidence, times in ((OWN_TIME, own), (PROFILE, profiles), (DATA_WAIT, waits))
+            if times is not None
+        }
+        cleared = self._clear()
+        fresh = self._name(slow)
+        self._update()
+        straggling = self._count(rows, own, fresh)
+        self._count_data(rows, matrix, fresh)
+        named, hosts = self.named_ranks, self._peers.hosts
+        has_gpus, time_s = self._peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
+        recovered = [one.verdict for one in cleared.values()]
         events = [
-            *events_of("recovered", [one.verdict for one in cleared.values()], hosts, has_gpus, time_s),
-            *events_of("straggler", [self._named[unit].verdict for unit in fresh], hosts, has_gpus, time_s),
-            *([slower] if slower else []),
+            *events_of("recovered", recovered, named, hosts, has_gpus, time_s),
+            *events_of("straggler", [self._named[unit].verdict for unit in fresh], named, hosts, has_gpus, time_s),
         ]
-        is_known = bool(own or self._named)
+        is_known = own is not None or bool(self._named)
         return straggling._replace(
-            seconds=straggling.seconds if is_known else None,
-            events=events,
-            slowest=self._slowest_of(looks),
-            is_compared=bool(own),
+            seconds=straggling.seconds if is_known else None, events=events, slowest=self._slowest()
         )
 
-    def _slowest_of(self, looks: Mapping[Key, Look]) -> Straggler | None:
-        """Return the slowest rank of all groups in a window."""
-        found = []
-        for (group, evidence), look in looks.items():
-            if evidence == OWN_TIME:
-                # In a replica of several ranks, own times contain waits for other ranks of the replica.
-                skipped = self._peers.in_replicas()
-                found.append(self._slowest.setdefault(group, Slowest()).add(look.ranks, look.values, skipped))
-        return max(filter(None, found), key=lambda one: one.time_s / one.median_s, default=None)
+    def _slowest(self) -> Straggler | None:
+        """Return the slowest of the ranks that are named for their own time."""
+        found = [one for named in self._named_for(OWN_TIME).values() for one in named.slow.values()]
+        worst = max(found, key=lambda one: one.excess_s / one.iteration_s, default=None)
+        return None if worst is None else Straggler(worst.rank, worst.peers_s + worst.excess_s, worst.peers_s)
 
     # --- verdicts ---
 
-    def _look_of(self, rank: int, evidence: str, looks: Mapping[Key, Look]) -> Look | None:
-        return looks.get((self._peers.known[rank].group, evidence))
+    def _compare(self, evidence: str, times: Times) -> list[Slow]:
+        found: list[Slow] = []
+        for group, places in self._peers.grouped(times.ranks).items():
+            key = group, evidence
+            if key not in self._comparisons:
+                self._comparisons[key] = RankComparison(1, 0.0) if evidence == PROFILE else RankComparison()
+            is_whole = len(places) == len(times.ranks)
+            ranks = times.ranks if is_whole else [times.ranks[place] for place in places]
+            values = times.values if is_whole else times.values[places]
+            found += self._comparisons[key].add(ranks, values, times.weights, times.iterations_s, times.shown)
+        return found
 
-    def _track_of(self, rank: int, evidence: str) -> OutlierTrack:
-        return self._tracks[self._peers.known[rank].group, evidence]
+    def _comparison(self, rank: int, evidence: str) -> RankComparison:
+        return self._comparisons[self._peers.known[rank].group, evidence]
 
-    def _name(self, looks: Mapping[Key, Look], window: int) -> list[Unit]:
-        """Name the ranks that are outliers in enough windows; return the newly named ranks.
+    def _name(self, slow: Mapping[str, Sequence[Slow]]) -> list[Unit]:
+        """Name slow ranks; return the newly named ones.
 
-        Ranks of one replica wait for each other before the sync point, so they are late together. Unless computation or
-        data wait identifies the slow rank, all ranks of the replica share one verdict.
+        Ranks of one replica wait for each other before the sync point, so their own times are long together: all ranks
+        of the replica share one verdict, unless a profile or a wait for data identifies the slow rank.
         """
-        self._lately = {rank: last for rank, last in self._lately.items() if window - last <= HISTORY}
-        found: list[tuple[Unit, str]] = []
-        together: dict[tuple[str, str], list[int]] = {}
-        for evidence in EVIDENCE:
-            for (group, kind), look in looks.items():
-                if kind != evidence or not look.flags:
-                    continue
-                track = self._tracks[group, kind]
-                for rank in self._with_node(track, track.candidates(self._lately)):
-                    if len(self._peers.mates(rank)) > 1 and evidence in (OWN_TIME, ARRIVAL):
-                        together.setdefault((self._peers.known[rank].replica, evidence), []).append(rank)
-                    else:
-                        found.append(((rank,), evidence))
-        found += [(tuple(sorted(ranks)), evidence) for (_, evidence), ranks in together.items()]
         fresh = []
-        taken = {rank for unit in self._named for rank in unit}
-        for unit, evidence in found:
-            if not any(taken & self._peers.mates(rank) for rank in unit):
-                self._named[unit] = _Named(self._verdict(unit, evidence), deque(maxlen=WINDOWS))
-                taken |= {*unit}
-                fresh.append(unit)
-        self._lately.update(dict.fromkeys(taken, window))
+        for evidence, found in slow.items():
+            units: dict[Unit, dict[int, Slow]] = {}
+            for one in self._with_nodes(found, evidence):
+                unit = tuple(sorted(self._peers.mates(one.rank))) if evidence == OWN_TIME else (one.rank,)
+                units.setdefault(unit, {})[one.rank] = one
+            taken = self.named_ranks
+            for unit, ranks in units.items():
+                if not any(taken & self._peers.mates(rank) for rank in unit):
+                    group = self._peers.groups[self._peers.known[min(ranks)].group]
+                    verdict = _verdict(self._peers.known, unit, ranks, evidence, len(group) - 1)
+                    self._named[unit] = _Named(verdict, ranks)
+                    fresh.append(unit)
         return fresh
 
-    def _with_node(self, track: OutlierTrack, ranks: list[int]) -> list[int]:
-        """Return the candidates, and all ranks of a node if each was an outlier in at least ``PERSIST - 1`` windows."""
-        found = dict.fromkeys(ranks)
-        for host in {self._peers.known[rank].host for rank in ranks}:
-            mates = self._peers.hosts[host]
-            if len(mates) > 1 and all(track.times(mate) >= PERSIST - 1 for mate in mates):
-                found.update(dict.fromkeys(sorted(mates)))
-        return list(found)
+    def _with_nodes(self, slow: Sequence[Slow], evidence: str) -> list[Slow]:
+        """Return the slow ranks, and the other ranks of a node on which the mean excess of all ranks is large.
 
-    def _verdict(self, unit: Unit, evidence: str) -> StragglerVerdict:
-        of = {rank: self._track_of(rank, evidence) for rank in unit}
-        worst = max(unit, key=lambda rank: of[rank].slowdown(rank))
-        hosts = {self._peers.known[rank].host for rank in unit}
-        return StragglerVerdict(
-            ranks=unit,
-            host=hosts.pop() if len(hosts) == 1 else "",
-            device=self._peers.known[worst].device if len(unit) == 1 else "",
-            since_iteration=min(track.outlier_looks(rank)[0].shown for rank, track in of.items()),
-            slowdown=of[worst].slowdown(worst),
-            z=of[worst].z(worst),
-            peers=len(of[worst].looks[-1].ranks) - 1,
-            evidence=evidence,
-        )
+        One rank may be slow by chance, but not all ranks of a node.
+        """
+        found = {one.rank: one for one in slow}
+        for one in slow:
+            peer = self._peers.known[one.rank]
+            mates = self._peers.hosts[peer.host] & self._peers.groups[peer.group]
+            comparison = self._comparison(one.rank, evidence)
+            now = [comparison.now(rank, one.level, one.since) for rank in sorted(mates - found.keys())]
+            if all(mate is not None and mate.excess_s >= SLOW * mate.iteration_s for mate in now):
+                found |= {mate.rank: mate for mate in now if mate is not None}
+        return list(found.values())
 
-    def _clear(self, looks: Mapping[Key, Look]) -> dict[Unit, _Named]:
-        """Remove and return the verdicts on ranks that are no longer outliers."""
+    def _update(self) -> None:
+        """Compute the slowdowns again, from all blocks since the ranks are slow."""
+        for named in self._named.values():
+            evidence = named.verdict.evidence
+            for rank, slow in named.slow.items():
+                now = self._comparison(rank, evidence).now(rank, slow.level, slow.since)
+                named.slow[rank] = now or slow
+            worst = max(named.slow.values(), key=lambda one: one.excess_s)
+            named.verdict = replace(named.verdict, slowdown=_slowdown(worst, evidence))
+
+    def _clear(self) -> dict[Unit, _Named]:
+        """Remove and return the verdicts on ranks that are no longer slow."""
         cleared = {}
         for unit, named in self._named.items():
-            distances = [
-                excess_s / look.scale_s
-                for rank in unit
-                if (look := self._look_of(rank, named.verdict.evidence, looks)) is not None
-                and (excess_s := look.excess_s(rank)) is not None
-            ]
-            if distances:
-                named.lows.append(max(distances) < Z_CLEAR)
-                if named.lows[-1] and sum(named.lows) >= PERSIST:
-                    cleared[unit] = named
-        for unit in cleared:
+            evidence = named.verdict.evidence
+            if all(self._comparison(rank, evidence).has_recovered(rank, one.level) for rank, one in named.slow.items()):
+                cleared[unit] = named
+        for unit, named in cleared.items():
+            for rank in named.slow:
+                self._comparison(rank, named.verdict.evidence).forget((rank,))
             del self._named[unit]
         return cleared
 
     # --- cost ---
 
-    def _count(self, looks: Mapping[Key, Look], rows: Sequence[RankReport], fresh: Sequence[Unit]) -> Straggling:
-        """Record the costs of named ranks in this window, and of newly named ranks in earlier windows too.
+    def _count(self, rows: Sequence[RankReport], own: Times | None, fresh: Sequence[Unit]) -> Straggling:
+        """Record the waits of this window, and the waits for newly named ranks in earlier windows."""
+        lost: list[Lost] = []
+        seconds = bound_s = 0.0
+        if own is not None:
+            slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
+            since = min((self._named[unit].verdict.since_iteration for unit in fresh), default=None)
+            groups = list(self._peers.grouped(own.ranks).values())
+            lost, seconds, bound_s = self.waits.count(own, groups, len(rows), slow, since)
+            for unit, named in self._named.items():
+                named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
+                named.iterations += float(own.weights.sum())
+        straggling_s = sum(one.straggling_s for one in lost) / len(rows)
+        profiled = [one.excess_s for named in self._named_for(PROFILE).values() for one in named.slow.values()]
+        profiled_s = max(profiled, default=0.0) * rows[0].iterations
+        if profiled_s > seconds:  # the own times on the host do not show the whole excess
+            more_s, seconds = profiled_s - seconds, profiled_s
+            straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
+            lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
+        rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
+        return Straggling(seconds, rank_seconds, joules, [one for one in lost if one.straggling_s or one.uneven_s])
 
-        All ranks wait for the slowest rank. The named ranks share the cost of this wait in proportion to their excess.
-        """
-        if not self._named:
-            return Straggling(0.0)
-        excess = {
-            unit: self._excess_s(unit, named.verdict.evidence, looks, rows) for unit, named in self._named.items()
-        }
-        own = dict(excess)
-        waited = len(rows) - len(self._named)
-        seconds = max(excess.values())
-        by_window = {rows[0].window: seconds * waited}
-        whole_s = sum(excess.values())
-        shares = {unit: seconds * waited * one / whole_s if whole_s > 0 else 0.0 for unit, one in excess.items()}
-        for unit in fresh:
-            for window, late_s in self._late_before(unit, rows[0].window).items():
-                counted_s = self._counted_s.get(window, 0.0) + by_window.get(window, 0.0)
-                more_s = max(late_s * waited - counted_s, 0.0)
-                by_window[window] = by_window.get(window, 0.0) + more_s
-                shares[unit] += more_s
-                own[unit] += late_s if more_s else 0.0
-        for window, late_s in by_window.items():
-            self._counted_s[window] = self._counted_s.get(window, 0.0) + late_s
-        self._counted_s = {
-            window: late_s for window, late_s in self._counted_s.items() if window > rows[0].window - WINDOWS
-        }
-        power = waiting_w(self._peers, rows, {rank for unit in self._named for rank in unit})
+    def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
+        """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
+        for unit, named in self._named_for(DATA_WAIT).items():
+            (slow,) = named.slow.values()
+            before = max(rows[0].iteration_shown - rows[0].iterations + 1 - slow.since, 0) if unit in fresh else 0
+            seconds = slow.excess_s * (before + rows[0].iterations)
+            if matrix is not None:
+                removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
+                seconds = slow.excess_s * before + float(matrix.lost_to_data(removed).sum())
+            found = self._reasons.of(named.verdict, slow)
+            assert found is not None
+            named.verdict = replace(named.verdict, why=found.text)
+            self._add_cost(
+                unit,
+                has_reason=True,
+                joules=None,
+                gpu_seconds=seconds * (len(rows) - 1),
+                own_seconds=seconds,
+                max_seconds=seconds * len(rows),
+            )
+
+    def _named_for(self, evidence: str) -> dict[Unit, _Named]:
+        return {unit: named for unit, named in self._named.items() if named.verdict.evidence == evidence}
+
+    def _share(self, rows: Sequence[RankReport], straggling_s: float, bound_s: float) -> tuple[float, float | None]:
+        """Divide the waits among the verdicts, in proportion to their excess; return the rank-seconds and joules."""
+        for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
+        excess = {unit: max(max(one.excess_s for one in named.slow.values()), 0.0) for unit, named in for_work.items()}
+        num_named = sum(map(len, excess))
+        others, whole_s = max(len(rows) - num_named, 0), sum(excess.values())
+        power = waiting_w(self._peers, rows, self.named_ranks) if for_work else None
         self._reasons.open(rows, self._named)
-        for unit, share in shares.items():
-            self._enter(unit, share, own[unit], None if power is None else share * power, looks)
-        rank_seconds = sum(by_window.values())
-        return Straggling(seconds, rank_seconds, None if power is None else rank_seconds * power, by_window)
+        for unit, named in for_work.items():
+            share = excess[unit] / whole_s if whole_s else 0.0
+            found = self._reasons.of(named.verdict, next(iter(named.slow.values())))
+            if found is not None:
+                named.verdict = replace(named.verdict, why=found.text, differences=found.kinds)
+            waits_s = share * straggling_s * others
+            self._add_cost(
+                unit,
+                found is not None,
+                gpu_seconds=waits_s,
+                own_seconds=share * straggling_s * num_named,
+                max_seconds=share * bound_s * (others + num_named),
+                joules=None if power is None else waits_s * power,
+            )
+        rank_seconds = straggling_s * others if excess else 0.0
+        return rank_seconds, None if power is None else rank_seconds * power
 
-    def _late_before(self, unit: Unit, window: int) -> dict[int, float]:
-        """Return for each earlier window the excess of the slowest of these ranks, in seconds."""
-        late_s: dict[int, float] = {}
-        for rank in unit:
-            for look in self._track_of(rank, self._named[unit].verdict.evidence).outlier_looks(rank):
-                if look.window < window:
-                    late_s[look.window] = max(late_s.get(look.window, 0.0), look.flags[rank] * look.iterations)
-        return late_s
-
-    def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look], rows: Sequence[RankReport]) -> float:
-        """Return the excess of the slowest of these ranks in a window, in seconds; 0 if no rank is slow.
-
-        Windows between profiled iterations have the excess of the last profile.
-        """
-        max_s = 0.0
-        for rank in unit:
-            look = self._look_of(rank, evidence, looks)
-            if look is None and evidence == PROFILE:
-                look = self._track_of(rank, evidence).recent(rows[0].window, rows[0].iterations)
-            excess_s = look.excess_s(rank) if look is not None else None
-            if look is not None and excess_s is not None and excess_s >= Z_CLEAR * look.scale_s:
-                max_s = max(max_s, excess_s * look.iterations)
-        return max_s
-
-    def _enter(
-        self,
-        unit: Unit,
-        rank_seconds: float,
-        own_s: float,
-        joules: float | None,
-        looks: Mapping[Key, Look],
-    ) -> None:
-        named, key = self._named[unit], ",".join(map(str, unit))
-        verdict = named.verdict
-        look = self._look_of(unit[0], verdict.evidence, looks)
-        found = self._reasons.of(verdict, look)
-        if found is not None:
-            verdict = replace(verdict, why=found.text, differences=found.kinds)
-        if len(unit) == 1 and look is not None and unit[0] in look.flags:
-            track = self._track_of(unit[0], verdict.evidence)
-            verdict = replace(verdict, slowdown=track.slowdown(unit[0]), z=track.z(unit[0]))
-        named.verdict = replace(
-            verdict,
-            gpu_seconds=verdict.gpu_seconds + rank_seconds,
-            own_seconds=verdict.own_seconds + own_s,
-            joules=_sum(verdict.joules, joules, not verdict.gpu_seconds),
-        )
-        kept = self._totals.get(key)
-        self._totals[key] = _with(kept, named.verdict, found is not None, rank_seconds, own_s, joules)
-        if len(self._totals) > MAX_KEPT:
-            cheapest = min(self._totals, key=lambda one: self._totals[one].gpu_seconds)
-            del self._totals[cheapest]
+    def _add_cost(self, unit: Unit, has_reason: bool, joules: float | None, **seconds: float) -> None:
+        named = self._named[unit]
+        last = named.last / named.iterations if named.iterations else None
+        named.verdict = replace(named.verdict, last_share=last, **_costs(named.verdict, joules, seconds))
+        _add_to(self._totals, named.verdict, has_reason, joules, seconds)
 
 
-def _with(
-    total: StragglerVerdict | None,
+def _add_to(
+    totals: dict[str, StragglerVerdict],
     verdict: StragglerVerdict,
     has_reason: bool,
-    rank_seconds: float,
-    own_s: float,
     joules: float | None,
-) -> StragglerVerdict:
-    """Return the total of all verdicts on the same ranks, with the costs of one more window."""
+    seconds: Mapping[str, float],
+) -> None:
+    """Add the costs of one window to the total of all verdicts on the same ranks."""
+    key = ",".join(map(str, verdict.ranks))
+    total = totals.get(key)
     if total is None:
-        return replace(verdict, gpu_seconds=rank_seconds, own_seconds=own_s, joules=joules)
-    reason = verdict if has_reason else total
-    return replace(
-        verdict,
-        since_iteration=total.since_iteration,
-        why=reason.why,
-        differences=reason.differences,
-        gpu_seconds=total.gpu_seconds + rank_seconds,
-        own_seconds=total.own_seconds + own_s,
-        joules=_sum(total.joules, joules, False),
+        totals[key] = replace(verdict, **_costs(None, joules, seconds))
+    else:
+        reason = verdict if has_reason else total
+        kept = replace(verdict, since_iteration=total.since_iteration, why=reason.why)
+        totals[key] = replace(kept, differences=reason.differences, **_costs(total, joules, seconds))
+    if len(totals) > MAX_KEPT:
+        del totals[min(totals, key=lambda one: totals[one].gpu_seconds)]
+
+
+def _verdict(
+    known: Mapping[int, Peer], unit: Unit, slow: Mapping[int, Slow], evidence: str, peers: int
+) -> StragglerVerdict:
+    worst = max(slow.values(), key=lambda one: one.excess_s)
+    hosts = {known[rank].host for rank in unit}
+    return StragglerVerdict(
+        ranks=unit,
+        host=hosts.pop() if len(hosts) == 1 else "",
+        device=known[worst.rank].device if len(unit) == 1 else "",
+        since_iteration=min(one.since for one in slow.values()),
+        slowdown=_slowdown(worst, evidence),
+        peers=peers,
+        evidence=evidence,
     )
+
+
+def _slowdown(slow: Slow, evidence: str) -> float:
+    """Return the excess as a share of the peers' time; that of waits for data as a share of the iteration."""
+    base_s = slow.iteration_s if evidence == DATA_WAIT else slow.peers_s
+    return slow.excess_s / base_s if base_s > 0 else 0.0
+
+
+def _costs(
+    verdict: StragglerVerdict | None, joules: float | None, seconds: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Return the costs of a verdict with those of one more window."""
+    sums: dict[str, float | None] = {
+        name: value + (0.0 if verdict is None else getattr(verdict, name)) for name, value in seconds.items()
+    }
+    is_first = verdict is None or not verdict.gpu_seconds
+    sums["joules"] = _sum(None if verdict is None else verdict.joules, joules, is_first)
+    return sums
 
 
 def _costliest(verdicts: Iterable[StragglerVerdict]) -> list[StragglerVerdict]:

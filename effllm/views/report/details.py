@@ -87,7 +87,7 @@ def _ranks(run: RecordedRun) -> Child:
         f"Means over the windows that end in the iterations {found.first_iteration:,} to {found.last_iteration:,}.",
         *_rank_limits(run, world),
     ]
-    if run.summary is not None and run.summary.slowest:
+    if run.summary is not None and run.summary.last_ranks.by_rank:
         about.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
         _spreads(run),
@@ -222,8 +222,9 @@ def stragglers(runs: Runs) -> Markup:
 def _stragglers(run: RecordedRun) -> Child:
     found = run.summary.stragglers if run.summary is not None else ()
     if not found:
-        compared = run.summary.windows_compared if run.summary is not None else 0
-        return element("p", f"No straggler was found; own times of ranks were compared in {compared:,} windows.")
+        compared = run.summary.last_ranks.iterations if run.summary is not None else 0.0
+        text = f"No slow rank was found; own times of ranks were compared in {compared:,.0f} iterations."
+        return element("p", text if compared else "Not looked for: no loop of the ranks has a sync point.")
     rows = [_straggler_row(one) for one in found[:MAX_STRAGGLERS]]
     caption = f"{len(rows)} of {len(found):,} stragglers, the costliest first"
     header = ("rank", "host", "reason", "evidence", "since iteration", "slower by", "cost, GPU-s", "cost, J")

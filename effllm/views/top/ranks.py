@@ -21,12 +21,11 @@ REASONS: dict[str, str] = {
     "failed": "the rank left with another status than completed",
     "device_error": "Xid error, uncorrected memory error, or a device that does not answer, in this attempt",
     "missing": "the window closed without a report of the rank",
-    "straggler": "named: slower than its peers in most of the last windows",
+    "straggler": "named: slower than its peers by at least 5 % of an iteration",
     "throttled": "heat or hardware lowered the clock in at least 20 % of the window",
     "data_wait": "data wait longer than that of the median rank by at least 5 % of the iteration",
     "not_measured": "a part of the window has no energy or memory reading",
     "hot": "temperature above the median GPU by at least 8 degrees",
-    "slowest": "slowest by own time in this window; not a named straggler",
     "step_time": "step time differs from the median by at least 5 %; this alone does not show a slow rank",
 }
 _PLACES = {name: place for place, name in enumerate(REASONS)}
@@ -243,10 +242,10 @@ def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: R
     for verdict in window.stragglers:
         text = straggler_text(verdict)
         yield from (_Found(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
-    slowest = window.straggler
-    if slowest is not None and not any(slowest.rank in verdict.ranks for verdict in window.stragglers):
+    slowest = window.straggler  # all that a page of metrics has of a verdict
+    if slowest is not None and not window.stragglers:
         more = slowest.time_s / slowest.median_s - 1
-        yield _Found(slowest.rank, "slowest", more, f"slowest of this window: own time {100 * more:+.0f} %")
+        yield _Found(slowest.rank, "straggler", more, f"own time {100 * more:+.0f} %")
     yield from _of_rows(window, rows)
 
 

@@ -1,0 +1,269 @@
+"""Finds ranks that are slower than the median of their peers, by means over blocks of iterations. No I/O.
+
+A rank is slow if its mean over some of the newest blocks exceeds the median of the other ranks' means by `SLOW` of an
+iteration, and the scatter of the blocks does not explain this.  Blocks have 5 iterations or more, and each further
+level has blocks of 4 times the length: a load that lasts several short blocks is constant in them, and varies between
+long blocks.  Thresholds and false alarms: docs/stragglers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from effllm.records.columns import Array
+
+#: A rank is slow if its mean excess is at least this share of an iteration, until it is below `RECOVERED`.
+SLOW, RECOVERED = 0.05, 0.025
+#: A block of the first level has at least this number of iterations, and lasts at least this time: the load of a host
+#: changes about every second.
+BLOCK, BLOCK_S = 5, 0.25
+GROWTH, LEVELS = 4, 6
+#: Numbers of the newest blocks over which means are taken; the last one is the number of kept blocks.
+NUM_BLOCKS = (6, 12, 24)
+#: The load of a rank may drift for minutes: its excess must be this multiple of the usual deviation in longer blocks.
+#: Until enough of these blocks are known, it must be at least `SLOW_AT_FIRST`.
+DRIFTS, SLOW_AT_FIRST = 4.0, 0.075
+#: Largest probability that noise makes any rank of a group slow, in all looks of a job together.
+FALSE_ALARMS = 1e-3
+#: Ratio of the standard deviation to the median absolute deviation of a normal distribution.
+MAD_SIGMA = 1.4826
+
+
+class Slow(NamedTuple):
+    """A slow rank; times are means per iteration."""
+
+    rank: int
+    excess_s: float  # over the median of its peers
+    peers_s: float
+    iteration_s: float
+    since: int  # displayed number of the first iteration of the slow blocks
+    level: int
+
+
+class _Block(NamedTuple):
+    ranks: Sequence[int]
+    means: Array  # by rank, in seconds per iteration
+    iteration_s: float
+    shown: int  # displayed number of its first iteration
+    weight: float  # number of iterations
+
+
+class _Level:
+    """The newest blocks of one length."""
+
+    def __init__(self) -> None:
+        self.blocks: deque[_Block] = deque(maxlen=NUM_BLOCKS[-1])
+        self.parts: list[_Block] = []  # blocks of the level below that are not a whole block yet
+        self.looks = 0
+        self._usual_s: float | None = None
+
+    def means(self, ranks: Sequence[int]) -> Array:
+        """Return the means of ranks in the blocks (ranks x blocks); a missing rank has the median of its block."""
+        return np.stack([_of_ranks(block, ranks) for block in self.blocks], axis=1)
+
+    def add(self, block: _Block) -> None:
+        self.blocks.append(block)
+        self._usual_s = None
+
+    def usual_s(self, ranks: Sequence[int]) -> float:
+        """Return the usual deviation of a rank's excess in a block from its median; infinite for few blocks."""
+        if self._usual_s is None:
+            self._usual_s = math.inf
+            if len(self.blocks) >= NUM_BLOCKS[0]:
+                means = self.means(ranks)
+                excess = means - medians_of_others(means)
+                from_usual = np.abs(excess - np.median(excess, axis=1, keepdims=True))
+                self._usual_s = MAD_SIGMA * float(np.median(from_usual))
+        return self._usual_s
+
+
+class RankComparison:
+    """Compares the ranks of one group by one kind of time.
+
+    Args:
+        block: minimum number of iterations of a block.
+        block_s: minimum duration of a block.
+    """
+
+    def __init__(self, block: int = BLOCK, block_s: float = BLOCK_S) -> None:
+        self._block, self._block_s = block, block_s
+        self._ranks: Sequence[int] = ()
+        self._open: list[_Block] = []  # columns that are not a whole block yet
+        self._levels = [_Level() for _ in range(LEVELS)]
+
+    def add(self, ranks: Sequence[int], values: Array, weights: Array, iterations_s: Array, shown: int) -> list[Slow]:
+        """Add the next times; return all ranks that are slow now.
+
+        Args:
+            ranks: at least two ranks.
+            values: times per iteration, ranks x columns.
+            weights: number of iterations of each column.
+            iterations_s: duration of an iteration in each column.
+            shown: displayed number of the first iteration.
+        """
+        if ranks != self._ranks:
+            self._ranks = ranks
+        fresh = [False] * LEVELS
+        for block in self._blocks(values, weights, iterations_s, shown):
+            self._enter(0, block, fresh)
+        found: dict[int, Slow] = {}
+        for number, level in enumerate(self._levels):
+            if fresh[number]:
+                found = {one.rank: one for one in self._look(number, level)} | found
+        return list(found.values())
+
+    def _blocks(self, values: Array, weights: Array, iterations_s: Array, shown: int) -> Iterator[_Block]:
+        """Yield the blocks that are whole now."""
+        start, ends = 0, np.cumsum(weights)
+        while start < len(weights):
+            before = float(ends[start - 1]) if start else 0.0
+            have = sum(part.weight for part in self._open)
+            have_s = sum(part.weight * part.iteration_s for part in self._open)
+            usual_s = float(np.median(iterations_s))
+            more_s = (self._block_s - have_s) / usual_s if usual_s > 0 else math.inf
+            more = max(self._block - have, more_s, 1e-9)
+            end = min(int(np.searchsorted(ends, before + more)) + 1, len(weights))
+            of = slice(start, end)
+            means, iteration_s = np.average(values[:, of], axis=1, weights=weights[of]), iterations_s[of]
+            weight = float(weights[of].sum())
+            whole_s = float(np.average(iteration_s, weights=weights[of]))
+            self._open.append(_Block(self._ranks, means, whole_s, shown + round(before), weight))
+            if ends[end - 1] - before >= more:
+                parts, self._open = self._open, []
+                yield _joined(parts)
+            start = end
+
+    def _enter(self, number: int, block: _Block, fresh: list[bool]) -> None:
+        level = self._levels[number]
+        level.add(block)
+        fresh[number] = True
+        if number + 1 < LEVELS:
+            above = self._levels[number + 1]
+            above.parts.append(block)
+            if len(above.parts) == GROWTH:
+                parts, above.parts = above.parts, []
+                self._enter(number + 1, _joined(parts), fresh)
+
+    def _look(self, number: int, level: _Level) -> Iterator[Slow]:
+        means = None
+        for count in NUM_BLOCKS:
+            if len(level.blocks) < count:
+                return
+            level.looks += 1
+            means = level.means(self._ranks) if means is None else means
+            newest, blocks = means[:, -count:], list(level.blocks)[-count:]
+            whole_s = sum(block.iteration_s for block in blocks) / count
+            overall = newest.mean(axis=1)
+            # At most half of the ranks are slower than the median: most windows need only this.
+            if whole_s <= 0 or overall.max() - np.median(overall) < SLOW * whole_s / 2:
+                continue
+            excess = overall - medians_of_others(overall)
+            usual_s = [above.usual_s(self._ranks) for above in self._levels[min(number + 1, LEVELS - 1) :]]
+            known_s = [DRIFTS * deviation_s for deviation_s in usual_s if deviation_s < math.inf]
+            drift_s = max(known_s, default=SLOW_AT_FIRST * whole_s)
+            recent = newest[:, -NUM_BLOCKS[0] :].mean(axis=1)
+            is_slow = (excess >= max(SLOW * whole_s, drift_s)) & (
+                recent - medians_of_others(recent) >= RECOVERED * whole_s
+            )
+            if not is_slow.any():
+                continue
+            by_block = newest - medians_of_others(newest)
+            chance = FALSE_ALARMS / LEVELS / len(self._ranks) / (level.looks * (level.looks + 1))
+            sure = {at: deviations(excess[at], by_block[at]) for at in np.flatnonzero(is_slow).tolist()}
+            if max(sure.values()) < _limit(chance):
+                continue
+            # Beside a rank that is slow for certain, other slow ranks are no surprise.
+            limit = _limit(FALSE_ALARMS / len(self._ranks))
+            whole = means - medians_of_others(means)
+            for at in (at for at, sigmas in sure.items() if sigmas >= limit):
+                since = _first(whole[at] >= excess[at] / 2, means.shape[1] - count)
+                shown = level.blocks[since].shown
+                peers_s = float(overall[at] - excess[at])
+                yield Slow(self._ranks[at], float(excess[at]), peers_s, whole_s, shown, number)
+
+    def now(self, rank: int, level: int, since: int) -> Slow | None:
+        """Return a rank's excess in the newest blocks of a level that began at iteration ``since`` or later."""
+        blocks = [block for block in self._levels[level].blocks if block.shown >= since]
+        if not blocks or rank not in self._ranks:
+            return None
+        at = self._ranks.index(rank)
+        means = np.mean([_of_ranks(block, self._ranks) for block in blocks], axis=0)
+        excess_s, whole_s = means[at] - medians_of_others(means)[at], np.mean([block.iteration_s for block in blocks])
+        return Slow(rank, float(excess_s), float(means[at] - excess_s), float(whole_s), since, level)
+
+    def has_recovered(self, rank: int, level: int) -> bool:
+        """Whether the mean excess of a rank in the newest blocks of a level is small."""
+        blocks = list(self._levels[level].blocks)[-NUM_BLOCKS[0] :]
+        found = self.now(rank, level, blocks[0].shown) if blocks else None
+        return found is not None and found.excess_s < RECOVERED * found.iteration_s
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Replace the times of ranks by the medians of their blocks."""
+        for level in self._levels:
+            for block in (*level.blocks, *level.parts):
+                at = [place for place, rank in enumerate(block.ranks) if rank in ranks]
+                block.means[at] = np.median(block.means)
+
+
+def _joined(parts: Sequence[_Block]) -> _Block:
+    """Return the weighted mean of consecutive blocks, with the ranks of the last one."""
+    if len(parts) == 1:
+        return parts[0]
+    ranks, weights = parts[-1].ranks, [part.weight for part in parts]
+    means = np.average([_of_ranks(part, ranks) for part in parts], axis=0, weights=weights)
+    whole_s = float(np.average([part.iteration_s for part in parts], weights=weights))
+    return _Block(ranks, means, whole_s, parts[0].shown, sum(weights))
+
+
+def _of_ranks(block: _Block, ranks: Sequence[int]) -> Array:
+    if block.ranks is ranks or block.ranks == ranks:
+        return block.means
+    known, median_s = dict(zip(block.ranks, block.means.tolist(), strict=True)), float(np.median(block.means))
+    return np.array([known.get(rank, median_s) for rank in ranks])
+
+
+def _first(is_slow: Array, at: int) -> int:
+    """Return the first of the slow blocks without a gap that end in the block ``at`` or begin after it."""
+    while at > 0 and is_slow[at - 1] and is_slow[at]:
+        at -= 1
+    while not is_slow[at] and at + 1 < len(is_slow):
+        at += 1
+    return at
+
+
+def medians_of_others(values: Array) -> Array:
+    """Return for each value the median of the other values on the first axis, which has at least two.
+
+    A median that includes the value itself is nearer to the value, and hides a slow rank in a group of three or four.
+
+    >>> medians_of_others(np.array([1.0, 4.0, 2.0])), medians_of_others(np.array([3.0, 2.0]))
+    (array([3. , 1.5, 2.5]), array([2., 3.]))
+    """
+    ordered, others = np.sort(values, axis=0), len(values) - 1
+    low, high = (
+        np.where(values > ordered[at], ordered[at], ordered[at + 1]) for at in ((others - 1) // 2, others // 2)
+    )
+    medians: Array = (low + high) / 2
+    return medians
+
+
+def deviations(mean: float, blocks: Array) -> float:
+    """Return a mean as a multiple of its standard error from its blocks, with the tail probability of a normal value.
+
+    With few blocks the quotient has Student's distribution (Wallace's approximation: Annals of Math. Stat. 30, 1959).
+    """
+    free = len(blocks) - 1
+    error = float(blocks.std(ddof=1)) / math.sqrt(len(blocks))
+    if error <= 0 or mean <= 0:
+        return math.inf if mean > 0 else 0.0
+    return (8 * free + 1) / (8 * free + 3) * math.sqrt(free * math.log1p((mean / error) ** 2 / free))
+
+
+def _limit(chance: float) -> float:
+    return -NormalDist().inv_cdf(chance)

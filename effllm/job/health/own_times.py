@@ -1,0 +1,187 @@
+"""The own times and data waits of ranks in a window, and the waits of the ranks for each other. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from effllm.job.iteration_losses import Lost
+from effllm.job.iteration_matrix import IterationMatrix
+from effllm.records.columns import Array, Positions, fields_of
+from effllm.records.job import LastRanks
+from effllm.records.rank import RankReport
+
+#: Maximum size of the kept own times, with which the waits for a newly named rank are computed in earlier windows.
+MAX_KEPT_BYTES = 1 << 24
+
+
+class Times(NamedTuple):
+    """One kind of time of the ranks of a window: by iteration, or the means of the window."""
+
+    window: int
+    shown: int  # displayed number of the first iteration
+    ranks: Sequence[int]
+    values: Array  # ranks x columns, in seconds per iteration
+    weights: Array  # number of iterations of each column
+    iterations_s: Array  # duration of an iteration in each column
+
+
+class Waits(NamedTuple):
+    """The time that each rank of a job loses in a window because other ranks work longer; with upper bounds.
+
+    An own time ends at the first wait for other ranks.  A rank that is slow before may be slow after it too, in the
+    same proportion, so the bounds are for own times as long as the iteration.
+    """
+
+    straggling_s: float = 0.0  # waits for named ranks
+    uneven_s: float = 0.0  # waits for other ranks
+    max_straggling_s: float = 0.0
+    max_uneven_s: float = 0.0
+
+    @classmethod
+    def of(cls, times: Times, groups: Sequence[Positions], named: Positions) -> Waits:
+        """Return the waits by own times.
+
+        Args:
+            times: own times.
+            groups: the places of ranks with the same work; only such ranks are compared.
+            named: the places of the slow ranks.
+        """
+        slow, uneven, bound = np.zeros((3, len(times.weights)))
+        for group in groups:
+            own = times.values[group]
+            others = own[~np.isin(group, named)] if len(named) else own
+            # The lower median of two: if half of the ranks are slow, the other half is not.
+            most, median = own.max(axis=0), np.sort(own, axis=0)[(len(own) - 1) // 2]
+            next_s = np.maximum(others.max(axis=0), median) if len(others) else median
+            slow = np.maximum(slow, most - next_s)
+            mean = others.mean(axis=0) if len(others) else median
+            uneven += len(group) / len(times.ranks) * np.maximum(next_s - mean, 0.0)
+            longer = np.divide(times.iterations_s, most, out=np.ones_like(most), where=most > 0)
+            bound = np.maximum(bound, np.maximum(longer, 1.0))
+        whole_s = times.iterations_s
+        slow = np.minimum(slow, whole_s)
+        uneven = np.minimum(uneven, whole_s - slow)
+        found = (slow, uneven, np.minimum(slow * bound, whole_s), np.minimum(uneven * bound, whole_s))
+        return cls(*(float((seconds * times.weights).sum()) for seconds in found))
+
+
+class _Counted(NamedTuple):
+    times: Times
+    groups: Sequence[Positions]
+    num_ranks: int
+    waits: Waits
+
+
+class CountedWaits:
+    """The waits of the ranks for each other, and the ranks that were the last ones.
+
+    Args:
+        last_ranks: the ranks that were last so far.
+    """
+
+    def __init__(self, last_ranks: LastRanks) -> None:
+        self.last_ranks = last_ranks
+        self.last: dict[int, float] = {}  # of the newest window: rank -> number of iterations in which it was last
+        self._kept: deque[_Counted] = deque()
+
+    def count(
+        self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
+    ) -> tuple[list[Lost], float, float]:
+        """Add a window; return the losses, and the wait of each rank for slow ranks in it, and at most in all of them.
+
+        Args:
+            own: own times of the window.
+            groups: as in `Waits.of`.
+            num_ranks: number of ranks of the window.
+            slow: the slow ranks.
+            since: iteration from which the waits for slow ranks are counted again, if there is a new slow rank.
+        """
+        self._count_last(own)
+        again = [one for one in self._kept if since is not None and one.times.shown >= since]
+        lost, bound_s, waits = [], 0.0, Waits()
+        for one in (*again, _Counted(own, groups, num_ranks, waits)):
+            named = np.array([place for place, rank in enumerate(one.times.ranks) if rank in slow], np.intp)
+            waits, old = Waits.of(one.times, one.groups, named), one.waits
+            more_s, uneven_s = waits.straggling_s - old.straggling_s, waits.uneven_s - old.uneven_s
+            lost.append(Lost(one.times.window, straggling_s=more_s * one.num_ranks, uneven_s=uneven_s * one.num_ranks))
+            bound_s += waits.max_straggling_s - old.max_straggling_s
+            more_s = (waits.max_uneven_s - old.max_uneven_s) * one.num_ranks
+            self.last_ranks = replace(self.last_ranks, max_uneven_s=self.last_ranks.max_uneven_s + more_s)
+            self._keep(one._replace(waits=waits))
+        return lost, waits.straggling_s, bound_s
+
+    def _keep(self, counted: _Counted) -> None:
+        at = next((i for i, one in enumerate(self._kept) if one.times.window == counted.times.window), None)
+        if at is not None:
+            self._kept[at] = counted
+            return
+        self._kept.append(counted)
+        while len(self._kept) > 1 and sum(one.times.values.nbytes for one in self._kept) > MAX_KEPT_BYTES:
+            self._kept.popleft()
+
+    def _count_last(self, own: Times) -> None:
+        by_place = np.bincount(own.values.argmax(axis=0), own.weights, minlength=len(own.ranks))
+        self.last = {own.ranks[place]: float(by_place[place]) for place in np.flatnonzero(by_place).tolist()}
+        self.last_ranks = self.last_ranks.with_more(float(own.weights.sum()), self.last)
+
+
+def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | None:
+    """Return the own times of all iterations but the long ones; ``None`` without own times or such iterations."""
+    there = ~np.array(is_long, bool) if len(is_long) == matrix.steps.shape[1] else np.ones(matrix.steps.shape[1], bool)
+    if matrix.own is None or not there.any():
+        return None
+    ranks = [row.rank for row in matrix.rows]
+    whole_s = np.median(matrix.steps + matrix.waits, axis=0)[there]
+    return Times(matrix.window, matrix.first_shown, ranks, matrix.own[:, there], np.ones(len(whole_s)), whole_s)
+
+
+def by_window(rows: Sequence[RankReport], is_on_device: bool) -> Times | None:
+    """Return the mean own times of a window, on the device or on the host; ``None`` if they are not known on a rank."""
+    names = ("device_own_steps", "device_own_step_s") if is_on_device else ("own_steps", "own_step_s")
+    steps, seconds = fields_of(rows, names).T
+    if not steps.all():
+        return None
+    return _means(rows, seconds / steps)
+
+
+def in_profiles(rows: Sequence[RankReport]) -> Times | None:
+    """Return the time of profiled iterations without communication alone; ``None`` if less than two ranks have it.
+
+    The rank for which the others wait has the shortest waits inside its collectives, also with FSDP and TP.
+    """
+    found = [(row, row.profile) for row in rows if row.profile is not None and row.profile.iterations]
+    if len(found) < 2:
+        return None
+    values = [(one.time_s - one.exposed_s) / one.iterations for _, one in found]
+    whole_s = np.median([one.time_s / one.iterations for _, one in found])
+    times = _means([row for row, _ in found], np.array(values))
+    return times._replace(weights=np.ones(1), iterations_s=np.array([whole_s]))
+
+
+def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Times:
+    """Return the waits for data by which ranks delay the others.
+
+    If only the iterations of the waiting rank are longer, the ranks do not train together, and no rank is delayed.
+    """
+    if matrix is None:
+        iterations, wait_s, busy_s = fields_of(rows, ("iterations", "wait_s", "busy_s")).T
+        whole = (wait_s + busy_s) / iterations
+        return _means(rows, wait_s / iterations - np.maximum(whole - np.median(whole), 0.0))
+    whole = matrix.steps + matrix.waits
+    usual_s = np.median(whole, axis=0)
+    ranks = [row.rank for row in matrix.rows]
+    values = np.maximum(matrix.waits - np.maximum(whole - usual_s, 0.0), 0.0)
+    return Times(matrix.window, matrix.first_shown, ranks, values, np.ones(len(usual_s)), usual_s)
+
+
+def _means(rows: Sequence[RankReport], values: Array) -> Times:
+    row = rows[0]
+    time_s, iterations = fields_of(rows, ("time_s", "iterations")).T
+    whole_s, weights = np.array([np.median(time_s / iterations)]), np.array([float(row.iterations)])
+    shown = row.iteration_shown - row.iterations + 1
+    return Times(row.window, shown, [one.rank for one in rows], values[:, None], weights, whole_s)

@@ -1,0 +1,66 @@
+"""The ranks of a job by group, host and replica. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from effllm.job.rows import Rows
+from effllm.records.columns import Positions
+from effllm.records.rank import RankReport
+
+
+class Peer(Struct, frozen=True):
+    """The properties of a rank for comparisons."""
+
+    group: str = ""  # role and peer group; ranks of one group do the same work
+    host: str = ""
+    device: str = ""
+    replica: str = ""  # ranks of one replica wait for each other before the sync point
+    is_gpu: bool = True
+
+
+class PeerGroups:
+    """The ranks of a job by group, host and replica."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Peer] = {}
+        self._max_rank = -1  # the largest known rank
+        self.groups: dict[str, set[int]] = {}
+        self.hosts: dict[str, set[int]] = {}
+        self.replicas: dict[str, set[int]] = {}
+
+    def meet(self, rank: int, peer: Peer) -> None:
+        old = self.known.get(rank)
+        self.known[rank] = peer
+        self._max_rank = max(self._max_rank, rank)
+        for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
+            if old is not None:
+                sets[getattr(old, name)].discard(rank)
+            sets.setdefault(getattr(peer, name), set()).add(rank)
+
+    def mates(self, rank: int) -> set[int]:
+        """Return the ranks of this rank's replica, which wait for each other before the sync point."""
+        replica = self.known[rank].replica
+        return self.replicas[replica] if replica else {rank}
+
+    def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
+        """Return the reports of known ranks that contain an iteration."""
+        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
+            return rows
+        return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+
+    def _has_all(self, ranks: Sequence[int]) -> bool:
+        return len(self.known) == self._max_rank + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
+
+    def grouped(self, ranks: Sequence[int]) -> dict[str, Positions]:
+        """Return the places of the ranks of each group that has at least two of them."""
+        groups = [group for group, known in self.groups.items() if known]
+        if len(groups) == 1:
+            return {groups[0]: np.arange(len(ranks))} if len(ranks) > 1 else {}
+        places: dict[str, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            places.setdefault(self.known[rank].group, []).append(place)
+        return {group: np.array(found, np.intp) for group, found in places.items() if len(found) > 1}
