@@ -212,15 +212,17 @@ class Goodput(Struct):
         repeated iterations are known.
 
         They are unknown if a later attempt has no iteration numbers.  They are also unknown for an attempt without
-        iteration numbers, except for the first attempt.
+        iteration numbers, except for the first attempt with iterations.
         """
         found: list[tuple[float | None, bool]] = []
         smallest: float | None = None
         are_numbered = True  # all later attempts
+        first = next((attempt for attempt in self.attempts if attempt.last), None)
         for attempt in reversed(self.attempts):
             is_numbered = attempt.is_numbered or not attempt.last
-            is_placed = is_numbered or attempt is self.attempts[0]
-            found.append((smallest, are_numbered and (is_placed or smallest is None)))
+            is_placed = is_numbered or attempt is first
+            is_known = are_numbered and (is_placed or smallest is None)
+            found.append((smallest, is_known or not attempt.last))
             are_numbered = are_numbered and is_numbered
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)

@@ -230,6 +230,14 @@ def test_redone_work_is_unknown_without_the_numbers_of_iterations():
     assert goodput.redone_iterations is None
 
 
+def test_attempt_without_iterations_before_the_first_one_has_no_part():
+    """A launcher may start a world twice, and end the first one before it has an iteration."""
+    run = Run(1).join().bye().restart().join(is_numbered=False).window(1).bye()
+    goodput = run.restart().join(offset=5).window(1).goodput()
+
+    assert [one.redone_iterations for one in goodput.attempts] == [0, 5, 0]
+
+
 def test_redone_work_is_computed_after_a_late_iteration_number():
     run = Run(1).join(is_numbered=False).window(1).window(2).bye().restart().join(is_numbered=False)
     run.window(1)
