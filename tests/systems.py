@@ -91,7 +91,7 @@ SYSTEMS = {
     "fabric": System(
         "Lightning Fabric",
         ("lightning",),
-        "import hook on the model that `Fabric.setup` returns, on `Fabric.backward` and `Fabric.save`",
+        "import hook on the model that `Fabric.setup` returns, on `Fabric.save`",
         "the model's argument `input_ids`, `idx` or `tokens`, else `effllm.count`",
         "FSDP, DeepSpeed, a GPU",
         "by hand: the model of litgpt 0.5.13 in such a loop",
@@ -110,11 +110,15 @@ SYSTEMS = {
         "accelerate",
         ("accelerate",),
         "import hook on its optimizer",
-        "one call, `effllm.count(tokens=...)`",
+        "`input_ids` of the batches of the DataLoader, else `effllm.count`",
         "DeepSpeed",
     ),
     "torchrun": System(
-        "any loop of torch", ("torch",), "the global hook of optimizers", "one call, `effllm.count(tokens=...)`", ""
+        "any loop of torch",
+        ("torch",),
+        "the global hook of optimizers",
+        "`input_ids` of the batches of the DataLoader, else `effllm.count`",
+        "",
     ),
     "generate": System(
         "`model.generate`", ("transformers",), "import hook on `GenerationMixin`", "positions after the prompt", ""

@@ -22,15 +22,18 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from effllm.hooks._parameters import size_of
+from effllm.hooks._batches import Batches, batch_of
+from effllm.hooks._parameters import parameters_of, size_of
 from effllm.hooks._steps import Steps, listen_to_waits, rank
 from effllm.hooks._wrap import Guard, no_metrics
 from effllm.trainer import ownership
+from effllm.trainer.batch import Batch
 from effllm.trainer.collector import get_metrics_collector
 
 MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few modules to eval mode
 
 _GUARD = Guard("evaluation by the model's eval()")
+_COUNTING = Guard("the parameter count of a model in DDP")
 _listeners: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
@@ -171,6 +174,53 @@ class OptimizerGpus:
         collector.declared.parameters_on(frozenset().union(*newest))
 
 
+class BatchCounter:
+    """Counts the batches of torch's DataLoader that are followed by a backward pass.
+
+    A batch that another batch follows before a backward pass belongs to an evaluation, or the loader fetches a batch
+    ahead.  In the second case there is one more backward pass after the last batch: then the skipped batch is counted.
+
+    Args:
+        steps: the loop's steps.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._batches = steps, Batches(steps)
+        self._fresh: Batch | None = None  # the newest batch, until a backward pass
+        self._skipped: Batch | None = None  # the batch that another batch followed
+        self._is_at_end = self._is_on = False
+
+    def follow(self, parameter: Any) -> None:
+        """Begin a training; batches are counted if the ranks are known to have different batches."""
+        torch: Any = sys.modules["torch"]
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        model = None if is_alone else sys.modules["effllm.hooks.backward"].model_with(parameter)
+        self._is_on = is_alone or model is not None or torch.distributed.get_world_size() == 1
+        self._batches = Batches(self._steps)
+        if model is not None:
+            self._batches.of_model(model, _COUNTING(parameters_of, model))
+
+    def fetched(self, batch: Any) -> None:
+        """Keep a batch, or the end of the loader (``None``)."""
+        if not self._steps.is_owner and get_metrics_collector().recorder is not None:
+            return
+        self._is_at_end = batch is None
+        if self._fresh is not None:
+            self._skipped = self._fresh
+        self._fresh = None if batch is None else batch_of(batch)  # the counts: the batch itself is not kept
+
+    def backward(self) -> None:
+        batch, self._fresh = self._fresh, None
+        if batch is None and self._is_at_end:
+            batch, self._skipped, self._is_at_end = self._skipped, None, False
+        if batch is not None and self._is_on and self._steps.recorder is not None:
+            self._batches.add(batch)
+
+    def end(self) -> None:
+        """End the iteration with the counts."""
+        self._batches.end()
+
+
 class Rounds:
     """The iterations of a loop, from the steps of its optimizers.
 
@@ -191,6 +241,7 @@ class Rounds:
         self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
         self._gpus = OptimizerGpus()
+        self._counter = BatchCounter(self._steps)
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
@@ -256,7 +307,7 @@ class Rounds:
         self.EvalMode.stepped(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
-            self._steps.end_counted()
+            self._counter.end()
             self._steps.start()
             return
         if optimizer not in self._joined and recorder.ordinal < PATIENCE_STEPS:
@@ -268,8 +319,10 @@ class Rounds:
             self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
             self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
-            if not is_first:
-                self._steps.end_counted()
+            if is_first:
+                self._counter.follow(next(_parameters(optimizer)))
+            else:
+                self._counter.end()
             self._steps.start()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
@@ -288,6 +341,12 @@ class Rounds:
     def waited(self, spent_ns: int) -> None:
         if not self.EvalMode.waited(spent_ns):
             self._steps.waited(spent_ns)
+
+    def fetched(self, batch: Any) -> None:
+        self._counter.fetched(batch)
+
+    def backward(self) -> None:
+        self._counter.backward()
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

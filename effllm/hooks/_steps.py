@@ -257,6 +257,20 @@ def waited(spent_ns: int) -> bool:
     return bool(_wait_listeners)
 
 
+def fetched(batch: Any) -> None:
+    """Pass a batch of torch's DataLoader to the hooks that count batches; ``None`` if there are no more."""
+    for listener in _wait_listeners:
+        if (count := getattr(listener, "fetched", None)) is not None:
+            count(batch)
+
+
+def backward() -> None:
+    """Pass the begin of a backward pass to these hooks."""
+    for listener in _wait_listeners:
+        if (count := getattr(listener, "backward", None)) is not None:
+            count()
+
+
 def version(package: str) -> str:
     """Return the version of a package; ``package`` may also name a module in it."""
     return getattr(sys.modules.get(package.split(".")[0]), "__version__", None) or "unknown"

@@ -110,6 +110,19 @@ def around(
     return True
 
 
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which torch's compiler neither inlines nor compiles: it runs where a graph breaks anyway.
+
+    ``torch.compiler.disable`` would do the same, but it would import the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):  # before torch 2.8, its frame is compiled
+        known = sys.modules["torch"]._C._dynamo.eval_frame
+        skip = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
+        known.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 class Call:
     """The arguments of one call by name, because their positions differ between versions."""
 

@@ -33,7 +33,6 @@ from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("Lightning Fabric")
-_SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
 _PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
@@ -55,7 +54,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_fabric(module: ModuleType) -> None:
-    """Hook checkpoints and backward passes, in ``lightning.fabric.fabric``.
+    """Hook checkpoints, in ``lightning.fabric.fabric``.
 
     Raises:
         Unknown: the module has no ``Fabric.save``.
@@ -63,7 +62,6 @@ def attach_fabric(module: ModuleType) -> None:
     fabric = getattr(module, "Fabric", None)
     if not _LOOP.mark_checkpoint(fabric):
         raise Unknown(f"{module.__name__} has no Fabric.save: checkpoints are counted as data wait")
-    around(fabric, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
 
 
 def _see_forward(model: Any) -> None:
@@ -88,8 +86,7 @@ class _FabricLoop:
         self._has_optimizer = self._is_running = self._is_evaluating = False
         self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # by model
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
-        self._counted: Any = None  # model whose batches are counted; a weak reference, like the next 3 attributes
-        self._called_last: Any = None
+        self._counted: Any = None  # model whose batches are counted; a weak reference, like the next 2 attributes
         self._leader: Any = None  # the optimizer whose step ends the iteration
         self._stepped_last: Any = None
         self._steps_of_others = 0
@@ -117,17 +114,9 @@ class _FabricLoop:
         if not self._is_running:
             self._is_running, self._leader, self._steps_of_others = True, self._stepped_last, 0
             self._steps.start()
-        self._called_last = weakref.ref(model)
         if _alive(self._counted) is model:
             is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
             self._batches.add(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
-
-    def backward_begins(self, _call: Call) -> None:
-        """Stamp the sync point before DDP sums gradients, unless ranks wait for each other in the forward pass."""
-        inner: Any = getattr(_alive(self._called_last), "_forward_module", None)
-        is_last = self._is_running and getattr(inner, "require_backward_grad_sync", False)
-        if is_last and self._steps.is_owner and not inner.will_sync_module_buffers():
-            get_metrics_collector().sync_point()
 
     def stepped(self, _token: Any, call: Call, _result: Any) -> None:
         """End the iteration if this optimizer leads; a step that a gradient scaler skips counts too."""

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._wrap import Guard, around, no_metrics
+from effllm.hooks._wrap import Guard, around, never_compiled, no_metrics
 from effllm.trainer.cuda_graphs import GRAPHS
 
 MIN_BATCHES = 10  # a loop with fewer batches does not count as training
@@ -35,9 +35,7 @@ def attach(module: ModuleType) -> None:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         _guard(_stepped, optimizer)
 
-    # torch.compiler.disable would also set this attribute, but it would import the compiler.
-    stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
-    register(stepped)
+    register(never_compiled(stepped))
 
 
 def _stepped(optimizer: Any) -> None:
@@ -74,8 +72,8 @@ def attach_loader(module: ModuleType) -> None:
     loader = getattr(module, "DataLoader", None)
     fetch = _Fetch()
     if not (
-        around(iterator, "__next__", _guard, before=fetch.start, after=fetch.end, failed=fetch.end)
-        and around(loader, "__iter__", _guard, before=fetch.start, after=fetch.end, failed=fetch.end)
+        around(iterator, "__next__", _guard, before=fetch.start, after=fetch.batch, failed=fetch.failed)
+        and around(loader, "__iter__", _guard, before=fetch.start, after=fetch.made, failed=fetch.made)
     ):
         raise Unknown("torch.utils.data.dataloader has no _BaseDataLoaderIter: iterations include data waits")
 
@@ -86,6 +84,7 @@ class _Fetch:
     def __init__(self) -> None:
         self._start_ns = 0
         self._batches = 0  # batches before the first step, counted up to MIN_BATCHES
+        self._early: Any = None  # the newest of these batches, which a loop may train after the first step
 
     def start(self, _call: Any) -> bool:
         if self._start_ns:
@@ -93,13 +92,32 @@ class _Fetch:
         self._start_ns = time.monotonic_ns()
         return True
 
-    def end(self, is_outer: bool | None, *_: Any) -> None:
+    def made(self, is_outer: bool | None, *_: Any) -> None:
         if is_outer:
-            spent_ns, self._start_ns = time.monotonic_ns() - self._start_ns, 0
-            steps = sys.modules.get("effllm.hooks._steps")
-            if steps is not None and steps.waited(spent_ns):
-                return
-            if self._batches < MIN_BATCHES:
-                self._batches += 1
-                if self._batches == MIN_BATCHES:
-                    no_metrics("a DataLoader returned batches, but no step of a torch optimizer was detected")
+            self._waited()
+
+    def failed(self, is_outer: bool | None) -> None:
+        """End a call without a batch: there are no more."""
+        if is_outer and (steps := self._waited()) is not None:
+            steps.fetched(None)
+
+    def batch(self, is_outer: bool | None, _call: Any, batch: Any) -> None:
+        if not is_outer:
+            return
+        steps = self._waited()
+        if steps is not None:
+            if self._early is not None:
+                steps.fetched(self._early)
+            self._early = None
+            steps.fetched(batch)
+        elif self._batches < MIN_BATCHES:
+            self._batches, self._early = self._batches + 1, batch
+            if self._batches == MIN_BATCHES:
+                self._early = None
+                no_metrics("a DataLoader returned batches, but no step of a torch optimizer was detected")
+
+    def _waited(self) -> Any:
+        """Pass the time of the call on; return the module that counts steps, if any hook does."""
+        spent_ns, self._start_ns = time.monotonic_ns() - self._start_ns, 0
+        steps = sys.modules.get("effllm.hooks._steps")
+        return steps if steps is not None and steps.waited(spent_ns) else None

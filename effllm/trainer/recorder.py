@@ -8,6 +8,7 @@ clock reads and one ``pack_into`` (benchmarks/).
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -101,13 +102,16 @@ class Recorder:
     ) -> None:
         self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset, self.is_on, self.ordinal = log_interval, offset, True, 0
+        self.thread_id = threading.get_ident()  # of the loop
+        self.has_loss = False  # whether the loop or a hook has given a loss
         # Whether the next `start` or `end` must do more than write a stamp: at the first iteration, for a phase, after
         # the end of a window, or after recording has stopped.
         self._is_special = True
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
         self._made_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
-        self._own_ns = 0  # own time before the sync point
+        self._own_ns = 0  # own time before the sync points so far
+        self._again_ns = 0  # end of the newest wait for other ranks, without phases; 0 after a sync point
         self._boundary = False  # whether a window has ended and the next iteration has not started
         self._counters, self._phases = RunningCounts(), Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
@@ -188,7 +192,7 @@ class Recorder:
             self._values_at_ns = self._values.write(ordinal, end_ns)
         if self._own_ns:
             self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns)
-            self._own_ns = 0
+            self._own_ns = self._again_ns = 0
         else:
             self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
         if ordinal == self._boundary_ordinal:
@@ -216,16 +220,26 @@ class Recorder:
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the sync point of the running iteration: the point at which this rank first waits for other ranks.
 
-        The time before this point, without data waits and phases, is the rank's own time.  Later calls do nothing.
+        The time before this point, without data waits and phases, is the rank's own time.  Later calls do nothing,
+        except after `work_again`.
         """
-        if self._own_ns or not self._start_ns or self._phases.depth or not self.is_on:
+        if (self._own_ns and not self._again_ns) or not self._start_ns or self._phases.depth or not self.is_on:
             return
-        self._own_ns = _now() - self._start_ns - self._phases.inside_ns
+        since_ns = self._again_ns if self._own_ns else self._start_ns
+        self._own_ns += _now() - self._phases.inside_ns - since_ns
+        self._again_ns = 0
+
+    def work_again(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the end of a wait for other ranks: the time to the next sync point of the iteration is own time too."""
+        if self._own_ns and self._start_ns and not self._phases.depth and self.is_on:
+            self._again_ns = _now() - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
         """Count this time of the running iteration as data wait: the iteration's start is moved by this time."""
         if self.is_on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
+            if self._again_ns:
+                self._again_ns += spent_ns
 
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
@@ -303,8 +317,24 @@ class Recorder:
 
     def loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the last completed iteration, with the caller's number of this iteration."""
+        self.has_loss = self.has_loss or loss is not None
         if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
             self.put(ring.LOSS, loss is None, checked[0], (now_ns := time.monotonic_ns()), now_ns, checked[1])
+
+    @property
+    def is_last_of_window(self) -> bool:
+        """Whether the running iteration is the last one of its window."""
+        return self.ordinal + 1 == self._boundary_ordinal
+
+    @property
+    def shown_next(self) -> int:
+        """Displayed number of the running iteration."""
+        return self.ordinal + 1 + self._offset
+
+    def seen_loss(self, number: int, loss: float) -> None:
+        """Record a loss that a hook has seen, in the running iteration; ``number`` is that of its iteration."""
+        if self.is_on:
+            self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + 1)
 
     def _values_due(self) -> None:
         self._values.write(self.ordinal + (self._start_ns > 0))

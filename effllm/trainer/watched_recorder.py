@@ -19,6 +19,8 @@ from effllm.trainer.torch_profile import Profiled, TorchProfile
 
 #: While the device is more than this many iterations behind the host, no iteration is measured.
 MAX_PENDING = 4
+#: An iteration with more sync points and ends of waits has no own time on the device.
+MAX_MARKS = 16
 
 _NS = 1e-9
 _MEMORY_INDICES = tuple(range(len(ring.MEMORY_FIELDS)))
@@ -27,12 +29,18 @@ _MEMORY_INDICES = tuple(range(len(ring.MEMORY_FIELDS)))
 class _Events:
     """The CUDA events of one iteration."""
 
-    __slots__ = ("end", "has_sync", "start", "sync")
+    __slots__ = ("end", "marks", "num_marks", "start")
 
     def __init__(self, start: Any, end: Any) -> None:
         self.start, self.end = start, end
-        self.sync: Any = None  # created at the first sync point
-        self.has_sync = False
+        self.marks: list[Any] = []  # in turn: a sync point, and the end of the wait for other ranks
+        self.num_marks = 0  # marks of this iteration
+
+    def own_ms(self) -> float:
+        """Return the time up to the first mark, and from each second mark to the next."""
+        marks = self.marks[: self.num_marks]
+        ends = zip(marks[1::2], marks[2::2], strict=False)
+        return float(self.start.elapsed_time(marks[0]) + sum(again.elapsed_time(sync) for again, sync in ends))
 
 
 class DeviceTime:
@@ -64,19 +72,20 @@ class DeviceTime:
     def _start(self) -> None:
         self._open = self._open or self._events()
         if self._open is not None:
-            self._open.has_sync = False
+            self._open.num_marks = 0
             self._open.start.record()
 
-    def sync_point(self) -> None:
-        """Mark the first point in an iteration at which this rank waits for other ranks."""
-        if self._open is not None and not self._open.has_sync:
-            self._device.run(self._sync_point)
+    def mark(self, is_sync: bool) -> None:
+        """Mark a sync point, or the end of a wait for other ranks; the same mark again has no effect."""
+        if self._open is not None and (self._open.num_marks % 2 == 0) == is_sync and self._open.num_marks <= MAX_MARKS:
+            self._device.run(self._mark)
 
-    def _sync_point(self) -> None:
+    def _mark(self) -> None:
         assert self._open is not None
-        self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
-        self._open.sync.record()
-        self._open.has_sync = True
+        if self._open.num_marks == len(self._open.marks):
+            self._open.marks.append(self._cuda.Event(enable_timing=True))
+        self._open.marks[self._open.num_marks].record()
+        self._open.num_marks += 1
 
     def end(self) -> None:
         """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
@@ -89,8 +98,8 @@ class DeviceTime:
             events = self._pending.popleft()
             self.total_ns += round(events.start.elapsed_time(events.end) * 1e6)
             self.iterations += 1
-            if events.has_sync:
-                self.own_ns += round(events.start.elapsed_time(events.sync) * 1e6)
+            if 0 < events.num_marks <= MAX_MARKS:
+                self.own_ns += round(events.own_ms() * 1e6)
                 self.own_iterations += 1
             self._free.append(events)
         if self._open is not None:
@@ -244,9 +253,17 @@ class WatchedRecorder(Recorder):
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the sync point, as `Recorder.sync_point`, on the host and on the device."""
         super().sync_point(_now)
-        if self._device is not None and self._own_ns:
+        self._mark(is_sync=True)
+
+    def work_again(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the end of a wait for other ranks, as `Recorder.work_again`, on the host and on the device."""
+        super().work_again(_now)
+        self._mark(is_sync=False)
+
+    def _mark(self, is_sync: bool) -> None:
+        if self._device is not None and self._own_ns and not self._phases.depth:
             try:
-                self._device.sync_point()
+                self._device.mark(is_sync)
             except Exception as error:  # noqa: BLE001 - as above
                 self._without_device(error)
 

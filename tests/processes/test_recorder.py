@@ -603,6 +603,29 @@ def test_only_the_first_sync_point_of_an_iteration_is_used(loop):
     assert [slot.number for slot in loop.iterations()] == [300, 0, 300]
 
 
+def test_time_between_two_waits_for_other_ranks_is_own_time(loop):
+    loop.start(2000)
+    loop.now_ns = 2300
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.now_ns = 2500
+    loop.recorder.work_again(_now=loop.clock)
+    loop.recorder.waited(20)  # for data of the next micro-batch
+    loop.phase("other", 2550, 2560)
+    loop.now_ns = 2600
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.recorder.sync_point(_now=loop.clock)  # still in the wait
+    loop.now_ns = 2700
+    loop.recorder.work_again(_now=loop.clock)
+    loop.end(3000)
+    loop.start(4000)
+    loop.recorder.work_again(_now=loop.clock)  # of the iteration before
+    loop.now_ns = 4100
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.end(4900)
+
+    assert [slot.number for slot in loop.iterations()] == [300 + 100 - 20 - 10, 100]
+
+
 def test_sync_point_outside_an_iteration_is_ignored(loop):
     loop.recorder.sync_point(_now=loop.clock)
     loop.start(2000)

@@ -1,0 +1,184 @@
+"""What backward passes show in any torch loop: the own time of ranks under DistributedDataParallel (DDP), and the loss.
+
+``torch.autograd.backward``, which ``Tensor.backward`` calls, is the place at which DDP sums gradients.  Each call with
+synchronisation is a sync point, and so is the broadcast of buffers in a forward pass.  Only the outermost call in the
+thread of the loop counts: checkpointing calls it inside of a backward pass, and other threads may train other models.
+
+The loss is read once in a window, without a wait for a GPU.  Its scale is not known if an iteration has several calls,
+because the loop may divide it, and in loops of frameworks that scale it themselves: then only NaN and infinity count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from effllm.hooks import Unknown
+from effllm.hooks._wrap import Call, Guard, around, never_compiled
+
+#: Frameworks, as in run.json, whose loops pass the loss itself to ``backward``; "" for a loop without a framework.
+UNSCALED = ("", "torch", "accelerate")
+
+_GUARD, _LOSS_GUARD = Guard("own time of ranks under DDP"), Guard("the loss in backward passes")
+_BATCH_GUARD = Guard("the number of tokens in the batches")
+
+_models: weakref.WeakSet[Any] = weakref.WeakSet()  # all models in DDP
+_is_inside = False  # whether a marked call of the loop runs
+_scaled: tuple[Any, Any] = (lambda: None, None)  # the newest scaled loss (weak), and the loss without the scale
+
+
+def attach(module: ModuleType) -> None:
+    """Wrap ``backward`` in ``torch.autograd``."""
+    plain = getattr(module, "backward", None)
+    if not callable(plain):
+        raise Unknown("torch.autograd has no backward: the own time of ranks under DDP is not measured")
+    module.backward = _between_marks(plain, _backward_begins)  # type: ignore[attr-defined]
+
+
+def attach_ddp(module: ModuleType) -> None:
+    """See each model, and its broadcast of buffers, in ``torch.nn.parallel.distributed``."""
+    kind: Any = getattr(module, "DistributedDataParallel", None)
+    plain = getattr(kind, "_sync_buffers", None)
+    if not callable(plain) or not around(kind, "__init__", _GUARD, after=_made):
+        raise Unknown("DistributedDataParallel has no _sync_buffers: the own time of ranks under DDP is not measured")
+    kind._sync_buffers = _between_marks(plain, _buffers_begin)
+
+
+def attach_scaler(module: ModuleType) -> None:
+    """See the scaled losses, in ``torch.amp.grad_scaler``."""
+    around(getattr(module, "GradScaler", None), "scale", _LOSS_GUARD, after=_was_scaled)
+
+
+def _between_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
+    """Return a function that calls ``begins``, and stamps the end of a wait for other ranks after the call.
+
+    Args:
+        plain: the wrapped function.
+        begins: returns the recorder of the loop; ``None`` if the call does not belong to it.
+    """
+
+    @functools.wraps(plain)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        recorder = _GUARD(begins, args)
+        if recorder is None:
+            return plain(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _GUARD(_ended, recorder)
+
+    return never_compiled(marked)
+
+
+def _recorder() -> Any:
+    """Return the recorder of the loop in this thread; ``None`` elsewhere, and inside of another call."""
+    recorder = _collector().recorder
+    return recorder if recorder is not None and not _is_inside and recorder.thread_id == threading.get_ident() else None
+
+
+@functools.lru_cache(maxsize=1)
+def _collector() -> Any:
+    from effllm.trainer.collector import get_metrics_collector
+
+    return get_metrics_collector()
+
+
+def _made(_token: Any, call: Call, _result: Any) -> None:
+    _models.add(call.args[0])
+
+
+def _backward_begins(args: tuple[Any, ...]) -> Any:
+    global _is_inside
+    recorder = _recorder()
+    if recorder is not None:
+        _is_inside = True
+        _LOSS_GUARD(_LOSS.seen, recorder, args[0] if args else None)
+        if (steps := sys.modules.get("effllm.hooks._steps")) is not None:
+            _BATCH_GUARD(steps.backward)
+        if any(one.require_backward_grad_sync and one.require_forward_param_sync for one in _models):
+            recorder.sync_point()
+    return recorder
+
+
+def _buffers_begin(_args: tuple[Any, ...]) -> Any:
+    global _is_inside
+    recorder = _recorder()
+    if recorder is None or not sys.modules["torch"].is_grad_enabled():  # an evaluation is no part of an iteration
+        return None
+    _is_inside = True
+    recorder.sync_point()
+    return recorder
+
+
+def _ended(recorder: Any) -> None:
+    global _is_inside
+    _is_inside = False
+    recorder.work_again()
+
+
+def _was_scaled(_token: Any, call: Call, result: Any) -> None:
+    global _scaled
+    loss = call.get("outputs")
+    if hasattr(result, "grad_fn") and hasattr(loss, "detach"):
+        _scaled = weakref.ref(result), loss.detach()
+
+
+def model_with(parameter: Any) -> Any:
+    """Return the model in DDP with this parameter and the process group of all ranks; ``None`` without one."""
+    world = sys.modules["torch"].distributed.get_world_size()
+    for one in _models:
+        if one.process_group.size() == world and any(parameter is known for known in one.module.parameters()):
+            return one.module
+    return None
+
+
+class _Loss:
+    """The loss of the last iteration of each window."""
+
+    def __init__(self) -> None:
+        self._recorder: Any = None
+        self._ordinal = self._calls = self._calls_before = 0  # number of calls in this iteration and the one before
+        self._coming: Any = None  # the newest loss, which may not have arrived yet
+        self._has_scale = False  # whether its scale is known
+
+    def seen(self, recorder: Any, tensor: Any) -> None:
+        """Read the loss that has arrived, and take the loss of the last iteration of a window."""
+        if recorder is not self._recorder:
+            self.__init__()  # type: ignore[misc]
+            self._recorder = recorder
+        if recorder.ordinal != self._ordinal:
+            self._calls_before, self._calls, self._ordinal = self._calls, 0, recorder.ordinal
+            self._read()
+        self._calls += 1
+        if recorder.is_last_of_window and self._calls == 1 and self._coming is None and _is_scalar(tensor):
+            self._take(tensor)
+
+    def _take(self, tensor: Any) -> None:
+        from effllm.hooks._batches import LazyNumber
+
+        loss = _scaled[1] if _scaled[0]() is tensor else tensor
+        framework = _collector().declared.facts.run.get("framework", "")
+        self._has_scale = self._calls_before == 1 and framework in UNSCALED
+        self._coming = LazyNumber(self._recorder.shown_next, loss)
+        self._read()  # on the CPU it is there
+
+    def _read(self) -> None:
+        value = self._coming.read() if self._coming is not None else None
+        if value is not None:
+            is_shown = self._has_scale and not self._recorder.has_loss
+            if is_shown or not math.isfinite(value):
+                self._recorder.seen_loss(self._coming.iteration, value)
+            self._coming = None
+
+
+def _is_scalar(tensor: Any) -> bool:
+    return hasattr(tensor, "numel") and tensor.numel() == 1 and tensor.is_floating_point()
+
+
+_LOSS = _Loss()

@@ -1,0 +1,315 @@
+"""Own times and losses of plain torch loops, from their backward passes: two ranks under DDP, and single processes."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import jobs
+import pytest
+
+from effllm.records.job import OWN_TIME
+
+pytestmark = [*jobs.needs_torch, pytest.mark.system("torchrun", how="ran")]
+
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_LOG_INTERVAL": "10"}
+
+#: Two ranks, the second of which works longer at a place that the first argument names.
+RANKS = """
+import contextlib, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+where, modes = sys.argv[1], sys.argv[2].split("+")
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+def work(place):
+    time.sleep(0.004 + 0.008 * (place == where and dist.get_rank() == 1))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        if "buffer" in modes:
+            self.register_buffer("inv_freq", torch.ones(64))
+
+    def forward(self, x):
+        work("forward")
+        return self.layer(x)
+
+models = [DDP(Model()) for _ in range(2 if "two models" in modes else 1)]
+optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in models]
+forward = [torch.compile(one) if "compile" in modes else one for one in models]
+batches = 4 if "accumulation" in modes else 1
+for _ in range(40 if batches > 1 else 120):
+    for batch in range(batches):
+        for model, call in zip(models, forward):
+            is_last = batch == batches - 1 or "no_sync" not in modes
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                work("before")
+                out = call(torch.randn(4, 64))
+                work("after")
+                loss = out.square().mean() / batches
+                loss.backward()
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
+if dist.get_rank() == 0:
+    print("loss", loss.item())
+dist.destroy_process_group()
+"""
+
+
+def ranks(launch, tmp_path, where, modes, **settings):
+    script = tmp_path / "train.py"
+    script.write_text(dedent(RANKS))
+    options = ["--nproc-per-node", "2", "--master-port", str(jobs.unused_port())]
+    return launch.torchrun(options, script, where, modes, environ=ON | settings).done(200)
+
+
+@pytest.mark.parametrize(
+    ("where", "modes"),
+    [
+        ("before", "plain"),
+        ("after", "accumulation+no_sync+buffer"),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (
+                ("forward", "buffer"),
+                ("after", "buffer"),
+                ("before", "accumulation"),
+                ("forward", "two models"),
+                ("before", "compile+buffer"),
+            )
+        ),
+    ],
+)
+def test_slow_rank_of_a_plain_ddp_loop_is_named(launch, tmp_path, where, modes):
+    job = ranks(launch, tmp_path, where, modes)
+
+    summary = job.ledger.summary
+    assert [(one.ranks, one.evidence) for one in summary.stragglers] == [((1,), OWN_TIME)], summary.verdict
+    assert summary.verdict.cause == "straggler"
+    assert job.our_errors == []
+
+
+def test_losses_of_a_ddp_loop_are_the_same_without_metrics(launch, tmp_path):
+    seen = [ranks(launch, tmp_path, "none", "buffer+accumulation", EFFICIENTLLM_ATTACH=on) for on in ("1", "0")]
+
+    first, second = ([line for line in job.stdout.splitlines() if line.startswith("loss")] for job in seen)
+    assert first == second != []
+
+
+ALONE = """
+import time, torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def alone(launch, code):
+    return launch.code(dedent(ALONE) + dedent(code), environ=ON).done(100)
+
+
+def test_loss_of_a_loop_is_that_of_its_last_iteration(launch):
+    job = alone(
+        launch,
+        """
+        for _ in range(40):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print("last", loss.item())
+        """,
+    )
+
+    assert job.ledger.summary.loss == float(job.stdout.split("last ")[1].split()[0])
+    assert job.ledger.summary.losses_not_finite == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "(loss / 2).backward(retain_graph=True); (loss / 2).backward()",
+        "torch.autograd.backward([loss])",
+        "model(torch.ones(2, 8)).backward(torch.ones(2, 4))",
+    ],
+)
+def test_loss_of_unknown_scale_is_not_shown(launch, body):
+    job = alone(
+        launch,
+        f"""
+        for _ in range(31):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            {body}
+            optimizer.step()
+        """,
+    )
+
+    assert job.ledger.summary.loss is None
+    assert job.ledger.summary.iterations == 30
+
+
+def test_scaler_is_divided_out_of_the_loss(launch):
+    job = alone(
+        launch,
+        """
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(30):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        print("last", loss.item())
+        """,
+    )
+
+    assert job.ledger.summary.loss == float(job.stdout.split("last ")[1].split()[0])
+
+
+@pytest.mark.parametrize("calls", ["loss.backward()", "(loss / 2).backward(retain_graph=True); (loss / 2).backward()"])
+def test_loss_that_is_not_a_number_is_seen_within_two_windows(launch, calls):
+    job = alone(
+        launch,
+        f"""
+        for number in range(1, 62):
+            loss = model(torch.ones(2, 8)).square().mean() * (float("nan") if number > 22 else 1.0)
+            optimizer.zero_grad()
+            {calls}
+            optimizer.step()
+            time.sleep(0.01)
+        """,
+    )
+
+    summary = job.ledger.summary
+    assert "loss_not_finite" in summary.events
+    assert 22 <= summary.first_not_finite <= 22 + 20
+
+
+def test_given_losses_have_priority(launch):
+    job = alone(
+        launch,
+        """
+        import effllm
+        for number in range(31):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            effllm.get_metrics_collector().log_metrics(number, 7.0)
+        """,
+    )
+
+    assert job.ledger.summary.loss == 7.0
+
+
+def test_reentrant_checkpointing_is_no_sync_point_and_other_threads_are_no_loop(launch):
+    job = alone(
+        launch,
+        """
+        import threading
+        from torch.utils.checkpoint import checkpoint
+        other = torch.nn.Linear(8, 4)
+
+        def elsewhere():
+            for _ in range(50):
+                (other(torch.ones(2, 8)).square().mean() * float("nan")).backward()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        for _ in range(30):
+            x = torch.ones(2, 8, requires_grad=True)
+            loss = checkpoint(model, x, use_reentrant=True).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        thread.join()
+        print("last", loss.item())
+        """,
+    )
+
+    summary = job.ledger.summary
+    assert (summary.loss, summary.losses_not_finite) == (float(job.stdout.split("last ")[1].split()[0]), 0)
+    assert summary.iterations == 29
+
+
+BATCHES = """
+from torch.utils.data import DataLoader
+model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = [{"input_ids": torch.arange(6) % 50, "attention_mask": (torch.arange(6) < 4 + i % 3).long()} for i in range(30)]
+loader, held_out = DataLoader(rows, batch_size=3), DataLoader(rows[:9], batch_size=3)
+tokens = []  # of each step
+
+def train(batch):
+    optimizer.zero_grad()
+    model(batch["input_ids"]).square().mean().backward()
+    optimizer.step()
+    tokens.append(int(batch["attention_mask"].sum()))
+"""
+
+LOOPS = {
+    "plain": """
+for _ in range(3):
+    for batch in loader:
+        train(batch)
+""",
+    "with evaluation": """
+for _ in range(3):
+    for batch in loader:
+        train(batch)
+    with torch.no_grad():
+        for batch in held_out:
+            model(batch["input_ids"])
+""",
+    "a batch ahead": """
+for _ in range(3):
+    batches = iter(loader)
+    ahead = next(batches)
+    while ahead is not None:
+        batch, ahead = ahead, next(batches, None)
+        train(batch)
+""",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_tokens_of_a_plain_loop_are_those_of_its_batches(launch, name):
+    job = alone(launch, dedent(BATCHES) + LOOPS[name] + 'print("tokens", sum(tokens[1:]))')
+
+    summary = job.ledger.summary
+    assert summary.iterations == 29  # the first step starts the metrics
+    assert summary.tokens == int(job.stdout.split("tokens ")[1].split()[0])
+    assert summary.samples == 29 * 3
+    assert job.ledger.facts["token_source"] == "attention mask"
+
+
+def test_loop_with_images_has_samples_and_no_tokens(launch):
+    job = alone(
+        launch,
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.ones(60, 8), torch.zeros(60, dtype=torch.long)), batch_size=5)
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    )
+
+    assert (job.ledger.summary.samples, job.ledger.summary.tokens) == (11 * 5, None)
+
+
+def test_counts_of_the_script_have_priority_over_batches(launch):
+    code = (
+        dedent(BATCHES)
+        + "import effllm\nfor batch in loader:\n    effllm.count(tokens=7, samples=1)\n    train(batch)\n"
+    )
+    job = alone(launch, code)
+
+    assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (9 * 7, 9)
