@@ -237,7 +237,7 @@ class Aggregator:
         summary = replace(summary, events=events, status=status)
         found = verdict_of(
             summary,
-            self.roster.job.framework,
+            self.roster.job.facts,
             self.ledger.goodput,
             self._config.profile_every,
             self.ledger.ends() if ended else {},

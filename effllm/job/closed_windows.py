@@ -16,6 +16,7 @@ from effllm.job.gathered import Gathered
 from effllm.job.health.energy_watch import EnergyWatch
 from effllm.job.health.straggler_watch import StragglerWatch
 from effllm.job.health.waste import WasteWatch
+from effllm.job.iteration_losses import LOST_SECONDS
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.job.joining import put
 from effllm.job.ledger import Ledger
@@ -112,7 +113,8 @@ class ClosedWindows:
         lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
         for one in (*lost, *self._stragglers.close(rows, matrix, lost)):
             # The order decides if the sum of a window is too large: times of iterations are rounded.
-            seconds = {name: value for name, value in one._asdict().items() if name.endswith("_s")}
+            ledger.goodput.attempt.note_phase(one.window, one.phase, one.phase_s)
+            seconds = {name: getattr(one, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.note_lost(one.window, **seconds)
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:

@@ -199,6 +199,22 @@ class Attempt(Struct):
                 setattr(span, name, known_s + taken_s)
             self._tally(span, 1)
 
+    def note_phase(self, window: int, name: str, seconds: float) -> None:
+        """Move rank-seconds of a closed window, in which ranks waited for a phase of few ranks, to this phase."""
+        span = self._find(window)
+        if span is not None and seconds > 0:
+            self._tally(span, -1)
+            taken_s = min(seconds, span.kept_s)
+            joules = taken_s / sum(span.seconds) * span.joules if taken_s else 0.0
+            span.kept_s, span.joules, span.phases_s = (
+                span.kept_s - taken_s,
+                span.joules - joules,
+                span.phases_s + taken_s,
+            )
+            self._tally(span, 1)
+            _add(self.seconds, {name: taken_s})
+            _add(self.joules, {name: joules})
+
     def note_hang(self, window: int, seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -16,18 +17,26 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.job.iteration_matrix import IterationMatrix
+from effllm.records.columns import Array
+from effllm.records.rank import CHECKPOINT, EVALUATION, OTHER
 from effllm.records.verdict import SlowIterations
 
 #: An iteration is long if it takes more than this multiple of the median.  Iterations of a healthy job differ by a
 #: standard deviation of up to 0.4 (log-normal), with which 1 % of them are longer.
 LONG = 2.5
+#: At most, iterations of more than this multiple of the median are long, too.
+NEARLY_LONG = 1.25
 #: Number of the newest iterations of which the median is taken, and the smallest number.
-KEPT, MIN_KEPT = 256, 20
+KEPT, MIN_KEPT = 64, 20
 #: Long iterations up to this one of an attempt are its warm-up.
 WARMUP = 10
 #: Waits of more than this multiple of the median are rare if they are in fewer than this share of the iterations, and
 #: have nearly all of the waiting time.
 WAIT, RARE, NEARLY_ALL = 0.5, 0.2, 0.8
+#: Smallest delay of an iteration by a phase of other ranks, as a share of the median iteration.
+MIN_DELAY = 0.1
+#: Phases that few ranks may have.
+PHASES = (CHECKPOINT, EVALUATION, OTHER)
 MAX_PLACES = 64  # number of the newest iterations whose numbers are stored
 
 
@@ -40,7 +49,13 @@ class Lost(NamedTuple):
     warmup_s: float = 0.0
     straggling_s: float = 0.0  # waits of all ranks for slow ranks
     uneven_s: float = 0.0  # other waits of the ranks for each other
+    phase: str = ""  # a marked phase of few ranks, and the waits of the other ranks for it
+    phase_s: float = 0.0
     is_long: tuple[bool, ...] = ()  # of each iteration of the window; empty until it is known
+
+
+#: Fields of `Lost` that are fields of a span of goodput.
+LOST_SECONDS = ("data_s", "slow_s", "warmup_s", "straggling_s", "uneven_s")
 
 
 class Pending(Struct, array_like=True):
@@ -82,6 +97,7 @@ class IterationLosses(Struct):
     usual_s: list[float] = []  # the newest iterations of this attempt, without waits for data
     pending: list[Pending] = []  # of this attempt
     iterations: int = 0  # judged iterations
+    nearly_s: float = 0.0  # what iterations that are nearly long take above the median
     wait_s: float = 0.0  # what waits for data cost in all of them
     long: Places = msgspec.field(default_factory=Places)  # after the warm-up
     waits: Places = msgspec.field(default_factory=Places)  # iterations with long waits
@@ -91,7 +107,8 @@ class IterationLosses(Struct):
 
     def close(self, matrix: IterationMatrix) -> list[Lost]:
         """Add the next window; return what this window and earlier ones have lost."""
-        whole = matrix.steps + matrix.waits
+        phase, delay_s, waiting = waits_for_phase(matrix)
+        whole = matrix.steps + matrix.waits - np.outer(waiting, delay_s)
         lost = np.minimum(matrix.lost_to_data(), whole)  # by rank and iteration
         data_s = float((lost - matrix.waits).sum()) * matrix.num_ranks / len(matrix.rows)
         times_s, waits_s = np.median(whole - lost, axis=0).tolist(), np.median(lost, axis=0).tolist()
@@ -99,7 +116,8 @@ class IterationLosses(Struct):
             Pending(matrix.window, matrix.first, matrix.first_shown, times_s, waits_s, matrix.num_ranks)
         )
         known = [*self.usual_s, *(time_s for one in self.pending for time_s in one.times_s)]
-        found = [Lost(matrix.window, data_s=data_s)]
+        phase_s = float(delay_s.sum() * waiting.sum())
+        found = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
         if len(known) >= MIN_KEPT:
             usual_s = statistics.median(known)
             found += [self._judge(one, usual_s) for one in self.pending]
@@ -115,6 +133,7 @@ class IterationLosses(Struct):
             if wait_s > WAIT * usual_s:
                 self.waits.add(window.first_shown + at, wait_s)
             if not is_long[at]:
+                self.nearly_s += time_s - usual_s if time_s > NEARLY_LONG * usual_s else 0.0
                 continue
             if window.first + at <= WARMUP:
                 warmup_s += time_s - usual_s
@@ -136,4 +155,28 @@ class IterationLosses(Struct):
         if not self.usual_s:
             return None
         median_s = statistics.median(self.usual_s)
-        return SlowIterations(found.count, self.iterations, median_s, found.worst_s, found.worst, found.every)
+        long_s = found.seconds - found.count * median_s
+        most = 1.0 + self.nearly_s / long_s if long_s > 0 else 1.0
+        return SlowIterations(found.count, self.iterations, median_s, found.worst_s, found.worst, found.every, most)
+
+
+def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
+    """Return a phase that few ranks have, the time by which it makes each iteration of the others longer, and those.
+
+    The ranks leave an iteration together, so while rank 0 writes a checkpoint, the others wait in their steps.
+    """
+    delay_s, waiting = np.zeros(matrix.steps.shape[1]), np.zeros(len(matrix.rows))
+    if not any(map(attrgetter("phases_s"), matrix.rows)):
+        return "", delay_s, waiting
+    phases = [{name: row.phases_s.get(name, 0.0) for name in PHASES} for row in matrix.rows]
+    seconds = np.array([sum(one.values()) for one in phases])
+    longest = int(seconds.argmax())
+    waiting = (seconds < seconds[longest] / 2).astype(float)
+    if 2 * waiting.sum() < len(seconds):  # most ranks have the phase
+        return "", delay_s, waiting
+    whole = matrix.steps + matrix.waits
+    shorter = np.median(whole[waiting > 0], axis=0) - whole[longest]
+    delay_s = np.where(shorter > MIN_DELAY * np.median(whole), shorter, 0.0)
+    limit_s = seconds[longest] - np.median(seconds[waiting > 0])
+    delay_s *= min(limit_s / delay_s.sum(), 1.0) if delay_s.any() else 0.0
+    return max(phases[longest], key=phases[longest].__getitem__), delay_s, waiting

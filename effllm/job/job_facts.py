@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
@@ -215,10 +215,9 @@ class JobFacts:
         return "Step" if any(hello.style == "Step" for hello in self._hellos.values()) else "Iteration"
 
     @cached_property
-    def framework(self) -> str:
-        """Name of the training framework that a hook has declared; empty without a hook."""
-        names = (hello.facts.get("framework") for hello in self._hellos.values())
-        return next((name for name in names if isinstance(name, str)), "")
+    def facts(self) -> Mapping[str, Any]:
+        """Facts of a rank that has the training framework; empty without such a rank."""
+        return next((one.facts for one in self._hellos.values() if isinstance(one.facts.get("framework"), str)), {})
 
     @cached_property
     def evaluation_is_in_iterations(self) -> bool:

@@ -62,6 +62,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "evaluation": Threshold(0.10, MIN_ITERATIONS),
     "restarts": Threshold(0.05),
     "startup": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
+    "shutdown": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
     "idle": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
     "hang": Threshold(0.02),
     "unused_gpus": Threshold(0.02),
@@ -74,6 +75,7 @@ LOSS_PARTS = {
     "warmup": "warmup",
     "checkpoint": "checkpoint",
     "evaluation": "evaluation",
+    "shutdown": "shutdown",
     "idle": "idle",
     "hang": "hang",
     "unused_gpus": "unused",
@@ -107,6 +109,11 @@ class Loss(NamedTuple):
     action: str = ""  # the next action, if it is not the usual action for the cause
 
     @property
+    def likely_share(self) -> float:
+        """The share; of slow and uneven ranks, which have a lower bound, the geometric mean with the upper bound."""
+        return self.share * (math.sqrt(self.factor) if self.cause in ("straggler", "uneven_ranks") else 1.0)
+
+    @property
     def gain(self) -> float | None:
         """Upper bound of the gain in tokens per device time; ``None`` if all time is lost."""
         saved = self.share * self.factor * (1.0 + BOUND_MARGIN)
@@ -114,7 +121,7 @@ class Loss(NamedTuple):
 
 
 def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss]:
-    """Return all losses of a job, the largest first, also those below their thresholds.
+    """Return all losses of a job, the most important first, also those below their thresholds.
 
     Args:
         summary: the summary of the job.
@@ -136,16 +143,18 @@ def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss
         cause, seconds = loss.cause, loss.seconds
         known = by_cause.get(cause)
         # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
-        if seconds > 0 and (known is None or loss.seconds > known.seconds):
-            by_cause[cause] = loss
-    return sorted(by_cause.values(), key=lambda one: -one.seconds)
+        if seconds > 0:
+            larger = loss if known is None or seconds > known.seconds else known
+            most = max(one.seconds * one.factor for one in (loss, known or loss))
+            by_cause[cause] = larger._replace(factor=most / larger.seconds)
+    return sorted(by_cause.values(), key=lambda one: -one.likely_share)
 
 
 def is_reported(loss: Loss, summary: Summary) -> bool:
     """Whether a loss is above its threshold in a job that is long enough."""
     limit = THRESHOLDS[loss.cause]
     is_long = summary.iterations >= limit.min_iterations and summary.elapsed_s >= limit.min_elapsed_s
-    return loss.share >= limit.share and is_long
+    return loss.likely_share >= limit.share and is_long
 
 
 def profile_period(iterations: int, ranks: int) -> int:
@@ -222,6 +231,7 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
         "warmup": "the first iterations are longer than the median",
         "checkpoint": "the steps stop during checkpoints",
         "evaluation": "the steps stop during evaluation",
+        "shutdown": "time after the last iteration",
         "idle": "ranks joined late or left early",
         "hang": _hang_text(summary),
         "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
@@ -229,13 +239,21 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
     not_this = "between_iterations" if framework else "data_loading"
     for cause, part in LOSS_PARTS.items():
         if cause != not_this:
-            action = SLOW_DATA.text if part == "data" and is_of_few else ""
-            yield cause, seconds_of(found, part), texts[cause], _part(part), 1.0, action
+            seconds, action = seconds_of(found, part), SLOW_DATA.text if part == "data" and is_of_few else ""
+            yield cause, seconds, texts[cause], _part(part), _most(summary, found, cause, seconds), action
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
     first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
     yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+
+
+def _most(summary: Summary, found: Waterfall, cause: str, seconds: float) -> float:
+    """Return the upper bound of a part over its seconds."""
+    if cause == "slow_iterations" and summary.slow_iterations is not None:
+        return summary.slow_iterations.max_ratio
+    # At most, the ranks wait for a last checkpoint of few ranks after their last iteration.
+    return 1.0 + seconds_of(found, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
 
 
 def _ms(seconds: float) -> str:

@@ -4,11 +4,15 @@ All ranks of synchronous training wait for the slowest rank.  So the slowest GPU
 window: its time with kernels is inversely proportional to its clock, and all ranks would save the difference.  Time
 without kernels does not depend on the clock.  Where no iteration is profiled, and for the upper bound, all of the own
 time counts.
+
+Memory-bound kernels hardly depend on the clock, so the loss is at most what times show, where they can: the own time of
+the slow rank beside ranks without a reason, or else the iterations beside windows without a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -28,6 +32,10 @@ FREE_SHARE = 0.01
 LOWERED = 0.98
 #: Maximum number of GPUs without a reason that are compared.
 MAX_OTHERS = 64
+#: What times show is an estimate: its upper bound is this factor.
+UNSURE = 1.25
+#: Windows without a reason from which on they are a base of comparison, and maximum number of kept windows.
+MIN_USUAL, MAX_USUAL = 5, 128
 
 
 class _SlowGpu(NamedTuple):
@@ -44,6 +52,7 @@ class SlowClocks(Struct):
 
     by_cause: dict[str, ClockLoss] = {}
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
+    usual_s: list[float] = []  # iteration times of windows without a reason
 
     def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
         """Add a closed window.
@@ -70,18 +79,40 @@ class SlowClocks(Struct):
                         slow[cause] = _SlowGpu(row, window, device, clock)
         others = max(_others(rows, devices, named), default=0.0)
         self.free_clock = max(self.free_clock, others)
+        if not slow and rows.iterations:
+            self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _each_s(rows[0])]
         for cause, one in slow.items():
             hello = hellos.get(one.row.rank)
             text = _text(cause, one, hello.host if hello is not None else "")
-            self._add(cause, one, others or self.free_clock or 1.0, len(rows), text)
+            self._add(cause, one, others or self.free_clock, len(rows), text, self._longer_s(one, rows, named))
 
-    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str) -> None:
+    def _longer_s(self, one: _SlowGpu, rows: Rows, named: Collection[int]) -> float | None:
+        """Return how much longer times are in an iteration with a reason than without; ``None`` if it is not known."""
+        own = [own_s for row in rows if row.rank not in named and (own_s := _own_s(row)) is not None]
+        slow_s = _own_s(one.row)
+        if own and slow_s is not None:
+            return slow_s - statistics.median(own)
+        own_share = slow_s * one.row.iterations / one.row.busy_s if slow_s is not None and one.row.busy_s else 1.0
+        longer_s = _each_s(one.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
+        return None if longer_s is None else own_share * longer_s
+
+    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
+        # Without a GPU that has no reason, the clock is at least that of the peak, and at most the maximum.
+        peak = (one.device.sm_clock_reference_hz or 0.0) / (one.device.sm_clock_max_hz or 1.0) or 1.0
+        limit = 1.0
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
-            reference = min(reference, one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one))
+            limit = one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one)
         row = one.row
         own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
-        most = ranks * own_s * max(1.0 - one.clock / reference, 0.0)
-        seconds = _computing(row.profile) * most
+        lower, lowest = (
+            max(1.0 - one.clock / min(one_of or 1.0, limit), 0.0) for one_of in (reference or peak, reference)
+        )
+        most = ranks * row.busy_s * lowest
+        seconds = _computing(row.profile) * ranks * row.busy_s * lower
+        if longer_s is not None:
+            # A rank that is slow before its first wait for other ranks is slow after it too.
+            shown = max(ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
+            seconds, most = min(seconds, shown), min(most, UNSURE * shown)
         if seconds <= 0:
             return
         known = self.by_cause.get(cause)
@@ -96,6 +127,17 @@ class SlowClocks(Struct):
                 known.max_rank_seconds + most,
             )
         self.by_cause[cause] = added
+
+
+def _own_s(row: RankReport) -> float | None:
+    """Return the own time of a rank in an iteration, on the device if it is known there."""
+    if row.device_own_steps:
+        return row.device_own_step_s / row.device_own_steps
+    return row.own_step_s / row.own_steps if row.own_steps else None
+
+
+def _each_s(row: RankReport) -> float:
+    return row.busy_s / row.iterations if row.iterations else 0.0
 
 
 def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_SHARE) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
@@ -99,7 +99,7 @@ def _where(windows: LossWindows | None, iterations: int) -> str:
 
 def verdict_of(
     summary: Summary,
-    framework: str = "",
+    facts: Mapping[str, Any] = MappingProxyType({}),
     goodput: Goodput | None = None,
     profile_every: int = 0,
     ends: Mapping[str, Sequence[int]] = MappingProxyType({}),
@@ -111,7 +111,7 @@ def verdict_of(
 
     Args:
         summary: the summary with its waterfall.
-        framework: name of the training framework, as in run.json.
+        facts: facts of run.json: the framework and the layout.
         goodput: the windows with their time by class.
         profile_every: the period of profiles that was set; 0 for no profiles.
         ends: the ranks of a job that is over, by their final status.
@@ -119,7 +119,7 @@ def verdict_of(
     found = summary.waterfall
     if found is None:
         return None
-    every = losses(summary, found, framework)
+    every = losses(summary, found, str(facts.get("framework", "")))
     reported = [one for one in every if is_reported(one, summary)]
     if summary.status == "stalled":
         reported = [one for one in every if one.cause == "hang"] or reported
@@ -127,15 +127,15 @@ def verdict_of(
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
     evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
-        return _out_of_memory(summary.out_of_memory, framework, evidence)
+        return _out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _FAILED and ends.get(summary.status):
         return _failed(summary, ends[summary.status], evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
-        action = reported[0].action or remedy(reported[0].cause, framework).text
+        action = reported[0].action or remedy(reported[0].cause, facts).text
         return _accuse(reported[0], summary, action, unit, evidence, seen)
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
-        return _memory_pressure(summary, framework, evidence)
+        return _memory_pressure(summary, facts, evidence)
     if unreported >= MAX_UNREPORTED or reported:
         text = f"{100 * unreported:.1f} % of {unit} time has no report"
         return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)
@@ -144,19 +144,19 @@ def verdict_of(
         return _unknown(
             text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
         )
+    # No loss is reported, so the threshold of such a loss is for longer jobs.
+    short = [one for one in every if one.share >= THRESHOLDS[one.cause].share][:1]
+    is_short = "".join(f"{_name(one.cause)} {100 * one.share:.1f} % (short job); " for one in short)
     if not is_profiled(summary):
         steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
-        why = f"{100 * steps:.1f} % of {unit} time is in steps"
-        # No loss is reported, so the threshold of such a loss is for longer jobs.
-        if short := [one for one in every if one.share >= THRESHOLDS[one.cause].share]:
-            why = f"{_name(short[0].cause)} {100 * short[0].share:.1f} % (short job); {why}"
+        why = f"{is_short}{100 * steps:.1f} % of {unit} time is in steps"
         busy = busy_share(summary, found)
         if busy is None or summary.coverage.ranks_expected > 1:
             text = "no loss found; communication inside steps not split"
             action = _profile_action(summary, profile_every)
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
         return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
-    return _healthy(f"largest: {evidence[0].claim}" if evidence else "no loss was found", evidence)
+    return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
 
 
 def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
@@ -182,7 +182,7 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
     return f"EFFICIENTLLM_PROFILE_EVERY={period} splits the steps by a profile"
 
 
-def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
     """Return the verdict on a job that ended with an out-of-memory error."""
     ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
     windows = LossWindows(1, found.iteration, found.iteration) if found.iteration else None
@@ -192,16 +192,18 @@ def _out_of_memory(found: OutOfMemory, framework: str, evidence: tuple[Evidence,
     why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
     why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
     first = _placed(why, "summary.json: out_of_memory", windows)
-    return _of_memory(f"out of memory on rank {ranks}", why, HIGH, framework, (first, *evidence))
+    return _of_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
 
 
-def _of_memory(text: str, why: str, confidence: str, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _of_memory(
+    text: str, why: str, confidence: str, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]
+) -> Verdict:
     """Return a verdict on memory; the gain is not known, so it has no bound."""
     return Verdict(
         cause="memory_pressure",
         text=f"{_name('memory_pressure')}: {text}",
         why=why,
-        next=remedy("memory_pressure", framework).text,
+        next=remedy("memory_pressure", facts).text,
         bound=None,
         confidence=confidence,
         evidence=evidence[:MAX_EVIDENCE],
@@ -215,7 +217,7 @@ def _has_many_retries(summary: Summary) -> bool:
     return is_unknown and pressure is not None and pressure.per_iteration >= MIN_RETRIES
 
 
-def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
     """Return the verdict on a job with retries in almost all windows."""
     pressure = summary.memory_pressure
     assert pressure is not None
@@ -224,7 +226,7 @@ def _memory_pressure(summary: Summary, framework: str, evidence: tuple[Evidence,
     )
     first = _placed(why, "summary.json: memory_pressure", windows_of_retries(summary))
     text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
-    return _of_memory(text, why, MEDIUM, framework, (first, *evidence))
+    return _of_memory(text, why, MEDIUM, facts, (first, *evidence))
 
 
 def _accuse(

@@ -199,7 +199,8 @@ def _profiled(kept: float, profile: Profile | None, inside: _Inside) -> dict[str
     steps = kept + sum(inside)
     exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - inside.waits
     idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long
-    exposed = min(max(exposed, 0.0), kept)
+    # If a pause of one rank makes an iteration long, the others wait in their communication.
+    exposed = min(max(exposed + min(idle, 0.0), 0.0), kept)
     return {"exposed_communication": exposed, "device_idle": min(max(idle, 0.0), kept - exposed)}
 
 

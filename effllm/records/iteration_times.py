@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-MAX_ITERATIONS = 1024
+MAX_ITERATIONS = 4096
 _MIN_S, _MAX_S, _CODES = 1e-6, 1e6, 65535
 _EACH = (_CODES - 1) / math.log(_MAX_S / _MIN_S)  # codes per e-fold
 MAX_ERROR = 0.5 / _EACH

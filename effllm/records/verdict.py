@@ -61,6 +61,7 @@ CAUSES: dict[str, str] = {
     "evaluation": "time of evaluation",
     "restarts": "gaps between attempts, start-ups of later attempts, and repeated steps",
     "startup": "time before the first iteration, in a job of at least half an hour",
+    "shutdown": "time after the last iteration, in a job of at least half an hour",
     "idle": "ranks that joined late or left early, in a job of at least half an hour",
     "hang": "no rank made progress",
     "unused_gpus": "allocated GPUs that no rank used",
@@ -132,6 +133,7 @@ class SlowIterations(Struct, frozen=True):
     longest_s: float
     longest: int  # number of the longest iteration, as shown
     every: int = 0  # distance between them, if it is always the same
+    max_ratio: float = 1.0  # upper bound of the lost time over the lost time: iterations may be nearly long
 
 
 class ComparedFigure(Struct, frozen=True):

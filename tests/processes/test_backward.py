@@ -24,7 +24,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 
 def work(place):
-    time.sleep(0.004 + 0.008 * (place == where and dist.get_rank() == 1))
+    time.sleep(0.002 + 0.02 * (place == where and dist.get_rank() == 1))
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -41,7 +41,7 @@ models = [DDP(Model()) for _ in range(2 if "two models" in modes else 1)]
 optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in models]
 forward = [torch.compile(one) if "compile" in modes else one for one in models]
 batches = 4 if "accumulation" in modes else 1
-for _ in range(40 if batches > 1 else 120):
+for _ in range(36 if batches > 1 else 90):
     for batch in range(batches):
         for model, call in zip(models, forward):
             is_last = batch == batches - 1 or "no_sync" not in modes

@@ -24,11 +24,26 @@ def window(rank, clock=1.0, limit_w=700.0, **reasons):
     return device_window(f"GPU-{rank}", gauges=gauges, throttled_s=seconds, throttle_covered_s=10.0)
 
 
-def losses(*windows, default_w=700.0, **fields):
-    """Return the rank-seconds by cause of one window, in which each rank has this window and an own time of 8 s."""
+def losses(*windows, default_w=700.0, others_s=6.0, **fields):
+    """Return the rank-seconds by cause of one window, in which each rank has this window and an own time of 8 s.
+
+    ``others_s`` is the own time of ranks without a clocks event reason.
+    """
     known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ, "power_limit_default_w": default_w}
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(len(windows))}
-    rows = [row(rank, devices=(one,), own_steps=10, own_step_s=8.0, **fields) for rank, one in enumerate(windows)]
+    rows = [
+        row(
+            rank,
+            devices=(one,),
+            **{
+                "own_steps": 10,
+                "busy_s": 8.0,
+                "own_step_s": 8.0 if any(one.throttled_s.values()) else others_s,
+                **fields,
+            },
+        )
+        for rank, one in enumerate(windows)
+    ]
     clocks = SlowClocks()
     clocks.close(rows, devices, {})
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
@@ -87,7 +102,9 @@ def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
         clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices, HELLOS)
 
     found = clocks.by_cause["throttled"]
-    assert found.rank_seconds == found.max_rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)  # steps of 9 s
+    # Steps of 9 s: at most at the maximum clock; at least at the clock of the peak, which is 90 % of it.
+    assert found.max_rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)
+    assert found.rank_seconds == pytest.approx(9 * (1 - 0.75 / 0.9) + 9 * (1 - 0.5 / 0.9))
     assert found.why == "rank 0 (node3): thermal slowdown; SM clock 1.00 GHz, maximum 2.00"
 
 
@@ -103,3 +120,23 @@ def test_clock_of_earlier_windows_is_the_reference_if_all_gpus_have_a_reason():
 @pytest.mark.parametrize("clock", [0.0, -1.0])
 def test_clock_of_zero_is_not_compared(clock):
     assert losses(window(0, clock, limit_w=350.0, power_cap=0.9), window(1)) == {}
+
+
+def test_low_clock_without_a_longer_own_time_is_no_loss():
+    """Memory-bound kernels: at 75 % of the clock, the rank is as fast as its peers."""
+    hot = window(0, 0.75, sw_thermal=0.9)
+
+    assert losses(hot, window(1), window(2), others_s=8.1) == {}
+    assert losses(hot, window(1), window(2), others_s=7.8) == {"throttled": pytest.approx(3 * 0.2)}, "what times show"
+    assert losses(hot, window(1), window(2), others_s=5.0) == {"throttled": pytest.approx(3 * 2.0)}, "what clocks show"
+    assert losses(hot, window(1), window(2), own_steps=0, own_step_s=0.0) != {}, "own times are not known"
+
+
+@pytest.mark.parametrize(("busy_s", "is_loss"), [(10.0, False), (8.2, True)])
+def test_low_clocks_of_all_gpus_are_compared_with_windows_without_a_reason(busy_s, is_loss):
+    clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
+    for number in range(1, 6):
+        clocks.close([row(0, number, devices=(window(0),), busy_s=busy_s)], devices, {})
+    clocks.close([row(0, 6, devices=(window(0, 0.75, sw_thermal=0.9),), busy_s=10.0)], devices, {})
+
+    assert bool(clocks.by_cause) == is_loss

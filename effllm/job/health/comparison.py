@@ -89,10 +89,11 @@ class RankComparison:
     Args:
         block: minimum number of iterations of a block.
         block_s: minimum duration of a block.
+        least: smallest share of the iteration of which the excess is a share; if the peers' time is longer, it counts.
     """
 
-    def __init__(self, block: int = BLOCK, block_s: float = BLOCK_S) -> None:
-        self._block, self._block_s = block, block_s
+    def __init__(self, block: int = BLOCK, block_s: float = BLOCK_S, least: float = 1.0) -> None:
+        self._block, self._block_s, self._least = block, block_s, least
         self._ranks: Sequence[int] = ()
         self._open: list[_Block] = []  # columns that are not a whole block yet
         self._levels = [_Level() for _ in range(LEVELS)]
@@ -161,16 +162,16 @@ class RankComparison:
             whole_s = sum(block.iteration_s for block in blocks) / count
             overall = newest.mean(axis=1)
             # At most half of the ranks are slower than the median: most windows need only this.
-            if whole_s <= 0 or overall.max() - np.median(overall) < SLOW * whole_s / 2:
+            if whole_s <= 0 or overall.max() - np.median(overall) < SLOW * self._least * whole_s / 2:
                 continue
             excess = overall - medians_of_others(overall)
             usual_s = [above.usual_s(self._ranks) for above in self._levels[min(number + 1, LEVELS - 1) :]]
             known_s = [DRIFTS * deviation_s for deviation_s in usual_s if deviation_s < math.inf]
-            drift_s = max(known_s, default=SLOW_AT_FIRST * whole_s)
+            bases = np.clip(overall - excess, self._least * whole_s, whole_s)
+            drift_s = max(known_s) if known_s else SLOW_AT_FIRST * bases
             recent = newest[:, -NUM_BLOCKS[0] :].mean(axis=1)
-            is_slow = (excess >= max(SLOW * whole_s, drift_s)) & (
-                recent - medians_of_others(recent) >= RECOVERED * whole_s
-            )
+            is_recent = recent - medians_of_others(recent) >= RECOVERED * bases
+            is_slow = (excess >= np.maximum(SLOW * bases, drift_s)) & is_recent
             if not is_slow.any():
                 continue
             by_block = newest - medians_of_others(newest)
@@ -201,7 +202,10 @@ class RankComparison:
         """Whether the mean excess of a rank in the newest blocks of a level is small."""
         blocks = list(self._levels[level].blocks)[-NUM_BLOCKS[0] :]
         found = self.now(rank, level, blocks[0].shown) if blocks else None
-        return found is not None and found.excess_s < RECOVERED * found.iteration_s
+        if found is None:
+            return False
+        base_s = min(max(found.peers_s, self._least * found.iteration_s), found.iteration_s)
+        return found.excess_s < RECOVERED * base_s
 
     def forget(self, ranks: Collection[int]) -> None:
         """Replace the times of ranks by the medians of their blocks."""

@@ -51,7 +51,7 @@ class Waits(NamedTuple):
             groups: the places of ranks with the same work; only such ranks are compared.
             named: the places of the slow ranks.
         """
-        slow, uneven, bound = np.zeros((3, len(times.weights)))
+        slow, uneven, most_uneven, bound = np.zeros((4, len(times.weights)))
         for group in groups:
             own = times.values[group]
             others = own[~np.isin(group, named)] if len(named) else own
@@ -60,13 +60,17 @@ class Waits(NamedTuple):
             next_s = np.maximum(others.max(axis=0), median) if len(others) else median
             slow = np.maximum(slow, most - next_s)
             mean = others.mean(axis=0) if len(others) else median
-            uneven += len(group) / len(times.ranks) * np.maximum(next_s - mean, 0.0)
+            share = len(group) / len(times.ranks)
+            uneven += share * np.maximum(next_s - mean, 0.0)
+            # If one rank in turn works longer, the others show the time without it.
+            usual = np.sort(others, axis=0)[(len(others) - 1) // 2] if len(others) else median
+            most_uneven += share * np.maximum(next_s - np.minimum(usual, mean), 0.0)
             longer = np.divide(times.iterations_s, most, out=np.ones_like(most), where=most > 0)
             bound = np.maximum(bound, np.maximum(longer, 1.0))
         whole_s = times.iterations_s
         slow = np.minimum(slow, whole_s)
         uneven = np.minimum(uneven, whole_s - slow)
-        found = (slow, uneven, np.minimum(slow * bound, whole_s), np.minimum(uneven * bound, whole_s))
+        found = (slow, uneven, np.minimum(slow * bound, whole_s), np.minimum(most_uneven * bound, whole_s))
         return cls(*(float((seconds * times.weights).sum()) for seconds in found))
 
 

@@ -7,7 +7,8 @@ by their waits for data; each rank only with its peers, which do the same work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,17 @@ from effllm.records.rank import Event, RankReport
 
 #: Maximum number of verdicts in a report, and of verdicts with totals.
 MAX_VERDICTS, MAX_KEPT = 16, 64
-#: Maximum number of windows whose long iterations are not known yet.
-MAX_PENDING = 64
+#: Maximum number of windows whose long iterations are not known yet, and of windows to which waits are added later.
+MAX_PENDING, MAX_WINDOWS = 64, 512
+
+
+#: Evidence -> comparison.  An own time that ends at ``backward`` is a part of the work: a rank that is slow in it is
+#: mostly slow in the rest, too.  A profile is one iteration.
+COMPARISONS: Mapping[str, Callable[[], RankComparison]] = {
+    OWN_TIME: lambda: RankComparison(least=0.5),
+    PROFILE: lambda: RankComparison(1, 0.0),
+    DATA_WAIT: RankComparison,
+}
 
 
 class Straggling(NamedTuple):
@@ -65,6 +75,8 @@ class Stragglers:
         self._named: dict[Unit, _Named] = {}
         self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
         self._reasons = Reasons(self._peers)
+        # Of the last windows: number, displayed number of the last iteration, numbers of iterations and ranks.
+        self._last: deque[tuple[int, int, int, int]] = deque(maxlen=MAX_WINDOWS)
 
     def meet(self, rank: int, peer: Peer) -> None:
         self._peers.meet(rank, peer)
@@ -154,7 +166,7 @@ class Stragglers:
         for group, places in self._peers.grouped(times.ranks).items():
             key = group, evidence
             if key not in self._comparisons:
-                self._comparisons[key] = RankComparison(1, 0.0) if evidence == PROFILE else RankComparison()
+                self._comparisons[key] = COMPARISONS[evidence]()
             is_whole = len(places) == len(times.ranks)
             ranks = times.ranks if is_whole else [times.ranks[place] for place in places]
             values = times.values if is_whole else times.values[places]
@@ -196,7 +208,7 @@ class Stragglers:
             mates = self._peers.hosts[peer.host] & self._peers.groups[peer.group]
             comparison = self._comparison(one.rank, evidence)
             now = [comparison.now(rank, one.level, one.since) for rank in sorted(mates - found.keys())]
-            if all(mate is not None and mate.excess_s >= SLOW * mate.iteration_s for mate in now):
+            if all(mate is not None and mate.excess_s >= SLOW * mate.iteration_s / 2 for mate in now):
                 found |= {mate.rank: mate for mate in now if mate is not None}
         return list(found.values())
 
@@ -238,14 +250,33 @@ class Stragglers:
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
                 named.iterations += float(own.weights.sum())
         straggling_s = sum(one.straggling_s for one in lost) / len(rows)
-        profiled = [one.excess_s for named in self._named_for(PROFILE).values() for one in named.slow.values()]
+        for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
+        profiled = [self._profiled_s(one) for named in for_work.values() for one in named.slow.values()]
         profiled_s = max(profiled, default=0.0) * rows[0].iterations
         if profiled_s > seconds:  # the own times on the host do not show the whole excess
             more_s, seconds = profiled_s - seconds, profiled_s
             straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
             lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
+        lost += (before := list(self._before(fresh)))
+        before_s = sum(one.straggling_s for one in before) / len(rows)
+        straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
+        self._last.append((rows[0].window, rows[0].iteration_shown, rows[0].iterations, len(rows)))
         rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
         return Straggling(seconds, rank_seconds, joules, [one for one in lost if one.straggling_s or one.uneven_s])
+
+    def _before(self, fresh: Sequence[Unit]) -> Iterator[Lost]:
+        """Yield the waits in earlier windows for ranks that profiles name now."""
+        named = self._named_for(PROFILE)
+        slow = [one for unit in fresh if unit in named for one in named[unit].slow.values()]
+        for window, shown, iterations, ranks in self._last if slow else ():
+            excess_s = max((one.excess_s for one in slow if shown >= one.since), default=0.0)
+            yield Lost(window, straggling_s=excess_s * iterations * ranks)
+
+    def _profiled_s(self, slow: Slow) -> float:
+        """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
+        comparison = self._comparisons.get((self._peers.known[slow.rank].group, PROFILE))
+        found = comparison.now(slow.rank, 0, slow.since) if comparison is not None else None
+        return found.excess_s if found is not None else 0.0
 
     def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
         """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
