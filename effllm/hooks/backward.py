@@ -156,7 +156,8 @@ class _Loss:
             self._calls_before, self._calls, self._ordinal = self._calls, 0, recorder.ordinal
             self._read()
         self._calls += 1
-        if recorder.is_last_of_window and self._calls == 1 and self._coming is None and _is_scalar(tensor):
+        is_wanted = recorder.is_last_of_window and self._calls == 1 and self._coming is None
+        if is_wanted and _is_scalar(tensor) and not _is_captured(tensor):
             self._take(tensor)
 
     def _take(self, tensor: Any) -> None:
@@ -179,6 +180,11 @@ class _Loss:
 
 def _is_scalar(tensor: Any) -> bool:
     return hasattr(tensor, "numel") and tensor.numel() == 1 and tensor.is_floating_point()
+
+
+def _is_captured(tensor: Any) -> bool:
+    """Whether a CUDA graph is captured on this stream: then a copy would become a part of the graph."""
+    return bool(tensor.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
 _LOSS = _Loss()

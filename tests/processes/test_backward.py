@@ -313,3 +313,24 @@ def test_counts_of_the_script_have_priority_over_batches(launch):
     job = alone(launch, code)
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (9 * 7, 9)
+
+
+def test_loss_is_not_read_while_a_graph_is_captured(launch):
+    """A copy in a capture would become a part of the graph, and an allocation would end the capture with an error."""
+    job = alone(
+        launch,
+        """
+        class Captured(torch.Tensor):
+            is_cuda = True
+
+        torch.cuda.is_current_stream_capturing = lambda: True
+        for _ in range(40):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.as_subclass(Captured).backward()
+            optimizer.step()
+        """,
+    )
+
+    assert (job.ledger.summary.loss, job.ledger.summary.iterations) == (None, 39)
+    assert job.our_errors == []
