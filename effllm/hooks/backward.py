@@ -172,8 +172,8 @@ class _Loss:
     def _read(self) -> None:
         value = self._coming.read() if self._coming is not None else None
         if value is not None:
-            is_shown = self._has_scale and not self._recorder.has_loss
-            if is_shown or not math.isfinite(value):
+            # A loop or a framework that gives its loss sees NaN itself: it is counted once.
+            if not self._recorder.has_loss and (self._has_scale or not math.isfinite(value)):
                 self._recorder.seen_loss(self._coming.iteration, value)
             self._coming = None
 
