@@ -46,6 +46,7 @@ TARGETS: dict[str, str] = {
     "torch.autograd": "backward:attach",
     "torch.nn.parallel.distributed": "backward:attach_ddp",
     "torch.amp.grad_scaler": "backward:attach_scaler",
+    "torch.distributed.fsdp.sharded_grad_scaler": "backward:attach_scaler",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
     "torch.cuda.graphs": "optimizer:attach_graphs",

@@ -24,7 +24,7 @@ from typing import Any
 
 from effllm.hooks._batches import Batches, batch_of
 from effllm.hooks._parameters import parameters_of, size_of
-from effllm.hooks._steps import Steps, listen_to_waits, rank
+from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
 from effllm.hooks._wrap import Guard, no_metrics
 from effllm.trainer import ownership
 from effllm.trainer.batch import Batch
@@ -245,6 +245,7 @@ class Rounds:
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
+        listen_to_batches(self._counter)
 
     def claim(self, optimizer: Any) -> bool:
         """Return whether these steps are counted; the first counted step starts the metrics."""
@@ -341,12 +342,6 @@ class Rounds:
     def waited(self, spent_ns: int) -> None:
         if not self.EvalMode.waited(spent_ns):
             self._steps.waited(spent_ns)
-
-    def fetched(self, batch: Any) -> None:
-        self._counter.fetched(batch)
-
-    def backward(self) -> None:
-        self._counter.backward()
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

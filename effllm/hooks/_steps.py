@@ -242,12 +242,19 @@ class Steps:
 
 
 _wait_listeners: list[Any] = []
+_batch_listeners: list[Any] = []
 
 
 def listen_to_waits(listener: Any) -> None:
     """Pass the data waits in torch's DataLoader to ``listener.waited``, for a hook that cannot measure data waits."""
     if listener not in _wait_listeners:
         _wait_listeners.append(listener)
+
+
+def listen_to_batches(listener: Any) -> None:
+    """Pass the batches of torch's DataLoader, and the begins of backward passes, to a listener."""
+    if listener not in _batch_listeners:
+        _batch_listeners.append(listener)
 
 
 def waited(spent_ns: int) -> bool:
@@ -259,16 +266,14 @@ def waited(spent_ns: int) -> bool:
 
 def fetched(batch: Any) -> None:
     """Pass a batch of torch's DataLoader to the hooks that count batches; ``None`` if there are no more."""
-    for listener in _wait_listeners:
-        if (count := getattr(listener, "fetched", None)) is not None:
-            count(batch)
+    for listener in _batch_listeners:
+        listener.fetched(batch)
 
 
 def backward() -> None:
     """Pass the begin of a backward pass to these hooks."""
-    for listener in _wait_listeners:
-        if (count := getattr(listener, "backward", None)) is not None:
-            count()
+    for listener in _batch_listeners:
+        listener.backward()
 
 
 def version(package: str) -> str:

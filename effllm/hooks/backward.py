@@ -51,8 +51,19 @@ def attach_ddp(module: ModuleType) -> None:
 
 
 def attach_scaler(module: ModuleType) -> None:
-    """See the scaled losses, in ``torch.amp.grad_scaler``."""
-    around(getattr(module, "GradScaler", None), "scale", _LOSS_GUARD, after=_was_scaled)
+    """See the scaled losses, in ``torch.amp.grad_scaler`` and FSDP's; torch's compiler breaks its graph at both."""
+    kind: Any = getattr(module, "ShardedGradScaler", None) or getattr(module, "GradScaler", None)
+    plain = getattr(kind, "scale", None)
+    if plain is None:
+        return
+
+    @functools.wraps(plain)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = plain(self, outputs)
+        _LOSS_GUARD(_was_scaled, outputs, result)
+        return result
+
+    kind.scale = never_compiled(scale)  # not `around`: its wrappers share their code, and others may be compiled
 
 
 def _between_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
@@ -122,9 +133,8 @@ def _ended(recorder: Any) -> None:
     recorder.work_again()
 
 
-def _was_scaled(_token: Any, call: Call, result: Any) -> None:
+def _was_scaled(loss: Any, result: Any) -> None:
     global _scaled
-    loss = call.get("outputs")
     if hasattr(result, "grad_fn") and hasattr(loss, "detach"):
         _scaled = weakref.ref(result), loss.detach()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from textwrap import dedent
 
 import jobs
@@ -154,11 +155,17 @@ def test_loss_of_unknown_scale_is_not_shown(launch, body):
     assert job.ledger.summary.iterations == 30
 
 
-def test_scaler_is_divided_out_of_the_loss(launch):
+@pytest.mark.parametrize(
+    "scaler", ["torch.amp.GradScaler", "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"]
+)
+def test_scaler_is_divided_out_of_the_loss(launch, scaler):
     job = alone(
         launch,
-        """
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        f"""
+        import torch.distributed.fsdp.sharded_grad_scaler
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        scaler = {scaler}("cpu", init_scale=1024.0)
         for _ in range(30):
             loss = model(torch.ones(2, 8)).square().mean()
             optimizer.zero_grad()
@@ -333,4 +340,46 @@ def test_loss_is_not_read_while_a_graph_is_captured(launch):
     )
 
     assert (job.ledger.summary.loss, job.ledger.summary.iterations) == (None, 39)
+    assert job.our_errors == []
+
+
+COMPILED = """
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+def forward():
+    loss = model(torch.ones(2, 8)).square().mean()
+    return loss, scaler.scale(loss)
+
+def step():
+    loss, scaled = forward()
+    scaled.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+PART = torch.compile(PART, backend="eager")
+for _ in range(40):
+    loss = step()
+print("compiled", counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+print("last", loss.item())
+"""
+
+
+@pytest.mark.parametrize("part", ["forward", "step"])
+def test_compiled_code_has_the_graphs_that_it_has_without_metrics(launch, part):
+    code = COMPILED.replace("PART", part)
+    job, plain = (launch.code(code, environ=ON | {"EFFICIENTLLM_ATTACH": on}).done(100) for on in ("1", "0"))
+
+    first, second = (re.search(r"^compiled .*\nlast (.*)", one.stdout, re.MULTILINE) for one in (job, plain))
+    assert first[0] == second[0]
+    assert job.ledger.summary.loss == float(first[1])
     assert job.our_errors == []
