@@ -22,13 +22,13 @@ BUDGETS = {
     "config": 821,  # a process without memory or threads ends with one line
     "devices": 4_011,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_880,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 4_881,  # own times, the loss and tokens of any loop; ms-swift is counted
+    "hooks": 4_892,  # own times, the loss and tokens of any loop; the scaler of FSDP; ms-swift is counted
     "instruments": 2_427,  # no event and no read on a GPU that the process does not use
-    "job": 9_145,  # waits, slow ranks and long iterations, iteration by iteration; a low clock without a loss is none
+    "job": 9_227,  # losses iteration by iteration; waits inside communication; bounds that no true gain exceeds
     "memory": 3_229,
     "metrics": 1_083,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_590,
-    "records": 3_271,  # the times of single iterations; rejected counts; the GPU of a rank
+    "records": 3_279,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
     "sensor_profile": 1_443,
     "server": 1_375,  # an aggregator without memory or threads ends at once
     "sinks": 1_674,  # slow connections do not block the metrics page

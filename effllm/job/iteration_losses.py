@@ -97,7 +97,8 @@ class IterationLosses(Struct):
     usual_s: list[float] = []  # the newest iterations of this attempt, without waits for data
     pending: list[Pending] = []  # of this attempt
     iterations: int = 0  # judged iterations
-    nearly_s: float = 0.0  # what iterations that are nearly long take above the median
+    nearly_s: float = 0.0  # what iterations that are nearly long, or follow a long one, take above the median
+    is_after_long: bool = False
     wait_s: float = 0.0  # what waits for data cost in all of them
     long: Places = msgspec.field(default_factory=Places)  # after the warm-up
     waits: Places = msgspec.field(default_factory=Places)  # iterations with long waits
@@ -132,8 +133,10 @@ class IterationLosses(Struct):
         for at, (time_s, wait_s) in enumerate(zip(window.times_s, window.waits_s, strict=True)):
             if wait_s > WAIT * usual_s:
                 self.waits.add(window.first_shown + at, wait_s)
-            if not is_long[at]:
-                self.nearly_s += time_s - usual_s if time_s > NEARLY_LONG * usual_s else 0.0
+            is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
+            self.is_after_long = is_long[at]
+            if not is_long[at]:  # a rank may end a long iteration after the others, which then wait in the next one
+                self.nearly_s += max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
                 continue
             if window.first + at <= WARMUP:
                 warmup_s += time_s - usual_s

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
+from effllm.job.health.own_times import UNLIKE
 from effllm.job.remedies import SLOW_DATA
 from effllm.metrics import METRICS
 from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
@@ -30,8 +31,6 @@ class Threshold(NamedTuple):
 MIN_ITERATIONS = 20
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
 MIN_PROFILED = 5
-#: Profiled iterations that are shorter or longer than the mean by this factor say nothing about the others.
-UNLIKE = 1.25
 #: Losses are estimates: parts of windows are redone, and a wait for the slowest rank is longer than a mean wait.  In
 #: planted jobs the bound of the gain was too low by at most 0.8 % of the loss without this margin.
 BOUND_MARGIN = 0.02
@@ -82,8 +81,8 @@ LOSS_PARTS = {
 }
 #: Parts of the waterfall that divide the time of steps.
 STEP_PARTS = (
-    "exposed_communication", "device_idle", "clock_below_maximum", "padding", "recomputation", "below_peak", "steps",
-    "useful",
+    "waits_in_communication", "exposed_communication", "device_idle", "clock_below_maximum", "padding", "recomputation",
+    "below_peak", "steps", "useful",
 )  # fmt: skip
 
 #: Start of the source of a loss by stragglers.
@@ -250,8 +249,8 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
 
 def _most(summary: Summary, found: Waterfall, cause: str, seconds: float) -> float:
     """Return the upper bound of a part over its seconds."""
-    if cause == "slow_iterations" and summary.slow_iterations is not None:
-        return summary.slow_iterations.max_ratio
+    if cause == "slow_iterations" and summary.slow_iterations is not None and seconds:
+        return summary.slow_iterations.max_ratio + seconds_of(found, "warmup") / seconds
     # At most, the ranks wait for a last checkpoint of few ranks after their last iteration.
     return 1.0 + seconds_of(found, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
 
@@ -304,9 +303,9 @@ def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     for cause, verdicts in by_cause.items():
         worst, counted_s = max(verdicts, key=_cost_s), sum(map(_cost_s, verdicts))
         waits = seconds * counted_s / total
-        bound = waits * max(sum(one.max_seconds for one in verdicts) / counted_s, 1.0)
-        # A rank is named after some iterations of an attempt: before, the waits for it are waits without a slow rank.
-        bound += seconds_of(found, "uneven_ranks") if summary.attempts > 1 else 0.0
+        # A rank is named only in some windows: in others, the waits for it are waits without a slow rank.
+        last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for one in verdicts for rank in one.ranks)
+        bound = waits * max(sum(one.max_seconds for one in verdicts) / counted_s, last_s / counted_s, 1.0)
         source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
         yield cause, waits, _slow_ranks(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
 
@@ -331,6 +330,10 @@ def _slow_ranks(verdict: StragglerVerdict, more: int = 0) -> str:
 def _of_uneven(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     """Yield the waits of the ranks for each other without a slow rank."""
     seconds, last = seconds_of(found, "uneven_ranks"), summary.last_ranks
+    if is_profiled(summary):  # at most, a slow rank is as slow after its first wait for others
+        for_slow_s = sum(max(one.max_seconds - _cost_s(one), 0.0) for one in summary.stragglers)
+        in_communication_s = seconds_of(found, "waits_in_communication")
+        seconds += max(in_communication_s - for_slow_s * _devices_of_rank(summary, found), 0.0)
     counted_s = seconds / _devices_of_rank(summary, found)
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
@@ -374,7 +377,7 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     profile = summary.profile
     assert profile is not None
     texts = {
-        "exposed_communication": f"in {profile.iterations:,} profiles, including waits of ranks for each other",
+        "exposed_communication": f"in {profile.iterations:,} profiled iterations, summed over ranks",
         "device_idle": f"the devices have no work, in {profile.iterations:,} profiled iterations",
     }
     for cause, why in texts.items():

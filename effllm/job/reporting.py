@@ -277,7 +277,7 @@ def summary_of(
         last_ranks=ledger.last_ranks,
         goodput=goodput,
         instruments=summaries(ledger.values),
-        waterfall=waterfall(goodput, whole, sources),
+        waterfall=waterfall(goodput, whole, sources, ledger.last_ranks.profiled_uneven_share),
         slow_clocks=dict(ledger.slow_clocks.by_cause),
         slow_iterations=ledger.iteration_losses.summary(),
         rare_waits=ledger.iteration_losses.rare_waits(),

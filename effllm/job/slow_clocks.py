@@ -2,8 +2,8 @@
 
 All ranks of synchronous training wait for the slowest rank.  So the slowest GPU with a reason sets the loss of a
 window: its time with kernels is inversely proportional to its clock, and all ranks would save the difference.  Time
-without kernels does not depend on the clock.  Where no iteration is profiled, and for the upper bound, all of the own
-time counts.
+without kernels does not depend on the clock.  Where no iteration is profiled, and for the upper bound, all of the step
+counts.
 
 Memory-bound kernels hardly depend on the clock, so the loss is at most what times show, where they can: the own time of
 the slow rank beside ranks without a reason, or else the iterations beside windows without a reason.

@@ -62,13 +62,16 @@ class _Steps(NamedTuple):
     errors: Mapping[str, float] = MappingProxyType({})  # sampling errors of parts in device-seconds: half-width, 95 %
 
 
-def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = ONE_ATTEMPT) -> Waterfall | None:
+def waterfall(
+    goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = ONE_ATTEMPT, uneven_share: float = 0.0
+) -> Waterfall | None:
     """Return the waterfall of a job; ``None`` before any time was reported.
 
     Args:
         goodput: the elapsed time and joules by class.
         whole: the totals of the whole job, on the base ``job``.
         sources: the reports from which the classes are computed.
+        uneven_share: share of waits of the ranks for each other in profiled iterations that are not long.
     """
     if not whole.constants.world_size or not sum(goodput.device_seconds.values()):
         return None
@@ -77,7 +80,8 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     classes = dict(goodput.device_seconds)
     kept = classes.pop(KEPT, 0.0)
     inside = _Inside.of(goodput, whole.health.straggling_gpu_s)
-    steps = _split(kept, classes, whole, without_gpus > 0, inside)
+    profiled = _profiled(kept, whole.profile, inside, uneven_share, classes.get(UNEVEN, 0.0))
+    steps = _split(kept, classes, whole, without_gpus > 0, kept + sum(inside), profiled)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
     used_s = sum(seconds.values())
     seconds["unused"] = goodput.unused_gpu_seconds
@@ -118,11 +122,18 @@ def waterfall(goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = 
     )
 
 
-def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_mixed: bool, inside: _Inside) -> _Steps:
-    """Split the device-seconds of kept steps."""
+def _split(
+    kept: float,
+    classes: Mapping[str, float],
+    whole: ClusterTotals,
+    is_mixed: bool,
+    profiled_steps: float,
+    profiled: Mapping[str, float],
+) -> _Steps:
+    """Split the device-seconds of kept steps; ``profiled`` are parts of them by profiled iterations."""
     if not kept:
         return _Steps({}, ())
-    seconds = _profiled(kept, whole.profile, inside)
+    seconds = dict(profiled)
     period = profile_period(whole.counts.iterations, whole.constants.world_size)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
     computing = kept - sum(seconds.values())
@@ -133,7 +144,7 @@ def _split(kept: float, classes: Mapping[str, float], whole: ClusterTotals, is_m
     rest = max(computing - clock - sum(flops.values()), 0.0)
     seconds |= {"clock_below_maximum": clock} if clock else {}
     seconds |= flops | {"below_peak" if flops else "steps": rest}
-    errors = errors_of(seconds, whole, kept + sum(inside), computing)
+    errors = errors_of(seconds, whole, profiled_steps, computing)
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
 
 
@@ -192,8 +203,18 @@ class _Inside(NamedTuple):
         return cls(waits, sum(classes.get(name, 0.0) for name in (SLOW, WARMUP)), straggling - waiting)
 
 
-def _profiled(kept: float, profile: Profile | None, inside: _Inside) -> dict[str, float]:
-    """Return exposed communication and idle time, from the shares in profiled iterations."""
+def _profiled(
+    kept: float, profile: Profile | None, inside: _Inside, uneven_share: float, counted: float
+) -> dict[str, float]:
+    """Return waits in communication, exposed communication and idle time, from the shares in profiled iterations.
+
+    Args:
+        kept: device-seconds of kept steps.
+        profile: the sums over profiled iterations.
+        inside: device-seconds inside the steps that belong to other classes.
+        uneven_share: share of waits of the ranks for each other in profiled iterations, without waits for slow ranks.
+        counted: device-seconds of these waits that own times show in all iterations.
+    """
     if profile is None or not profile.time_s:
         return {}
     steps = kept + sum(inside)
@@ -201,7 +222,9 @@ def _profiled(kept: float, profile: Profile | None, inside: _Inside) -> dict[str
     idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long
     # If a pause of one rank makes an iteration long, the others wait in their communication.
     exposed = min(max(exposed + min(idle, 0.0), 0.0), kept)
-    return {"exposed_communication": exposed, "device_idle": min(max(idle, 0.0), kept - exposed)}
+    waits = min(max(uneven_share * (steps - inside.long) - counted, 0.0), exposed)
+    idle = min(max(idle, 0.0), kept - exposed)
+    return {"waits_in_communication": waits, "exposed_communication": exposed - waits, "device_idle": idle}
 
 
 def _at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, float] | str:
@@ -283,7 +306,7 @@ def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
 def _of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str]:
     constants, counts, profile = whole.constants, whole.counts, whole.profile
     profiled = f"{profile.iterations:,} profiled iterations, summed over ranks" if profile is not None else ""
-    texts = dict.fromkeys(("exposed_communication", "device_idle"), profiled)
+    texts = dict.fromkeys(("waits_in_communication", "exposed_communication", "device_idle"), profiled)
     texts |= dict.fromkeys(("below_peak", "steps"), "rest of the steps")
     flops, hardware = constants.flops_per_token, constants.hardware_flops_per_token
     if flops is not None and constants.peak_flops_per_s:

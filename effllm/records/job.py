@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_type_hints
 
 from msgspec import Struct, defstruct
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
@@ -187,20 +187,27 @@ class LastRanks(Struct, frozen=True):
 
     iterations: float = 0.0  # compared iterations
     by_rank: dict[int, float] = {}  # rank -> number of iterations in which it was the last one; at most 64 ranks
+    max_waits_s: dict[int, float] = {}  # rank -> upper bound of the rank-seconds of waits for it in these iterations
     max_uneven_s: float = 0.0  # upper bound of the rank-seconds of waits without a slow rank
+    profiled_s: float = 0.0  # rank-seconds of profiled iterations that are not long
+    profiled_uneven_s: float = 0.0  # waits without a slow rank in them, also those inside communication
+
+    @property
+    def profiled_uneven_share(self) -> float:
+        """The share of these waits in iterations that are not long; 0 without profiles."""
+        return self.profiled_uneven_s / self.profiled_s if self.profiled_s else 0.0
 
     @property
     def most(self) -> tuple[int, float]:
         """The rank that was most often the last one, and the number of these iterations; -1 without any."""
         return max(self.by_rank.items(), key=lambda one: one[1], default=(-1, 0.0))
 
-    def with_more(self, iterations: float, by_rank: Mapping[int, float]) -> LastRanks:
-        """Return the counts with those of further iterations."""
-        known = dict(self.by_rank)
-        for rank, count in by_rank.items():
-            if rank in known or len(known) < MAX_LAST:
-                known[rank] = known.get(rank, 0.0) + count
-        return LastRanks(self.iterations + iterations, known, self.max_uneven_s)
+    def with_more(self, iterations: float, by_rank: Mapping[int, float], waits_s: Mapping[int, float]) -> LastRanks:
+        """Return the counts with those of further iterations, for the ranks that were last most often."""
+        counts = {rank: self.by_rank.get(rank, 0.0) + by_rank.get(rank, 0.0) for rank in {**self.by_rank, **by_rank}}
+        counts = dict(sorted(counts.items(), key=lambda one: -one[1])[:MAX_LAST])
+        seconds = {rank: self.max_waits_s.get(rank, 0.0) + waits_s.get(rank, 0.0) for rank in counts}
+        return replace(self, iterations=self.iterations + iterations, by_rank=counts, max_waits_s=seconds)
 
 
 class Straggler(Struct, frozen=True):

@@ -23,6 +23,7 @@ PARTS: dict[str, str] = {
     "slow_iterations": "long iterations, above the median",
     "warmup": "long first iterations, above the median",
     "generation": "marked generation: productive",
+    "waits_in_communication": "steps: more waits of the ranks for each other, in communication of profiled iterations",
     "exposed_communication": "steps: communication alone",
     "device_idle": "steps: time without kernels and transfers",
     "clock_below_maximum": "steps: SM clock below the clock of the peak",

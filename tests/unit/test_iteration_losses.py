@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.job.health.own_times import Waits, by_iteration
+from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
 from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.iteration_times import IterationTimes
+from effllm.records.job import MAX_LAST, LastRanks
 
 
 def window(number, steps, waits, own=None, first=1, shown=0):
@@ -65,7 +66,7 @@ def test_parts_of_an_iteration_never_exceed_it(waits, own, slow):
 
     among_ranks_s = 3 * (lost.straggling_s + lost.uneven_s)
     assert 0.0 <= data_of(window(1, steps, waits, own)) <= whole_s * 1.001 - among_ranks_s + 0.01
-    assert min(lost) >= 0.0
+    assert min(lost.straggling_s, lost.uneven_s, *lost.last_s) >= 0.0
     assert lost.straggling_s <= lost.max_straggling_s and lost.uneven_s <= lost.max_uneven_s
     assert data_of(window(1, steps, waits)) <= whole_s * 1.001, "without own times"
 
@@ -81,6 +82,44 @@ def test_waits_of_ranks_are_what_the_job_saves_with_equal_ranks(own, slow):
 
     assert lost.straggling_s == pytest.approx((own.max(axis=0) - next_s).sum(), abs=0.01)
     assert lost.uneven_s == pytest.approx((next_s - others.mean(axis=0)).clip(0).sum(), abs=0.01)
+
+
+def counted(own, slow=(), since=None, waits=None):
+    """Count a window of two ranks whose second rank has these own times; iterations last 1 s."""
+    waits = waits or CountedWaits(LastRanks())
+    number = len(waits._kept) + 1
+    own = [[0.1] * len(own), own]
+    steps = synchronous(np.zeros((2, len(own[0]))), own, rest=1.0 - max(map(max, own)))
+    reports = window(number, steps, np.zeros((2, len(own[0]))).tolist(), own, first=1 + 4 * (number - 1))
+    times = by_iteration(IterationMatrix.of(reports), ())
+    return waits, waits.count(times, [np.arange(2)], 2, slow, since)
+
+
+def test_waits_for_a_named_rank_are_counted_from_the_window_in_which_it_becomes_slow():
+    waits, _ = counted([0.1, 0.1, 0.3, 0.3])
+    counted([0.3] * 4, waits=waits)
+
+    _, (lost, *_) = counted([0.3] * 4, slow={1}, since=3, waits=waits)
+
+    assert {one.window: one.straggling_s for one in lost} == pytest.approx({1: 0.8, 2: 1.6, 3: 1.6}, rel=0.01)
+
+
+def test_all_waits_for_a_rank_while_it_was_the_last_one_are_known_at_most():
+    """The second rank takes 0.1 s of 0.2 s longer, so at most 0.5 s of 1 s; the first one at most 0.45 s of 0.9 s."""
+    waits, _ = counted([0.2, 0.2, 0.05, 0.2])
+    counted([0.2] * 4, slow={1}, since=5, waits=waits)
+
+    assert waits.last_ranks.max_waits_s[1] == pytest.approx(7 * 0.5 * 2, rel=0.01)
+    assert waits.last_ranks.max_waits_s[0] == pytest.approx(0.45 * 2, rel=0.01)
+
+
+def test_ranks_that_are_last_most_often_are_kept():
+    last = LastRanks().with_more(100.0, dict.fromkeys(range(MAX_LAST), 1.0), {})
+
+    last = last.with_more(10.0, {999: 10.0}, {999: 5.0})
+
+    assert last.most == (999, 10.0) and last.max_waits_s[999] == 5.0
+    assert len(last.by_rank) == len(last.max_waits_s) == MAX_LAST
 
 
 def test_long_iterations_are_left_out_of_the_comparison_of_ranks():
@@ -150,6 +189,13 @@ def test_pauses_of_all_ranks_are_long_iterations():
     assert (found.count, found.of, found.every) == (20, 400, 20)
     assert found.longest % 20 == 0 and found.median_s == pytest.approx(0.1, rel=0.1)
     assert sums["warmup_s"] == 0.0
+
+
+def test_iterations_after_long_ones_are_long_at_most():
+    """A rank that ends an iteration late makes the next one of the others longer: 19 of 20 times, by 20 of 600 ms."""
+    losses, _ = train(lambda i: {0: 7.0, 1: 1.2}.get(i % 20, 1.0), sigma=0.0)
+
+    assert losses.summary().max_ratio == pytest.approx(1 + 19 / 20 * 20 / 600, rel=0.01)
 
 
 def test_rare_waits_are_named():

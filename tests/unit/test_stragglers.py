@@ -10,6 +10,8 @@ from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_wi
 
 from effllm.job.health.diagnosis import CLOCK, NO_REASON, THROTTLED, UNKNOWN, ComparedReadings, Reason
 from effllm.job.health.straggler_reasons import ranks_text
+from effllm.job.iteration_matrix import IterationMatrix
+from effllm.records.rank import Profile
 
 #: Times of iterations are rounded to 16 bits, so a small difference of two of them has this error.
 ROUNDING = 5e-3
@@ -321,6 +323,62 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
         by_window[lost.window] = known[0] + lost.straggling_s, known[1] + lost.uneven_s
     whole = pytest.approx(8.0, rel=ROUNDING), pytest.approx(0.0, abs=0.1)
     assert by_window == dict.fromkeys(range(1, 11), whole), "of all ranks, also before the rank was named"
+
+
+@pytest.mark.parametrize("profiled_s, named", [(0.6, {3}), (1.0, set())])
+def test_profiles_of_long_iterations_name_no_rank(profiled_s, named):
+    """A rank may be slow with the period of the profiles: then its mean excess is much smaller."""
+    job = SynchronousJob(8, has_sync_point=False)
+    for _ in range(20):
+        exposed = {rank: 0.0 if rank == 3 else 0.45 * profiled_s for rank in range(8)}
+        job.close([replace(row, profile=Profile(1, profiled_s, exposed_s=exposed[row.rank])) for row in job.rows()])
+
+    assert job.named_ranks == named
+
+
+def uneven_profiles(job, slow=()):
+    """Profile an iteration of 1 s in each of 20 windows; a rank in turn takes 0.3 s longer, these ranks always."""
+    for window in range(20):
+        longer = {rank: 0.3 * (rank in slow or rank == window % 4) for rank in range(job.ranks)}
+        exposed = {rank: max(longer.values()) - one for rank, one in longer.items()}
+        rows = [replace(row, profile=Profile(1, 1.0, exposed_s=exposed[row.rank])) for row in job.rows()]
+        job.close(rows)
+    return job.stragglers.waits.last_ranks
+
+
+def test_waits_of_the_ranks_for_each_other_are_counted_in_profiles():
+    """In each of 20 iterations of 1 s, 7 of 8 ranks wait for 0.3 s."""
+    last = uneven_profiles(SynchronousJob(8, has_sync_point=False))
+
+    assert (last.profiled_s, last.profiled_uneven_s) == (20 * 8, pytest.approx(20 * 7 * 0.3))
+
+
+def test_waits_in_long_profiled_iterations_are_not_counted():
+    job = SynchronousJob(4, has_sync_point=False)
+    rows = [replace(row, profile=Profile(1, 5.0, exposed_s=4.0 * (row.rank > 0))) for row in job.rows()]
+    job.close(rows)
+    job.run(3)
+
+    assert job.stragglers.waits.last_ranks.profiled_s == 0.0
+
+
+def test_one_unusual_profile_does_not_raise_the_cost():
+    job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=slowed({3}, 1.2, first=1)).run(10)
+    rows = [replace(row, profile=Profile(1, 0.5 + 2.0 * (row.rank == 3))) for row in job.rows()]
+
+    assert job.close(rows).seconds == pytest.approx(1.0, rel=ROUNDING)
+
+
+def test_waits_of_windows_are_judged_later_if_the_next_window_has_no_times():
+    job, events = SynchronousJob(8, jitter=0.0, tail=0.0, slow=slowed({3}, 1.2, first=1)), []
+    for window in range(20):
+        matrix = IterationMatrix.of(job.rows())
+        job.stragglers.close(matrix.rows, matrix)
+        rows = [replace(row, times=None) for row in job.rows()]
+        found = job.stragglers.close(rows, None, job.losses.close(matrix))
+        events += [one.window for one in found.lost if window > 10]
+
+    assert set(range(23, 41, 2)) <= set(events)
 
 
 def test_two_stragglers_share_the_waited_time():

@@ -211,6 +211,13 @@ def test_gain_without_a_straggler_includes_time_after_the_first_wait(max_seconds
     assert verdict_of(summary).bound == gain_of(saved)
 
 
+def test_gain_without_a_straggler_includes_waits_in_windows_in_which_it_was_not_named():
+    slow = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, own_seconds=30.0, max_seconds=120.0)
+    last = LastRanks(200.0, {1: 60.0, 2: 50.0}, max_waits_s={1: 150.0, 2: 80.0})
+
+    assert verdict_of(job(straggling=120.0, stragglers=(slow,), last_ranks=last)).bound == gain_of(0.15)
+
+
 def test_text_of_a_straggler_has_the_share_of_iterations_in_which_it_is_last():
     slow = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, last_share=0.31)
 
@@ -231,6 +238,24 @@ def test_waits_of_the_ranks_without_a_slow_rank_are_their_own_cause():
     assert (found.cause, found.bound) == ("uneven_ranks", gain_of(0.15))
     assert found.why.endswith("no rank is named as slow (most often last: rank 3, in 30 % of the iterations)")
     assert cause(job(uneven_ranks=49.0)) == HEALTHY
+
+
+def test_waits_of_the_ranks_in_communication_are_uneven_ranks_if_enough_iterations_were_profiled():
+    """The waits before communication are below the threshold, with those in communication they are above it."""
+    parts = {"uneven_ranks": 30.0, "waits_in_communication": 90.0, "exposed_communication": 60.0}
+
+    assert verdict_of(job(**parts, profile=Profile(100, 100.0))).bound == gain_of(0.12)
+    assert cause(job(**parts, profile=Profile(1, 1.0))) == NONE_FOUND
+    slow = StragglerVerdict((1,), "", "", 1, 0.2, 3, "own time", max_seconds=90.0)
+    assert cause(job(**parts, profile=Profile(100, 100.0), stragglers=(slow,))) == HEALTHY, "they may be for this rank"
+
+
+def test_long_first_iterations_may_have_the_cause_of_the_other_long_ones():
+    parts = {"slow_iterations": 80.0, "warmup": 20.0, "useful": 900.0}
+    whole = Waterfall(1000.0, None, tuple(WaterfallPart(name, s, s / 1000.0) for name, s in parts.items()), "GPU")
+    found = verdict_of(replace(job(slow_iterations=SlowIterations(5, 100, 0.1, 0.9, 60)), waterfall=whole))
+
+    assert (found.cause, found.bound) == ("slow_iterations", gain_of(0.1))
 
 
 def test_repeated_iterations_repeat_their_waits_and_phases():
@@ -303,13 +328,6 @@ def test_gain_without_a_straggler_includes_its_repeated_steps():
     summary = job(straggling=180.0, redone=82.0, attempts=2, stragglers=(slow,))
 
     assert verdict_of(summary).bound == gain_of(0.18 * (1 + 82 / 918))
-
-
-def test_straggler_of_several_attempts_may_be_slow_before_it_is_named():
-    slow = StragglerVerdict((1,), "", "", 1, 0.25, 3, "own time", "unknown", 60.0)
-    summary = job(straggling=60.0, uneven_ranks=40.0, attempts=3, stragglers=(slow,))
-
-    assert verdict_of(summary).bound == gain_of(0.1)
 
 
 def test_why_of_a_hang_is_its_time():

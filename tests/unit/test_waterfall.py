@@ -180,6 +180,20 @@ def test_waits_of_uneven_ranks_are_no_exposed_communication():
     assert seconds(found) == pytest.approx(expected)
 
 
+def test_waits_that_profiles_show_beyond_own_times_are_no_exposed_communication():
+    """In profiles, ranks wait for each other in 25 % of 120 s, of which own times show 20 s."""
+    found = waterfall(goodput(kept=100.0, uneven_ranks=20.0), totals(profile=PROFILE), uneven_share=0.25)
+
+    expected = {
+        "uneven_ranks": 20.0,
+        "waits_in_communication": 10.0,
+        "exposed_communication": 6.0,
+        "device_idle": 12.0,
+        "steps": 72.0,
+    }
+    assert seconds(found) == pytest.approx(expected)
+
+
 @cases(
     ("whole", "reason"),
     [

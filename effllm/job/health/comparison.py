@@ -167,7 +167,7 @@ class RankComparison:
             excess = overall - medians_of_others(overall)
             usual_s = [above.usual_s(self._ranks) for above in self._levels[min(number + 1, LEVELS - 1) :]]
             known_s = [DRIFTS * deviation_s for deviation_s in usual_s if deviation_s < math.inf]
-            bases = np.clip(overall - excess, self._least * whole_s, whole_s)
+            bases = self._base_s(overall - excess, whole_s)
             drift_s = max(known_s) if known_s else SLOW_AT_FIRST * bases
             recent = newest[:, -NUM_BLOCKS[0] :].mean(axis=1)
             is_recent = recent - medians_of_others(recent) >= RECOVERED * bases
@@ -188,10 +188,18 @@ class RankComparison:
                 peers_s = float(overall[at] - excess[at])
                 yield Slow(self._ranks[at], float(excess[at]), peers_s, whole_s, shown, number)
 
-    def now(self, rank: int, level: int, since: int) -> Slow | None:
+    def _base_s(self, peers_s: Array, whole_s: float) -> Array:
+        """Return the times of which an excess is a share."""
+        return np.clip(peers_s, self._least * whole_s, whole_s)
+
+    def share(self, slow: Slow) -> float:
+        """Return the excess as a share, as `SLOW` and `RECOVERED` are."""
+        return slow.excess_s / float(self._base_s(np.array(slow.peers_s), slow.iteration_s))
+
+    def now(self, rank: int, level: int, since: int, min_blocks: int = 1) -> Slow | None:
         """Return a rank's excess in the newest blocks of a level that began at iteration ``since`` or later."""
         blocks = [block for block in self._levels[level].blocks if block.shown >= since]
-        if not blocks or rank not in self._ranks:
+        if len(blocks) < min_blocks or rank not in self._ranks:
             return None
         at = self._ranks.index(rank)
         means = np.mean([_of_ranks(block, self._ranks) for block in blocks], axis=0)
@@ -202,10 +210,7 @@ class RankComparison:
         """Whether the mean excess of a rank in the newest blocks of a level is small."""
         blocks = list(self._levels[level].blocks)[-NUM_BLOCKS[0] :]
         found = self.now(rank, level, blocks[0].shown) if blocks else None
-        if found is None:
-            return False
-        base_s = min(max(found.peers_s, self._least * found.iteration_s), found.iteration_s)
-        return found.excess_s < RECOVERED * base_s
+        return found is not None and self.share(found) < RECOVERED
 
     def forget(self, ranks: Collection[int]) -> None:
         """Replace the times of ranks by the medians of their blocks."""

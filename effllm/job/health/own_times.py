@@ -17,6 +17,8 @@ from effllm.records.rank import RankReport
 
 #: Maximum size of the kept own times, with which the waits for a newly named rank are computed in earlier windows.
 MAX_KEPT_BYTES = 1 << 24
+#: Profiled iterations that are longer than the mean by this factor say nothing about the others.
+UNLIKE = 1.25
 
 
 class Times(NamedTuple):
@@ -41,6 +43,7 @@ class Waits(NamedTuple):
     uneven_s: float = 0.0  # waits for other ranks
     max_straggling_s: float = 0.0
     max_uneven_s: float = 0.0
+    last_s: Sequence[float] = ()  # by place: the wait of each rank for this one while it was the last one, at most
 
     @classmethod
     def of(cls, times: Times, groups: Sequence[Positions], named: Positions) -> Waits:
@@ -51,27 +54,34 @@ class Waits(NamedTuple):
             groups: the places of ranks with the same work; only such ranks are compared.
             named: the places of the slow ranks.
         """
-        slow, uneven, most_uneven, bound = np.zeros((4, len(times.weights)))
+        slow, uneven, max_slow, max_uneven = np.zeros((4, len(times.weights)))
+        last_s = np.zeros(len(times.ranks))
         for group in groups:
             own = times.values[group]
-            others = own[~np.isin(group, named)] if len(named) else own
+            ordered = np.sort(own, axis=0)
+            others = np.sort(own[~np.isin(group, named)], axis=0) if len(named) else ordered
             # The lower median of two: if half of the ranks are slow, the other half is not.
-            most, median = own.max(axis=0), np.sort(own, axis=0)[(len(own) - 1) // 2]
-            next_s = np.maximum(others.max(axis=0), median) if len(others) else median
+            most, median = ordered[-1], ordered[(len(own) - 1) // 2]
+            next_s = np.maximum(others[-1], median) if len(others) else median
+            longer = np.divide(times.iterations_s, most, out=np.ones_like(most), where=most > 0)
+            longer = np.maximum(longer, 1.0)
+            hidden = (longer - 1.0) * (most - median)
             slow = np.maximum(slow, most - next_s)
+            max_slow = np.maximum(max_slow, np.where(most > next_s, most - next_s + hidden, 0.0))
+            waits = np.minimum(most - ordered[-2:][0] + hidden, times.iterations_s) * times.weights
+            last_s[group] += np.bincount(own.argmax(axis=0), waits, minlength=len(group))
             mean = others.mean(axis=0) if len(others) else median
             share = len(group) / len(times.ranks)
             uneven += share * np.maximum(next_s - mean, 0.0)
             # If one rank in turn works longer, the others show the time without it.
-            usual = np.sort(others, axis=0)[(len(others) - 1) // 2] if len(others) else median
-            most_uneven += share * np.maximum(next_s - np.minimum(usual, mean), 0.0)
-            longer = np.divide(times.iterations_s, most, out=np.ones_like(most), where=most > 0)
-            bound = np.maximum(bound, np.maximum(longer, 1.0))
+            usual = others[(len(others) - 1) // 2] if len(others) else median
+            max_uneven += share * np.maximum(next_s - np.minimum(usual, mean), 0.0) * longer
         whole_s = times.iterations_s
         slow = np.minimum(slow, whole_s)
         uneven = np.minimum(uneven, whole_s - slow)
-        found = (slow, uneven, np.minimum(slow * bound, whole_s), np.minimum(most_uneven * bound, whole_s))
-        return cls(*(float((seconds * times.weights).sum()) for seconds in found))
+        found = np.stack([slow, uneven, np.minimum(max_slow, whole_s), np.minimum(max_uneven, whole_s)])
+        straggling_s, uneven_s, max_straggling_s, max_uneven_s = (found @ times.weights).tolist()
+        return cls(straggling_s, uneven_s, max_straggling_s, max_uneven_s, last_s.tolist())
 
 
 class _Counted(NamedTuple):
@@ -105,8 +115,7 @@ class CountedWaits:
             slow: the slow ranks.
             since: iteration from which the waits for slow ranks are counted again, if there is a new slow rank.
         """
-        self._count_last(own)
-        again = [one for one in self._kept if since is not None and one.times.shown >= since]
+        again = [one for one in self._kept if since is not None and one.times.shown + one.times.weights.sum() > since]
         lost, bound_s, waits = [], 0.0, Waits()
         for one in (*again, _Counted(own, groups, num_ranks, waits)):
             named = np.array([place for place, rank in enumerate(one.times.ranks) if rank in slow], np.intp)
@@ -117,7 +126,24 @@ class CountedWaits:
             more_s = (waits.max_uneven_s - old.max_uneven_s) * one.num_ranks
             self.last_ranks = replace(self.last_ranks, max_uneven_s=self.last_ranks.max_uneven_s + more_s)
             self._keep(one._replace(waits=waits))
+        self._count_last(own, [seconds * num_ranks for seconds in waits.last_s])
         return lost, waits.straggling_s, bound_s
+
+    def count_profiles(
+        self, profiled: Times, groups: Sequence[Positions], slow: Collection[int], iterations: int
+    ) -> None:
+        """Add profiled iterations; ``iterations`` is their number, summed over ranks.
+
+        Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations of
+        a window show less waits than these have.
+        """
+        named = np.array([place for place, rank in enumerate(profiled.ranks) if rank in slow], np.intp)
+        last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
+        self.last_ranks = replace(
+            last,
+            profiled_s=last.profiled_s + float(profiled.iterations_s.mean()) * iterations,
+            profiled_uneven_s=last.profiled_uneven_s + uneven_s * iterations,
+        )
 
     def _keep(self, counted: _Counted) -> None:
         at = next((i for i, one in enumerate(self._kept) if one.times.window == counted.times.window), None)
@@ -128,10 +154,14 @@ class CountedWaits:
         while len(self._kept) > 1 and sum(one.times.values.nbytes for one in self._kept) > MAX_KEPT_BYTES:
             self._kept.popleft()
 
-    def _count_last(self, own: Times) -> None:
+    def _count_last(self, own: Times, waits_s: Sequence[float]) -> None:
         by_place = np.bincount(own.values.argmax(axis=0), own.weights, minlength=len(own.ranks))
         self.last = {own.ranks[place]: float(by_place[place]) for place in np.flatnonzero(by_place).tolist()}
-        self.last_ranks = self.last_ranks.with_more(float(own.weights.sum()), self.last)
+        self.last_ranks = self.last_ranks.with_more(
+            float(own.weights.sum()),
+            self.last,
+            {rank: one for rank, one in zip(own.ranks, waits_s, strict=True) if one},
+        )
 
 
 def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | None:

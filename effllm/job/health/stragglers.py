@@ -15,11 +15,11 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from effllm.job.health.comparison import SLOW, RankComparison, Slow
-from effllm.job.health.own_times import CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
+from effllm.job.health.comparison import NUM_BLOCKS, SLOW, RankComparison, Slow
+from effllm.job.health.own_times import UNLIKE, CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
 from effllm.job.health.peers import Peer, PeerGroups
 from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
-from effllm.job.iteration_losses import Lost
+from effllm.job.iteration_losses import LONG, Lost
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.job import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
@@ -75,8 +75,8 @@ class Stragglers:
         self._named: dict[Unit, _Named] = {}
         self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
         self._reasons = Reasons(self._peers)
-        # Of the last windows: number, displayed number of the last iteration, numbers of iterations and ranks.
-        self._last: deque[tuple[int, int, int, int]] = deque(maxlen=MAX_WINDOWS)
+        # Of the last windows: number, displayed number of the last iteration, numbers of iterations and ranks, time.
+        self._last: deque[tuple[int, int, int, int, float]] = deque(maxlen=MAX_WINDOWS)
 
     def meet(self, rank: int, peer: Peer) -> None:
         self._peers.meet(rank, peer)
@@ -104,15 +104,14 @@ class Stragglers:
             matrix: the times of its iterations; ``None`` if they are not known.
             lost: the windows whose long iterations are known now; a window waits until they are known.
         """
-        worked = self._peers.at_work(rows)
-        if len(worked) < 2:
-            return Straggling()
-        if matrix is None or len(worked) < len(rows):
-            return self._judge(worked, None, ())
-        self._pending[matrix.window] = matrix, worked
-        if len(self._pending) > MAX_PENDING:
-            del self._pending[min(self._pending)]
-        found = Straggling(0.0 if matrix.own is not None or self._named else None)
+        worked, found = self._peers.at_work(rows), Straggling()
+        if matrix is not None and len(worked) == len(rows) > 1:
+            self._pending[matrix.window] = matrix, worked
+            if len(self._pending) > MAX_PENDING:
+                del self._pending[min(self._pending)]
+            found = Straggling(0.0 if matrix.own is not None or self._named else None)
+        elif len(worked) > 1:
+            found = self._judge(worked, None, ())
         for one in lost:
             if one.is_long and one.window in self._pending:
                 known, of_window = self._pending.pop(one.window)
@@ -136,10 +135,14 @@ class Stragglers:
             for evidence, times in ((OWN_TIME, own), (PROFILE, profiles), (DATA_WAIT, waits))
             if times is not None
         }
+        slow[PROFILE] = [one for one in slow.get(PROFILE, ()) if self._is_usual(one)]
         cleared = self._clear()
         fresh = self._name(slow)
         self._update()
         straggling = self._count(rows, own, fresh)
+        if profiles is not None and not _is_long(profiles, rows, is_long):
+            groups = list(self._peers.grouped(profiles.ranks).values())
+            self.waits.count_profiles(profiles, groups, self.named_ranks, sum(map(_num_profiled, rows)))
         self._count_data(rows, matrix, fresh)
         named, hosts = self.named_ranks, self._peers.hosts
         has_gpus, time_s = self._peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
@@ -208,7 +211,7 @@ class Stragglers:
             mates = self._peers.hosts[peer.host] & self._peers.groups[peer.group]
             comparison = self._comparison(one.rank, evidence)
             now = [comparison.now(rank, one.level, one.since) for rank in sorted(mates - found.keys())]
-            if all(mate is not None and mate.excess_s >= SLOW * mate.iteration_s / 2 for mate in now):
+            if all(mate is not None and comparison.share(mate) >= SLOW for mate in now):
                 found |= {mate.rank: mate for mate in now if mate is not None}
         return list(found.values())
 
@@ -260,7 +263,7 @@ class Stragglers:
         lost += (before := list(self._before(fresh)))
         before_s = sum(one.straggling_s for one in before) / len(rows)
         straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
-        self._last.append((rows[0].window, rows[0].iteration_shown, rows[0].iterations, len(rows)))
+        self._last.append((rows[0].window, rows[0].iteration_shown, rows[0].iterations, len(rows), rows[0].time_s))
         rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
         return Straggling(seconds, rank_seconds, joules, [one for one in lost if one.straggling_s or one.uneven_s])
 
@@ -268,15 +271,20 @@ class Stragglers:
         """Yield the waits in earlier windows for ranks that profiles name now."""
         named = self._named_for(PROFILE)
         slow = [one for unit in fresh if unit in named for one in named[unit].slow.values()]
-        for window, shown, iterations, ranks in self._last if slow else ():
+        for window, shown, iterations, ranks, _ in self._last if slow else ():
             excess_s = max((one.excess_s for one in slow if shown >= one.since), default=0.0)
             yield Lost(window, straggling_s=excess_s * iterations * ranks)
 
     def _profiled_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
         comparison = self._comparisons.get((self._peers.known[slow.rank].group, PROFILE))
-        found = comparison.now(slow.rank, 0, slow.since) if comparison is not None else None
-        return found.excess_s if found is not None else 0.0
+        found = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
+        return found.excess_s if found is not None and self._is_usual(found) else 0.0
+
+    def _is_usual(self, profiled: Slow) -> bool:
+        """Whether profiles do not hit only the long iterations: slow iterations may have the period of the profiles."""
+        since = [(one[2], one[4]) for one in self._last if one[1] >= profiled.since]
+        return profiled.iteration_s * sum(count for count, _ in since) <= UNLIKE * sum(time_s for _, time_s in since)
 
     def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
         """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
@@ -352,6 +360,16 @@ def _add_to(
         totals[key] = replace(kept, differences=reason.differences, **_costs(total, joules, seconds))
     if len(totals) > MAX_KEPT:
         del totals[min(totals, key=lambda one: totals[one].gpu_seconds)]
+
+
+def _num_profiled(row: RankReport) -> int:
+    return row.profile.iterations if row.profile is not None else 0
+
+
+def _is_long(profiled: Times, rows: Sequence[RankReport], is_long: Sequence[bool]) -> bool:
+    """Whether the profiled iteration is long; of several ones, whether any iteration of their window is long."""
+    usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
+    return any(is_long) if max(map(_num_profiled, rows)) > 1 else float(profiled.iterations_s[0]) > LONG * usual_s
 
 
 def _verdict(
