@@ -9,6 +9,7 @@ from pathlib import Path
 import zmq
 
 from effllm.agent.children import Children
+from effllm.agent.core_wait import CoreWait
 from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
 from effllm.agent.exit_status import ENDED
 from effllm.agent.measuring import Measuring
@@ -127,7 +128,7 @@ class Conversation:
     ) -> None:
         self._trainer, self._measuring, self._connection = trainer, measuring, connection
         self._children, self._events, self._notices = children, events, notices
-        self._outbox = measuring.outbox
+        self._outbox, self._core_wait = measuring.outbox, CoreWait(trainer.pid)
         self._welcome: Welcome | None = None
         self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
@@ -194,8 +195,9 @@ class Conversation:
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
         measuring, status = self._measuring, self._measuring.status or ENDED
-        ends = (measuring.cutter.last_ordinal, self._outbox.lost, *self._cost(), measuring.end_time_s)
-        self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
+        ends = (self._outbox.lost, *self._cost(), measuring.end_time_s, self._core_wait.seconds())
+        bye = Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
+        self._bye_sent = link.send(bye)
 
     def is_over(self, now_s: float) -> bool:
         """Whether the aggregator has received all reports and the BYE.
@@ -247,7 +249,7 @@ class Conversation:
         if now_s < self._next_frame_s and self._measuring.status is None:
             return
         while rows := self._outbox.unsent():
-            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost())):
+            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait.seconds())):
                 self._next_frame_s = now_s + SEND_AGAIN_S
                 return
             self._outbox.sent(len(rows))

@@ -39,6 +39,7 @@ class RankState(Struct):
     agent_cpu_s: float = 0.0
     sent_bytes: int = 0
     recorder_cpu_s: float | None = None
+    core_wait_s: float | None = None
     gaps: int = 0  # missing reports before the last accepted report
     newest_gap: int = 0  # missing reports in the newest gap
     newest_gap_before: int = 0  # sequence of the report after the newest gap
@@ -52,14 +53,18 @@ class RankState(Struct):
         """Whether the reports up to the rank's last iteration were accepted."""
         return self.is_over or (self.last_ordinal is not None and self.iteration >= self.last_ordinal)
 
-    def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
-        """Update the costs of the rank's agent and recorder; an older message does not lower a cost."""
+    def spend(
+        self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None, core_wait_s: float | None
+    ) -> None:
+        """Update the costs of the rank's agent and recorder, and its wait for a core; an older message lowers none."""
         if agent_cpu_s > self.agent_cpu_s:
             self.agent_cpu_s = agent_cpu_s
         if sent_bytes > self.sent_bytes:
             self.sent_bytes = sent_bytes
         if recorder_cpu_s is not None:
             self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
+        if core_wait_s is not None:
+            self.core_wait_s = max(self.core_wait_s or 0.0, core_wait_s)
 
     def take(self, sequence: int, final: bool = False) -> None:
         """Record a report, and the number of missing reports before it."""
@@ -78,10 +83,11 @@ class RankState(Struct):
 
 
 class Spent(Struct):
-    """Costs and losses of the measurement in processes that have ended."""
+    """Costs and losses of the measurement in processes that have ended, and their waits for a core."""
 
     agents_cpu_s: float = 0.0
     recorder_cpu_s: float = 0.0
+    core_wait_s: float = 0.0
     sent_bytes: int = 0
     aggregator_cpu_s: float = 0.0
     received_bytes: int = 0
@@ -96,6 +102,7 @@ class Spent(Struct):
         self.uncounted += not rank.is_counted
         self.agents_cpu_s += rank.agent_cpu_s
         self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
+        self.core_wait_s += rank.core_wait_s or 0.0
         self.sent_bytes += rank.sent_bytes
 
 
@@ -247,6 +254,11 @@ class Ledger(Struct):
             sent_bytes=spent.sent_bytes + sum(sent for _, sent, _ in ranks),
             received_bytes=spent.received_bytes + self.serving_bytes,
         )
+
+    def core_wait_s(self) -> float | None:
+        """Return the waits of all training threads for a core so far; ``None`` if no rank measures them."""
+        known = [rank.core_wait_s for rank in self.ranks.values() if rank.core_wait_s is not None]
+        return self.spent.core_wait_s + sum(known) if known or self.spent.core_wait_s else None
 
     def advance(self, rows: Sequence[RankReport]) -> None:
         """Update the loss and the iteration from a closed window."""

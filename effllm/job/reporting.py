@@ -99,7 +99,8 @@ def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
 def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
     """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
     ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
-    return ledger.goodput.summary(is_over, roster.job.measures_energy, status)
+    found = ledger.goodput.summary(is_over, roster.job.measures_energy, status)
+    return replace(found, core_wait_s=ledger.core_wait_s())
 
 
 def to_date(

@@ -71,6 +71,13 @@ LARGE_GAIN = 10.0
 #: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
 MIN_RETRIES = 0.1
 MAX_NAMED = 4  # ranks in the text of a verdict
+#: Training threads that wait for a core for at least this share of the time make the times of ranks unequal.
+MIN_CORE_WAIT = 0.05
+#: Causes that waits for a core may have.
+_OF_CORES = frozenset((
+    "data_loading", "between_iterations", "straggler", "uneven_ranks", "slow_iterations", "exposed_communication",
+    "device_idle",
+))  # fmt: skip
 
 
 def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | None:
@@ -125,15 +132,15 @@ def verdict_of(
         reported = [one for one in every if one.cause == "hang"] or reported
     unit, seen = found.unit, goodput or Goodput()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
-    evidence = tuple(_evidence(one, summary, unit, seen) for one in shown)
+    cores = _of_cores(summary)
+    evidence = *(_evidence(one, summary, unit, seen) for one in shown[: MAX_EVIDENCE - len(cores)]), *cores
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _FAILED and ends.get(summary.status):
         return _failed(summary, ends[summary.status], evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
-        action = reported[0].action or remedy(reported[0].cause, facts).text
-        return _accuse(reported[0], summary, action, unit, evidence, seen)
+        return _accuse(reported[0], summary, _action(reported[0], summary, facts), unit, evidence, seen)
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
         return _memory_pressure(summary, facts, evidence)
     if unreported >= MAX_UNREPORTED or reported:
@@ -157,6 +164,26 @@ def verdict_of(
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
         return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
     return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
+
+
+def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any]) -> str:
+    if loss.cause in _OF_CORES and 2 * _core_wait_share(summary) >= loss.share and _of_cores(summary):
+        return "more CPU cores for the job, or fewer threads (OMP_NUM_THREADS, DataLoader workers)"
+    return loss.action or remedy(loss.cause, facts).text
+
+
+def _core_wait_share(summary: Summary) -> float:
+    """Return the share of the ranks' time in which their training threads could run and had no CPU core."""
+    if summary.goodput is None or not any(summary.goodput.rank_seconds.values()):
+        return 0.0
+    return min((summary.goodput.core_wait_s or 0.0) / sum(summary.goodput.rank_seconds.values()), 1.0)
+
+
+def _of_cores(summary: Summary) -> tuple[Evidence, ...]:
+    """Return the evidence that the CPU cores are not enough, if there is any."""
+    share = _core_wait_share(summary)
+    text = f"training threads wait {100 * share:.0f} % of the time for a CPU core"
+    return (Evidence(text, "summary.json: goodput.core_wait_s", share),) if share >= MIN_CORE_WAIT else ()
 
 
 def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
@@ -233,12 +260,13 @@ def _accuse(
     loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
+    cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
-        why=loss.why + _where(windows_of(loss, summary, seen), summary.iterations),
+        why="; ".join([loss.why + _where(windows_of(loss, summary, seen), summary.iterations), *cores]),
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,

@@ -70,6 +70,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0  # total so far, like the CPU times
     recorder_cpu_s: Amount | None = None
+    core_wait_s: Amount | None = None  # time in which the training thread could run and had no CPU core, so far
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -107,6 +108,7 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
     end_time_s: Number | None = None  # end of the last report, by the clock that stamps reports
+    core_wait_s: Amount | None = None
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):

@@ -28,6 +28,7 @@ def test_all_ranks_profile_the_same_iterations(job):
     # Iterations 5, 10, 15 and 20 of each rank; the profile of a window's last iteration may be in the next window.
     assert sum(row.profile.iterations for row in rows) == ITERATIONS // EVERY * WORLD
     assert job.ledger.summary.profile.iterations == ITERATIONS // EVERY * WORLD
+    assert job.ledger.summary.goodput.core_wait_s >= 0.0
     assert {row.rank for row in rows} == set(range(WORLD))
 
 

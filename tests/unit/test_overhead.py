@@ -55,6 +55,21 @@ def test_overhead_of_all_agents_and_attempts_is_summed():
     assert spent.recorder_cpu_s is None, "no agent has reported it"
 
 
+def test_waits_for_a_core_are_summed_over_ranks_and_attempts():
+    first = served()
+    for rank in range(2):
+        first.hello(hello(rank), Now(0.0, 1000.0))
+    assert first.summary(1000.0, False).goodput.core_wait_s is None, "no agent has reported it"
+    first.reports(reports(row(0), core_wait_s=1.0), Now(10.0, 1010.0))
+    first.bye(Bye("agent-1", 1, "completed", 10, core_wait_s=2.0), Now(11.0, 1011.0))
+
+    second = served(restore(first.snapshot()).next_attempt("again"), "again")
+    second.hello(hello(0, 1, job="again"), Now(31.0, 1031.0))
+    second.reports(reports(row(0), core_wait_s=0.5), Now(41.0, 1041.0))
+
+    assert second.summary(1041.0, True).goodput.core_wait_s == 3.5
+
+
 def test_each_window_has_the_overhead_as_metrics():
     aggregator = served()
     aggregator.hello(hello(0, 1), Now(0.0, 1000.0))

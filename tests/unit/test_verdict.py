@@ -258,6 +258,26 @@ def test_long_first_iterations_may_have_the_cause_of_the_other_long_ones():
     assert (found.cause, found.bound) == ("slow_iterations", gain_of(0.1))
 
 
+def waiting_for_cores(share, **parts):
+    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=1000.0 * share)
+    return verdict_of(job(**parts, goodput=goodput))
+
+
+def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
+    claim = "training threads wait 9 % of the time for a CPU core"
+
+    found = waiting_for_cores(0.09, uneven_ranks=120.0)
+    assert found.cause == "uneven_ranks" and found.why.endswith(f"; {claim}")
+    assert found.next.startswith("more CPU cores for the job")
+    assert (found.evidence[-1].claim, found.evidence[-1].share) == (claim, pytest.approx(0.09))
+    other = waiting_for_cores(0.09, checkpoint=120.0)
+    assert claim not in other.why and other.evidence[-1].claim == claim
+    assert not waiting_for_cores(0.09, uneven_ranks=300.0).next.startswith("more CPU cores"), "not the larger part"
+    healthy = waiting_for_cores(0.09)
+    assert (healthy.cause, healthy.evidence[-1].claim) == (HEALTHY, claim)
+    assert all("CPU core" not in one.claim for one in waiting_for_cores(0.04, uneven_ranks=120.0).evidence)
+
+
 def test_repeated_iterations_repeat_their_waits_and_phases():
     """Four devices repeat 25 s of steps with 2.5 s of waits and phases, at most with 5 s: 110 s, at most 120 s."""
     repeats = attempts(0.0, 0.0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from effllm.job.iteration_losses import Lost
+from effllm.job.iteration_losses import LONG, Lost
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.columns import Array, Positions, fields_of
 from effllm.records.job import LastRanks
@@ -130,14 +130,33 @@ class CountedWaits:
         return lost, waits.straggling_s, bound_s
 
     def count_profiles(
-        self, profiled: Times, groups: Sequence[Positions], slow: Collection[int], iterations: int
+        self,
+        profiled: Times,
+        rows: Sequence[RankReport],
+        groups: Sequence[Positions],
+        slow: Collection[int],
+        has_long: bool,
     ) -> None:
-        """Add profiled iterations; ``iterations`` is their number, summed over ranks.
+        """Add the profiled iterations of a window, if they are not long.
 
-        Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations of
-        a window show less waits than these have.
+        Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations
+        show less waits than these have.
+
+        Args:
+            profiled: the times of `in_profiles`.
+            rows: the reports of the window.
+            groups: as in `Waits.of`.
+            slow: the slow ranks.
+            has_long: whether an iteration of the window is long.
         """
-        named = np.array([place for place, rank in enumerate(profiled.ranks) if rank in slow], np.intp)
+        counts = [row.profile.iterations for row in rows if row.profile is not None]
+        usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
+        if has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG * usual_s:
+            return
+        named, iterations = (
+            np.array([at for at, rank in enumerate(profiled.ranks) if rank in slow], np.intp),
+            sum(counts),
+        )
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
         self.last_ranks = replace(
             last,

@@ -19,7 +19,7 @@ from effllm.job.health.comparison import NUM_BLOCKS, SLOW, RankComparison, Slow
 from effllm.job.health.own_times import UNLIKE, CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
 from effllm.job.health.peers import Peer, PeerGroups
 from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
-from effllm.job.iteration_losses import LONG, Lost
+from effllm.job.iteration_losses import Lost
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.job import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
@@ -140,9 +140,9 @@ class Stragglers:
         fresh = self._name(slow)
         self._update()
         straggling = self._count(rows, own, fresh)
-        if profiles is not None and not _is_long(profiles, rows, is_long):
+        if profiles is not None:
             groups = list(self._peers.grouped(profiles.ranks).values())
-            self.waits.count_profiles(profiles, groups, self.named_ranks, sum(map(_num_profiled, rows)))
+            self.waits.count_profiles(profiles, rows, groups, self.named_ranks, any(is_long))
         self._count_data(rows, matrix, fresh)
         named, hosts = self.named_ranks, self._peers.hosts
         has_gpus, time_s = self._peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
@@ -360,16 +360,6 @@ def _add_to(
         totals[key] = replace(kept, differences=reason.differences, **_costs(total, joules, seconds))
     if len(totals) > MAX_KEPT:
         del totals[min(totals, key=lambda one: totals[one].gpu_seconds)]
-
-
-def _num_profiled(row: RankReport) -> int:
-    return row.profile.iterations if row.profile is not None else 0
-
-
-def _is_long(profiled: Times, rows: Sequence[RankReport], is_long: Sequence[bool]) -> bool:
-    """Whether the profiled iteration is long; of several ones, whether any iteration of their window is long."""
-    usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
-    return any(is_long) if max(map(_num_profiled, rows)) > 1 else float(profiled.iterations_s[0]) > LONG * usual_s
 
 
 def _verdict(
