@@ -8,9 +8,9 @@ step starts the metrics and is not measured, because the start of its iteration 
 Several optimizers share one iteration.  The optimizer that steps first in a process is the leader, and its step ends
 the iteration.  Later steps of other optimizers are part of the next iteration, so sums of counts and times are
 right, but shifted by less than an iteration.  A new optimizer with the leader's parameters becomes the leader at its
-first step.  If the leader was deleted, the next optimizer that steps becomes the leader.  If other optimizers make more
-than 16 steps without a step of the leader, the last of these optimizers becomes the leader; all these steps are one
-iteration.
+first step.  If the leader was deleted, the next optimizer that steps becomes the leader, and its first step is no
+iteration, because the start is unknown.  If other optimizers make more than 16 steps without a step of the leader, the
+last of these optimizers becomes the leader; all these steps are one iteration.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Rounds:
         self._steps = Steps(level, name)
         self.EvalMode = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
-        self._leaders_parameters: frozenset[int] = frozenset()
+        self._leaders_parameters: dict[int, weakref.ref[Any]] = {}  # by id, which a later parameter may have, too
         self._steps_of_others = 0
         self._plain_steps = 0  # number of steps on plain tensors; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -316,18 +316,20 @@ class Rounds:
         self._steps_of_others += 1
         if leader is None or self._steps_of_others > PATIENCE_STEPS or self._has_leaders_parameters(optimizer):
             is_first = self._leader is None
+            is_new = leader is None and not is_first and not self._has_leaders_parameters(optimizer)
             self._leader = weakref.ref(optimizer)
-            self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
+            self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in _parameters(optimizer)}
             self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
-            if is_first:
+            if is_first or (is_new and self._steps.put_aside()):
                 self._counter.follow(next(_parameters(optimizer)))
             else:
                 self._counter.end()
             self._steps.start()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
-        return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))
+        known = self._leaders_parameters
+        return any(id(one) in known and known[id(one)]() is one for one in _parameters(optimizer))
 
     def _join(self, optimizer: Any) -> None:
         self._joined.add(optimizer)

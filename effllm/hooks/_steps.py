@@ -44,6 +44,11 @@ class Steps:
         """The recorder, while these steps are counted and metrics are enabled."""
         return get_metrics_collector().recorder if self.is_owner else None
 
+    @property
+    def _phases(self) -> Recorder | None:
+        """The recorder of marked phases: also beside a loop that calls effllm itself, which may mark none."""
+        return get_metrics_collector().recorder if self.is_owner or ownership.is_explicit() else None
+
     def claim(self) -> bool:
         """Become the owner, unless the owner is nearer to the user; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
@@ -171,12 +176,12 @@ class Steps:
 
     def phase_start(self, name: str) -> None:
         """Begin a phase outside of iterations: ``evaluation``, ``checkpoint`` or ``other``."""
-        if (recorder := self.recorder) is not None:
+        if (recorder := self._phases) is not None:
             recorder.phase_start(name)
 
     def phase_end(self) -> None:
         """End the innermost phase."""
-        if (recorder := self.recorder) is not None:
+        if (recorder := self._phases) is not None:
             recorder.phase_end()
 
     def mark_phase(
@@ -196,7 +201,7 @@ class Steps:
             if not begins(call):
                 return None
             self.open_phases += 1
-            if (recorder := self.recorder) is not None:
+            if (recorder := self._phases) is not None:
                 recorder.phase_start(phase)
             return (recorder,)
 
@@ -217,6 +222,11 @@ class Steps:
         """Subtract an ended evaluation from the running iteration; the times are on the monotonic clock."""
         if (recorder := self.recorder) is not None:
             recorder.evaluated(start_ns, end_ns)
+
+    def put_aside(self) -> bool:
+        """Count the running iteration as another phase: it is the pause before a new training."""
+        recorder = self.recorder
+        return recorder is not None and recorder.put_aside()
 
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the last step, and return the newest values of the job."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.health.own_times import UNLIKE
 from effllm.job.remedies import SLOW_DATA
+from effllm.job.slow_clocks import LOCKED
 from effllm.metrics import METRICS
 from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
 from effllm.records.verdict import OF_GPUS, SlowIterations, Waterfall
@@ -290,6 +291,8 @@ def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
     devices = _devices_of_rank(summary, found)
     for cause, clock in summary.slow_clocks.items():
+        if cause == LOCKED:
+            continue
         factor = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
         yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
 

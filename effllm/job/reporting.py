@@ -279,7 +279,7 @@ def summary_of(
         goodput=goodput,
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole, sources, ledger.last_ranks.profiled_uneven_share),
-        slow_clocks=dict(ledger.slow_clocks.by_cause),
+        slow_clocks=ledger.slow_clocks.summary(),
         slow_iterations=ledger.iteration_losses.summary(),
         rare_waits=ledger.iteration_losses.rare_waits(),
         memory_pressure=ledger.memory_pressure.loss(),

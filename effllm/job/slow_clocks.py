@@ -23,7 +23,7 @@ from effllm.records.job import ClockLoss
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
 from effllm.records.wire import Hello
 
-THROTTLED, POWER_LIMIT = "throttled", "power_limit"
+THROTTLED, POWER_LIMIT, LOCKED = "throttled", "power_limit", "locked"
 #: A reason counts if it holds for at least this share of the time.
 MIN_REASON_SHARE = 0.2
 #: A GPU with a reason for less than this share of the time has no reason.
@@ -34,6 +34,8 @@ LOWERED = 0.98
 MAX_OTHERS = 64
 #: What times show is an estimate: its upper bound is this factor.
 UNSURE = 1.25
+#: Clocks are locked if all of them are below this share of the maximum, and the lowest is this share of the highest.
+LOCKED_BELOW, STEADY = 0.9, 0.99
 #: Windows without a reason from which on they are a base of comparison, and maximum number of kept windows.
 MIN_USUAL, MAX_USUAL = 5, 128
 
@@ -52,6 +54,7 @@ class SlowClocks(Struct):
 
     by_cause: dict[str, ClockLoss] = {}
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
+    least_clock: float = 1.0  # lowest clock of such GPUs
     usual_s: list[float] = []  # iteration times of windows without a reason
 
     def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
@@ -77,14 +80,23 @@ class SlowClocks(Struct):
                     named.add(row.rank)
                     if cause not in slow or clock < slow[cause].clock:
                         slow[cause] = _SlowGpu(row, window, device, clock)
-        others = max(_others(rows, devices, named), default=0.0)
-        self.free_clock = max(self.free_clock, others)
+        free = list(_others(rows, devices, named))
+        others = max(free, default=0.0)
+        self.free_clock, self.least_clock = max(self.free_clock, others), min([self.least_clock, *free])
         if not slow and rows.iterations:
             self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _each_s(rows[0])]
         for cause, one in slow.items():
             hello = hellos.get(one.row.rank)
             text = _text(cause, one, hello.host if hello is not None else "")
             self._add(cause, one, others or self.free_clock, len(rows), text, self._longer_s(one, rows, named))
+
+    def summary(self) -> dict[str, ClockLoss]:
+        """Return the losses by reason; clocks that are always low and equal, without a reason, as `LOCKED`."""
+        is_locked = self.least_clock >= STEADY * self.free_clock and 0.0 < self.free_clock < LOCKED_BELOW
+        if not is_locked or self.by_cause or len(self.usual_s) < MIN_USUAL:
+            return dict(self.by_cause)
+        why = f"the SM clocks of all GPUs are locked at {100 * self.free_clock:.0f} % of the maximum"
+        return {LOCKED: ClockLoss(0.0, -1, 0.0, f"{why}: nvidia-smi -q -d CLOCK")}
 
     def _longer_s(self, one: _SlowGpu, rows: Rows, named: Collection[int]) -> float | None:
         """Return how much longer times are in an iteration with a reason than without; ``None`` if it is not known."""

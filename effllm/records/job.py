@@ -441,7 +441,8 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
-    slow_clocks: dict[str, ClockLoss] = {}  # losses by low SM clocks with a reason: throttled, power_limit
+    # Losses by low SM clocks with a reason: throttled, power_limit; without one, and without a known loss: locked.
+    slow_clocks: dict[str, ClockLoss] = {}
     slow_iterations: SlowIterations | None = None  # None without long iterations
     rare_waits: SlowIterations | None = None  # None if waits for data are frequent
     memory_pressure: MemoryPressureLoss | None = None  # retries of torch's allocator; None without retries

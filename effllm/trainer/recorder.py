@@ -302,14 +302,25 @@ class Recorder:
         if self.is_on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
-    def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait."""
+    def evaluated(self, start_ns: int, end_ns: int, index: int = 0) -> None:
+        """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait.
+
+        ``index`` is that of another phase in `PHASES`.
+        """
         if self.is_on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
-            self._phases.add(0, end_ns - start_ns, is_inside=True)
+            self._phases.add(index, end_ns - start_ns, is_inside=True)
             self._write_totals()
-            self.put(ring.PHASE, 0, 0, start_ns, end_ns, 0.0)
+            self.put(ring.PHASE, index, 0, start_ns, end_ns, 0.0)
+
+    def put_aside(self, _now: Any = time.monotonic_ns) -> bool:
+        """Count the running iteration as another phase, and begin a new one; ``False`` if it contains a phase."""
+        if self._phases.inside_ns or self._phases.depth:
+            return False
+        self.evaluated(self._start_ns, now_ns := _now(), PHASES.index("other"))
+        self.start(lambda: now_ns)
+        return True
 
     def _write_totals(self) -> None:
         if self.is_on:

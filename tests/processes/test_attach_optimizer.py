@@ -249,6 +249,30 @@ def test_steps_of_a_new_optimizer_are_counted_in_the_same_run(launch):
     assert job.ledger.summary.parameters == 36
 
 
+def test_pause_before_a_second_training_is_no_iteration(launch):
+    job = train(
+        launch,
+        """
+        def stage():
+            model = torch.nn.Linear(8, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(20):
+                backward(model)
+                effllm.count(tokens=7)
+                time.sleep(0.01)
+                optimizer.step()
+
+        stage()
+        time.sleep(2)
+        stage()
+        """,
+    )
+    summary = job.ledger.summary
+    assert (iterations(job), summary.tokens) == (19 + 19, 39 * 7), "the first step begins the metrics"
+    assert summary.metrics["al_seconds"].value < 0.04
+    assert summary.time_by_class["other"] >= 2.0
+
+
 def test_second_optimizer_is_counted_when_the_first_makes_no_steps(launch):
     job = train(
         launch,

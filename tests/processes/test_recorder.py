@@ -65,6 +65,21 @@ def test_step_time_excludes_an_evaluation_that_is_reported_later(loop):
     assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
 
 
+def test_iteration_that_is_put_aside_is_another_phase(loop):
+    loop.start(2000)
+    loop.now_ns = 9000
+    assert loop.recorder.put_aside(lambda: 9000)
+    loop.end(9500)
+    loop.start(9500)
+    loop.phase("evaluation", 9600, 9700)
+    assert not loop.recorder.put_aside(lambda: 9800), "an iteration with a phase stays one"
+    loop.end(9900)
+
+    first, second = loop.iterations()
+    assert (first.step_ns, first.wait_ns, phases_ns(first)) == (500, 0, (0, 0, 7000))
+    assert (second.step_ns, second.wait_ns, phases_ns(second)) == (500 + 300, 0, (100, 0, 7000))
+
+
 def test_time_of_a_nested_phase_is_counted_in_the_outer_phase(loop):
     loop.start(2000)
     loop.now_ns = 2100

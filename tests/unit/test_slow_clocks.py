@@ -122,6 +122,27 @@ def test_clock_of_zero_is_not_compared(clock):
     assert losses(window(0, clock, limit_w=350.0, power_cap=0.9), window(1)) == {}
 
 
+@cases(
+    ("clocks", "reasons", "locked"),
+    [
+        ((0.7,) * 8, {}, True),
+        ((0.7, 0.6) * 4, {}, False),  # they vary with the load
+        ((0.95,) * 8, {}, False),  # near the maximum
+        ((0.7,) * 8, {"sw_thermal": 0.9}, False),
+        ((0.7,) * 3, {}, False),  # few windows
+        ((0.0,) * 8, {}, False),  # not measured
+    ],
+)
+def test_low_clocks_that_never_change_are_locked(clocks, reasons, locked):
+    known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ}
+    devices, found = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(2)}, SlowClocks()
+    for clock in clocks:
+        found.close([row(rank, devices=(window(rank, clock, **reasons),)) for rank in range(2)], devices, {})
+
+    text = "the SM clocks of all GPUs are locked at 70 % of the maximum: nvidia-smi -q -d CLOCK"
+    assert [one.why for cause, one in found.summary().items() if cause == "locked"] == [text] * locked
+
+
 def test_low_clock_without_a_longer_own_time_is_no_loss():
     """Memory-bound kernels: at 75 % of the clock, the rank is as fast as its peers."""
     hot = window(0, 0.75, sw_thermal=0.9)

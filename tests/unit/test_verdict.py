@@ -278,6 +278,13 @@ def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
     assert all("CPU core" not in one.claim for one in waiting_for_cores(0.04, uneven_ranks=120.0).evidence)
 
 
+def test_locked_clocks_are_stated_and_no_loss():
+    locked = ClockLoss(0.0, -1, 0.0, "the SM clocks of all GPUs are locked")
+    found = verdict_of(job(slow_clocks={"locked": locked}))
+
+    assert (found.cause, found.evidence[-1].claim, found.evidence[-1].share) == (HEALTHY, locked.why, None)
+
+
 def test_repeated_iterations_repeat_their_waits_and_phases():
     """Four devices repeat 25 s of steps with 2.5 s of waits and phases, at most with 5 s: 110 s, at most 120 s."""
     repeats = attempts(0.0, 0.0)
