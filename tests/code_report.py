@@ -22,7 +22,7 @@ BUDGETS = {
     "config": 821,  # a process without memory or threads ends with one line
     "devices": 4_011,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_880,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 4_904,  # own times, the loss and tokens of any loop; the scaler of FSDP; ms-swift is counted
+    "hooks": 4_982,  # own times, the loss and tokens of any loop; the scaler of FSDP; ms-swift is counted
     "instruments": 2_427,  # no event and no read on a GPU that the process does not use
     "job": 9_298,  # losses iteration by iteration; waits inside communication; bounds that no true gain exceeds
     "memory": 3_229,

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from effllm.hooks._parameters import CONVENTION, Parameters, flops_per_token
+from effllm.hooks._parameters import Parameters, convention_of, flops_per_token, vocabulary_of
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
-from effllm.trainer.batch import PACKED, Batch, read_batch
+from effllm.trainer.batch import PACKED, UNKNOWN, Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
 
 _DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type
@@ -158,17 +158,19 @@ class Batches:
         self.has_packed = False  # whether the last batch had rows of packed sequences, which are samples
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
+        self.vocabulary: int | None = None  # of the model, if it is known and a language model
         self._at_exit = functools.partial(Guard("the count of the last iterations"), self._count_rest)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
+        self.vocabulary = _COUNTING(vocabulary_of, model)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # handlers run in reverse order: this one runs before the session's handler
 
     def add(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""
-        seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
+        seen = inputs if isinstance(inputs, Batch) else batch_of(inputs, self.vocabulary)
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
@@ -211,17 +213,37 @@ class Batches:
         if is_first and seen.width and self._parameters is not None:
             facts["sequence_length"] = seen.width
             if found := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
-                flops, facts["flops_convention"] = found[0], f"{CONVENTION}; sequence length: width of the first batch"
+                convention = convention_of(self._model())
+                flops, facts["flops_convention"] = found[0], f"{convention}; sequence length: width of the first batch"
         self._steps.learn(flops_per_token=flops, facts=facts)
 
 
-def batch_of(inputs: Any) -> Batch:
-    """Return the counts of a batch of any type; if it has no text, only the samples of its first tensor."""
+def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
+    """Return the counts of a batch of any type; if it has no text, only the samples of its first tensor.
+
+    Args:
+        inputs: the batch.
+        vocabulary: of a language model; then the ids of a batch need no name.
+    """
     seen = read_batch(inputs)
+    if (seen is None or not seen.source) and vocabulary is not None:
+        seen = _of_ids(inputs) or seen
     if seen is None or not seen.source:
         first = next(_tensors(inputs, _DEPTH), None)
         seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
     return seen
+
+
+def _of_ids(inputs: Any) -> Batch | None:
+    """Return the counts of a batch that has only ids and labels: tensors of whole numbers of one shape, in rows."""
+    tensors = list(_tensors(inputs, _DEPTH))
+    if not tensors or any(one.is_floating_point() or one.is_complex() for one in tensors):
+        return None
+    first = tensors[0]
+    if first.dim() != 2 or first.shape[1] < 2 or any(one.shape != first.shape for one in tensors):
+        return None
+    rows, width = map(int, first.shape)
+    return Batch(rows * width, rows, rows * width, source=UNKNOWN, width=width)
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -6,14 +6,24 @@ shape of the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CONVENTION = (
+_WEIGHTS = (
     "FLOPs per token: 6 x multiplied weights, or 4 x frozen weights, which have no weight gradient; embedding lookups "
-    "and inactive experts are left out; attention: 12 x layers x width x sequence length, without causality"
+    "and inactive experts are left out; attention: "
 )
+CONVENTION = f"{_WEIGHTS}12 x layers x width x sequence length, without causality"
+
+# Where a model has its config, and the usual names in it: transformers, GPT-2 and its kin, Llama's own code, timm.
+_CONFIGS = ("config", "args", "cfg", "params")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
+_VOCABULARIES = ("vocab_size", "n_vocab", "padded_vocab_size")
+_MAX_TABLES = 3  # tokens, positions and segments; a model with more tables reads categories
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +95,50 @@ def _flat_parameters(model: Any) -> dict[int, Any]:
 
 def config_of(model: Any) -> Any:
     inner = unwrapped(model)
-    config = getattr(inner, "config", None)
+    config = next((found for name in _CONFIGS if (found := getattr(inner, name, None)) is not None), None)
     return getattr(config, "text_config", None) or config
+
+
+def model_of(parameters: Sequence[Any]) -> Any:
+    """Return the innermost module with all of these parameters, of all modules in memory; ``None`` without one.
+
+    A process with a million Python objects needs about 0.1 s, so this is called once in a training.
+    """
+    kind, wanted = sys.modules["torch"].nn.Module, {id(one) for one in parameters}
+    modules = [one for one in gc.get_objects() if issubclass(type(one), kind)]  # isinstance could run a proxy's code
+    owned = (one for one in modules if wanted & {id(own) for own in vars(one).get("_parameters", {}).values()})
+    found = next(owned, None)
+    while found is not None and not wanted <= {id(own) for own in found.parameters()}:
+        found = next((one for one in modules if any(child is found for child in one.children())), None)
+    return found
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Return the vocabulary of a language model; ``None`` for other models.
+
+    One of few embeddings has the size that the config states, or as many rows as the last layer has outputs.
+    """
+    tables = [one.num_embeddings for one in model.modules() if _is_table(one)]
+    outputs = [one.out_features for one in model.modules() if isinstance(getattr(one, "out_features", None), int)]
+    known = {_number(config_of(model), _VOCABULARIES), *outputs[-1:]}
+    return max((size for size in tables if size in known), default=None) if len(tables) <= _MAX_TABLES else None
+
+
+def convention_of(model: Any) -> str:
+    """Return the convention of `flops_per_token` for a model."""
+    config = config_of(model)
+    has_shape = _number(config, _LAYERS) and _attention_width(config)
+    return CONVENTION if has_shape else f"{_WEIGHTS}left out, because the model has no config with layers and width"
+
+
+def _is_table(module: Any) -> bool:
+    return hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")
+
+
+def _number(config: Any, names: Sequence[str]) -> int | None:
+    """Return the first number above 0 with one of these names, of an object or a dictionary."""
+    values = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
+    return next((one for one in values if type(one) is int and one > 0), None)
 
 
 def model_name(model: Any) -> str:
@@ -124,7 +176,7 @@ def _active_share(config: Any) -> float | None:
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
     """Return the FLOPs of a token, in total and of the forward pass; ``None`` if unknown.
 
-    The FLOPs follow `CONVENTION`; without a sequence length, attention is not counted.
+    The FLOPs follow `convention_of`; without a sequence length, attention is not counted.
 
     Args:
         model: a model with layers of one width.
@@ -132,8 +184,8 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
         sequence_length: number of positions that a token attends to.
     """
     config = config_of(model)
-    layers, width = getattr(config, "num_hidden_layers", None), _attention_width(config)
-    if not layers or not width or getattr(config, "is_encoder_decoder", False):
+    layers, width = _number(config, _LAYERS) or 0, _attention_width(config) or 0
+    if (not (layers and width) and vocabulary_of(model) is None) or getattr(config, "is_encoder_decoder", False):
         return None
     looked_up, looked_up_trainable = _looked_up(model, config)
     active = (counted.total if counted.active is None else counted.active) - looked_up
@@ -184,8 +236,7 @@ def _attention_width(config: Any) -> int | None:
     heads, head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     if heads and head:
         return int(heads) * int(head)
-    width = getattr(config, "hidden_size", None)
-    return int(width) if width else None
+    return _number(config, _WIDTHS)
 
 
 def _looked_up(model: Any, config: Any) -> tuple[int, int]:
@@ -195,8 +246,9 @@ def _looked_up(model: Any, config: Any) -> tuple[int, int]:
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
     entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
     total = trainable = 0
+    heads = {id(one.weight) for one in model.modules() if hasattr(one, "out_features") and hasattr(one, "weight")}
     for module in model.modules():
-        if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim") and module is not entry:
+        if _is_table(module) and module is not entry and id(getattr(module, "weight", None)) not in heads:
             count = int(module.num_embeddings) * int(module.embedding_dim)
             total += count
             weight = getattr(module, "weight", None)

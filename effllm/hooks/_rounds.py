@@ -19,11 +19,11 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from effllm.hooks._batches import Batches, batch_of
-from effllm.hooks._parameters import parameters_of, size_of
+from effllm.hooks._parameters import model_of, parameters_of, size_of
 from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
 from effllm.hooks._wrap import Guard, no_metrics
 from effllm.trainer import ownership
@@ -33,7 +33,7 @@ from effllm.trainer.collector import get_metrics_collector
 MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few modules to eval mode
 
 _GUARD = Guard("evaluation by the model's eval()")
-_COUNTING = Guard("the parameter count of a model in DDP")
+_COUNTING = Guard("the parameter count of the model")
 _listeners: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
@@ -190,12 +190,14 @@ class BatchCounter:
         self._skipped: Batch | None = None  # the batch that another batch followed
         self._is_at_end = self._is_on = False
 
-    def follow(self, parameter: Any) -> None:
+    def follow(self, parameters: Sequence[Any]) -> None:
         """Begin a training; batches are counted if the ranks are known to have different batches."""
         torch: Any = sys.modules["torch"]
         is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        model = None if is_alone else sys.modules["effllm.hooks.backward"].model_with(parameter)
-        self._is_on = is_alone or model is not None or torch.distributed.get_world_size() == 1
+        is_alone = is_alone or torch.distributed.get_world_size() == 1
+        in_ddp = None if is_alone else sys.modules["effllm.hooks.backward"].model_with(parameters[0])
+        model = _COUNTING(model_of, parameters) if is_alone else in_ddp
+        self._is_on = is_alone or model is not None
         self._batches = Batches(self._steps)
         if model is not None:
             self._batches.of_model(model, _COUNTING(parameters_of, model))
@@ -207,7 +209,9 @@ class BatchCounter:
         self._is_at_end = batch is None
         if self._fresh is not None:
             self._skipped = self._fresh
-        self._fresh = None if batch is None else batch_of(batch)  # the counts: the batch itself is not kept
+        self._fresh = (
+            None if batch is None else batch_of(batch, self._batches.vocabulary)
+        )  # the counts: the batch itself is not kept
 
     def backward(self) -> None:
         batch, self._fresh = self._fresh, None
@@ -322,7 +326,7 @@ class Rounds:
             self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
             if is_first or (is_new and self._steps.put_aside()):
-                self._counter.follow(next(_parameters(optimizer)))
+                self._counter.follow(list(_parameters(optimizer)))
             else:
                 self._counter.end()
             self._steps.start()

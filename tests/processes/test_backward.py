@@ -296,6 +296,49 @@ def test_tokens_of_a_plain_loop_are_those_of_its_batches(launch, name):
     assert job.ledger.facts["token_source"] == "attention mask"
 
 
+LANGUAGE = """
+from torch.utils.data import DataLoader
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False)
+    def forward(self, ids):
+        return self.head(self.table(ids))
+model = Net()
+rows = [(torch.arange(6) % 50, (torch.arange(6) + 1) % 50) for i in range(60)]
+{wrap}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for ids, labels in DataLoader(rows, batch_size=3):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+    optimizer.step()
+"""
+WRAPS = {
+    "alone": (1, ""),
+    "compiled": (1, 'model = torch.compile(model, backend="eager")'),
+    "ddp": (
+        2,
+        'torch.distributed.init_process_group("gloo"); model = torch.nn.parallel.DistributedDataParallel(model)',
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_tokens_and_flops_of_a_language_model_follow_from_batches_without_names(launch, tmp_path, wrap):
+    ranks, line = WRAPS[wrap]
+    script = tmp_path / "train.py"
+    script.write_text(dedent(ALONE) + LANGUAGE.format(wrap=line))
+    options = ["--nproc-per-node", str(ranks), "--master-port", str(jobs.unused_port())]
+    job = launch.torchrun(options, script, environ=ON).done(200)
+
+    summary, facts = job.ledger.summary, job.ledger.facts
+    assert (summary.tokens, summary.samples) == (ranks * 19 * 3 * 6, ranks * 19 * 3)
+    assert facts["token_source"] == "all positions, because padding is unknown"
+    assert facts["sequence_length"] == 6
+    assert facts["flops_convention"].startswith("FLOPs per token: 6 x multiplied weights")
+    assert not any("the FLOPs per token are unknown" in one for one in summary.waterfall.unknown)
+
+
 def test_loop_with_images_has_samples_and_no_tokens(launch):
     job = alone(
         launch,

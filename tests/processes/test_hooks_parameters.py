@@ -9,7 +9,16 @@ from cases import cases
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from effllm.hooks._parameters import each_parameter, flops_per_token, model_name, parameters_of, unwrapped  # noqa: E402
+from effllm.hooks._parameters import (  # noqa: E402
+    convention_of,
+    each_parameter,
+    flops_per_token,
+    model_name,
+    model_of,
+    parameters_of,
+    unwrapped,
+    vocabulary_of,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -112,6 +121,53 @@ def test_tied_embeddings_are_counted_once_as_the_head():
     model = Tiny(tied=True)
 
     assert flops_per_token(model, parameters_of(model), None)[0] == 6 * 72
+
+
+class Gpt(torch.nn.Module):
+    """A language model in the manner of GPT-2: other names, and a head that is tied without a config of it."""
+
+    def __init__(self, config=None, tied=True):
+        super().__init__()
+        self.table, self.places = torch.nn.Embedding(10, 4), torch.nn.Embedding(8, 4)
+        self.layer, self.head = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        if config is not None:
+            self.args = config
+
+
+@cases("config", [SimpleNamespace(n_layer=2, n_embd=4), {"n_layers": 2, "dim": 4, "n_vocab": 10}])
+def test_flops_follow_from_usual_names_of_layers_and_width(config):
+    model = Gpt(config)
+
+    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * (16 + 40) + 12 * 2 * 4 * 8
+    assert "12 x layers" in convention_of(model)
+
+
+@cases("tied", [True, False])
+def test_flops_of_a_language_model_without_a_config_are_those_of_its_weights(tied):
+    model = Gpt(tied=tied)
+
+    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * (16 + 40)
+    assert convention_of(model).endswith("left out, because the model has no config with layers and width")
+
+
+def test_vocabulary_is_known_of_language_models_alone():
+    classifier = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 4))
+    table = torch.nn.Sequential(*(torch.nn.Embedding(10, 4) for _ in range(5)), torch.nn.Linear(20, 10))
+
+    assert (vocabulary_of(Gpt()), vocabulary_of(Tiny(vocab_size=10))) == (10, 10)
+    assert [vocabulary_of(one) for one in (classifier, table, torch.nn.Linear(4, 10))] == [None] * 3
+
+
+def test_model_of_an_optimizer_is_the_innermost_module_with_its_parameters():
+    model, teacher = Gpt(), Gpt()
+    both = torch.nn.ModuleList([torch.nn.Sequential(model), teacher])
+
+    assert model_of(list(model.parameters())) is model
+    assert model_of(list(model.layer.parameters())) is model.layer
+    assert model_of([*model.parameters(), *teacher.parameters()]) is both
+    assert model_of([torch.nn.Parameter(torch.ones(2))]) is None
 
 
 def test_flops_of_a_model_without_layer_config_are_unknown():
