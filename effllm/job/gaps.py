@@ -146,6 +146,11 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
             "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
             "counted in AL; `with effllm.phase('evaluation'):` excludes an evaluation from AL"
         )
+    if in_means := round(ledger.iteration_losses.in_means):
+        yield (
+            f"single iterations: of {in_means:,} iterations only means are known, so their losses are lower bounds; a "
+            "smaller EFFICIENTLLM_LOG_INTERVAL measures them"
+        )
     if roster.job.begins_with_a_step and whole.counts.iterations:
         yield "first iteration: not measured, because the metrics began at its optimizer step"
 

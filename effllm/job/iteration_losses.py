@@ -8,8 +8,8 @@ iteration is long: it is a pause, a compilation, or a garbage collection.
 from __future__ import annotations
 
 import statistics
-from itertools import pairwise
-from operator import attrgetter
+from itertools import accumulate, pairwise
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 import msgspec
@@ -67,6 +67,7 @@ class Pending(Struct, array_like=True):
     times_s: list[float]  # of its iterations, without waits for data
     waits_s: list[float]  # what waits for data cost in each of them
     ranks: int
+    weights: list[float] = []  # number of iterations of each of these times, if one has several
 
 
 class Places(Struct):
@@ -100,6 +101,8 @@ class IterationLosses(Struct):
     nearly_s: float = 0.0  # what iterations that are nearly long, or follow a long one, take above the median
     is_after_long: bool = False
     wait_s: float = 0.0  # what waits for data cost in all of them
+    in_means: float = 0.0  # iterations of which only means are known
+    hidden_data_s: float = 0.0  # rank-seconds that waits for data cost at most in them, above the known cost
     long: Places = msgspec.field(default_factory=Places)  # after the warm-up
     waits: Places = msgspec.field(default_factory=Places)  # iterations with long waits
 
@@ -111,13 +114,26 @@ class IterationLosses(Struct):
         phase, delay_s, waiting = waits_for_phase(matrix)
         whole = matrix.steps + matrix.waits - np.outer(waiting, delay_s)
         lost = np.minimum(matrix.lost_to_data(), whole)  # by rank and iteration
-        data_s = float((lost - matrix.waits).sum()) * matrix.num_ranks / len(matrix.rows)
+        per_row = matrix.num_ranks / len(matrix.rows)
+        data_s = float((lost - matrix.waits).sum(axis=0) @ matrix.weights) * per_row
+        if matrix.has_means:  # the waits of the ranks may be in different iterations
+            most = np.minimum(matrix.waits.sum(axis=0), whole)
+            self.in_means += float(matrix.weights.sum())
+            self.hidden_data_s += float(np.maximum(most - lost, 0.0).sum(axis=0) @ matrix.weights) * per_row
         times_s, waits_s = np.median(whole - lost, axis=0).tolist(), np.median(lost, axis=0).tolist()
         self.pending.append(
-            Pending(matrix.window, matrix.first, matrix.first_shown, times_s, waits_s, matrix.num_ranks)
+            Pending(
+                matrix.window,
+                matrix.first,
+                matrix.first_shown,
+                times_s,
+                waits_s,
+                matrix.num_ranks,
+                matrix.weights.tolist() if matrix.has_means else [],
+            )
         )
         known = [*self.usual_s, *(time_s for one in self.pending for time_s in one.times_s)]
-        phase_s = float(delay_s.sum() * waiting.sum())
+        phase_s = float(delay_s @ matrix.weights * waiting.sum())
         found = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
         if len(known) >= MIN_KEPT:
             usual_s = statistics.median(known)
@@ -127,21 +143,25 @@ class IterationLosses(Struct):
 
     def _judge(self, window: Pending, usual_s: float) -> Lost:
         slow_s = warmup_s = 0.0
-        self.iterations += len(window.times_s)
-        self.wait_s += sum(window.waits_s)
+        weights = window.weights or [1] * len(window.times_s)
+        self.iterations += round(sum(weights))
+        self.wait_s += sum(map(mul, window.waits_s, weights))
         is_long = tuple(time_s > LONG * usual_s for time_s in window.times_s)
-        for at, (time_s, wait_s) in enumerate(zip(window.times_s, window.waits_s, strict=True)):
+        before = accumulate(weights, initial=0)
+        for at, weight, time_s, wait_s, is_one in zip(
+            map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False
+        ):
             if wait_s > WAIT * usual_s:
-                self.waits.add(window.first_shown + at, wait_s)
+                self.waits.add(window.first_shown + at, weight * wait_s)
             is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
-            self.is_after_long = is_long[at]
-            if not is_long[at]:  # a rank may end a long iteration after the others, which then wait in the next one
-                self.nearly_s += max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
+            self.is_after_long = is_one
+            if not is_one:  # a rank may end a long iteration after the others, which then wait in the next one
+                self.nearly_s += weight * max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
                 continue
             if window.first + at <= WARMUP:
-                warmup_s += time_s - usual_s
+                warmup_s += weight * (time_s - usual_s)
             else:
-                slow_s += time_s - usual_s
+                slow_s += weight * (time_s - usual_s)
                 self.long.add(window.first_shown + at, time_s)
         return Lost(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
 
@@ -181,5 +201,5 @@ def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
     shorter = np.median(whole[waiting > 0], axis=0) - whole[longest]
     delay_s = np.where(shorter > MIN_DELAY * np.median(whole), shorter, 0.0)
     limit_s = seconds[longest] - np.median(seconds[waiting > 0])
-    delay_s *= min(limit_s / delay_s.sum(), 1.0) if delay_s.any() else 0.0
+    delay_s *= min(limit_s / (delay_s @ matrix.weights), 1.0) if delay_s.any() else 0.0
     return max(phases[longest], key=phases[longest].__getitem__), delay_s, waiting

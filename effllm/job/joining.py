@@ -196,7 +196,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
         values=merged_by_name(row.values for row in rows if row.values) or None,
-        times=IterationTimes.join([row.times for row in rows], sum(row.iterations for row in rows)),
+        times=IterationTimes.join([(row.times, row.iterations) for row in rows]),
         allocator=_largest([row.allocator for row in rows if row.allocator is not None]),
     )
 

@@ -252,6 +252,8 @@ def _most(summary: Summary, found: Waterfall, cause: str, seconds: float) -> flo
     """Return the upper bound of a part over its seconds."""
     if cause == "slow_iterations" and summary.slow_iterations is not None and seconds:
         return summary.slow_iterations.max_ratio + seconds_of(found, "warmup") / seconds
+    if cause in ("data_loading", "between_iterations") and summary.goodput is not None and seconds:
+        return 1.0 + summary.goodput.hidden_data_s * _devices_of_rank(summary, found) / seconds
     # At most, the ranks wait for a last checkpoint of few ranks after their last iteration.
     return 1.0 + seconds_of(found, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
 

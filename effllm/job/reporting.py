@@ -100,7 +100,7 @@ def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: st
     """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
     ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
     found = ledger.goodput.summary(is_over, roster.job.measures_energy, status)
-    return replace(found, core_wait_s=ledger.core_wait_s())
+    return replace(found, core_wait_s=ledger.core_wait_s(), hidden_data_s=ledger.iteration_losses.hidden_data_s)
 
 
 def to_date(

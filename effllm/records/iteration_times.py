@@ -1,6 +1,7 @@
 """The times of the iterations of a report, as 16-bit logarithmic values. No I/O.
 
-A value has a relative error of at most `MAX_ERROR`.  A report of more than `MAX_ITERATIONS` iterations has no times.
+A value has a relative error of at most `MAX_ERROR`.  A report of more than `MAX_ITERATIONS` iterations has means of
+several iterations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 MAX_ITERATIONS = 4096
+MAX_JOINED = 16 * MAX_ITERATIONS  # joined reports of more iterations have no times
 _MIN_S, _MAX_S, _CODES = 1e-6, 1e6, 65535
 _EACH = (_CODES - 1) / math.log(_MAX_S / _MIN_S)  # codes per e-fold
 MAX_ERROR = 0.5 / _EACH
@@ -27,33 +29,57 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
     steps: Codes = b""  # from the start of an iteration to its end
     waits: Codes = b""  # waits for data before the start; empty if all are 0
     own: Codes = b""  # from the start to the first wait for other ranks; empty if one is not known
+    each: Annotated[int, Meta(ge=1, le=2**31)] = 1  # values are means of so many iterations; the last one may have less
 
     def __len__(self) -> int:
         return len(self.steps) // 2
 
     def is_of(self, iterations: int) -> bool:
         """Whether there is a step for each iteration, and a wait and an own time for each or for no iteration."""
-        size = 2 * iterations
+        size = 2 * -(-iterations // self.each)
         return len(self.steps) == size and len(self.waits) in (0, size) and len(self.own) in (0, size)
 
     @classmethod
     def of(cls, steps_s: Sequence[float], waits_s: Sequence[float], own_s: Sequence[float]) -> IterationTimes | None:
-        """Return the times; ``None`` for no or too many iterations.  Own times of some iterations are left out."""
-        if not 0 < len(steps_s) <= MAX_ITERATIONS:
+        """Return the times; ``None`` without iterations.  Own times of some iterations are left out."""
+        if not steps_s:
             return None
-        waits = codes_of(waits_s) if any(waits_s) else b""
-        return cls(codes_of(steps_s), waits, codes_of(own_s) if len(own_s) == len(steps_s) else b"")
+        each = -(-len(steps_s) // MAX_ITERATIONS)
+        steps, waits, own = (
+            codes_of(_means(seconds, each))
+            for seconds in (steps_s, waits_s, own_s if len(own_s) == len(steps_s) else ())
+        )
+        return cls(steps, waits if any(waits) else b"", own, each)
 
     @classmethod
-    def join(cls, parts: Sequence[IterationTimes | None], iterations: int) -> IterationTimes | None:
-        """Return the times of consecutive reports; ``None`` unless each of all ``iterations`` has its times."""
-        known = [part for part in parts if part]
-        if not known or not sum(map(len, known)) == iterations <= MAX_ITERATIONS:
+    def join(cls, parts: Sequence[tuple[IterationTimes | None, int]]) -> IterationTimes | None:
+        """Return the times of consecutive reports, with their numbers of iterations; ``None`` if one has no times."""
+        known = [(part, iterations) for part, iterations in parts if part is not None and iterations]
+        total = sum(iterations for _, iterations in parts)
+        whole = all(part.is_of(iterations) for part, iterations in known)
+        if not whole or not sum(iterations for _, iterations in known) == total <= MAX_JOINED or not total:
             return None
-        has_own = all(part.own for part in known)
-        waits = [part.waits or bytes(len(part.steps)) for part in known] if any(part.waits for part in known) else []
-        own = [part.own for part in known] if has_own else []
-        return cls(b"".join(part.steps for part in known), b"".join(waits), b"".join(own))
+        steps, waits, own = (
+            [value for part, iterations in known for value in _values(getattr(part, name), iterations, part.each)]
+            for name in ("steps", "waits", "own")
+        )
+        return cls.of(steps, waits, own if all(part.own for part, _ in known) else ())
+
+
+def _means(seconds: Sequence[float], each: int) -> Sequence[float]:
+    if each == 1:
+        return seconds
+    parts = (seconds[at : at + each] for at in range(0, len(seconds), each))
+    return [math.fsum(part) / len(part) for part in parts]
+
+
+def _values(codes: bytes, iterations: int, each: int) -> Sequence[float]:
+    """Return a time for each iteration; 0 without codes."""
+    values = array("H", codes)
+    if sys.byteorder == "big":
+        values.byteswap()
+    seconds = list(map(seconds_of_code, values)) or [0.0] * iterations
+    return seconds if each == 1 else [seconds[at // each] for at in range(iterations)] if values else seconds
 
 
 def codes_of(seconds: Iterable[float]) -> bytes:

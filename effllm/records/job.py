@@ -403,6 +403,7 @@ class GoodputSummary(Struct, frozen=True):
     device_seconds: dict[str, float] = {}  # by class: rank-seconds times the devices of a rank, of each attempt
     unit: str = OF_RANKS  # of these seconds; OF_GPUS if a rank of any attempt has a GPU
     core_wait_s: float | None = None  # rank-seconds in which training threads could run and had no CPU core
+    hidden_data_s: float = 0.0  # rank-seconds by which waits for data may cost more: only means of iterations are known
     data_in_steps_s: float = 0.0  # device-seconds of the class data in which ranks waited in steps for others' data
     unused_gpu_seconds: float = 0.0  # of allocated GPUs that no rank uses, over all attempts and the gaps between them
 

@@ -379,7 +379,7 @@ class RankReport(SeldomOnWire, Struct, frozen=True, array_like=True, gc=False):
     loss: Finite | None = None  # the last loss of the window; None if it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     allocator: Allocator | None = None  # None without CUDA
-    times: IterationTimes | None = None  # of each iteration; None if there are too many, or a record was overwritten
+    times: IterationTimes | None = None  # of the iterations; None if a record was overwritten
 
     @property
     def iterations(self) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
 from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses
 from effllm.job.iteration_matrix import IterationMatrix
-from effllm.records.iteration_times import IterationTimes
+from effllm.records.iteration_times import IterationTimes, codes_of
 from effllm.records.job import MAX_LAST, LastRanks
 
 
@@ -237,11 +237,52 @@ def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself
     assert LONG == 2.5
 
 
+def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):
+    """Each of two ranks waits 0.2 s in other iterations than the other one; whole iterations take 0.3 s."""
+    waits = [[0.2, 0.0] * 60, [0.0, 0.2] * 60]
+    steps = synchronous(waits, [[0.1] * 120] * 2)
+    exact, means = IterationLosses(), IterationLosses()
+    sums = []
+    for losses, values in ((exact, 1 << 20), (means, 61)):
+        monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", values)
+        matrix = IterationMatrix.of(window(1, steps, waits))
+        sums.append(sum(one.data_s for one in losses.close(matrix)) + float((matrix.waits @ matrix.weights).sum()))
+
+    whole, least = sums
+    assert whole == pytest.approx(120 * 2 * 0.2, rel=0.01)
+    assert least == pytest.approx(120 * 2 * 0.1, rel=0.01)
+    assert least <= whole <= 1.001 * (least + means.hidden_data_s)
+    assert (exact.in_means, means.in_means, exact.hidden_data_s) == (0, 120, 0.0)
+
+
+def test_columns_of_a_large_window_are_joined(monkeypatch):
+    monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", 8)
+    matrix = IterationMatrix.of(window(1, [[0.1, 0.3, 0.2, 0.2, 0.5]] * 2, [[0.0] * 5] * 2, [[0.1] * 5] * 2))
+
+    assert matrix.weights.tolist() == [2.0, 2.0, 1.0] and matrix.has_means
+    assert matrix.steps == pytest.approx(np.array([[0.2, 0.2, 0.5]] * 2), rel=1e-3)
+    assert matrix.own.shape == matrix.waits.shape == (2, 3)
+
+
+def test_long_iterations_in_means_keep_their_time():
+    losses = IterationLosses()
+    for number in range(30):
+        took = [[0.1, 0.1, 4.0 if number == 20 else 0.1, 0.1]] * 2
+        rows = window(number + 1, took, [[0.0] * 4] * 2, first=4 * number + 1)
+        means = codes_of([sum(took[0][:2]) / 2, sum(took[0][2:]) / 2])
+        for row in rows:
+            row.times = IterationTimes(means, each=2)
+        lost = losses.close(IterationMatrix.of(rows))
+        if number == 20:
+            assert sum(one.slow_s for one in lost) == pytest.approx(2 * 3.9, rel=0.01)
+    assert losses.iterations == 120 and losses.summary().count == 1
+
+
 def test_reports_without_times_and_of_other_iterations_are_left_out():
     rows = window(1, [[0.1] * 4] * 3, [[0.1] * 4] * 3)
     rows[2].times = None
     assert IterationMatrix.of(rows).num_ranks == 3
-    rows[1].iteration_last += 1
+    rows[1].iteration_first, rows[1].iteration_last = 2, 5
     assert IterationMatrix.of(rows) is not None, "of two kinds, one is taken"
     rows[0].times = rows[1].times = None
     assert IterationMatrix.of(rows) is None

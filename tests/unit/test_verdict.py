@@ -285,6 +285,12 @@ def test_locked_clocks_are_stated_and_no_loss():
     assert (found.cause, found.evidence[-1].claim, found.evidence[-1].share) == (HEALTHY, locked.why, None)
 
 
+def test_gain_without_waits_of_which_only_means_are_known_has_their_upper_bound():
+    goodput = GoodputSummary(100.0, 0.7, {}, {"kept": 1000.0}, {}, hidden_data_s=50.0)
+
+    assert verdict_of(job(data=100.0, goodput=goodput)).bound == gain_of(0.15)
+
+
 def test_repeated_iterations_repeat_their_waits_and_phases():
     """Four devices repeat 25 s of steps with 2.5 s of waits and phases, at most with 5 s: 110 s, at most 120 s."""
     repeats = attempts(0.0, 0.0)

@@ -190,7 +190,7 @@ def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | No
         return None
     ranks = [row.rank for row in matrix.rows]
     whole_s = np.median(matrix.steps + matrix.waits, axis=0)[there]
-    return Times(matrix.window, matrix.first_shown, ranks, matrix.own[:, there], np.ones(len(whole_s)), whole_s)
+    return Times(matrix.window, matrix.first_shown, ranks, matrix.own[:, there], matrix.weights[there], whole_s)
 
 
 def by_window(rows: Sequence[RankReport], is_on_device: bool) -> Times | None:
@@ -229,7 +229,7 @@ def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Ti
     usual_s = np.median(whole, axis=0)
     ranks = [row.rank for row in matrix.rows]
     values = np.maximum(matrix.waits - np.maximum(whole - usual_s, 0.0), 0.0)
-    return Times(matrix.window, matrix.first_shown, ranks, values, np.ones(len(usual_s)), usual_s)
+    return Times(matrix.window, matrix.first_shown, ranks, values, matrix.weights, usual_s)
 
 
 def _means(rows: Sequence[RankReport], values: Array) -> Times:

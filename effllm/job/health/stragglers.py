@@ -294,7 +294,7 @@ class Stragglers:
             seconds = slow.excess_s * (before + rows[0].iterations)
             if matrix is not None:
                 removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
-                seconds = slow.excess_s * before + float(matrix.lost_to_data(removed).sum())
+                seconds = slow.excess_s * before + float(matrix.lost_to_data(removed) @ matrix.weights)
             found = self._reasons.of(named.verdict, slow)
             assert found is not None
             named.verdict = replace(named.verdict, why=found.text)
