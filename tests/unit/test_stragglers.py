@@ -114,6 +114,14 @@ def test_single_rank_of_a_group_is_not_compared():
     assert job.named_ranks == set()
 
 
+def test_waits_for_slow_ranks_are_unknown_without_peers():
+    alone = SynchronousJob(2, group=lambda rank: f"trainer stage {rank}").run(3)
+    both = SynchronousJob(4, group=lambda rank: f"trainer stage {rank // 2}").run(3)
+
+    assert {one.seconds for one in alone.seen} == {None}
+    assert {one.seconds for one in both.seen} == {0.0}
+
+
 def test_recovery_ends_the_verdict_and_keeps_its_cost():
     job = SynchronousJob(8, slow=slowed({3}, last=20)).run(40)
 

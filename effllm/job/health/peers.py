@@ -46,6 +46,11 @@ class PeerGroups:
         replica = self.known[rank].replica
         return self.replicas[replica] if replica else {rank}
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether a rank has a peer."""
+        return any(len(group) > 1 for group in self.groups.values())
+
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the reports of known ranks that contain an iteration."""
         if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):

@@ -109,7 +109,7 @@ class Stragglers:
             self._pending[matrix.window] = matrix, worked
             if len(self._pending) > MAX_PENDING:
                 del self._pending[min(self._pending)]
-            found = Straggling(0.0 if matrix.own is not None or self._named else None)
+            found = Straggling(0.0 if (matrix.own is not None and self._peers.has_peers) or self._named else None)
         elif len(worked) > 1:
             found = self._judge(worked, None, ())
         for one in lost:
@@ -151,7 +151,7 @@ class Stragglers:
             *events_of("recovered", recovered, named, hosts, has_gpus, time_s),
             *events_of("straggler", [self._named[unit].verdict for unit in fresh], named, hosts, has_gpus, time_s),
         ]
-        is_known = own is not None or bool(self._named)
+        is_known = (own is not None and self._peers.has_peers) or bool(self._named)
         return straggling._replace(
             seconds=straggling.seconds if is_known else None, events=events, slowest=self._slowest()
         )
