@@ -13,6 +13,8 @@ from effllm.records.job import OWN_TIME
 pytestmark = [*jobs.needs_torch, pytest.mark.system("torchrun", how="ran")]
 
 ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_LOG_INTERVAL": "10"}
+#: Each world has its own port: a port that is found free may be taken before torchrun opens it.
+ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 
 #: Two ranks, the second of which works longer at a place that the first argument names.
 RANKS = """
@@ -64,8 +66,7 @@ dist.destroy_process_group()
 def ranks(launch, tmp_path, where, modes, **settings):
     script = tmp_path / "train.py"
     script.write_text(dedent(RANKS))
-    options = ["--nproc-per-node", "2", "--master-port", str(jobs.unused_port())]
-    return launch.torchrun(options, script, where, modes, environ=ON | settings).done(200)
+    return launch.torchrun([*ONE_NODE, "2"], script, where, modes, environ=ON | settings).done(200)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +329,7 @@ def test_tokens_and_flops_of_a_language_model_follow_from_batches_without_names(
     ranks, line = WRAPS[wrap]
     script = tmp_path / "train.py"
     script.write_text(dedent(ALONE) + LANGUAGE.format(wrap=line))
-    options = ["--nproc-per-node", str(ranks), "--master-port", str(jobs.unused_port())]
-    job = launch.torchrun(options, script, environ=ON).done(200)
+    job = launch.torchrun([*ONE_NODE, str(ranks)], script, environ=ON).done(200)
 
     summary, facts = job.ledger.summary, job.ledger.facts
     assert (summary.tokens, summary.samples) == (ranks * 19 * 3 * 6, ranks * 19 * 3)
