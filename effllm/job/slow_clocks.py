@@ -54,7 +54,7 @@ class SlowClocks(Struct):
 
     by_cause: dict[str, ClockLoss] = {}
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
-    least_clock: float = 1.0  # lowest clock of such GPUs
+    min_clock: float = 1.0  # lowest clock of such GPUs
     usual_s: list[float] = []  # iteration times of windows without a reason
 
     def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
@@ -82,7 +82,7 @@ class SlowClocks(Struct):
                         slow[cause] = _SlowGpu(row, window, device, clock)
         free = list(_others(rows, devices, named))
         others = max(free, default=0.0)
-        self.free_clock, self.least_clock = max(self.free_clock, others), min([self.least_clock, *free])
+        self.free_clock, self.min_clock = max(self.free_clock, others), min([self.min_clock, *free])
         if not slow and rows.iterations:
             self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _each_s(rows[0])]
         for cause, one in slow.items():
@@ -92,7 +92,7 @@ class SlowClocks(Struct):
 
     def summary(self) -> dict[str, ClockLoss]:
         """Return the losses by reason; clocks that are always low and equal, without a reason, as `LOCKED`."""
-        is_locked = self.least_clock >= STEADY * self.free_clock and 0.0 < self.free_clock < LOCKED_BELOW
+        is_locked = self.min_clock >= STEADY * self.free_clock and 0.0 < self.free_clock < LOCKED_BELOW
         if not is_locked or self.by_cause or len(self.usual_s) < MIN_USUAL:
             return dict(self.by_cause)
         why = f"the SM clocks of all GPUs are locked at {100 * self.free_clock:.0f} % of the maximum"

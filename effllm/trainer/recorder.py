@@ -315,11 +315,10 @@ class Recorder:
             self.put(ring.PHASE, index, 0, start_ns, end_ns, 0.0)
 
     def put_aside(self, _now: Any = time.monotonic_ns) -> bool:
-        """Count the running iteration as another phase, and begin a new one; ``False`` if it contains a phase."""
+        """Count the running iteration as another phase: the next `start` replaces it.  ``False`` if it has a phase."""
         if self._phases.inside_ns or self._phases.depth:
             return False
-        self.evaluated(self._start_ns, now_ns := _now(), PHASES.index("other"))
-        self.start(lambda: now_ns)
+        self.evaluated(self._start_ns, _now(), PHASES.index("other"))
         return True
 
     def _write_totals(self) -> None:

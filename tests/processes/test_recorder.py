@@ -69,6 +69,7 @@ def test_iteration_that_is_put_aside_is_another_phase(loop):
     loop.start(2000)
     loop.now_ns = 9000
     assert loop.recorder.put_aside(lambda: 9000)
+    loop.start(9000)
     loop.end(9500)
     loop.start(9500)
     loop.phase("evaluation", 9600, 9700)
