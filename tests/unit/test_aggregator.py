@@ -21,6 +21,7 @@ from effllm.job.presence import ABSENT_AFTER_S, LOST_AFTER_S
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
+from effllm.records.iteration_times import IterationTimes, codes_of
 from effllm.records.job import SCHEMA_VERSION, JobConstants, LastRanks
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
@@ -731,6 +732,14 @@ def test_slowest_rank_is_that_of_the_costliest_verdict():
     last = job.summary().last_ranks
     assert (last.iterations, last.by_rank) == (70.0, {2: 70.0})
     assert last.max_uneven_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_means_of_iterations_are_stated_as_not_measured():
+    job = Job(1).join()
+    job.send(row(0, times=IterationTimes(codes_of([1.0] * 5), each=2)))
+
+    (text,) = [one for one in job.summary().not_measured if one.startswith("single iterations")]
+    assert text.startswith("single iterations: of 10 iterations only means are known, so their losses are lower bounds")
 
 
 def test_ranks_are_not_compared_without_own_times():

@@ -255,6 +255,17 @@ def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):
     assert (exact.in_means, means.in_means, exact.hidden_data_s) == (0, 120, 0.0)
 
 
+def test_waits_of_one_rank_in_means_cost_the_others_as_much_as_in_single_iterations(monkeypatch):
+    """Two of three ranks wait 0.2 s for the third one in each of 12 iterations, of which 4 columns are made."""
+    waits = [[0.2] * 12, [0.0] * 12, [0.0] * 12]
+    rows = window(1, synchronous(waits, [[0.1] * 12] * 3), waits)
+    monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", 12)
+
+    (lost, *_) = IterationLosses().close(IterationMatrix.of(rows))
+
+    assert lost.data_s == pytest.approx(2 * 12 * 0.2, rel=0.01)
+
+
 def test_columns_of_a_large_window_are_joined(monkeypatch):
     monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", 8)
     matrix = IterationMatrix.of(window(1, [[0.1, 0.3, 0.2, 0.2, 0.5]] * 2, [[0.0] * 5] * 2, [[0.1] * 5] * 2))
