@@ -31,7 +31,7 @@ class Admission:
         self._warn = warn
         self._has_room_for = 0  # number of ranks that the limit of open files allows
         self.has_shortage = False  # whether the job was rejected for lack of descriptors
-        self.has_refused_all = False  # whether a job of one rank was rejected, so that no other agent will connect
+        self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
 
     def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
         """Handle a HELLO; return the answer if the HELLO is rejected.
@@ -49,7 +49,8 @@ class Admission:
         if not reason and (shortage := self._shortage(message, now.mono_s)):
             self._peers.count_rejected_hello()
             # In a larger job other agents would continue to search for an aggregator.
-            self.has_refused_all = self.has_refused_all or message.world_size == 1
+            if message.world_size == 1:
+                self.rejected_job = peer
             return Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now)
         if reason:

@@ -93,9 +93,17 @@ class JobEnd:
         is_long = now_s - self._trainer_ended_s > LOST_AFTER_S or os.getppid() != self._agent
         return is_long and self._presence.all_lost(now_s)
 
-    def wait_for_disconnections(self) -> None:
-        """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process."""
+    def wait_for_disconnections(self, reaches_rejected: Callable[[], bool]) -> None:
+        """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process.
+
+        Args:
+            reaches_rejected: returns whether the agent of a rejected job is connected; it disconnects when it has read
+                the reason.
+        """
         left = self._presence.gone - {0 if self._orders.by_agent else -1}
         until_s = time.monotonic() + DISCONNECT_S
-        while (left := {rank for rank in left if self._reaches(rank)}) and time.monotonic() < until_s:
+        while time.monotonic() < until_s:
+            left = {rank for rank in left if self._reaches(rank)}
+            if not (left or reaches_rejected()):
+                break
             time.sleep(DISCONNECT_LOOK_S)

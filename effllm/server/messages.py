@@ -108,8 +108,10 @@ class Messages:
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""
-        peer = self._peers.of_rank(rank)
-        return peer is not None and self._socket.send(peer, Ack(0))
+        return (peer := self._peers.of_rank(rank)) is not None and self.reaches_peer(peer)
+
+    def reaches_peer(self, peer: bytes) -> bool:
+        return self._socket.send(peer, Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
         """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""

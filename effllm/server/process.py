@@ -138,7 +138,8 @@ class Server:
             status = self._finish()
         if status == UNUSED and folder is not None and not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        self._end.wait_for_disconnections()
+        rejected = self._admission.rejected_job
+        self._end.wait_for_disconnections(lambda: bool(rejected) and self._messages.reaches_peer(rejected))
         self._peer_admission.close()
         self._socket.close()
         context.destroy(linger=500)
@@ -194,7 +195,7 @@ class Server:
         # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
         # all other work.
         gc.disable()
-        while not (self._is_stopping or self._admission.has_refused_all):
+        while not (self._is_stopping or self._admission.rejected_job):
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             self._receive()
             now_s = time.monotonic()

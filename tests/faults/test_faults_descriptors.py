@@ -13,6 +13,10 @@ import jobs
 import psutil
 import pytest
 from after_fault import assert_whole
+from builders import hello
+
+from effllm.network.transport import AgentLink, make_context
+from effllm.records.wire import Rejected
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("descriptors")]
 
@@ -100,6 +104,21 @@ def test_rejected_job_of_one_rank_ends_at_once_with_status_refused(launch):
     assert at_exit == "refused", "the trainer waits for the summary"
     assert "99 open files are needed" in job.stderr
     assert "Run refused" in job.stdout
+
+
+def test_agent_that_reads_late_receives_the_reason_of_the_rejection(launch):
+    with serving(launch, *limited(70)) as (_, endpoint):
+        context = make_context()
+        link = AgentLink(context, endpoint)
+        link.connect()
+        jobs.until(lambda: link.send(hello(0, 1)))
+        time.sleep(0.5)  # as on a busy host; without a wait the aggregator ends within 0.02 s
+
+        (answer,) = [message for message in link.receive() if isinstance(message, Rejected)]
+        link.close()
+        context.destroy(linger=0)
+
+    assert answer.reason.startswith("99 open files are needed and 70 are allowed")
 
 
 def test_serve_rejects_a_job_that_needs_too_many_descriptors(launch):
