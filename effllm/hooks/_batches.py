@@ -155,6 +155,7 @@ class Batches:
         self._late = LateSums(3)  # samples, tokens, tokens with a label
         self._processed = 0
         self._source = ""
+        self._new: Batch | None = None  # a batch of another source
         self.has_packed = False  # whether the last batch had rows of packed sequences, which are samples
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
@@ -172,7 +173,7 @@ class Batches:
         """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""
         seen = inputs if isinstance(inputs, Batch) else batch_of(inputs, self.vocabulary)
         if seen.source and seen.source != self._source:
-            self._learn(seen)
+            self._new = seen
         self._processed += seen.tokens_processed
         self._steps.micro_batch(seen.tokens_processed)
         self.has_packed = seen.source == PACKED
@@ -188,7 +189,11 @@ class Batches:
         """
         samples, tokens, tokens_loss = self._late.take()
         processed, self._processed = self._processed, 0
-        if self._source and not get_metrics_collector().has_counted:
+        is_counted_here = not get_metrics_collector().has_counted
+        if self._new is not None and is_counted_here:
+            self._learn(self._new)
+            self._new = None
+        if self._source and is_counted_here:
             self._steps.end(processed, samples, tokens, tokens_loss, at_ns=at_ns)
         else:
             self._steps.end_counted(samples)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 #: What a rank of data parallelism has: the whole model (SINGLE: there is only one rank), or with FSDP and ZERO a part.
@@ -12,6 +15,10 @@ _PRECISIONS = {
     "bf16-true": "bf16", "bf16-mixed": "bf16", "bfloat16": "bf16",
     "transformer-engine": "fp8", "transformer-engine-float16": "fp8",
 }  # fmt: skip
+# Names of a mesh's dimensions on which every rank has batches of its own.
+_DATA_DIMENSION = re.compile(r"(dp|ddp|fsdp|hsdp|data|replicate|shard)([_-]?(parallel|replicate|shard|sharded))*")
+# Modules of torch that a loop loads to divide a sequence or a model between ranks.
+_DIVIDING = ("torch.distributed.tensor.experimental._attention", "torch.distributed.pipelining.stage")
 _STRATEGIES = {
     "SingleDeviceStrategy": SINGLE, "DDPStrategy": DDP, "FSDPStrategy": FSDP, "DeepSpeedStrategy": ZERO,
 }  # fmt: skip
@@ -34,3 +41,27 @@ def zero_facts(engine: Any) -> dict[str, Any]:
     stage = engine.zero_optimization_stage()
     without = DDP if getattr(engine, "dp_world_size", 1) > 1 else SINGLE
     return {"parallel_layout": ZERO if stage else without, "zero_stage": stage}
+
+
+def is_sharded_over_all_ranks(model: Any) -> bool:
+    """Whether FSDP has sharded a model, over all ranks of the job, and each rank is known to have its own batches."""
+    if any(name in sys.modules for name in _DIVIDING):
+        return False
+    world = sys.modules["torch"].distributed.get_world_size()
+    wrappers = [one for one in model.modules() if hasattr(one, "_fsdp_wrapped_module")]  # of FSDP1
+    is_sharded = bool(wrappers) or any(hasattr(one, "_get_fsdp_state") for one in model.modules())
+    meshes = [one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")]
+    meshes += [one._device_mesh for one in wrappers if getattr(one, "_device_mesh", None) is not None]
+    sizes = {_replicas(one) for one in wrappers} | {mesh.size() for mesh in meshes}
+    return is_sharded and sizes == {world} and all(is_for_data(mesh.mesh_dim_names) for mesh in meshes)
+
+
+def _replicas(wrapper: Any) -> int:
+    """Return the number of ranks that share a module of FSDP1; a hybrid one has two groups."""
+    between = getattr(wrapper, "_inter_node_pg", None)
+    return int(wrapper.process_group.size()) * (int(between.size()) if between is not None else 1)
+
+
+def is_for_data(names: Iterable[str] | None) -> bool:
+    """Whether a mesh with these dimensions divides only the data; ``None`` is the mesh that FSDP itself makes."""
+    return all(_DATA_DIMENSION.fullmatch(name) for name in names or ())

@@ -102,6 +102,8 @@ def config_of(model: Any) -> Any:
 def model_of(parameters: Sequence[Any]) -> Any:
     """Return the innermost module with all of these parameters, of all modules in memory; ``None`` without one.
 
+    For a module that FSDP1 has wrapped, this is the wrapper, which has the shapes of the whole parameters.
+
     A process with a million Python objects needs about 0.1 s, so this is called once in a training.
     """
     kind, wanted = sys.modules["torch"].nn.Module, {id(one) for one in parameters}
@@ -110,7 +112,7 @@ def model_of(parameters: Sequence[Any]) -> Any:
     found = next(owned, None)
     while found is not None and not wanted <= {id(own) for own in found.parameters()}:
         found = next((one for one in modules if any(child is found for child in one.children())), None)
-    return found
+    return next((one for one in modules if vars(one).get("_modules", {}).get("_fsdp_wrapped_module") is found), found)
 
 
 def vocabulary_of(model: Any) -> int | None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from effllm.hooks._batches import Batches, batch_of
+from effllm.hooks._layout import DDP, FSDP, SINGLE, is_sharded_over_all_ranks
 from effllm.hooks._parameters import model_of, parameters_of, size_of
 from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
 from effllm.hooks._wrap import Guard, no_metrics
@@ -191,14 +192,15 @@ class BatchCounter:
         self._is_at_end = self._is_on = False
 
     def follow(self, parameters: Sequence[Any]) -> None:
-        """Begin a training; batches are counted if the ranks are known to have different batches."""
-        torch: Any = sys.modules["torch"]
-        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        is_alone = is_alone or torch.distributed.get_world_size() == 1
-        in_ddp = None if is_alone else sys.modules["effllm.hooks.backward"].model_with(parameters[0])
-        model = _COUNTING(model_of, parameters) if is_alone else in_ddp
-        self._is_on = is_alone or model is not None
+        """Begin a training; batches are counted if the ranks are known to have different batches.
+
+        This is so under DDP and FSDP over all ranks, and not with tensor, context or pipeline parallelism.
+        """
+        layout, model = _layout_and_model(parameters)
+        self._is_on = bool(layout)
         self._batches = Batches(self._steps)
+        if layout:
+            self._steps.learn(facts={"parallel_layout": layout})
         if model is not None:
             self._batches.of_model(model, _COUNTING(parameters_of, model))
 
@@ -348,6 +350,18 @@ class Rounds:
     def waited(self, spent_ns: int) -> None:
         if not self.EvalMode.waited(spent_ns):
             self._steps.waited(spent_ns)
+
+
+def _layout_and_model(parameters: Sequence[Any]) -> tuple[str, Any]:
+    """Return the layout of a training whose ranks have batches of their own, and its model; "" if they may not."""
+    torch: Any = sys.modules["torch"]
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_distributed or torch.distributed.get_world_size() == 1:
+        return SINGLE, _COUNTING(model_of, parameters)
+    if (model := sys.modules["effllm.hooks.backward"].model_with(parameters[0])) is not None:
+        return DDP, model
+    model = _COUNTING(model_of, parameters)
+    return (FSDP, model) if model is not None and _COUNTING(is_sharded_over_all_ranks, model) else ("", None)
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

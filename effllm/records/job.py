@@ -429,6 +429,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     samples: int | None = None
     measured_tokens: int | None = None  # counted tokens, also if a part is missing
     measured_samples: int | None = None
+    token_source: str = ""  # how the tokens of a batch were counted; empty without batches, as after `effllm.count`
     measured_iterations_ratio: float | None = None  # share of the iterations of all ranks that are in the counts
     loss: float | None = None  # the last loss; None if it is not finite
     losses_not_finite: int = 0  # number of losses of all ranks that were NaN or infinite

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict, replace
 
-from effllm.records.identity import Identity, Submission, cleaned, read_tags, with_facts
+from effllm.records.identity import MAX_LETTERS, Identity, Submission, cleaned, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
-from effllm.records.plain_text import without_user
+from effllm.records.plain_text import one_line, without_user
 from effllm.records.wire import Hello
 from effllm.store.provenance import Git, gather
 from effllm.store.run_folder import identity_of
@@ -72,9 +72,9 @@ class RunFacts:
             self.identity, self._is_changed = replace(self.identity, **times), True
 
     def identify(self, summary: Summary) -> Summary:
-        """Return the summary with the identity of the run; the summary has the newer times."""
-        known = asdict(self.identity)
-        return replace(summary, **{name: known[name] for name in known if not name.endswith("_time_s")})
+        """Return the summary with the identity of the run, and the source of its tokens; it has the newer times."""
+        known = {name: value for name, value in asdict(self.identity).items() if not name.endswith("_time_s")}
+        return replace(summary, **known, token_source=one_line(str(self.values.get("token_source", "")))[:MAX_LETTERS])
 
     def _identify(self) -> None:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))

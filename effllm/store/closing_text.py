@@ -132,7 +132,7 @@ def _ran(summary: Summary) -> str:
     if summary.attempts > 1:
         parts.append(f"{summary.attempts} attempts")
     for total, measured, what in (
-        (summary.tokens, summary.measured_tokens, "tokens"),
+        (summary.tokens, summary.measured_tokens, "tokens" + " from the batches" * bool(summary.token_source)),
         (summary.samples, summary.measured_samples, "samples"),
     ):
         if measured:

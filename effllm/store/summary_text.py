@@ -144,7 +144,8 @@ def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "iterations", f"{summary.iterations:,}{again}"
     yield "elapsed", duration(summary.elapsed_s)
     if summary.measured_tokens:
-        yield "tokens", f"{'at least ' if summary.tokens is None else ''}{summary.measured_tokens:,}"
+        source = f", from the batches ({one_line(summary.token_source)})" if summary.token_source else ""
+        yield "tokens", f"{'at least ' if summary.tokens is None else ''}{summary.measured_tokens:,}{source}"
     if summary.measured_samples:
         yield "samples", f"{'at least ' if summary.samples is None else ''}{summary.measured_samples:,}"
     if summary.parameters:

@@ -294,7 +294,8 @@ def test_tokens_of_a_plain_loop_are_those_of_its_batches(launch, name):
     assert summary.iterations == 29  # the first step starts the metrics
     assert summary.tokens == int(job.stdout.split("tokens ")[1].split()[0])
     assert summary.samples == 29 * 3
-    assert job.ledger.facts["token_source"] == "attention mask"
+    assert job.ledger.facts["token_source"] == summary.token_source == "attention mask"
+    assert f"{summary.tokens:,}, from the batches (attention mask)" in (job.ledger.folder / "summary.txt").read_text()
 
 
 LANGUAGE = """
@@ -314,12 +315,23 @@ for ids, labels in DataLoader(rows, batch_size=3):
     torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
     optimizer.step()
 """
+FSDP = (
+    "from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard; "
+    "from torch.distributed.device_mesh import init_device_mesh; "
+    'torch.distributed.init_process_group("gloo")'
+)
 WRAPS = {
     "alone": (1, ""),
     "compiled": (1, 'model = torch.compile(model, backend="eager")'),
     "ddp": (
         2,
         'torch.distributed.init_process_group("gloo"); model = torch.nn.parallel.DistributedDataParallel(model)',
+    ),
+    "fsdp1": (2, f"{FSDP}; model = FullyShardedDataParallel(model, device_id=torch.device('cpu'))"),
+    "fsdp": (2, f"{FSDP}; fully_shard(model.table); fully_shard(model)"),
+    "fsdp, own mesh": (
+        2,
+        f"{FSDP}; fully_shard(model, mesh=init_device_mesh('cpu', (2,), mesh_dim_names=['dp_shard']))",
     ),
 }
 
@@ -335,8 +347,25 @@ def test_tokens_and_flops_of_a_language_model_follow_from_batches_without_names(
     assert (summary.tokens, summary.samples) == (ranks * 19 * 3 * 6, ranks * 19 * 3)
     assert facts["token_source"] == "all positions, because padding is unknown"
     assert facts["sequence_length"] == 6
+    assert facts["parallel_layout"] == {1: "single", 2: "FSDP" if "fsdp" in wrap else "DDP"}[ranks]
     assert facts["flops_convention"].startswith("FLOPs per token: 6 x multiplied weights")
     assert not any("the FLOPs per token are unknown" in one for one in summary.waterfall.unknown)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{FSDP}; fully_shard(model, mesh=init_device_mesh('cpu', (2,), mesh_dim_names=['cp']))",
+        f"from torch.distributed.tensor.experimental import context_parallel; {FSDP}; fully_shard(model)",
+    ],
+)
+def test_tokens_are_not_counted_where_ranks_may_share_batches(launch, tmp_path, line):
+    script = tmp_path / "train.py"
+    script.write_text(dedent(ALONE) + LANGUAGE.format(wrap=line))
+    job = launch.torchrun([*ONE_NODE, "2"], script, environ=ON).done(200)
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.measured_tokens) == (19, None)
+    assert "parallel_layout" not in job.ledger.facts
 
 
 def test_loop_with_images_has_samples_and_no_tokens(launch):
@@ -363,6 +392,7 @@ def test_counts_of_the_script_have_priority_over_batches(launch):
     job = alone(launch, code)
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (9 * 7, 9)
+    assert (job.ledger.summary.token_source, "token_source" in job.ledger.facts) == ("", False)
 
 
 def test_loss_is_not_read_while_a_graph_is_captured(launch):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from effllm.hooks import megatron, torchtitan
-from effllm.hooks._layout import precision_of, strategy_facts
+from effllm.hooks._layout import is_for_data, precision_of, strategy_facts
 from effllm.hooks._trainer_facts import layout_facts
 
 
@@ -18,6 +18,17 @@ from effllm.hooks._trainer_facts import layout_facts
 )  # fmt: skip
 def test_precision_of_a_framework_has_its_short_name(name, precision):
     assert precision_of(name) == precision
+
+
+@pytest.mark.parametrize(
+    ("names", "is_for_them"),
+    [
+        (None, True), (("dp",), True), (("dp_replicate", "dp_shard"), True), (("data_parallel",), True),
+        (("tp",), False), (("dp", "cp"), False), (("dp_shard_cp",), False), (("pp", "dp"), False), (("world",), False),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_mesh_for_data_have_batches_of_their_own(names, is_for_them):
+    assert is_for_data(names) == is_for_them
 
 
 @pytest.mark.parametrize(
