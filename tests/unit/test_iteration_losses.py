@@ -255,6 +255,22 @@ def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):
     assert (exact.in_means, means.in_means, exact.hidden_data_s) == (0, 120, 0.0)
 
 
+def test_waits_for_each_other_in_means_have_an_upper_bound(monkeypatch):
+    """Two ranks work 0.3 s in turn, the other one 0.1 s; iterations take 0.35 s, and two are one column."""
+    own = [[0.3, 0.1] * 60, [0.1, 0.3] * 60]
+    groups, named = [np.arange(2)], np.array([], np.intp)
+    found = []
+    for values in (1 << 20, 60):
+        monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", values)
+        matrix = IterationMatrix.of(window(1, [[0.35] * 120] * 2, [[0.0] * 120] * 2, own))
+        found.append(Waits.of(by_iteration(matrix, ()), groups, named))
+
+    exact, means = found
+    assert exact.uneven_s == pytest.approx(120 * 0.1, rel=0.01)
+    assert means.uneven_s == pytest.approx(0.0, abs=0.1)
+    assert exact.max_uneven_s <= means.max_uneven_s == pytest.approx(120 * 0.30, rel=0.01)
+
+
 def test_waits_of_one_rank_in_means_cost_the_others_as_much_as_in_single_iterations(monkeypatch):
     """Two of three ranks wait 0.2 s for the third one in each of 12 iterations, of which 4 columns are made."""
     waits = [[0.2] * 12, [0.0] * 12, [0.0] * 12]

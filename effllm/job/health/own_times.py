@@ -36,7 +36,8 @@ class Waits(NamedTuple):
     """The time that each rank of a job loses in a window because other ranks work longer; with upper bounds.
 
     An own time ends at the first wait for other ranks.  A rank that is slow before may be slow after it too, in the
-    same proportion, so the bounds are for own times as long as the iteration.
+    same proportion, so the bounds are for own times as long as the iteration.  Of several iterations only the mean is
+    known: at most, half of the ranks work for the whole of each iteration.
     """
 
     straggling_s: float = 0.0  # waits for named ranks
@@ -75,7 +76,12 @@ class Waits(NamedTuple):
             uneven += share * np.maximum(next_s - mean, 0.0)
             # If one rank in turn works longer, the others show the time without it.
             usual = others[(len(others) - 1) // 2] if len(others) else median
-            max_uneven += share * np.maximum(next_s - np.minimum(usual, mean), 0.0) * longer
+            each_s = (next_s - np.minimum(usual, mean)) * longer
+            if times.weights.max() > 1:
+                half = len(others) // 2 / max(len(others), 1)  # ranks that may work for the whole iteration
+                usual = np.maximum((mean - half * times.iterations_s) / (1.0 - half), 0.0)
+                each_s = np.where(times.weights > 1, times.iterations_s - usual, each_s)
+            max_uneven += share * np.maximum(each_s, 0.0)
         whole_s = times.iterations_s
         slow = np.minimum(slow, whole_s)
         uneven = np.minimum(uneven, whole_s - slow)
