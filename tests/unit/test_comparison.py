@@ -66,6 +66,24 @@ def test_slow_rank_is_named_for_its_mean_excess(ranks, more, every, within):
     assert list(found) == [1] and found[1] <= within
 
 
+@cases(("ranks", "spells"), [(2, 13), (4, 8), (8, 6), (64, 4)])
+def test_rank_is_named_that_is_slow_again_and_again(ranks, spells):
+    found = named(ranks, ranks, 0.05, lambda rank, at: 0.4 * (rank == 1 and at % 60 < 20), iterations=60 * spells)
+
+    assert list(found) == [1] and found[1] > 60 * (spells - 3)
+
+
+@cases("ranks", [2, 4, 8, 64])
+def test_no_rank_is_named_if_other_ranks_are_slow_in_turn(ranks):
+    for seed in range(repeats(3, 20)):
+        turns = np.random.default_rng(seed).integers(0, ranks, 400)
+        assert named(seed, ranks, 0.05, lambda rank, at: 0.4 * (rank == turns[at // 5]), iterations=2000) == {}
+
+
+def test_rank_is_not_named_for_spells_of_small_cost():
+    assert named(0, 8, 0.02, lambda rank, at: 0.4 * (rank == 1 and at % 200 < 20), iterations=4000) == {}
+
+
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_half_of_the_ranks_is_named_if_it_is_slow(ranks):
     assert set(named(1, ranks, 0.02, lambda rank, at: 0.15 * (rank < ranks // 2))) == set(range(ranks // 2))

@@ -3,14 +3,15 @@
 A rank is slow if its mean over some of the newest blocks exceeds the median of the other ranks' means by `SLOW` of an
 iteration, and the scatter of the blocks does not explain this.  Blocks have 5 iterations or more, and each further
 level has blocks of 4 times the length: a load that lasts several short blocks is constant in them, and varies between
-long blocks.  Thresholds and false alarms: docs/stragglers.md.
+long blocks.  A rank that is slow again and again, as a GPU that becomes hot, scatters in blocks of all lengths: it is
+slow if these spells are nearly all its own.  Thresholds and false alarms: docs/stragglers.md.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ NUM_BLOCKS = (6, 12, 24)
 #: The load of a rank may drift for minutes: its excess must be this multiple of the usual deviation in longer blocks.
 #: Until enough of these blocks are known, it must be at least `SLOW_AT_FIRST`.
 DRIFTS, SLOW_AT_FIRST = 4.0, 0.075
+#: In a spell a rank's excess reaches this share of an iteration, until it is below `RECOVERED`.  A slow rank has this
+#: number of spells, or more.
+IN_SPELL, SPELLS = 2 * SLOW, 4
 #: Largest probability that noise makes any rank of a group slow, in all looks of a job together.
 FALSE_ALARMS = 1e-3
 #: Ratio of the standard deviation to the median absolute deviation of a normal distribution.
@@ -83,6 +87,54 @@ class _Level:
         return self._usual_s
 
 
+class _Spells:
+    """The times in which single ranks of a job are slow, and between which they are not.
+
+    Noise makes each rank of R as often slow as any other.  So k spells of one rank among n of all ranks have at most
+    the probability exp(-n D), where D is the divergence of k/n from 1/R (Chernoff's bound).
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self._counts, self._since = np.zeros((2, len(ranks)), np.int64)
+        self._are_in_spell = np.zeros(len(ranks), bool)
+        self._excess_s = np.zeros(len(ranks))  # sum over all iterations
+        self._peers_s = np.zeros(len(ranks))
+        self._blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
+
+    def add(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
+        """Add a block; return the ranks that are slow again and again, if a spell has begun."""
+        means = _of_ranks(block, self.ranks)
+        excess = means - medians_of_others(means)
+        share = excess / base_s(means - excess, block.iteration_s)
+        begins = (share >= IN_SPELL) & ~self._are_in_spell
+        self._are_in_spell = (share >= IN_SPELL) | (self._are_in_spell & (share >= RECOVERED))
+        self._since = np.where(begins & (self._counts == 0), block.shown, self._since)
+        self._counts += begins
+        self._excess_s += block.weight * excess
+        self._peers_s += block.weight * (means - excess)
+        self._blocks, self._iterations = self._blocks + 1, self._iterations + block.weight
+        self._whole_s += block.weight * block.iteration_s
+        return list(self._slow(base_s)) if begins.any() and self._counts.max() >= SPELLS else []
+
+    def _slow(self, base_s: Callable[[Array, float], Array]) -> Iterator[Slow]:
+        whole_s, num_spells = self._whole_s / self._iterations, int(self._counts.sum())
+        excess, peers = self._excess_s / self._iterations, self._peers_s / self._iterations
+        is_slow = (self._counts >= SPELLS) & (excess >= SLOW * base_s(peers, whole_s))
+        for at in np.flatnonzero(is_slow).tolist():
+            count = int(self._counts[at])
+            if len(self.ranks) * _chance_of(count, num_spells, 1 / len(self.ranks)) < FALSE_ALARMS:
+                # Of this level, six blocks have two spells.
+                blocks = 2 * self._blocks / count / NUM_BLOCKS[0]
+                level = min(max(math.ceil(math.log(blocks, GROWTH)), 0), LEVELS - 1)
+                yield Slow(self.ranks[at], float(excess[at]), float(peers[at]), whole_s, int(self._since[at]), level)
+
+    def forget(self, rank: int) -> None:
+        if rank in self.ranks:
+            at = self.ranks.index(rank)
+            self._counts[at], self._excess_s[at] = 0, 0.0
+
+
 class RankComparison:
     """Compares the ranks of one group by one kind of time.
 
@@ -97,6 +149,7 @@ class RankComparison:
         self._ranks: Sequence[int] = ()
         self._open: list[_Block] = []  # columns that are not a whole block yet
         self._levels = [_Level() for _ in range(LEVELS)]
+        self._spells = _Spells(())
 
     def add(self, ranks: Sequence[int], values: Array, weights: Array, iterations_s: Array, shown: int) -> list[Slow]:
         """Add the next times; return all ranks that are slow now.
@@ -110,10 +163,12 @@ class RankComparison:
         """
         if ranks != self._ranks:
             self._ranks = ranks
-        fresh = [False] * LEVELS
+            if not set(ranks) <= set(self._spells.ranks):
+                self._spells = _Spells(ranks)
+        fresh, found = [False] * LEVELS, dict[int, Slow]()
         for block in self._blocks(values, weights, iterations_s, shown):
             self._enter(0, block, fresh)
-        found: dict[int, Slow] = {}
+            found |= {one.rank: one for one in self._spells.add(block, self._base_s)}
         for number, level in enumerate(self._levels):
             if fresh[number]:
                 found = {one.rank: one for one in self._look(number, level)} | found
@@ -214,6 +269,8 @@ class RankComparison:
 
     def forget(self, ranks: Collection[int]) -> None:
         """Replace the times of ranks by the medians of their blocks."""
+        for rank in ranks:
+            self._spells.forget(rank)
         for level in self._levels:
             for block in (*level.blocks, *level.parts):
                 at = [place for place, rank in enumerate(block.ranks) if rank in ranks]
@@ -272,6 +329,15 @@ def deviations(mean: float, blocks: Array) -> float:
     if error <= 0 or mean <= 0:
         return math.inf if mean > 0 else 0.0
     return (8 * free + 1) / (8 * free + 3) * math.sqrt(free * math.log1p((mean / error) ** 2 / free))
+
+
+def _chance_of(count: int, of: int, share: float) -> float:
+    """Return an upper bound of the probability of at least ``count`` among ``of``, each with probability ``share``."""
+    part = count / of
+    if part <= share:
+        return 1.0
+    rest = (1 - part) * math.log((1 - part) / (1 - share)) if part < 1 else 0.0
+    return math.exp(-of * (part * math.log(part / share) + rest))
 
 
 def _limit(chance: float) -> float:
