@@ -44,7 +44,7 @@ models = [DDP(Model()) for _ in range(2 if "two models" in modes else 1)]
 optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in models]
 forward = [torch.compile(one) if "compile" in modes else one for one in models]
 batches = 4 if "accumulation" in modes else 1
-for _ in range(36 if batches > 1 else 90):
+for _ in range(60 if batches > 1 else 90):
     for batch in range(batches):
         for model, call in zip(models, forward):
             is_last = batch == batches - 1 or "no_sync" not in modes
