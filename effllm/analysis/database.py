@@ -24,6 +24,7 @@ from effllm.analysis.runs_table import run_columns
 from effllm.config.settings import cache_folder
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
+from effllm.store.regular_file import MAX_LINE_BYTES
 
 #: Fewer runs are read as fast without a cache.
 MIN_RUNS = 50
@@ -38,7 +39,6 @@ SETTINGS = {
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
 }
-MAX_LINE_BYTES = 15 * 2**20  # DuckDB's own limit of a line is 16 MiB
 
 Tags = Mapping[str, str] | Iterable[str]
 Progress = Callable[[int, int], None]  # number of run folders that were read, and of all that must be read

@@ -287,9 +287,7 @@ def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
     assert (run.summary, run.skipped) == (None, [])
 
 
-@pytest.mark.parametrize("copied", [0, 10**9])
-def test_names_with_glob_characters_are_read_as_they_are(tmp_path, monkeypatch, copied):
-    monkeypatch.setattr(line_tables, "MAX_COPIED_BYTES", copied)
+def test_names_with_glob_characters_are_read_as_they_are(tmp_path):
     for name in ("run[1]", "run*", "run1", "run?", "project=x", "run'; --"):
         copy_golden(tmp_path / name)
 
@@ -323,9 +321,21 @@ def test_queries_join_tables_by_folder(tmp_path):
     ).fetchall() == [("a", 4, 840_000), ("b", 4, 840_000)]
 
 
-@pytest.mark.parametrize(("copied", "together"), [(0, 10), (10**9, 1), (10**9, 10**9)])
-def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, copied, together):
-    monkeypatch.setattr(line_tables, "MAX_COPIED_BYTES", copied)
+def test_line_above_the_limit_of_duckdb_is_named_and_other_lines_are_read(tmp_path):
+    run = copy_golden(tmp_path / "run")
+    (run / "windows-0002.jsonl").write_text(
+        '{"attempt":2,"loss":' + "1" * 2**24 + '}\n{"attempt":2,"window":1,"time_s":5}'
+    )
+    found = effllm.load(run)
+
+    assert len(found.windows) == 5
+    assert [(one.path.name, one.reason) for one in found.skipped] == [
+        ("windows-0002.jsonl", "1 incomplete or invalid line")
+    ]
+
+
+@pytest.mark.parametrize("together", [1, 10**9])
+def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, together):
     monkeypatch.setattr(line_tables, "MAX_COPY_BYTES", together)
     for name in ("a", "b", "c"):
         copy_golden(tmp_path / name)
