@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-#: A longer line of a JSON Lines file is not read as a whole; a window of two ranks has up to 11 kB. DuckDB's own limit is
+#: A longer line of a JSON Lines file is not read as a whole; a window of two ranks has up to 11 kB. DuckDB's limit is
 #: 16 MiB.
 MAX_LINE_BYTES = 15 * 2**20
 #: A larger run.json or summary.json is not read: run.json of 10,000 ranks has 8 MB.
