@@ -209,9 +209,7 @@ class Database:
         unread = 0
         for name in FILES:
             try:
-                documents.append(read_document(run.folder / name))
-            except FileNotFoundError:
-                documents.append({})
+                documents.append(read_document(run.folder / name) or {})
             except Unreadable as error:
                 documents.append({})
                 unread += 1

@@ -183,8 +183,6 @@ class Run(Runs):
     def _document(self, name: str) -> Document | None:
         try:
             return read_document(self.folder / name)
-        except FileNotFoundError:
-            return None
         except Unreadable as error:
             raise UnreadableRun(f"{self.folder / name} cannot be read: {error}") from error
 

@@ -269,9 +269,10 @@ class RecordedRun:
 
     def _document(self, name: str) -> Document | None:
         try:
-            return read_document(self.folder / name)
-        except FileNotFoundError:
-            self.problems.append(f"there is no {name}")
+            document = read_document(self.folder / name)
         except Unreadable as error:
             self.problems.append(f"{name} cannot be read: {error}")
-        return None
+            return None
+        if document is None:
+            self.problems.append(f"there is no {name}")
+        return document

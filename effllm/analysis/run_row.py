@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.column import BOOL, NUMBER, TEXT, WHOLE
+from effllm.analysis.column import BOOL, NUMBER, NUMBER_BY_NAME, TEXT, WHOLE
 from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.rank import MAX_COUNT
@@ -29,17 +29,16 @@ class Unreadable(Exception):
     """A file of a run cannot be read; the message is the reason."""
 
 
-def read_document(path: Path) -> Document:
-    """Return a JSON object from a regular file.
+def read_document(path: Path) -> Document | None:
+    """Return a JSON object from a regular file; ``None`` if there is no such file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Unreadable: any other reason.
+        Unreadable: the file cannot be read.
     """
     try:
         document = msgspec.json.decode(read_regular(path), type=Document)
     except FileNotFoundError:
-        raise
+        return None
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -66,15 +65,13 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
         "started_time_s": started_s,
         "started_utc": utc(started_s),
         "git_dirty": run.get("git_dirty"),
-        "redone_iterations": _in(summary, "goodput", "redone_iterations"),
         "packages": _object(run.get("packages")),
         "config": run.get("config"),
         "facts": {name: value for name, value in run.items() if name not in _HAVE_COLUMNS},
         "schema_version": known.get("schema_version"),
     }
-    row |= {name: _in(summary, "coverage", name) for name in _COVERAGE}
-    row |= {column: _in(summary, "energy", field) for column, field in _ENERGY.items()}
-    row |= {f"verdict_{field}": _in(summary, "verdict", field) for field in ("cause", "text", "next", "bound")}
+    row |= {name: _in(summary, group, name) for group, names in _FIELDS.items() for name in names}
+    row |= {name: _in(summary, *name.split("_", 1)) for name in _NAMES if name.startswith(_OBJECTS)}
     row |= _devices(run, known) | _parts(summary)
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:
@@ -82,17 +79,15 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     return row | _metrics(summary)
 
 
-_COVERAGE = ("ranks_expected", "ranks_reporting", "gpus_expected", "gpus_measured", "reports_lost", "reports_late")
-_ENERGY = {
-    "energy_scope": "scope",
-    "energy_method": "method",
-    "energy_estimated_joules": "estimated_joules",
-    "energy_warmup_joules": "warmup_joules",
-    "energy_gain_error": "gain_error",
-    "energy_time_coverage": "time_coverage",
-    "energy_iterations_coverage": "iterations_coverage",
+#: Object of summary.json -> its fields with columns of these names.
+_FIELDS = {
+    "coverage": ("ranks_expected", "ranks_reporting", "gpus_expected", "gpus_measured", "reports_lost", "reports_late"),
+    "goodput": ("redone_iterations",),
+    "waterfall": ("device_seconds",),
 }
 _NAMES = tuple(column.name for column in (*IDENTITY, *OUTCOME))
+#: Objects of summary.json; the name of such a column is that of the object and that of the field.
+_OBJECTS = ("energy_", "verdict_", "goodput_")
 _HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
 
 
@@ -116,10 +111,9 @@ def _bool(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
-
-
-_CHECKS = [(one.name, _SCALARS[one.type]) for one in (*IDENTITY, *OUTCOME) if one.type in _SCALARS]
+_READERS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
+_READERS[NUMBER_BY_NAME] = _object
+_CHECKS = [(one.name, _READERS[one.type]) for one in (*IDENTITY, *OUTCOME) if one.type in _READERS]
 
 
 def _objects(value: Any) -> list[Document]:
@@ -189,16 +183,12 @@ def _metrics(summary: Document) -> Document:
 
 
 def _parts(summary: Document) -> Document:
-    goodput, waterfall = _object(summary.get("goodput")), _object(summary.get("waterfall"))
-    parts = _objects(waterfall.get("parts"))
+    parts = _objects(_in(summary, "waterfall", "parts"))
     named = [(one["name"], one) for one in parts if isinstance(one.get("name"), str)]
     return {
-        "device_seconds": waterfall.get("device_seconds"),
         "waterfall_seconds": {name: one.get("device_seconds") for name, one in named},
         "waterfall_joules": {name: one["joules"] for name, one in named if one.get("joules") is not None},
-        "goodput_seconds": _object(goodput.get("seconds")),
-        "goodput_rank_seconds": _object(goodput.get("rank_seconds")),
-        "goodput_joules": {name: j for name, j in _object(goodput.get("joules")).items() if j is not None},
-        "last_iterations": _object(_object(summary.get("last_ranks")).get("by_rank")),
-        "iterations_compared": _object(summary.get("last_ranks")).get("iterations"),
+        "goodput_joules": {n: j for n, j in _object(_in(summary, "goodput", "joules")).items() if j is not None},
+        "last_iterations": _in(summary, "last_ranks", "by_rank"),
+        "iterations_compared": _in(summary, "last_ranks", "iterations"),
     }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.database import Database
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
-from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
+from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
 from effllm.analysis.runs_table import column_of
 from effllm.records.plain_text import one_line
 
@@ -127,11 +127,8 @@ def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRu
     for one in found:
         documents: list[Document] = []
         try:
-            for name in ("run.json", "summary.json"):
-                try:
-                    documents.append(read_document(one.folder / name))
-                except FileNotFoundError:
-                    documents.append({})
+            for name in FILES:
+                documents.append(read_document(one.folder / name) or {})
         except Unreadable as error:
             left_out.append(f"{one.folder / name}: {error}")
             continue
