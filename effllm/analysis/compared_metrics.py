@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from effllm.analysis.runs_table import column_of
+from effllm.analysis.column import column_of
 from effllm.metrics import METRICS
 
 HIGHER, LOWER = True, False

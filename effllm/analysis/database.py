@@ -16,11 +16,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.column import TEXT, WHOLE, Column, LinesTable, declaration, file_to_read, quoted, read_json, text
+from effllm.analysis.column import (
+    TEXT,
+    WHOLE,
+    Column,
+    LinesTable,
+    declaration,
+    file_to_read,
+    quoted,
+    read_json,
+    run_columns,
+    text,
+)
 from effllm.analysis.line_tables import LINE_TABLES, LineFile, insert_lines
 from effllm.analysis.run_folders import FoundRun, files_of
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
-from effllm.analysis.runs_table import run_columns
 from effllm.config.settings import cache_folder
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files

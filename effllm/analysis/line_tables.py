@@ -21,12 +21,11 @@ from effllm.analysis.column import (
     WHOLE,
     Column,
     LinesTable,
+    metric_columns,
     quoted,
     read_json,
     value,
 )
-from effllm.analysis.runs_table import column_of
-from effllm.metrics import METRICS
 from effllm.records.rank import GAUGES
 from effllm.store.regular_file import MAX_LINE_BYTES, lines_of
 
@@ -100,26 +99,6 @@ _SUMS = (
 )
 
 
-def _window_metrics() -> dict[str, Column]:
-    """Return the column of each metric of a window, by tag."""
-    bases = {"window": "this window", "run": "run to date", "job": "whole wall time so far"}
-    return {
-        tag: Column(
-            column_of(tag),
-            NUMBER,
-            entry.unit,
-            f"{' '.join(entry.help.split())} Base: {bases[base]}.",
-            f"values.{tag}",
-        )
-        for entry in METRICS.values()
-        if entry.in_windows
-        for base in entry.bases
-        for tag in [entry.tag(base)]
-    }
-
-
-_METRICS = _window_metrics()
-
 WINDOWS = LinesTable(
     "windows",
     "windows-*.jsonl",
@@ -152,7 +131,7 @@ WINDOWS = LinesTable(
         Column("spread", f"MAP(VARCHAR, {_SPREAD})", "", "distributions over ranks or GPUs, by name"),
         Column("stragglers", JSON, "", "current stragglers, the costliest first"),
         Column("instruments", JSON, "", "values of instruments in the window, by name"),
-        *_METRICS.values(),
+        *metric_columns(in_windows=True).values(),
     ),
 )
 

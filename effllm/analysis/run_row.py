@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.analysis.column import BOOL, NUMBER, NUMBER_BY_NAME, TEXT, WHOLE
-from effllm.analysis.runs_table import IDENTITY, OUTCOME, metric_columns
+from effllm.analysis.column import BOOL, DOCUMENTED, NUMBER, NUMBER_BY_NAME, TEXT, WHOLE, metric_columns
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.rank import MAX_COUNT
 from effllm.store.regular_file import read_regular
@@ -85,7 +84,7 @@ _FIELDS = {
     "goodput": ("redone_iterations",),
     "waterfall": ("device_seconds",),
 }
-_NAMES = tuple(column.name for column in (*IDENTITY, *OUTCOME))
+_NAMES = tuple(column.name for column in DOCUMENTED)
 #: Objects of summary.json; the name of such a column is that of the object and that of the field.
 _OBJECTS = ("energy_", "verdict_", "goodput_")
 _HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
@@ -113,7 +112,7 @@ def _bool(value: Any) -> bool | None:
 
 _READERS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
 _READERS[NUMBER_BY_NAME] = _object
-_CHECKS = [(one.name, _READERS[one.type]) for one in (*IDENTITY, *OUTCOME) if one.type in _READERS]
+_CHECKS = [(one.name, _READERS[one.type]) for one in DOCUMENTED if one.type in _READERS]
 
 
 def _objects(value: Any) -> list[Document]:

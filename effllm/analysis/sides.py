@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from effllm.analysis.column import column_of
 from effllm.analysis.database import Database
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
-from effllm.analysis.runs_table import column_of
 from effllm.records.plain_text import one_line
 
 #: Tags that differ between the repeats of a configuration.
