@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from effllm.analysis.column import JSON, file_to_read, text
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.load import Runs
 from effllm.records.job import SCHEMA_VERSION
-from effllm.store import csv_file
+from effllm.store import csv_file, regular_file
 
 #: Hive's name of the partition of an unknown value; engines read it as null.
 UNKNOWN = "__HIVE_DEFAULT_PARTITION__"
@@ -136,16 +134,8 @@ def _make(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline_s = time.monotonic() + LOCK_WITHIN_S
     try:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"another process has locked {folder} for {LOCK_WITHIN_S:g} s") from None
-                time.sleep(0.1)
+        regular_file.lock(file, folder, LOCK_WITHIN_S)
         yield
     finally:
         os.close(file)

@@ -27,6 +27,7 @@ from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import Option, RunInfo, SinkUnavailable
+from effllm.store import regular_file
 
 OPTIONS = {
     "dir": Option(
@@ -152,14 +153,7 @@ class _EventFile:
         self._closed = False
 
     def write(self, record: bytes) -> None:
-        size = os.fstat(self._descriptor).st_size
-        try:
-            written = 0
-            while written < len(record):
-                written += os.write(self._descriptor, record[written:])
-        except OSError:
-            os.ftruncate(self._descriptor, size)
-            raise
+        regular_file.append(self._descriptor, record)
 
     def close(self) -> None:
         if not self._closed:

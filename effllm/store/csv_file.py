@@ -6,13 +6,13 @@ The training process imports this module, so the module uses only the standard l
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from effllm.store import regular_file
 
 LOCK_WITHIN_S = 10.0
 DIGITS = 9  # significant digits of a number; the error of an energy is larger than the rounding
@@ -53,17 +53,13 @@ def append_rows(
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
     try:
-        _lock(file, path)
+        regular_file.lock(file, path, LOCK_WITHIN_S)
         size = os.fstat(file).st_size
         before = _before(file, size, path, columns)
         if without_known:
             known = set(path.read_bytes().splitlines(keepends=True))
             lines = [line for line in lines if line.encode("utf-8", errors="replace") not in known]
-        try:
-            _write(file, before + "".join(lines))
-        except OSError:
-            os.ftruncate(file, size)
-            raise
+        regular_file.append(file, (before + "".join(lines)).encode("utf-8", errors="replace"))
     finally:
         os.close(file)
     return len(lines)
@@ -85,19 +81,6 @@ def cell(value: Any) -> str:
         return str(value)
     text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     return f"'{text}" if text.startswith(_FORMULA) else text
-
-
-def _lock(file: int, path: Path) -> None:
-    deadline_s = time.monotonic() + LOCK_WITHIN_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"another process has locked {path} for {LOCK_WITHIN_S:g} s") from None
-            time.sleep(0.02)
-        else:
-            return
 
 
 def _before(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
@@ -124,9 +107,3 @@ def _line(cells: Sequence[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()
-
-
-def _write(file: int, text: str) -> None:
-    data = text.encode("utf-8", errors="replace")
-    while data:
-        data = data[os.write(file, data) :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections import deque
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from effllm.records.job import SCHEMA_VERSION
-from effllm.store import own_files
+from effllm.store import own_files, regular_file
 from effllm.store.reader import segments
 
 SEGMENT_BYTES = 64 * 2**20
@@ -133,13 +132,9 @@ class Journal:
             text = b"\n" + text
         if not size and text.startswith(b'{"'):  # the version is written once per file
             text = b'{"schema_version":%d,%b' % (SCHEMA_VERSION, text[1:])
-        left = text
         try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            regular_file.append(self._descriptor, text)
         except OSError as error:
-            with contextlib.suppress(OSError):  # the file system may reject every change
-                os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
                 self._open(self._number + 1)  # EFBIG is a limit per file, so the next file can be written
                 return False

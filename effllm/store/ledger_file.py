@@ -6,10 +6,7 @@ Many runs of many hosts append to one folder.  Each user writes only to a file o
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.verdict import OF_GPUS, Waterfall
-from effllm.store import own_files
+from effllm.store import own_files, regular_file
 from effllm.store.run_folder import StoreUnavailable
 
 LOCK_WITHIN_S = 5.0
@@ -100,38 +97,15 @@ class LedgerFile:
         """
         file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
-            _lock(file, self.path)
+            regular_file.lock(file, self.path, LOCK_WITHIN_S)
             size = os.fstat(file).st_size
             if not size:
                 os.fchmod(file, MODE)
             # A torn line of a killed process ends before the new line.
             before = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
-            try:
-                _write(file, before + msgspec.json.encode(line) + b"\n")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(file, size)
-                raise
+            regular_file.append(file, before + msgspec.json.encode(line) + b"\n")
         finally:
             os.close(file)
 
     def close(self) -> None:
         """Do nothing: the file is open only during a write."""
-
-
-def _lock(file: int, path: Path) -> None:
-    deadline_s = time.monotonic() + LOCK_WITHIN_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(errno.ETIMEDOUT, "another process has locked the file", str(path)) from None
-            time.sleep(0.02)
-        else:
-            return
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]

@@ -215,6 +215,24 @@ def rename_file(path: Path, name: str) -> None:
         os.close(at)
 
 
+def append_text(path: Path, text: str, max_bytes: int) -> None:
+    """Append text to a file of this user; a file that would exceed ``max_bytes`` is first renamed to ``<name>.1``.
+
+    If the text itself is longer, only its last complete lines are written.
+
+    Raises:
+        OSError: the file cannot be written, or is rejected by `open_file`.
+    """
+    content = text.encode(errors="replace")
+    if len(content) > max_bytes:
+        content = content[-max_bytes:].partition(b"\n")[2]
+    with contextlib.suppress(FileNotFoundError):
+        if 0 < (size := path.lstat().st_size) and size + len(content) > max_bytes:
+            rename_file(path, f"{path.name}.1")
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+        file.write(content)
+
+
 def remove_file(path: Path) -> None:
     """Remove a file, if it exists.
 

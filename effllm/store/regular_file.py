@@ -1,10 +1,16 @@
-"""Reads regular files: a pipe or a device is never read, because such a read may wait or never end."""
+"""Reads regular files, and appends to them: one lock, no partial text. Standard library only.
+
+A pipe or a device is never read, because such a read may wait or never end.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +60,35 @@ def lines_of(path: Path) -> Iterator[bytes]:
             while len(part) == MAX_LINE_BYTES and not part.endswith(b"\n"):
                 part = file.readline(MAX_LINE_BYTES)  # the rest of the line is skipped
             yield line
+
+
+def lock(descriptor: int, path: Path, within_s: float) -> None:
+    """Lock an open file, so that other processes wait.
+
+    Raises:
+        TimeoutError: another process has locked the file for longer than ``within_s``.
+    """
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"another process has locked {path} for {within_s:g} s") from None
+        time.sleep(0.02)
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Append to an open file; after a failed write the file has its old length.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with contextlib.suppress(OSError):  # the file system may reject every change
+            os.ftruncate(descriptor, size)
+        raise

@@ -23,7 +23,7 @@ from effllm.records.columns import Array, fields_of
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
-from effllm.store import folder_size, own_files, text_log
+from effllm.store import folder_size, own_files
 from effllm.store.folder_size import Growth
 from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.store.reader import RankRow, coverage_of, rank_row, window_line
@@ -212,7 +212,7 @@ class RunFolder:
         self._log_s = time.monotonic() + LOG_EVERY_S
         if self._log_text:
             with contextlib.suppress(OSError):  # a full disk is reported when the window is written
-                text_log.append(self._folder / "console.log", self._log_text, self._max_log_bytes)
+                own_files.append_text(self._folder / "console.log", self._log_text, self._max_log_bytes)
         self._log_text = ""
 
     def _flat(self, row: RankReport, report: ClusterReport) -> RankRow:
