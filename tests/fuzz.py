@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 from builders import hello, row
+from run_lines import read_events, read_ranks, read_windows
 
 from effllm.agent.window import WindowCutter
 from effllm.config.settings import Config
@@ -30,7 +31,6 @@ from effllm.records.rank import MARKED_PHASES
 from effllm.records.ring import RingReader
 from effllm.records.shared_memory import DOCUMENT_HEADER, RingError, checksum
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
-from effllm.store.reader import read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
 from effllm.store.run_lock import holder_of, status_of
 

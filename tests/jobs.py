@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
+from run_lines import WindowRow, read_events, read_ranks, read_windows
 
 import effllm
 from effllm.config.settings import Config
@@ -34,7 +35,7 @@ from effllm.config.spawn import spawn
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
-from effllm.store.reader import RankRow, WindowRow, read_events, read_ranks, read_windows
+from effllm.store.reader import RankRow
 
 if TYPE_CHECKING:
     from hosts import Host

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from run_lines import totals_of
 
 from effllm import metrics
 from effllm.config.settings import Config
@@ -25,7 +26,7 @@ from effllm.records.job import (
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
 from effllm.records.verdict import Evidence, Verdict
 from effllm.sinks import RunInfo
-from effllm.store.reader import keys_of, totals_of
+from effllm.store.reader import keys_of
 
 GIB = 2**30
 

@@ -255,14 +255,15 @@ def insert_lines(connection: Any, table: LinesTable, files: Sequence[LineFile], 
 def _copy(files: Sequence[LineFile], copy: IO[bytes], key: str) -> list[int]:
     """Copy the first files, each line with the index of its file; return the number of lines of each file."""
     counts: list[int] = []
+    size = 0
     for index, one in enumerate(files):
-        if copy.tell() > MAX_COPY_BYTES:
+        if size > MAX_COPY_BYTES:
             break
         begin, count = b'{"%b":%d,' % (key.encode(), index), 0
         for line in lines_of(one.path):
             if not line.isspace():
                 is_object = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
-                copy.write(b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_object else b"null\n")
+                size += copy.write(b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_object else b"null\n")
                 count += 1
         counts.append(count)
     copy.flush()

@@ -227,7 +227,7 @@ def append_text(path: Path, text: str, max_bytes: int) -> None:
     if len(content) > max_bytes:
         content = content[-max_bytes:].partition(b"\n")[2]
     with contextlib.suppress(FileNotFoundError):
-        if 0 < (size := path.lstat().st_size) and size + len(content) > max_bytes:
+        if (size := path.lstat().st_size) > 0 and size + len(content) > max_bytes:
             rename_file(path, f"{path.name}.1")
     with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         file.write(content)

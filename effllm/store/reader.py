@@ -1,10 +1,10 @@
-"""The decoded lines of the files in a run folder, and functions that read the lines; torn lines are skipped."""
+"""The lines of the files in a run folder, and their reader, which skips torn lines."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -13,10 +13,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from effllm.records.counters import by_name
-from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
-from effllm.records.rank import Count, DeviceWindow, Duration, Event, Integrals, Ordinal, Profile, RankReport
+from effllm.records.rank import Count, DeviceWindow, Duration, Integrals, Ordinal, Profile, RankReport
 from effllm.store.regular_file import lines_of
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
@@ -41,26 +39,14 @@ class WindowLine(WindowReport, frozen=True, kw_only=True):
     constants: JobConstants | None = None  # constants of this and the next lines
 
 
-class WindowRow(WindowReport, frozen=True, kw_only=True):
-    """A line of ``windows-*.jsonl``, decoded."""
-
-    last: ClusterTotals
-    run: ClusterTotals | None = None
-    job: ClusterTotals | None = None
-
-
 def window_line(report: ClusterReport, *, has_totals: bool) -> WindowLine:
     """Return the line of a report, without the job's constants, and with totals to date only if ``has_totals``."""
-    fields = _without_totals(report)
+    fields = {name: getattr(report, name) for name in WindowReport.__struct_fields__}
     # JSON has no nan: a nan would make the whole line unreadable.
     fields["values"] = {tag: _rounded(value) for tag, value in report.values.items() if math.isfinite(value)}
     for base in ("last", "run", "job") if has_totals else ("last",):
         fields[base] = keys_of(getattr(report, base))
     return WindowLine(**fields)
-
-
-def _without_totals(report: WindowReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in WindowReport.__struct_fields__}
 
 
 #: Groups of `ClusterTotals` whose fields are keys of the totals in a line. The fields of the group `constants` are keys
@@ -83,21 +69,6 @@ def keys_of(totals: ClusterTotals) -> dict[str, Any]:
         keys |= {"energy_error_j": _rounded(energy.error_j)}
     keys |= {name: value for name in ("profile", "overhead") if (value := getattr(totals, name)) is not None}
     return keys
-
-
-def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) -> ClusterTotals:
-    """Return the totals from an object of a line; the inverse of `keys_of`.
-
-    Raises:
-        msgspec.ValidationError: a value has a wrong type.
-    """
-    keys = {key: value for key, value in keys.items() if value is not None}
-    energy = {name: keys[key] for name, key in _ENERGY.items() if key in keys}
-    energy["inside_j2"] = (msgspec.convert(keys.get("energy_error_j", 0.0), float) / NORMAL_95) ** 2
-    energy["counts"] = {key.removeprefix("energy_"): keys[key] for key in keys if key.startswith("energy_")}
-    groups = dict.fromkeys(_GROUPS, keys)
-    totals = msgspec.convert({**keys, **groups, "energy": energy}, ClusterTotals, str_keys=True)
-    return totals if constants is None else msgspec.structs.replace(totals, constants=constants)
 
 
 def _changed(record: Struct) -> dict[str, Any]:
@@ -187,31 +158,19 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     device_step_s: float = 0.0
 
 
+#: The fields that a report and its line have in common.
+_OF_REPORT = tuple(name for name in RankRow.__struct_fields__ if name in RankReport.__struct_fields__)
+_of_report = attrgetter(*_OF_REPORT)
+
+
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
     device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
     wall, energy = device.wall, device.wall.energy
     is_measured = energy.joules is not None
     whole = RankRow(
         attempt=attempt,
-        rank=row.rank,
-        window=row.window,
-        iteration_first=row.iteration_first,
-        iteration_last=row.iteration_last,
-        iteration_shown=row.iteration_shown,
-        start_time_s=row.start_time_s,
-        end_time_s=row.end_time_s,
-        wall_s=row.wall_s,
-        busy_s=row.busy_s,
-        wait_s=row.wait_s,
-        generation_s=row.generation_s,
-        profile=row.profile,
-        device_steps=row.device_steps,
-        device_step_s=row.device_step_s,
-        loss=row.loss,
-        losses_not_finite=row.losses_not_finite,
         host=host,
         device=device.device or None,
-        phases_s=row.phases_s,
         phases_j={name: part.energy.joules for name, part in device.phases.items()},
         energy_j=energy.joules,
         energy_error_j=energy.error_j if is_measured else None,
@@ -227,8 +186,6 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         power_peak_w=device.power_peak_w,
         coverage=coverage_of(row),
         other_devices_j={other.device: other.wall.energy.joules for other in row.devices[1:]},
-        final=row.final,
-        iterations_overrun=row.iterations_overrun,
         simulated=simulated,
         throttled_s=device.throttled_s,
         gauges={
@@ -236,7 +193,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
             for name, gauge in device.gauges.items()
             if gauge.covered_s > 0
         },
-        **by_name(row),
+        **dict(zip(_OF_REPORT, _of_report(row), strict=True)),
     )
     return _short(whole)
 
@@ -281,40 +238,3 @@ class JsonLines(Generic[Row]):
                     self.skipped += 1
                     continue
                 yield row
-
-
-class WindowRows(JsonLines[WindowRow]):
-    """The windows of a run, each with its constants."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        super().__init__(paths, WindowRow)
-        self._constants: JobConstants | None = None
-        self._decode = self._row
-
-    def __iter__(self) -> Iterator[WindowRow]:
-        self._constants = None
-        return super().__iter__()
-
-    def _row(self, text: bytes) -> WindowRow:
-        line = _decode_line(text)
-        self._constants = constants = line.constants or self._constants
-        run, job = (totals_of(keys, constants) if keys is not None else None for keys in (line.run, line.job))
-        return WindowRow(**_without_totals(line), last=totals_of(line.last, constants), run=run, job=job)
-
-
-_decode_line = msgspec.json.Decoder(WindowLine).decode
-
-
-def read_windows(folder: Path) -> WindowRows:
-    """Read the windows of a run, oldest first."""
-    return WindowRows(segments(folder, "windows"))
-
-
-def read_ranks(folder: Path) -> JsonLines[RankRow]:
-    """Read the rank reports of a run, oldest first."""
-    return JsonLines(segments(folder, "ranks"), RankRow)
-
-
-def read_events(folder: Path) -> JsonLines[Event]:
-    """Read the events of a run, oldest first."""
-    return JsonLines([path for path in [folder / "events.jsonl"] if path.exists()], Event)

@@ -9,11 +9,11 @@ import jobs
 import psutil
 import pytest
 from after_fault import assert_readable, assert_whole
+from run_lines import read_ranks
 
 from effllm.agent.conversation import REPORT_EVERY_S
 from effllm.job.ledger import restore
 from effllm.server.process import TICK_S
-from effllm.store.reader import read_ranks
 
 pytestmark = pytest.mark.faults
 

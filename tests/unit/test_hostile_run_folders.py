@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from cases import cases
+from run_lines import read_events, read_windows
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
 from effllm.store import regular_file
-from effllm.store.reader import read_events, read_windows
 
 pytest.importorskip("duckdb", reason="duckdb is not installed")
 

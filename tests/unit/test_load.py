@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from run_folders import GOLDEN, copy_golden
+from run_lines import read_events, read_ranks, read_windows
 from sink_examples import complete_totals, make_report, make_row
 
 import effllm
@@ -19,7 +20,7 @@ from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
-from effllm.store.reader import RankRow, read_events, read_ranks, read_windows
+from effllm.store.reader import RankRow
 from effllm.store.run_folder import RunFolder
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "runfolder"

@@ -16,13 +16,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_lines import read_events, read_ranks, read_windows
 from sink_examples import complete_totals, make_report, make_row, make_summary, totals, with_keys
 
 from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
-from effllm.store.reader import RankRow, keys_of, read_events, read_ranks, read_windows, window_line
+from effllm.store.reader import RankRow, keys_of, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 from effllm.store.summary_text import summary_text
 
