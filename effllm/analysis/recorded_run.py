@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +19,6 @@ from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.store.line_files import read_at
 from effllm.store.reader import JsonLines, segments
-from effllm.store.regular_file import open_regular
 
 #: Files of rank reports are read up to this size, the newest first: 64 MiB each.
 MAX_RANK_BYTES = 256 * 2**20
@@ -170,27 +168,14 @@ class EventExtract:
         path = folder / "events.jsonl"
         if not path.is_file():
             return
-        decode = msgspec.json.Decoder(Event).decode
-        with os.fdopen(open_regular(path), "rb") as file:
-            for line in self._newest(file):
-                try:
-                    event = decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    self.skipped += not line.isspace()
-                    continue
-                self.counts[event.kind] += event.count
-                (self._problems if is_problem(event.kind) else self._others).append(event)
-                if event.kind in STALLS:
-                    self.stalls.append(event)
-
-    def _newest(self, file: IO[bytes]) -> Iterator[bytes]:
-        size = file.seek(0, 2)
-        self.unread_bytes = max(size - MAX_BYTES, 0)
-        file.seek(self.unread_bytes)
-        if self.unread_bytes:
-            self.unread_bytes += len(file.readline(MAX_BYTES))  # the rest of a line
-        while line := file.readline(MAX_BYTES):
-            yield line
+        self.unread_bytes = max(path.stat().st_size - MAX_BYTES, 0)
+        found = JsonLines([path], Event, self.unread_bytes)
+        for event in found:
+            self.counts[event.kind] += event.count
+            (self._problems if is_problem(event.kind) else self._others).append(event)
+            if event.kind in STALLS:
+                self.stalls.append(event)
+        self.skipped = found.skipped
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:

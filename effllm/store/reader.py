@@ -219,17 +219,20 @@ def segments(folder: Path, stem: str) -> list[Path]:
 
 
 class JsonLines(Generic[Row]):
-    """The decoded lines of JSON Lines files; torn and invalid lines are skipped and counted."""
+    """The decoded lines of JSON Lines files; torn and invalid lines are skipped and counted.
 
-    def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
+    Lines that start before the offset ``begin`` of a file are left out.
+    """
+
+    def __init__(self, paths: Sequence[Path], row: type[Row], begin: int = 0) -> None:
         self.skipped = 0
-        self._paths = paths
+        self._paths, self._begin = paths, begin
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row).decode
 
     def __iter__(self) -> Iterator[Row]:
         self.skipped = 0
         for path in self._paths:
-            for line in lines_of(path):
+            for line in lines_of(path, self._begin):
                 if line.isspace():  # a writer that continues after a torn line leaves an empty line
                     continue
                 try:

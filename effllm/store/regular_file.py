@@ -48,18 +48,26 @@ def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     return content
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield the lines of a regular file; of a line longer than `MAX_LINE_BYTES`, only the beginning.
+
+    Args:
+        path: path of the file.
+        begin: lines that start before this offset are left out.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(max(begin - 1, 0))
+        is_rest = begin > 0
         while line := file.readline(MAX_LINE_BYTES):
             part = line
             while len(part) == MAX_LINE_BYTES and not part.endswith(b"\n"):
                 part = file.readline(MAX_LINE_BYTES)  # the rest of the line is skipped
-            yield line
+            if not is_rest:
+                yield line
+            is_rest = False
 
 
 def lock(descriptor: int, path: Path, within_s: float) -> None:
