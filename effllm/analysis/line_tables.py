@@ -224,15 +224,10 @@ class LineFile(NamedTuple):
     path: Path
 
 
-class InvalidLines(NamedTuple):
-    """The number of lines of a file that are no rows."""
-
-    path: Path
-    lines: int
-
-
-def insert_lines(connection: Any, table: LinesTable, files: Sequence[LineFile], folder: str) -> Iterator[InvalidLines]:
-    """Insert the lines of files into a table, in order, and yield the files with incomplete or invalid lines.
+def insert_lines(
+    connection: Any, table: LinesTable, files: Sequence[LineFile], folder: str
+) -> Iterator[tuple[Path, int]]:
+    """Insert the lines of files into a table, in order; yield files with incomplete or invalid lines, and the number.
 
     Args:
         connection: the connection to a database with the table.
@@ -272,7 +267,7 @@ def _copy(files: Sequence[LineFile], copy: IO[bytes], key: str) -> list[int]:
 
 def _insert(
     connection: Any, table: LinesTable, files: Sequence[LineFile], counts: Sequence[int], path: str, key: str
-) -> Iterator[InvalidLines]:
+) -> Iterator[tuple[Path, int]]:
     values = ", ".join(f"{value(one)} AS {quoted(one.name)}" for one in table.columns)
     read = read_json("$1", {**table.fields(), key: WHOLE})
     # Lists of the folders instead of a join, because a join changes the order of the lines.
@@ -287,4 +282,4 @@ def _insert(
     connection.execute("DROP TABLE lines")
     for number, (one, count) in enumerate(zip(files, counts, strict=True)):
         if invalid := count - known.get(number, 0):
-            yield InvalidLines(one.path, invalid)
+            yield one.path, invalid
