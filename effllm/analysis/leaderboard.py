@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from effllm.analysis.comparison import OUTCOMES, compare
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.sides import ComparedRun, Side
 from effllm.metrics.contract import model_compression_ratio
+from effllm.records.facts import float_or_none
 
 #: The paper's names of metrics.
 PAPER = {
@@ -108,12 +110,7 @@ def normalised(values: Sequence[float], *, higher_is_better: bool) -> list[float
 
 def harmonic_mean(shares: Sequence[float], weights: Sequence[float]) -> float | None:
     """Return the weighted harmonic mean, equation 12: 0 if any share with a weight is 0; ``None`` without weights."""
-    used = [(share, weight) for share, weight in zip(shares, weights, strict=True) if weight > 0]
-    if not used:
-        return None
-    if any(share <= 0 for share, _ in used):
-        return 0.0
-    return sum(weight for _, weight in used) / sum(weight / share for share, weight in used)
+    return statistics.harmonic_mean(shares, weights) if any(weights) else None
 
 
 def mean_of(side: Side, get: Callable[[ComparedRun], float | None]) -> float | None:
@@ -202,13 +199,11 @@ def _with_outcomes(standings: Sequence[Standing], metrics: Sequence[ComparedMetr
 
 def compression(run: ComparedRun) -> float | None:
     """Return MCR (equation 9) of a run of a compressed model; ``None`` without the facts."""
-    facts = [run.facts.get(name) for name in COMPRESSION_FACTS]
-    numbers = [float(one) for one in facts if isinstance(one, (int, float)) and not isinstance(one, bool)]
-    if len(numbers) < len(facts):
+    numbers = [number for name in COMPRESSION_FACTS if (number := float_or_none(run.facts.get(name))) is not None]
+    if len(numbers) < len(COMPRESSION_FACTS):
         return None
-    original_size, compressed_size, original_perf, compressed_perf = numbers
     try:
-        return model_compression_ratio(original_size, compressed_size, original_perf, compressed_perf)
+        return model_compression_ratio(*numbers)
     except ValueError:
         return None
 

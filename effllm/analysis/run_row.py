@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from effllm.analysis.column import BOOL, DOCUMENTED, NUMBER, NUMBER_BY_NAME, TEXT, WHOLE, metric_columns
+from effllm.records.facts import bool_or_none, float_or_none, int_or_none, object_or_none, text_or_none
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.rank import MAX_COUNT
 from effllm.store.regular_file import read_regular
@@ -54,7 +55,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     """Return the row of a run by column; columns without a value may be missing."""
     tags = _tags(summary.get("tags") or run.get("tags"))
     known = {**run, **summary}
-    started_s = _number(summary.get("started_time_s")) or _number(run.get("started_time_s"))
+    started_s = float_or_none(summary.get("started_time_s")) or float_or_none(run.get("started_time_s"))
     row: Document = {name: known.get(name) for name in _NAMES}
     row |= {
         "run_id": run.get("run_id") or summary.get("run_id") or folder.name,
@@ -91,27 +92,12 @@ _HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"
 
 
 def _object(value: Any) -> Document:
-    return value if isinstance(value, dict) else {}
+    return object_or_none(value) or {}
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int and abs(value) < 2**63 else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) is float or _whole(value) is not None else None
-
-
-def _bool(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {TEXT: _text, WHOLE: _whole, NUMBER: _number, BOOL: _bool}
-_READERS[NUMBER_BY_NAME] = _object
+_READERS: dict[str, Callable[[Any], Any]] = {
+    TEXT: text_or_none, WHOLE: int_or_none, NUMBER: float_or_none, BOOL: bool_or_none, NUMBER_BY_NAME: _object,
+}  # fmt: skip
 _CHECKS = [(one.name, _READERS[one.type]) for one in DOCUMENTED if one.type in _READERS]
 
 
@@ -144,7 +130,7 @@ def _devices(run: Document, known: Document) -> Document:
     devices = [one for about in ranks for one in _objects(about.get("devices"))]
     gpus = [one for one in devices if one.get("is_gpu") is True]
     hosts = _texts(about.get("host") for about in ranks)
-    limits = {number for one in gpus if (number := _number(one.get("power_limit_w"))) is not None}
+    limits = {number for one in gpus if (number := float_or_none(one.get("power_limit_w"))) is not None}
     return {
         "hosts": hosts or known.get("hosts"),
         "host_count": len(hosts) or known.get("host_count"),
@@ -170,13 +156,13 @@ def _metrics(summary: Document) -> Document:
     row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
     for tag, stated in _object(summary.get("metrics")).items():
         entry = _object(stated)
-        value = _number(entry.get("value"))
+        value = float_or_none(entry.get("value"))
         if tag not in columns:
             row["other_metrics"][tag] = value
             continue
         row[columns[tag]] = value
         for name, field in (("metric_errors", "error"), ("metric_sensor_errors", "sensor_error")):
-            if (error := _number(entry.get(field))) is not None:
+            if (error := float_or_none(entry.get(field))) is not None:
                 row[name][columns[tag]] = error
     return row
 

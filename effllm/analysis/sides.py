@@ -13,6 +13,7 @@ from effllm.analysis.column import column_of
 from effllm.analysis.database import Database
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
+from effllm.records.facts import float_or_none
 from effllm.records.plain_text import one_line
 
 #: Tags that differ between the repeats of a configuration.
@@ -52,8 +53,7 @@ class ComparedRun(NamedTuple):
         return self.folder.name.startswith("warmup-") and self.tags.get(WARMUP) == self.folder.parent.name
 
     def value(self, column: str) -> float | None:
-        value = self.row.get(column)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return float_or_none(self.row.get(column))
 
     def repeat(self) -> tuple[int, int] | None:
         """Return the number of this repeat and the planned number, from the tag of a campaign."""

@@ -101,33 +101,36 @@ def from_document(kind: type[T], document: Mapping[str, Any]) -> T:
     return kind(**found)
 
 
-def _bool(value: Any) -> bool | None:
+# A value of an untrusted document, or ``None`` for a value of another type.
+
+
+def bool_or_none(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _int(value: Any) -> int | None:
+def int_or_none(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < _MAX_WHOLE else None
 
 
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, float) or _int(value) is not None else None
+def float_or_none(value: Any) -> float | None:
+    return float(value) if isinstance(value, float) or int_or_none(value) is not None else None
 
 
-def _str(value: Any) -> str | None:
+def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _dict(value: Any) -> dict[str, Any] | None:
+def object_or_none(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
 def _floats(value: Any) -> dict[str, float] | None:
-    known = _dict(value)
-    return None if known is None or None in map(_float, known.values()) else known
+    known = object_or_none(value)
+    return None if known is None or None in map(float_or_none, known.values()) else known
 
 
 def _record_of(kind: type[T]) -> Callable[[Any], T | None]:
-    return lambda value: None if _dict(value) is None else from_document(kind, value)
+    return lambda value: None if object_or_none(value) is None else from_document(kind, value)
 
 
 def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
@@ -137,26 +140,26 @@ def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | N
     return read_all
 
 
-_strs = _tuple_of(_str)
+_strs = _tuple_of(text_or_none)
 
 
 def _facts(value: Any) -> dict[str, Fact] | None:
-    known = _dict(value)
+    known = object_or_none(value)
     return None if known is None else {name: one for name, one in known.items() if _is_fact(one)}
 
 
 def _is_fact(value: Any) -> bool:
     is_one = value is None or isinstance(value, (bool, float, str))
-    return is_one or _int(value) is not None or _strs(value) is not None
+    return is_one or int_or_none(value) is not None or _strs(value) is not None
 
 
 #: Annotation of a field -> function that returns a value of this type, or ``None`` for a value of another type.
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "bool": _bool,
-    "int": _int,
-    "float": _float,
-    "str": _str,
-    "tuple[int, ...]": _tuple_of(_int),
+    "bool": bool_or_none,
+    "int": int_or_none,
+    "float": float_or_none,
+    "str": text_or_none,
+    "tuple[int, ...]": _tuple_of(int_or_none),
     "tuple[str, ...]": _strs,
     "Mapping[str, Fact]": _facts,
     "Mapping[str, float]": _floats,
