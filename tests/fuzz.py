@@ -31,8 +31,9 @@ from effllm.records.rank import MARKED_PHASES
 from effllm.records.ring import RingReader
 from effllm.records.shared_memory import DOCUMENT_HEADER, RingError, checksum
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
+from effllm.store.reader import read_own
 from effllm.store.run_folder import RunFolder
-from effllm.store.run_lock import holder_of, status_of
+from effllm.store.run_lock import Holder, status_of
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -200,7 +201,7 @@ def runfolder(data: bytes) -> None:
                 assert isinstance(one, msgspec.Struct)
             assert rows.skipped <= data.count(b"\n") + 1
         assert isinstance(status_of(folder), str)
-        holder_of(folder / FILES[data[0] % len(FILES)] if data else folder)
+        read_own(folder / FILES[data[0] % len(FILES)] if data else folder, Holder)
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             _go_on(restore((folder / "state.json").read_bytes()))
         sink = RunFolder(folder, {"job": "job"})

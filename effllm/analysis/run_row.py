@@ -17,6 +17,7 @@ from effllm.analysis.column import BOOL, DOCUMENTED, NUMBER, NUMBER_BY_NAME, TEX
 from effllm.records.facts import bool_or_none, float_or_none, int_or_none, object_or_none, text_or_none
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.rank import MAX_COUNT
+from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
 
 Document = dict[str, Any]
@@ -41,7 +42,7 @@ def read_document(path: Path) -> Document | None:
         return None
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise Unreadable(f"not a JSON object: {error}") from error
     if problem := version_error(document.get("schema_version", SCHEMA_VERSION)):
         raise Unreadable(problem)

@@ -13,7 +13,7 @@ import msgspec
 
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files, regular_file
-from effllm.store.reader import segments
+from effllm.store.reader import DECODE_ERRORS, segments
 
 SEGMENT_BYTES = 64 * 2**20
 #: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
@@ -160,6 +160,6 @@ class Journal:
 def _is_whole(line: bytes) -> bool:
     try:
         msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return False
     return True

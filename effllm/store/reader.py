@@ -15,8 +15,11 @@ from msgspec import Struct
 
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
 from effllm.records.rank import Count, DeviceWindow, Duration, Integrals, Ordinal, Profile, RankReport
+from effllm.store import own_files
 from effllm.store.regular_file import lines_of
 
+#: The errors of decoding JSON of any bytes.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
 Row = TypeVar("Row", bound=Struct)
@@ -218,6 +221,14 @@ def segments(folder: Path, stem: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def read_own(path: Path, kind: type[Row]) -> Row | None:
+    """Return the content of a JSON file of this user; ``None`` if it cannot be read or has another form."""
+    try:
+        return msgspec.json.decode(own_files.read_file(path), type=kind)
+    except (OSError, *DECODE_ERRORS):
+        return None
+
+
 class JsonLines(Generic[Row]):
     """The decoded lines of JSON Lines files; torn and invalid lines are skipped and counted.
 
@@ -237,7 +248,7 @@ class JsonLines(Generic[Row]):
                     continue
                 try:
                     row = self._decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                except DECODE_ERRORS:
                     self.skipped += 1
                     continue
                 yield row

@@ -26,7 +26,7 @@ from effllm.records.rank import Event, RankReport
 from effllm.store import folder_size, own_files
 from effllm.store.folder_size import Growth
 from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.store.reader import RankRow, coverage_of, rank_row, window_line
+from effllm.store.reader import DECODE_ERRORS, RankRow, coverage_of, rank_row, read_own, window_line
 from effllm.store.summary_text import summary_text
 from effllm.store.unkept import Written
 from effllm.store.window_text import block_lines
@@ -363,13 +363,10 @@ def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
 def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(own_files.read_file(path), type=dict[str, Any])
-    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (FileNotFoundError, *DECODE_ERRORS):
         return {}
 
 
 def identity_of(folder: Path) -> Identity:
     """Return the identity in the run.json of an earlier attempt; empty if no such file can be read."""
-    try:
-        return msgspec.json.decode(own_files.read_file(folder / "run.json"), type=Identity)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return Identity()
+    return read_own(folder / "run.json", Identity) or Identity()

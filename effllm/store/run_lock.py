@@ -20,11 +20,11 @@ from msgspec import Struct
 from effllm.config.place import Place
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.store import own_files
+from effllm.store.reader import read_own
 
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
 ASK_EVERY_S = 0.25
-MAX_BYTES = 4096  # size of a lock file
 MAX_NAMES = 1000
 
 
@@ -40,8 +40,9 @@ class Holder(Struct, frozen=True):
     salt: str = ""  # salt of the keys
 
 
-class _Version(Struct):
+class _Document(Struct):
     schema_version: int = SCHEMA_VERSION
+    status: str = ""
 
 
 class Lock:
@@ -101,7 +102,8 @@ def take(
     for folder in _names(wanted):
         if status_of(folder) == "completed":
             continue
-        if problem := _version_error(folder):
+        run = read_own(folder / "run.json", _Document)
+        if run is not None and (problem := version_error(run.schema_version)):
             why_other = why_other or f"{folder} is not continued: {problem}"
             continue
         own_files.make_folder(folder)
@@ -126,27 +128,8 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 def status_of(folder: Path) -> str:
     """Return the status of the run in a folder, from its summary; empty without a summary."""
-    try:
-        return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
-        return ""
-
-
-def _version_error(folder: Path) -> str:
-    """Return why the run in a folder cannot be continued; empty if it can, or if there is no run."""
-    try:
-        found = msgspec.json.decode(own_files.read_file(folder / "run.json"), type=_Version)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
-    return version_error(found.schema_version)
-
-
-def holder_of(path: Path) -> Holder | None:
-    """Return the holder in a lock file, or ``None``."""
-    try:
-        return msgspec.json.decode(own_files.read_file(path)[:MAX_BYTES], type=Holder)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    found = read_own(folder / "summary.json", _Document)
+    return found.status if found is not None else ""
 
 
 def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:
@@ -169,7 +152,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
             return None
         if now_s >= next_ask_s:
             next_ask_s = now_s + ASK_EVERY_S
-            other = holder_of(path)
+            other = read_own(path, Holder)
             if other is not None and own.restart_id and other.restart_id == own.restart_id and other.job != own.job:
                 ask(other)
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from effllm.records.job import ClusterReport
 from effllm.records.rank import RankReport
 from effllm.store import own_files
-from effllm.store.reader import segments
+from effllm.store.reader import DECODE_ERRORS, segments
 
 #: Twice the size of the lines that a `Journal` stores for a full disk; all of these are written before the next state.
 _TAIL_BYTES = 64 * 2**20
@@ -69,5 +69,5 @@ def _newest(folder: Path, stem: str) -> Iterator[_Line]:
             for text in file:
                 try:
                     yield decoder.decode(text)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except DECODE_ERRORS:
                     continue  # a torn line, or a line that begins before the tail

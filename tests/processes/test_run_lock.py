@@ -12,7 +12,8 @@ from cases import cases
 
 from effllm.config.place import Place
 from effllm.store import run_lock
-from effllm.store.run_lock import Holder, holder_of, restart_id_of, take
+from effllm.store.reader import read_own
+from effllm.store.run_lock import Holder, restart_id_of, take
 
 FIRST = Holder(restart_id="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
 NEXT = Holder(restart_id="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
@@ -23,7 +24,7 @@ def test_lock_file_names_its_holder_and_is_private(tmp_path):
     lock = take(tmp_path / "runs" / "one", FIRST)
 
     assert (lock.folder, lock.why_other) == (tmp_path / "runs" / "one", "")
-    assert holder_of(lock.folder / "lock") == FIRST
+    assert read_own(lock.folder / "lock", Holder) == FIRST
     assert stat.S_IMODE((lock.folder / "lock").stat().st_mode) == 0o600
     assert stat.S_IMODE(lock.folder.stat().st_mode) == 0o700
     lock.release()
@@ -43,7 +44,7 @@ def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
 
     assert requests == [FIRST, FIRST]
     assert (after.folder, after.why_other) == (tmp_path / "one", "")
-    assert holder_of(after.folder / "lock") == NEXT
+    assert read_own(after.folder / "lock", Holder) == NEXT
     after.release()
 
 
@@ -75,6 +76,7 @@ def test_lock_of_an_ended_process_is_free(tmp_path):
     program = f"""
 import os
 from pathlib import Path
+from effllm.store.reader import read_own
 from effllm.store.run_lock import Holder, take
 lock = take(Path({str(tmp_path)!r}) / "one", Holder(restart_id="77", job="first"))
 os._exit(9)
