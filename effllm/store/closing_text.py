@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from effllm import metrics
-from effllm.metrics import Metric
 from effllm.records.events import FILE, level_of
 from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
@@ -17,6 +14,7 @@ from effllm.store.summary_text import (
     duration,
     energy_text,
     errors_text,
+    fact_lines,
     goodput_text,
     loss_text,
     outcome,
@@ -25,6 +23,7 @@ from effllm.store.summary_text import (
     slowest_text,
     stragglers_text,
     tensorboard_line,
+    value_of,
     verdict_lines,
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
@@ -68,7 +67,7 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
         yield _fact("time", shares(summary.time_by_class))
     if text := energy_text(summary.energy):
         yield _fact("energy", text)
-    if value := _value(summary, metrics.METRICS["joules_per_token"]):
+    if value := value_of(summary, "joules_per_token"):
         number, prefix = scaled(value.value)
         timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
         yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip() + _mark(value))
@@ -84,10 +83,10 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
 
 
 def _throughput(summary: Summary) -> Iterator[str]:
-    if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
+    if value := value_of(summary, "tokens_per_second_per_gpu"):
         unit = "GPU" if summary.coverage.gpus_expected else "rank"
         yield f"{readable(value.value)} tokens/s per {unit}{_mark(value)}"
-    if value := _value(summary, metrics.METRICS["mfu_ratio"]):
+    if value := value_of(summary, "mfu_ratio"):
         yield f"MFU {readable(100 * value.value)} %{_mark(value)}" + (f" of {summary.peak}" if summary.peak else "")
 
 
@@ -159,18 +158,5 @@ def _count(number: int) -> str:
     return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))
 
 
-def _value(summary: Summary, entry: Metric) -> Value | None:
-    return next((summary.metrics[tag] for base in entry.run_bases if (tag := entry.tag(base)) in summary.metrics), None)
-
-
 def _fact(name: str, text: str, max_lines: int = 1) -> str:
-    return "\n".join(
-        textwrap.wrap(
-            one_line(text),
-            WIDTH,
-            initial_indent=f"  {name:<14}",
-            subsequent_indent=" " * 16,
-            max_lines=max_lines,
-            placeholder=" …",
-        )
-    )
+    return "\n".join(fact_lines(name, one_line(text), max_lines))

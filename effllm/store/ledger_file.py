@@ -12,22 +12,17 @@ from typing import Any
 
 import msgspec
 
-from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary
-from effllm.records.verdict import OF_GPUS, Waterfall
+from effllm.records.verdict import OF_GPUS
 from effllm.store import own_files, regular_file
 from effllm.store.run_folder import StoreUnavailable
+from effllm.store.summary_text import value_of
 
 LOCK_WITHIN_S = 5.0
+_OF_SUMMARY = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s")
+_OF_ENERGY = ("total_joules", "measured_joules", "error_joules", "gain_error", "scope")
 MODE = 0o640  # the group of the project reads the lines of its members
-
-
-def _unused_hours(found: Waterfall | None) -> float | None:
-    """Return the GPU-hours of unused GPUs; ``None`` in a job without GPUs, whose hours are no GPU-hours."""
-    if found is None or found.unit != OF_GPUS:
-        return None
-    return sum(part.device_seconds for part in found.parts if part.name == "unused") / 3600.0
 
 
 def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
@@ -39,35 +34,23 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         summary: the last summary of the attempt.
         folder: the run folder, if there is one.
     """
-    seen, energy, found, goodput = summary.coverage, summary.energy, summary.waterfall, summary.goodput
+    # The hours of a job without GPUs are no GPU-hours.
+    gpus = found if (found := summary.waterfall) is not None and found.unit == OF_GPUS else None
+    unused = [part for part in gpus.parts if part.name == "unused"] if gpus is not None else []
+    money = {name: value_of(summary, name) for name in ("gpu_cost", "electricity_cost", "co2_kg")}
     return {
         "schema_version": SCHEMA_VERSION,
-        **{name: getattr(summary, name) for name in Identity.__struct_fields__},
+        **{name: getattr(summary, name) for name in (*Identity.__struct_fields__, *_OF_SUMMARY)},
         "folder": None if folder is None else str(folder),
-        "status": summary.status,
-        "attempts": summary.attempts,
-        "simulated": summary.simulated,
         "cause": None if summary.verdict is None else summary.verdict.cause,
-        "iterations": summary.iterations,
-        "tokens": summary.tokens,
-        "elapsed_s": summary.elapsed_s,
-        "goodput_ratio": None if goodput is None else goodput.ratio,
-        "ranks": seen.ranks_expected,
-        "gpus": seen.gpus_expected,
-        "gpu_hours": found.device_seconds / 3600.0 if found and found.unit == OF_GPUS else None,
-        "unused_gpu_hours": _unused_hours(found),
-        "total_joules": energy.total_joules,
-        "measured_joules": energy.measured_joules,
-        "error_joules": energy.error_joules,
-        "gain_error": energy.gain_error,
-        "scope": energy.scope,
-        **{name: _metric(summary, name) for name in ("gpu_cost", "electricity_cost", "co2_kg")},
+        "goodput_ratio": None if summary.goodput is None else summary.goodput.ratio,
+        "ranks": summary.coverage.ranks_expected,
+        "gpus": summary.coverage.gpus_expected,
+        "gpu_hours": None if gpus is None else gpus.device_seconds / 3600.0,
+        "unused_gpu_hours": None if gpus is None else sum(part.device_seconds for part in unused) / 3600.0,
+        **{name: getattr(summary.energy, name) for name in _OF_ENERGY},
+        **{name: None if one is None else one.value for name, one in money.items()},
     }
-
-
-def _metric(summary: Summary, name: str) -> float | None:
-    tags = (METRICS[name].tag(base) for base in METRICS[name].run_bases)
-    return next((summary.metrics[tag].value for tag in tags if tag in summary.metrics), None)
 
 
 class LedgerFile:

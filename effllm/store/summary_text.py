@@ -309,7 +309,25 @@ def _row(name: str, value: Value, over: str) -> str:
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     for name, text in pairs:
-        yield from textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16)
+        yield from fact_lines(name, text)
+
+
+def fact_lines(name: str, text: str, max_lines: int | None = None) -> list[str]:
+    """Return a name and a text as lines of `WIDTH`; a text that needs more than ``max_lines`` is cut."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"  {name:<14}",
+        subsequent_indent=" " * 16,
+        max_lines=max_lines,
+        placeholder=" …",
+    )
+
+
+def value_of(summary: Summary, name: str) -> Value | None:
+    """Return the value of a metric, on its first base that has a value."""
+    tags = map(METRICS[name].tag, METRICS[name].run_bases)
+    return next((summary.metrics[tag] for tag in tags if tag in summary.metrics), None)
 
 
 def shares(parts: Mapping[str, float]) -> str:
