@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from msgspec.structs import asdict
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,6 +31,7 @@ MAX_LABEL_LETTERS = 1000
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
 Samples = Sequence[tuple[dict[str, str], float]]
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class MetricsPage(Collector):
@@ -63,28 +63,25 @@ class MetricsPage(Collector):
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
             is_stalled = self._is_stalled
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
-        yield self._gauge(
-            "fresh", "1: the newest report of the job is new enough to be shown.", [({}, float(is_fresh))]
-        )
-        yield self._gauge(
-            "stalled", "1: the ranks, or some of them, make no progress (event stalled).", [({}, float(is_stalled))]
-        )
+        yield self._family("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
+        yield self._family("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
-        yield self._counter("events", "Number of events by kind; their texts are in events.jsonl.", counted)
-        yield self._gauge("run_info", "1: the labels are the identity of the run.", [(_labels(self._identity()), 1.0)])
+        text = "Number of events by kind; their texts are in events.jsonl."
+        yield self._family("events", text, counted, CounterMetricFamily)
+        yield self._family("run_info", "1: the labels are the identity of the run.", [(_labels(self._identity()), 1.0)])
         if report is None:
             return
-        yield self._gauge("report_age_seconds", "Time since the receipt of the newest report.", [({}, age_s)])
+        yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
         for name, text, total in _totals(report):
-            yield self._counter(name, text, [({}, float(total))])
+            yield self._family(name, text, total, CounterMetricFamily)
         for name, text, value in _lasting(report):
-            yield self._gauge(name, text, [({}, float(value))])
+            yield self._family(name, text, value)
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
-        yield self._gauge("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
+        yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._measured(report)
             for name, text, value in _beside(report):
-                yield self._gauge(name, text, [({}, float(value))])
+                yield self._family(name, text, value)
 
     def _measured(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():
@@ -92,25 +89,18 @@ class MetricsPage(Collector):
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
             samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
-                yield self._gauge(name, entry.help, [one for one in samples if math.isfinite(one[1])])
+                yield self._family(name, entry.help, [one for one in samples if math.isfinite(one[1])])
         for name, spread in report.spread.items():
             parts = [({QUANTILE: value}, float(getattr(spread, part))) for part, value in PARTS.items()]
-            yield self._gauge(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
+            yield self._family(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
 
-    def _gauge(self, name: str, text: str, samples: Samples) -> Metric:
-        return self._filled(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=self._names(samples)), samples)
-
-    def _counter(self, name: str, text: str, samples: Samples) -> Metric:
-        return self._filled(CounterMetricFamily(f"{PREFIX}_{name}", text, labels=self._names(samples)), samples)
-
-    def _names(self, samples: Samples) -> list[str]:
-        return [*self._labels, *(samples[0][0] if samples else ())]
-
-    def _filled(self, family: Any, samples: Samples) -> Metric:
-        for labels, value in samples:
+    def _family(self, name: str, text: str, samples: Samples | float, kind: Family = GaugeMetricFamily) -> Metric:
+        """Return a metric; a number is a sample without further labels."""
+        rows = [({}, float(samples))] if isinstance(samples, (int, float)) else samples
+        family = kind(f"{PREFIX}_{name}", text, labels=[*self._labels, *(rows[0][0] if rows else ())])
+        for labels, value in rows:
             family.add_metric([*self._labels.values(), *labels.values()], value)
-        filled: Metric = family
-        return filled
+        return family
 
 
 def _labels(identity: Identity) -> dict[str, str]:
