@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a side whose runs have the same value
         test = ttest_ind(b, a, equal_var=False)
-    estimate = float(np.mean(b) - np.mean(a))
+    estimate = fmean(b) - fmean(a)
     standard_error = math.sqrt(np.var(a, ddof=1) / len(a) + np.var(b, ddof=1) / len(b))
     p = float(test.pvalue) if standard_error else float(estimate == 0)
     return Difference(estimate, standard_error, float(test.df), p)
@@ -130,7 +131,7 @@ class MetricEvidence(NamedTuple):
 
     @property
     def estimate(self) -> float | None:
-        return _mean(self.b) - _mean(self.a) if self.is_comparable else None
+        return fmean(self.b) - fmean(self.a) if self.is_comparable else None
 
     def interval(self, alpha: float) -> tuple[float, float] | None:
         """Return the interval of the difference; the errors of the sensors do not average out over repeats."""
@@ -145,7 +146,7 @@ class MetricEvidence(NamedTuple):
             return difference
         if self.is_log:
             return math.expm1(min(difference, 700.0))
-        center = abs(_mean(self.a))
+        center = abs(fmean(self.a))
         share = difference / center if center else math.inf
         return share if math.isfinite(share) else None
 
@@ -153,7 +154,7 @@ class MetricEvidence(NamedTuple):
         """Return the mean over the runs of a side, which is the geometric mean of positive values."""
         if not values:
             return None
-        return math.exp(_mean(values)) if self.is_log else _mean(values)
+        return math.exp(fmean(values)) if self.is_log else fmean(values)
 
 
 class AdjustedP(NamedTuple):
@@ -229,10 +230,6 @@ def _values(side: Side, metric: ComparedMetric) -> list[float]:
     """Return one value per run; a value that cannot be a measurement is left out."""
     values = [value for run in side.runs if (value := run.value(metric.column)) is not None]
     return [one for one in values if abs(one) <= MAX_VALUE and (one >= 0 or metric.name == LOSS)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _evidence(a: Side, b: Side, metric: ComparedMetric) -> MetricEvidence:

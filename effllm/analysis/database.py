@@ -83,15 +83,6 @@ def connect() -> Any:
     return duckdb.connect(":memory:", config={**SETTINGS, "temp_directory": spill_folder()})
 
 
-def database_errors() -> tuple[type[Exception], ...]:
-    """Return DuckDB's class of errors, if DuckDB is installed."""
-    try:
-        import duckdb
-    except ImportError:
-        return ()
-    return (duckdb.Error,)
-
-
 @cache
 def spill_folder() -> str:
     """Return a private folder for data that does not fit into memory; it is removed when the process ends."""
@@ -311,15 +302,12 @@ class RunCache:
             os.close(file)
 
     def _replace(self, rows: str) -> None:
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         own_files.make_folder(self._path.parent)
-        try:
+        with own_files.replaced(self._path) as draft:
             self._connection.execute(f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd)")
-            draft.chmod(0o600)
-            own_files.rename_file(draft, self._path.name)
-        finally:
-            draft.unlink(missing_ok=True)
-        _remove_oldest(self._path.parent)
+        files = sorted(self._path.parent.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+        for path in files[:-MAX_FILES]:
+            path.unlink(missing_ok=True)
 
 
 def _path(found: Sequence[FoundRun]) -> Path:
@@ -327,9 +315,3 @@ def _path(found: Sequence[FoundRun]) -> Path:
     root = os.path.commonpath([run.folder for run in found])
     key = f"{SCHEMA_VERSION}\n{declaration(run_columns())}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = sorted(folder.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
-    for path in files[:-MAX_FILES]:
-        path.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ No half file is ever visible: a file is written beside its place and renamed whe
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from effllm.analysis.column import JSON, file_to_read, text
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.load import Runs
 from effllm.records.job import SCHEMA_VERSION
-from effllm.store import csv_file, regular_file
+from effllm.store import csv_file, own_files, regular_file
 
 #: Hive's name of the partition of an unknown value; engines read it as null.
 UNKNOWN = "__HIVE_DEFAULT_PARTITION__"
@@ -55,7 +54,7 @@ def export_json(runs: Runs, path: Path) -> int:
         OSError: the file cannot be written.
         duckdb.Error: the same.
     """
-    with _replaced(path) as draft:
+    with own_files.replaced(path) as draft:
         runs.connection.execute(f"COPY runs TO {text(draft)} (FORMAT json, ARRAY false)")
     return len(runs)
 
@@ -106,7 +105,7 @@ def _write_part(connection: Any, table: str, project: str | None, month: str | N
             f" UNION ALL BY NAME SELECT * FROM read_parquet({file_to_read(path)}, hive_partitioning=false) "
             "WHERE folder NOT IN (SELECT folder FROM parts)"
         )
-    with _replaced(path) as draft:
+    with own_files.replaced(path) as draft:
         connection.execute(
             f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd, "
             f"KV_METADATA {{effllm_schema_version: '{SCHEMA_VERSION}'}})",
@@ -139,19 +138,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Give the path of a new private file; it replaces ``path`` at the end, unless there was an error."""
-    if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    draft.unlink(missing_ok=True)
-    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    try:
-        yield draft
-        draft.chmod(0o600)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -153,16 +154,11 @@ def _ranges(
     name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0, absolute: float = 0.0
 ) -> Dissimilarity | None:
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
-    if not sides[0] and not sides[1]:
+    means = [fmean(values) for values in sides if values]
+    if not means or (len(means) == 2 and abs(means[0] - means[1]) <= max(absolute, share * max(map(abs, means)))):
         return None
-    if not sides[0] or not sides[1]:
-        a_text, b_text = (f"{sum(values) / len(values):.4g}" if values else "unknown" for values in sides)
-        return Dissimilarity(name, a_text, b_text)
-    means = [sum(values) / len(values) for values in sides]
-    limit = max(absolute, share * max(map(abs, means)))
-    if abs(means[0] - means[1]) <= limit:
-        return None
-    return Dissimilarity(name, f"{means[0]:.4g}", f"{means[1]:.4g}")
+    a_text, b_text = (f"{fmean(values):.4g}" if values else "unknown" for values in sides)
+    return Dissimilarity(name, a_text, b_text)
 
 
 def _text(value: Any) -> str:

@@ -117,7 +117,7 @@ def mean_of(side: Side, get: Callable[[ComparedRun], float | None]) -> float | N
     """Return the mean over the runs of a side; ``None`` if a run has no value."""
     values = [get(run) for run in side.runs]
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 def _board(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.database import TABLES, Database, Progress, Skipped, Tags, database_errors
+from effllm.analysis.database import TABLES, Database, Progress, Skipped, Tags
 from effllm.analysis.run_folders import FoundRun, Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
@@ -48,7 +48,11 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
 
 def load_errors() -> tuple[type[Exception], ...]:
     """Return the classes of the errors of `load` and of the tables; each message is meant for users."""
-    return (UnreadableRun, ImportError, OSError, *database_errors())
+    try:
+        import duckdb
+    except ImportError:
+        return UnreadableRun, ImportError, OSError
+    return UnreadableRun, ImportError, OSError, duckdb.Error
 
 
 def _is_at(run: FoundRun, path: str) -> bool:

@@ -12,6 +12,7 @@ import os
 import pwd
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -200,6 +201,26 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
         raise
     finally:
         os.close(at)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give the path of a new private file in a folder of the user; it replaces ``path`` if no error occurs.
+
+    Raises:
+        OSError: the file cannot be written, or ``path`` is not a regular file.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    draft.unlink(missing_ok=True)
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        yield draft
+        draft.chmod(0o600)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def rename_file(path: Path, name: str) -> None:
