@@ -25,10 +25,9 @@ from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
 from effllm.store import folder_size, own_files
 from effllm.store.folder_size import Growth
-from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.store.reader import DECODE_ERRORS, RankRow, coverage_of, rank_row, read_own, window_line
+from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal, Written
+from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
 from effllm.store.summary_text import summary_text
-from effllm.store.unkept import Written
 from effllm.store.window_text import block_lines
 
 #: Name of the run folder in the counts of unwritten windows.
@@ -140,8 +139,13 @@ class RunFolder:
                 self._totals_s = report.time_s
             num_bytes = self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
             self._log(report)
-        new = (row for row in reports.rows if not self._written.has_row(report.attempt, row))
-        num_bytes += self._ranks.put([self._flat(row, report) for row in new])
+        num_bytes += self._ranks.put(
+            [
+                rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
+                for row in reports.rows
+                if not self._written.has_row(report.attempt, row)
+            ]
+        )
         if line := "" if report.correction else self._growth.add(report.time_s, reports.num_reports, num_bytes):
             self._warn(line)
         self._flush()
@@ -214,9 +218,6 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a full disk is reported when the window is written
                 own_files.append_text(self._folder / "console.log", self._log_text, self._max_log_bytes)
         self._log_text = ""
-
-    def _flat(self, row: RankReport, report: ClusterReport) -> RankRow:
-        return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
 
     def _flush(self) -> None:
         """Write waiting lines; a file that cannot be written does not block other files."""
