@@ -9,6 +9,7 @@ Exceptions of a sink become events, and the other sinks continue.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
@@ -98,6 +99,65 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write buffered data and release resources. May be called twice."""
+
+
+#: Values of the job in addition to the metrics: name -> help text.
+JOB_VALUES: dict[str, str] = {
+    "iterations": "Iterations of all attempts.",
+    "tokens": "Tokens without padding.",
+    "samples": "Samples.",
+    "generated_tokens": "Generated tokens.",
+    "losses_not_finite": "Number of losses that were NaN or infinite, on all ranks.",
+    "energy_measured_joules": "Measured energy. With a coverage below 1, a part of the energy was not measured.",
+    "reports_lost": "Number of lost reports.",
+    "reports_late": "Number of reports that were received after their window was closed.",
+    "ranks_expected": "Number of ranks in the job.",
+    "gpus_expected": "Number of GPUs in the job.",
+    "simulated": "1: the devices are simulated, and no value was measured.",
+    "elapsed_seconds": "Elapsed time of all attempts.",
+    "gpus_unused": "Number of allocated GPUs that no rank uses.",
+    "iteration": "Number of the newest iteration.",
+    "attempt": "Number of the attempt; the first start of the job is 1.",
+    "ranks_reporting": "Number of ranks with a report of the window.",
+    "gpus_measured": "Number of GPUs that were measured in the window.",
+    "doubtful_values": "Number of values that depend on a failed check of the audit.",
+    "loss": "Loss of the window.",
+    "remaining_seconds": "Time until the last iteration, at the mean rate so far.",
+    "energy_coverage_ratio": "Device-seconds with measured energy divided by expected device-seconds.",
+    "straggler_rank": "The slowest rank by own time, if its delay is larger than the noise.",
+    "straggler_time_ratio": "Own time of the slowest rank divided by own time of the median rank.",
+}
+
+
+def job_values(report: ClusterReport) -> dict[str, float]:
+    """Return the known values of a report, by name in `JOB_VALUES`."""
+    counts, seen, slowest = report.job.counts, report.coverage, report.straggler
+    values: dict[str, float | None] = {
+        "iterations": counts.iterations,
+        "tokens": counts.tokens or None,  # 0: the loop does not report this count
+        "samples": counts.samples or None,
+        "generated_tokens": counts.generated_tokens or None,
+        "losses_not_finite": counts.losses_not_finite,
+        "energy_measured_joules": report.job.energy.measured_j,
+        "reports_lost": seen.reports_lost,
+        "reports_late": seen.reports_late,
+        "ranks_expected": seen.ranks_expected,
+        "gpus_expected": seen.gpus_expected,
+        "simulated": int(report.simulated),
+        "elapsed_seconds": report.job.goodput.elapsed_s,
+        "gpus_unused": report.gpus_unused,
+        "iteration": report.iteration,
+        "attempt": report.attempt,
+        "ranks_reporting": seen.ranks_reporting,
+        "gpus_measured": seen.gpus_measured,
+        "doubtful_values": len(report.doubtful) or None,
+        "loss": report.loss,
+        "remaining_seconds": report.remaining_s,
+        "energy_coverage_ratio": seen.energy,
+        "straggler_rank": None if slowest is None else slowest.rank,
+        "straggler_time_ratio": None if slowest is None else slowest.time_s / slowest.median_s,
+    }
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 class InTraining:

@@ -33,7 +33,7 @@ from effllm.config.switches import this_process
 from effllm.metrics.base_units import UCUM, name_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
-from effllm.sinks import Failures, Option, RunInfo, SinkUnavailable
+from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values
 
 OPTIONS = {
     "endpoint": Option(
@@ -75,24 +75,25 @@ HARDWARE: dict[str, Instrument] = {
     "hw.temperature": Instrument(GAUGE, "Cel", "Temperature in degrees Celsius."),
 }
 
-#: Metrics of the job in addition to the table of metrics.
-TRAINING: dict[str, Instrument] = {
-    "effllm.iterations": Instrument(COUNTER, "{iteration}", "Iterations of all attempts."),
-    "effllm.tokens": Instrument(COUNTER, "{token}", "Tokens without padding."),
-    "effllm.samples": Instrument(COUNTER, "{sample}", "Samples."),
-    "effllm.generated_tokens": Instrument(COUNTER, "{token}", "Generated tokens."),
-    "effllm.energy.measured": Instrument(COUNTER, "J", "Measured energy of the job, of all devices in its scope."),
-    "effllm.iteration": Instrument(GAUGE, "{iteration}", "Number of the newest iteration."),
-    "effllm.attempt": Instrument(GAUGE, "1", "Number of the attempt; the first start of the job is 1."),
-    "effllm.loss": Instrument(GAUGE, "1", "Loss of the window."),
-    "effllm.ranks.expected": Instrument(GAUGE, "{rank}", "Number of ranks in the job."),
-    "effllm.ranks.reporting": Instrument(GAUGE, "{rank}", "Number of ranks with a report of the window."),
-    "effllm.gpus.expected": Instrument(GAUGE, "{gpu}", "Number of GPUs in the job."),
-    "effllm.gpus.measured": Instrument(GAUGE, "{gpu}", "Number of GPUs that were measured in the window."),
-    "effllm.energy.coverage": Instrument(GAUGE, "1", "Device-seconds with measured energy over expected ones."),
-    "effllm.doubtful_values": Instrument(GAUGE, "{value}", "Number of values that depend on a failed check."),
-    "effllm.simulated": Instrument(GAUGE, "1", "1: the devices are simulated, and no value was measured."),
+#: Values of the job: name of the metric -> (name in JOB_VALUES, kind, unit).
+_JOB = {
+    "effllm.iterations": ("iterations", COUNTER, "{iteration}"),
+    "effllm.tokens": ("tokens", COUNTER, "{token}"),
+    "effllm.samples": ("samples", COUNTER, "{sample}"),
+    "effllm.generated_tokens": ("generated_tokens", COUNTER, "{token}"),
+    "effllm.energy.measured": ("energy_measured_joules", COUNTER, "J"),
+    "effllm.iteration": ("iteration", GAUGE, "{iteration}"),
+    "effllm.attempt": ("attempt", GAUGE, "1"),
+    "effllm.loss": ("loss", GAUGE, "1"),
+    "effllm.ranks.expected": ("ranks_expected", GAUGE, "{rank}"),
+    "effllm.ranks.reporting": ("ranks_reporting", GAUGE, "{rank}"),
+    "effllm.gpus.expected": ("gpus_expected", GAUGE, "{gpu}"),
+    "effllm.gpus.measured": ("gpus_measured", GAUGE, "{gpu}"),
+    "effllm.energy.coverage": ("energy_coverage_ratio", GAUGE, "1"),
+    "effllm.doubtful_values": ("doubtful_values", GAUGE, "{value}"),
+    "effllm.simulated": ("simulated", GAUGE, "1"),
 }
+TRAINING = {metric: Instrument(kind, unit, JOB_VALUES[name]) for metric, (name, kind, unit) in _JOB.items()}
 
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
@@ -195,27 +196,8 @@ def _attributes(one: DeviceState) -> dict[str, str]:
 
 
 def _of_job(report: ClusterReport) -> Iterator[Value]:
-    job, seen = report.job, report.coverage
-    values: dict[str, float | None] = {
-        "effllm.iterations": job.counts.iterations,
-        "effllm.tokens": job.counts.tokens or None,  # 0: the loop does not report this count
-        "effllm.samples": job.counts.samples or None,
-        "effllm.generated_tokens": job.counts.generated_tokens or None,
-        "effllm.energy.measured": job.energy.measured_j,
-        "effllm.iteration": report.iteration,
-        "effllm.attempt": report.attempt,
-        "effllm.loss": report.loss,
-        "effllm.ranks.expected": seen.ranks_expected,
-        "effllm.ranks.reporting": seen.ranks_reporting,
-        "effllm.gpus.expected": seen.gpus_expected,
-        "effllm.gpus.measured": seen.gpus_measured,
-        "effllm.energy.coverage": seen.energy,
-        "effllm.doubtful_values": len(report.doubtful) or None,
-        "effllm.simulated": int(report.simulated),
-    }
-    for name, value in values.items():
-        if value is not None:
-            yield name, {}, value
+    known = job_values(report)
+    yield from ((metric, {}, known[name]) for metric, (name, _, _) in _JOB.items() if name in known)
     for entry in metrics.METRICS.values():
         name, factor = _name(entry)
         for base in entry.bases if name in _TABLE else ():

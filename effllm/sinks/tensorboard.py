@@ -26,7 +26,7 @@ from effllm.metrics import describe, headline
 from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
-from effllm.sinks import Option, RunInfo, SinkUnavailable
+from effllm.sinks import JOB_VALUES, Option, RunInfo, SinkUnavailable, job_values
 from effllm.store import regular_file
 
 OPTIONS = {
@@ -40,29 +40,21 @@ OPTIONS = {
 
 SUFFIX = "efficientllm"
 
-#: Values in addition to the metrics, about coverage and the slowest rank: tag -> (unit, help).
+#: Values of the job: tag -> (name in JOB_VALUES, unit).
+_JOB = {
+    "health/ranks_reporting": ("ranks_reporting", "ranks"),
+    "health/gpus_measured": ("gpus_measured", "GPUs"),
+    "health/reports_lost": ("reports_lost", "reports"),
+    "health/reports_late": ("reports_late", "reports"),
+    "health/energy_coverage_ratio": ("energy_coverage_ratio", "ratio"),
+    "health/simulated": ("simulated", "1 if so"),
+    DOUBTFUL: ("doubtful_values", "values"),
+    "straggler/worst_rank": ("straggler_rank", "rank"),
+    "straggler/worst_rank_slowdown_ratio": ("straggler_time_ratio", "ratio"),
+}
+#: Values in addition to the metrics: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
-    "health/ranks_reporting": ("ranks", "Number of ranks with a report of the window."),
-    "health/gpus_measured": ("GPUs", "Number of GPUs that were measured in the window."),
-    "health/reports_lost": ("reports", "Number of reports that were lost so far."),
-    "health/reports_late": ("reports", "Number of reports so far that were received after their window was closed."),
-    "health/energy_coverage_ratio": (
-        "ratio",
-        "Device-seconds with measured energy divided by expected device-seconds.",
-    ),
-    "health/simulated": ("1 if so", "The devices are simulated, and no value was measured."),
-    DOUBTFUL: (
-        "values",
-        "Number of values of the window that depend on a failed check; the event `audit` has the check.",
-    ),
-    "straggler/worst_rank": (
-        "rank",
-        "The slowest rank of the window by own time; no value if no delay is larger than the noise.",
-    ),
-    "straggler/worst_rank_slowdown_ratio": (
-        "ratio",
-        "Own time of the slowest rank divided by own time of the median rank.",
-    ),
+    **{tag: (unit, JOB_VALUES[name]) for tag, (name, unit) in _JOB.items()},
     "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step time in the window."),
     "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
 }
@@ -162,24 +154,15 @@ class _EventFile:
 
 
 def _beside(report: ClusterReport) -> dict[str, float]:
-    coverage, slowest = report.coverage, report.straggler
-    values: dict[str, float | None] = {
-        "health/ranks_reporting": coverage.ranks_reporting,
-        "health/gpus_measured": coverage.gpus_measured,
-        "health/reports_lost": coverage.reports_lost,
-        "health/reports_late": coverage.reports_late,
-        "health/energy_coverage_ratio": coverage.energy,
-        "health/simulated": 1.0 if report.simulated else None,
-        DOUBTFUL: len(report.doubtful) or None,
-    }
-    if slowest is not None:
-        values["straggler/worst_rank"] = slowest.rank
-        values["straggler/worst_rank_slowdown_ratio"] = slowest.time_s / slowest.median_s
+    known = job_values(report)
+    values = {tag: known[name] for tag, (name, _) in _JOB.items() if name in known}
+    if not report.simulated:
+        del values["health/simulated"]
     if (steps := report.spread.get(STEP_SECONDS)) is not None:
         values["straggler/p95_step_seconds"] = steps.p95
     if (busy := report.spread.get(UTILIZATION_RATIO)) is not None:
         values["health/p5_utilization_ratio"] = busy.p5
-    return {tag: value for tag, value in values.items() if value is not None}
+    return values
 
 
 def _known(tag: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from effllm.metrics.base_units import name_of
 from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
+from effllm.sinks import JOB_VALUES, job_values
 
 PREFIX = "efficientllm"
 BASE = "over"  # label for the base of a value: run, window or job
@@ -27,6 +28,12 @@ QUANTILE = "quantile"  # label for a part of a `Spread`
 PARTS = {"least": "0", "p5": "0.05", "median": "0.5", "p95": "0.95", "most": "1"}
 #: Metrics without a chart that operators need: money, and stragglers with their cost.
 SERVED_TOO = ("electricity_cost", "gpu_cost", "named_ranks", "waiting_gpu_seconds")
+#: Values of the job that stay true without a new report: totals, which are counters, and other facts.
+TOTALS = (
+    "iterations", "tokens", "samples", "generated_tokens", "losses_not_finite", "energy_measured_joules",
+    "reports_lost", "reports_late",
+)  # fmt: skip
+LASTING = ("ranks_expected", "gpus_expected", "simulated", "elapsed_seconds", "gpus_unused")
 MAX_LABEL_LETTERS = 1000
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
@@ -72,16 +79,15 @@ class MetricsPage(Collector):
         if report is None:
             return
         yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
-        for name, text, total in _totals(report):
-            yield self._family(name, text, total, CounterMetricFamily)
-        for name, text, value in _lasting(report):
-            yield self._family(name, text, value)
+        for name, value in job_values(report).items():
+            if name in TOTALS:
+                yield self._family(name, JOB_VALUES[name], value, CounterMetricFamily)
+            elif is_fresh or name in LASTING:
+                yield self._family(name, JOB_VALUES[name], value)
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._measured(report)
-            for name, text, value in _beside(report):
-                yield self._family(name, text, value)
 
     def _measured(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():
@@ -111,70 +117,3 @@ def _labels(identity: Identity) -> dict[str, str]:
     facts["project"] = tags.get("project") or identity.account  # as in effllm ledger
     texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in facts.items()}
     return {name: "" if value is None else str(value)[:MAX_LABEL_LETTERS] for name, value in texts.items()}
-
-
-def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    job = report.job
-    yield "iterations", "Iterations of all attempts.", job.counts.iterations
-    counts = (
-        ("tokens", "Tokens without padding.", job.counts.tokens),
-        ("samples", "Samples.", job.counts.samples),
-        ("generated_tokens", "Generated tokens.", job.counts.generated_tokens),
-    )
-    yield from (one for one in counts if one[2])  # 0: the loop does not report this count, so the value is unknown
-    yield "losses_not_finite", "Number of losses that were NaN or infinite, on all ranks.", job.counts.losses_not_finite
-    if job.energy.measured_j is not None:
-        yield (
-            "energy_measured_joules",
-            "Measured energy. With a coverage below 1, a part of the energy was not measured.",
-            job.energy.measured_j,
-        )
-    yield "reports_lost", "Number of lost reports.", report.coverage.reports_lost
-    yield (
-        "reports_late",
-        "Number of reports that were received after their window was closed.",
-        report.coverage.reports_late,
-    )
-
-
-def _lasting(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    """Yield facts of the job that stay true without a new report."""
-    seen, elapsed = report.coverage, report.job.goodput
-    yield "ranks_expected", "Number of ranks in the job.", seen.ranks_expected
-    yield "gpus_expected", "Number of GPUs in the job.", seen.gpus_expected
-    yield "simulated", "1: the devices are simulated, and no value was measured.", report.simulated
-    yield "elapsed_seconds", "Elapsed time of all attempts.", elapsed.elapsed_s
-    if report.gpus_unused is not None:
-        yield "gpus_unused", "Number of allocated GPUs that no rank uses.", report.gpus_unused
-
-
-def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    """Yield values in addition to the metrics: progress, coverage, and the slowest rank of the job."""
-    seen, slowest = report.coverage, report.straggler
-    yield "iteration", "Number of the newest iteration.", report.iteration
-    yield "attempt", "Number of the attempt; the first start of the job is 1.", report.attempt
-    yield "ranks_reporting", "Number of ranks with a report of the window.", seen.ranks_reporting
-    yield "gpus_measured", "Number of GPUs that were measured in the window.", seen.gpus_measured
-    if report.doubtful:
-        yield "doubtful_values", "Number of values that depend on a failed check of the audit.", len(report.doubtful)
-    if report.loss is not None and math.isfinite(report.loss):
-        yield "loss", "Loss of the window.", report.loss
-    if report.remaining_s is not None:
-        yield "remaining_seconds", "Time until the last iteration, at the mean rate so far.", report.remaining_s
-    if seen.energy is not None:
-        yield (
-            "energy_coverage_ratio",
-            "Device-seconds with measured energy divided by expected device-seconds.",
-            seen.energy,
-        )
-    if slowest is not None:
-        yield (
-            "straggler_rank",
-            "The slowest rank by own time, if its delay is larger than the noise.",
-            slowest.rank,
-        )
-        yield (
-            "straggler_time_ratio",
-            "Own time of the slowest rank divided by own time of the median rank.",
-            slowest.time_s / slowest.median_s,
-        )
