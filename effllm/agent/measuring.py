@@ -16,10 +16,10 @@ from effllm.agent.trainer import Trainer
 from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
 from effllm.network.transport import Outbox
+from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.rank import MAX_NAMES, RankReport
 from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES, Slot
-from effllm.records.unix_time import unix_minus_monotonic_ns
 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated

@@ -15,8 +15,8 @@ from typing import Any
 
 from effllm.instruments._device import cuda_index, read_device, torch_cuda
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
+from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
-from effllm.records.unix_time import unix_minus_monotonic_ns
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
 from effllm.trainer.spans import AnsweredSpan, SpanChain
 

@@ -103,6 +103,15 @@ def open_folder(folder: Path, make: bool = False) -> int:
     return at
 
 
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    at = open_folder(folder)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
 def _target(descriptor: int, num_links: int) -> str | None:
     """Return the target of a link; ``None`` for any other file."""
     if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
@@ -157,14 +166,12 @@ def open_file(path: Path, flags: int) -> int:
     Raises:
         OSError: the file cannot be opened, is a link, a pipe or another user's file, or has a second hard link.
     """
-    at = open_folder(path.parent)
-    try:
-        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(at)
+    with _opened(path.parent) as at:
+        try:
+            descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
+        except OSError as error:
+            error.filename = str(path)
+            raise
     about = os.fstat(descriptor)
     if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
@@ -186,21 +193,19 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
         OSError: the file cannot be written, or its folder cannot be opened (reasons: `open_folder`).
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
-    at = open_folder(path.parent)
-    try:
-        _remove(scratch, at)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=at), "wb") as file:
-            file.write(content)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(scratch, path.name, src_dir_fd=at, dst_dir_fd=at)
-    except OSError:
-        _remove(scratch, at)
-        raise
-    finally:
-        os.close(at)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _opened(path.parent) as at:
+        try:
+            _remove(scratch, at)
+            with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=at), "wb") as file:
+                file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(scratch, path.name, src_dir_fd=at, dst_dir_fd=at)
+        except OSError:
+            _remove(scratch, at)
+            raise
 
 
 @contextlib.contextmanager
@@ -229,11 +234,8 @@ def rename_file(path: Path, name: str) -> None:
     Raises:
         OSError: see `os.replace` and `open_folder`.
     """
-    at = open_folder(path.parent)
-    try:
+    with _opened(path.parent) as at:
         os.replace(path.name, name, src_dir_fd=at, dst_dir_fd=at)
-    finally:
-        os.close(at)
 
 
 def append_text(path: Path, text: str, max_bytes: int) -> None:
@@ -260,11 +262,8 @@ def remove_file(path: Path) -> None:
     Raises:
         OSError: see `os.unlink` and `open_folder`.
     """
-    at = open_folder(path.parent)
-    try:
+    with _opened(path.parent) as at:
         _remove(path.name, at)
-    finally:
-        os.close(at)
 
 
 def _remove(name: str, at: int) -> None:

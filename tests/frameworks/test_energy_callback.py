@@ -8,7 +8,7 @@ import pytest
 from systems import RAN
 
 from effllm.devices.simulated import Waveform
-from effllm.records.unix_time import unix_minus_monotonic_ns
+from effllm.records.clock import unix_minus_monotonic_ns
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")

@@ -12,8 +12,8 @@ from nvml_library import GIB, Gpu, flat, square
 
 from effllm.energy.calibration import Calibration, store
 from effllm.instruments.run_results import read_results
+from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.rank import Sensor
-from effllm.records.unix_time import unix_minus_monotonic_ns
 
 pytest.importorskip("transformers", reason="needs transformers")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")

@@ -13,8 +13,8 @@ from nvml_library import Gpu, sine, square
 
 from effllm.energy.calibration import Calibration, store
 from effllm.instruments._energy import J_PER_WH
+from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.rank import UNCALIBRATED_GAIN_ERROR, Sensor
-from effllm.records.unix_time import unix_minus_monotonic_ns
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from effllm.records import unix_time
+from effllm.records import clock
 
 
 def test_pause_between_two_clocks_does_not_change_their_offset(monkeypatch):
@@ -15,6 +15,6 @@ def test_pause_between_two_clocks_does_not_change_their_offset(monkeypatch):
         return at_ns + offset_ns
 
     clocks = SimpleNamespace(monotonic_ns=lambda: read(0), time_ns=lambda: read(10**12))
-    monkeypatch.setattr(unix_time, "time", clocks)
+    monkeypatch.setattr(clock, "time", clocks)
 
-    assert unix_time.unix_minus_monotonic_ns() == 10**12
+    assert clock.unix_minus_monotonic_ns() == 10**12
