@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -59,10 +58,7 @@ class Dissimilarity(NamedTuple):
 
 def unfair(a: Side, b: Side) -> list[Dissimilarity]:
     """Return the differences that can explain a measured difference without the configuration."""
-    found = [_sets(name, a, b, partial(_column, column)) for name, column in _COLUMNS.items()]
-    found += [_sets(name.replace("_", " "), a, b, partial(_fact, name)) for name in _FACTS]
-    found.append(_sets("warm-up", a, b, lambda run: _config(run).get("warmup")))
-    found += [
+    found = [
         _ranges("iterations", a, b, lambda run: run.value("iterations"), share=ALIKE),
         _ranges("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
         _ranges("coverage of the ranks", a, b, _ranks_share, share=0.001),
@@ -71,20 +67,34 @@ def unfair(a: Side, b: Side) -> list[Dissimilarity]:
         _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
         _mixed(a, b),
     ]
-    return [one for one in found if one is not None]
+    return [*_different(a, b, _conditions), *(one for one in found if one is not None)]
 
 
 def settings(a: Side, b: Side) -> list[Dissimilarity]:
     """Return the other differences of tags, commits, packages, facts and settings: often the object of a comparison."""
-    known = [_settings(run) for side in (a, b) for run in side.runs]
-    names = dict.fromkeys(name for one in known for name in one)
-    found = (_sets(name, a, b, partial(_setting, name)) for name in names)
-    return [one for one in found if one is not None]
+    return _different(a, b, _settings)
 
 
 def boards(side: Side) -> set[tuple[str, ...]]:
     """Return the sets of boards on which the runs of a side ran."""
     return {tuple(run.row.get("device_keys") or ()) for run in side.runs}
+
+
+def _different(a: Side, b: Side, values: Callable[[ComparedRun], Mapping[str, Any]]) -> list[Dissimilarity]:
+    """Return the named values whose sets differ between the runs of the sides."""
+    known = [[values(run) for run in side.runs] for side in (a, b)]
+    found = []
+    for name in dict.fromkeys(name for side in known for one in side for name in one):
+        texts = [sorted({_text(one.get(name)) for one in side}) for side in known]
+        if texts[0] != texts[1]:
+            found.append(Dissimilarity(name, _shown(texts[0]), _shown(texts[1])))
+    return found
+
+
+def _conditions(run: ComparedRun) -> dict[str, Any]:
+    found = {name: run.row.get(column) for name, column in _COLUMNS.items()}
+    found |= {name.replace("_", " "): run.facts.get(name) for name in _FACTS}
+    return found | {"warm-up": _config(run).get("warmup")}
 
 
 def _settings(run: ComparedRun) -> dict[str, Any]:
@@ -96,18 +106,6 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
     found |= {f"package {name}": version for name, version in (run.row.get("packages") or {}).items()}
     found |= {name: value for name, value in facts.items() if isinstance(value, (str, int, float, bool))}
     return found | {f"setting {name}": value for name, value in _config(run).items() if name not in _NO_CONFIG}
-
-
-def _column(name: str, run: ComparedRun) -> Any:
-    return run.row.get(name)
-
-
-def _fact(name: str, run: ComparedRun) -> Any:
-    return run.facts.get(name)
-
-
-def _setting(name: str, run: ComparedRun) -> Any:
-    return _settings(run).get(name)
 
 
 def _config(run: ComparedRun) -> Mapping[str, Any]:
@@ -143,11 +141,6 @@ def _mixed(a: Side, b: Side) -> Dissimilarity | None:
         return None
     a_text, b_text = (_shown(one) or "none" for one in texts)
     return Dissimilarity("several configurations on a side", a_text, b_text)
-
-
-def _sets(name: str, a: Side, b: Side, get: Callable[[ComparedRun], Any]) -> Dissimilarity | None:
-    texts = [sorted({_text(get(run)) for run in side.runs}) for side in (a, b)]
-    return None if texts[0] == texts[1] else Dissimilarity(name, _shown(texts[0]), _shown(texts[1]))
 
 
 def _ranges(

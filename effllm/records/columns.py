@@ -84,9 +84,6 @@ class Table:
         asked, found = self._found  # the keys are usually the same in every window
         if asked is keys or asked == keys:
             return found
-        if not self._positions:
-            self._positions = dict(zip(keys, range(len(keys)), strict=True))
-            self._grow(len(self._positions))
         try:
             found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
         except KeyError:

@@ -108,15 +108,16 @@ KINDS: dict[str, Kind] = {
 }
 
 
+_UNKNOWN = Kind(ONCE, "")
+
+
 def level_of(kind: str) -> str:
-    """Return the level of a kind; a kind that is not registered is shown once."""
-    known = KINDS.get(kind)
-    return known.level if known is not None else ONCE
+    """Return the level of a kind."""
+    return KINDS.get(kind, _UNKNOWN).level
 
 
 def is_problem(kind: str) -> bool:
-    known = KINDS.get(kind)
-    return known is not None and known.is_problem
+    return KINDS.get(kind, _UNKNOWN).is_problem
 
 
 class EventLimit:
