@@ -92,30 +92,25 @@ def _read_private(path: str) -> bytes:
         raise SinkUnavailable(f"{path}: {error.strerror}" if error.strerror else str(error)) from error
 
 
-def with_token(token: bytes, page: Application) -> Application:
-    """Return an application that answers 401, and nothing else, to a request without the token."""
+def _protected(token: bytes, page: Application) -> Application:
+    """Return an application that answers 401, and nothing else, to a request without the token.
 
-    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        # Compared in a constant time. WSGI decodes headers as Latin-1.
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token):
-            return page(environ, start_response)
-        body = b"401 Unauthorized\n"
-        headers = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain"), ("Content-Length", str(len(body)))]
-        start_response("401 Unauthorized", headers)
-        return [body]
-
-    return checked
-
-
-def _unnamed(page: Application) -> Application:
-    """Return an application whose answers do not contain the version of Python."""
+    Its answers do not contain the version of Python.
+    """
 
     def served(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             return start_response(status, [*headers, ("Server", _Handler.server_version)], *rest)
 
-        return page(environ, start)
+        scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        # Compared in a constant time. WSGI decodes headers as Latin-1.
+        is_bearer = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token)
+        if is_bearer or not token:
+            return page(environ, start)
+        body = b"401 Unauthorized\n"
+        headers = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain"), ("Content-Length", str(len(body)))]
+        start("401 Unauthorized", headers)
+        return [body]
 
     return served
 
@@ -223,5 +218,5 @@ def listen(access: Access, port: int, page: Application) -> _Server:
             f"the sink cannot listen on port {port} of {access.address}: {error.strerror or error}; "
             "set another port with prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any free port"
         ) from error
-    server.set_app(_unnamed(with_token(access.token, page) if access.token else page))
+    server.set_app(_protected(access.token, page))
     return server
