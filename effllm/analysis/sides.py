@@ -13,7 +13,7 @@ from effllm.analysis.column import column_of
 from effllm.analysis.database import Database
 from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
-from effllm.records.facts import float_or_none
+from effllm.records.facts import float_or_none, object_or_none
 from effllm.records.plain_text import one_line
 
 #: Tags that differ between the repeats of a configuration.
@@ -177,8 +177,7 @@ def _place_in_campaign(run: ComparedRun) -> Any:
 
 
 def _doubts(summary: Document) -> dict[str, str]:
-    metrics = summary.get("metrics")
-    entries = metrics.items() if isinstance(metrics, dict) else ()
+    entries = (object_or_none(summary.get("metrics")) or {}).items()
     doubts = ((tag, value.get("doubt")) for tag, value in entries if isinstance(value, dict))
     return {column_of(tag): doubt for tag, doubt in doubts if isinstance(doubt, str)}
 

@@ -39,12 +39,8 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be made, or other users can write to it.
     """
-    _check_own(folder, open_folder(folder, make=True))
-
-
-def _check_own(folder: Path, descriptor: int) -> None:
-    try:
-        about = os.fstat(descriptor)
+    with _opened(folder, make=True) as at:
+        about = os.fstat(at)
         if not stat.S_ISDIR(about.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not _is_ours(about, folder):
@@ -52,8 +48,6 @@ def _check_own(folder: Path, descriptor: int) -> None:
         if about.st_mode & _WRITTEN_BY_OTHERS and _keeps_modes(folder):
             writers, mode = ("everybody", "o-w") if about.st_mode & stat.S_IWOTH else ("its group", "g-w")
             raise PermissionError(errno.EPERM, f"{writers} can write to the folder: chmod {mode}", str(folder))
-    finally:
-        os.close(descriptor)
 
 
 def open_folder(folder: Path, make: bool = False) -> int:
@@ -104,8 +98,8 @@ def open_folder(folder: Path, make: bool = False) -> int:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    at = open_folder(folder)
+def _opened(folder: Path, *, make: bool = False) -> Iterator[int]:
+    at = open_folder(folder, make)
     try:
         yield at
     finally:
@@ -145,19 +139,7 @@ def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None
     is_unsafe = stat.S_ISLNK(about.st_mode) or (around.st_mode | about.st_mode) & stat.S_IWOTH
     shown = Path(f"/proc/self/fd/{at}")
     if is_unsafe and not _is_ours(about, shown) and _keeps_modes(shown):
-        where = _path_of(at) / part
-        raise PermissionError(errno.EPERM, f"{where} belongs to another user", str(folder))
-
-
-def _path_of(descriptor: int) -> Path:
-    try:
-        return Path(f"/proc/self/fd/{descriptor}").readlink()
-    except OSError:
-        return Path()
-
-
-def mount_point(folder: Path) -> Path:
-    return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_mount())
+        raise PermissionError(errno.EPERM, f"{shown.resolve() / part} belongs to another user", str(folder))
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -108,7 +108,8 @@ class RunFolder:
         segment_bytes = folder_size.segment_bytes(limit_mb, segment_bytes)
         own_files.make_folder(folder)
         self._folder = folder
-        self._mount_point = own_files.mount_point(folder)
+        place = folder.resolve()
+        self._mount_point = next(one for one in (place, *place.parents) if one.is_mount())
         self._warn = warn
         self._written = Written(folder)
         self._windows, self._ranks, self._events = self._journals = (
