@@ -7,9 +7,6 @@ the files have the fields of this class.
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import Any
-
 
 class Counters:
     """Counts of a training loop.
@@ -30,10 +27,3 @@ class Counters:
 
 FIELDS = tuple(Counters.__annotations__)
 NUM_FREQUENT = FIELDS.index("samples") + 1
-
-_values = attrgetter(*FIELDS)
-
-
-def by_name(record: Counters) -> dict[str, Any]:
-    """Return a record's counters as keyword arguments for another record."""
-    return dict(zip(FIELDS, _values(record), strict=True))

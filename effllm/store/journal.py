@@ -52,16 +52,12 @@ class Journal:
         self._waiting_bytes = 0
         self.left_out = 0  # number of dropped lines
         there = segments(folder, stem) if segment_bytes else []
-        self._number = int(there[-1].stem.rpartition("-")[2]) if there else 1
+        self.number = int(there[-1].stem.rpartition("-")[2]) if there else 1  # of the open file
         self._descriptor = -1
-        self._open(self._number)
+        self._open(self.number)
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def number(self) -> int:
-        return self._number
 
     def put(self, rows: Iterable[Any], constants: Any = None) -> int:
         """Queue rows for `flush`; return the size of their lines in bytes.
@@ -113,14 +109,14 @@ class Journal:
     def _check_file(self) -> None:
         """Open a new file if the current file is too large, or was removed or renamed."""
         if self._descriptor < 0 or not self._is_in_place():
-            self._open(self._number)
+            self._open(self.number)
         if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
-            self._open(self._number + 1)
+            self._open(self.number + 1)
 
     def _is_in_place(self) -> bool:
         # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
         try:
-            return os.path.samestat(self._path(self._number).stat(), os.fstat(self._descriptor))
+            return os.path.samestat(self._path(self.number).stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
@@ -130,7 +126,7 @@ class Journal:
     def _open(self, number: int) -> None:
         descriptor = own_files.open_file(self._path(number), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close()
-        self._descriptor, self._number, self._constants = descriptor, number, b""
+        self._descriptor, self.number, self._constants = descriptor, number, b""
 
     def _append(self, text: bytes) -> bool:
         """Write lines; return ``False`` if they belong to the next file, which is now open."""
@@ -143,7 +139,7 @@ class Journal:
             regular_file.append(self._descriptor, text)
         except OSError as error:
             if error.errno == errno.EFBIG and self._segment_bytes and size:
-                self._open(self._number + 1)  # EFBIG is a limit per file, so the next file can be written
+                self._open(self.number + 1)  # EFBIG is a limit per file, so the next file can be written
                 return False
             raise
         return True
