@@ -17,7 +17,7 @@ from pathlib import Path
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
     "agent": 3_834,  # waits for a CPU core; the GPU of a rank may become known later; time in the driver has a budget
-    "analysis": 3_630,  # the status ended; impossible numbers are refused
+    "analysis": 3_546,  # the status ended; impossible numbers are refused
     "commands": 6_015,  # a report names what it could not read
     "config": 821,  # a process without memory or threads ends with one line
     "devices": 4_011,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
@@ -28,11 +28,11 @@ BUDGETS = {
     "memory": 3_229,
     "metrics": 1_083,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_590,
-    "records": 3_315,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
+    "records": 3_300,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
     "sensor_profile": 1_443,
     "server": 1_375,  # an aggregator without memory or threads ends at once
-    "sinks": 1_668,  # slow connections do not block the metrics page
-    "store": 3_013,  # every file of a run folder is read by one reader; a full disk has room for the last summary
+    "sinks": 1_617,  # slow connections do not block the metrics page
+    "store": 2_991,  # every file of a run folder is read by one reader; a full disk has room for the last summary
     "top level": 192,
     "trainer": 4_392,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_301,  # one chart has AMU in GiB and peaks in GB

@@ -40,7 +40,7 @@ class Holder(Struct, frozen=True):
     salt: str = ""  # salt of the keys
 
 
-class _Document(Struct):
+class _Known(Struct):
     schema_version: int = SCHEMA_VERSION
     status: str = ""
 
@@ -102,7 +102,7 @@ def take(
     for folder in _names(wanted):
         if status_of(folder) == "completed":
             continue
-        run = read_own(folder / "run.json", _Document)
+        run = read_own(folder / "run.json", _Known)
         if run is not None and (problem := version_error(run.schema_version)):
             why_other = why_other or f"{folder} is not continued: {problem}"
             continue
@@ -128,7 +128,7 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 def status_of(folder: Path) -> str:
     """Return the status of the run in a folder, from its summary; empty without a summary."""
-    found = read_own(folder / "summary.json", _Document)
+    found = read_own(folder / "summary.json", _Known)
     return found.status if found is not None else ""
 
 

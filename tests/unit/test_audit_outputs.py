@@ -10,7 +10,7 @@ from sink_examples import make_report, make_summary
 from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
 from effllm.records.verdict import Audit, ComparedFigure
 from effllm.server.messages import published
-from effllm.sinks import prometheus, tensorboard
+from effllm.sinks import job_values, tensorboard
 from effllm.store.closing_text import closing_text
 from effllm.store.summary_text import summary_text
 from effllm.store.window_text import block_lines, short_lines
@@ -81,7 +81,7 @@ def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
     report = replace(make_report(100), doubtful=doubtful)
     assert published(report).get("health/doubtful_values") == value  # W&B and Trackio, in the training process
     assert tensorboard._beside(report).get("health/doubtful_values") == value
-    assert {name: one for name, _, one in prometheus.page._beside(report)}.get("doubtful_values") == value
+    assert job_values(report).get("doubtful_values") == value  # of the sinks prometheus and otlp
 
 
 def test_values_of_a_summary_name_the_check():
