@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import effllm
 from benchmarks.figure import Figure, median
 from effllm.records.ring import AFTER_STEPS, MEMORY, MEMORY_FIELDS, RingWriter
+from effllm.trainer.declared import Declared
+from effllm.trainer.rank_device import RankDevice
 from effllm.trainer.watched_recorder import DeviceMemory
 
 ROUNDS, CALLS = 40, 5000
@@ -65,10 +67,14 @@ def _reading_ns() -> float:
     stats = {**dict.fromkeys(names, size), "num_alloc_retries": 0, "num_ooms": 0}
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
         is_current_stream_capturing=lambda: False,
         memory_stats_as_nested_dict=lambda: stats,
     )
-    writer, memory = RingWriter(1000), DeviceMemory(cuda)
+    device = RankDevice(SimpleNamespace(cuda=cuda, _C=None), Declared())
+    device.index = 0
+    writer, memory = RingWriter(1000), DeviceMemory(cuda, device)
     indices = range(len(MEMORY_FIELDS))
 
     def read() -> None:
