@@ -67,7 +67,6 @@ def _reading_ns() -> float:
     stats = {**dict.fromkeys(names, size), "num_alloc_retries": 0, "num_ooms": 0}
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
-        device_count=lambda: 1,
         current_device=lambda: 0,
         is_current_stream_capturing=lambda: False,
         memory_stats_as_nested_dict=lambda: stats,

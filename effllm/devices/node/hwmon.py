@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import AVERAGE, CPU, INSTANT, Sensor
 
 HWMON = Path("/sys/class/hwmon")
@@ -139,7 +139,7 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
         energy_key=f"module-cpu:{host}" if in_module else "",
     )
     interval_s = max(CPU_INTERVAL_S, average_s)
-    return NodeReader(device, interval_s, lambda: Measured(power_average_w=sum(meter.watts() for meter in meters)))
+    return NodeReader(device, interval_s, lambda: sum(meter.watts() for meter in meters))
 
 
 def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
@@ -156,4 +156,4 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         sensor=Sensor(tick_s=0.001, source=f"the tick of RAPL is assumed; {_ERROR}"),
         driver="amd_hsmp",
     )
-    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))
+    return NodeReader(device, CPU_INTERVAL_S, lambda: sum(meter.watts() for meter in meters))

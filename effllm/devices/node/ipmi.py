@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import PSU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.devices.node.reader import PSU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
@@ -207,4 +207,4 @@ def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReade
         sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
         driver=tool.name,
     )
-    return NodeReader(device, PSU_INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())))
+    return NodeReader(device, PSU_INTERVAL_S, lambda: watts(tool, command.run()))

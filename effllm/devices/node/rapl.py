@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, PerfEvent, perf_events, powercap_zones
-from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 
 # Upper limit of the power of a CPU package.  If a counter rose faster, it was reset.  If the time between two reads is
@@ -202,4 +202,4 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
     if rapl is None:
         rapl = open_rapl()
     device = node_device(host, CPU, kind="rapl", name="CPU", method=COUNTER, note=rapl.note, sensor=SENSOR)
-    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)
+    return NodeReader(device, CPU_INTERVAL_S, rapl.energy_j, rapl.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -15,14 +14,6 @@ from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, 
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
-
-
-class Measured(NamedTuple):
-    """The values of one reading of a node's sensor."""
-
-    power_w: float | None = None
-    power_average_w: float | None = None
-    energy_j: float | None = None
 
 
 def node_device(
@@ -56,9 +47,9 @@ class NodeReader:
     """An open sensor of the node, an `effllm.devices.Reader`.
 
     Args:
-        device: the sensor's device; its energy method selects the field name of failures.
+        device: the sensor's device; its energy method selects the field of the reading.
         interval_s: time between readings, at least the sensor's own period.
-        measure: returns one reading, or raises OSError or ValueError with the reason.
+        measure: returns one reading in W or J, or raises OSError or ValueError with the reason.
         close: releases the sensor; may be called twice.
     """
 
@@ -66,27 +57,22 @@ class NodeReader:
         self,
         device: Device,
         interval_s: float,
-        measure: Callable[[], Measured],
+        measure: Callable[[], float],
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.device, self.interval_s = device, interval_s
         self._measure, self.close = measure, close
 
     def read(self) -> tuple[Sample, dict[str, str]]:
+        values: dict[str, float] = {}
         failures: dict[str, str] = {}
-        measured = Measured()
+        field = _FIELDS[self.device.energy_method or INSTANT]
         before_ns = time.monotonic_ns()
         try:
-            measured = self._measure()
+            values[field] = self._measure()
         except (OSError, ValueError) as error:
-            failures[_FIELDS[self.device.energy_method or INSTANT]] = f"{self.device.kind}: {error}"
-        sample = Sample(
-            time_ns=(before_ns + time.monotonic_ns()) // 2,
-            power_w=measured.power_w,
-            power_average_w=measured.power_average_w,
-            energy_j=measured.energy_j,
-        )
-        return sample, failures
+            failures[field] = f"{self.device.kind}: {error}"
+        return replace(Sample((before_ns + time.monotonic_ns()) // 2), **values), failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return all values: these sensors have only energy and power."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import PSU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.devices.node.reader import PSU_INTERVAL_S, NodeReader, node_device
 from effllm.devices.node.redfish_service import LIMIT_S, Document, Service, is_own, parse_url, read_credentials
 from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 
@@ -195,8 +195,8 @@ def open_reader(host: str, url: str, credentials_file: Path | None = None, limit
         energy_key="" if is_own(address.hostname or "") else f"psu:{address.netloc}{address.path}",
     )
 
-    def measure() -> Measured:
+    def measure() -> float:
         service.begin(READ_LIMIT_S)
-        return Measured(power_w=source.read_w())
+        return source.read_w()
 
     return NodeReader(device, PSU_INTERVAL_S, measure, service.close)
