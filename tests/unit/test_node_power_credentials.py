@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from effllm.devices.node.redfish_service import read_credentials
+from effllm.devices.node.redfish import read_credentials
 
 SECRET = "hunter2"
 

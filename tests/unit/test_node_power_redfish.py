@@ -11,8 +11,7 @@ from redfish_service import PASSWORD, USER, Service, chassis, link, supply, tree
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices import node as node_power
-from effllm.devices.node.redfish import open_reader
-from effllm.devices.node.redfish_service import MAX_BYTES
+from effllm.devices.node.redfish import MAX_BYTES, open_reader
 
 CHASSIS = "/redfish/v1/Chassis/1"
 TWO_SUPPLIES = tree(chassis("1"), supply("1", "PSU0", 937.4), supply("1", "PSU1", 1021.1))
@@ -314,8 +313,9 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 
 
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # a controller on the network
     service = serve(TWO_SUPPLIES)
+    # A controller on the network: its address means the same machine on every node.
+    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _, link_local=True: not link_local)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 
     assert keys == {f"psu:127.0.0.1:{service.port}/redfish/v1"}
