@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -45,6 +45,14 @@ DISAGREEMENT = 0.03
 #: The source of a sensor's values: measured under load, or measured only on the idle GPU.
 PROFILED, MEASURED = "profiled here", "measured here"
 
+#: The analysed readings by their names in `SensorProfile`: the name of the series, and the words for a user.
+_PARTS = {
+    "counter": ("energy_j", "energy counter"),
+    "power": ("power_w", "power reading"),
+    "average": ("power_average_w", "averaged power"),
+    "usage": ("power_usage_w", "power usage"),
+}
+
 
 class _Reading(NamedTuple):
     """An analysed reading: the period of its changes, the changes, and the values to compare with the load."""
@@ -67,19 +75,15 @@ class SensorEvidence:
         self._shift_s = 0.0  # delay of the power reading relative to the counter
         self._loaded: State | None = None
         self._is_held: bool | None = None
-        self._counter = _analysed(idle.series("energy_j"), is_counter=True)
-        self._power = _analysed(idle.series("power_w"))
-        self._average = _analysed(idle.series("power_average_w"))
-        self._usage = _analysed(idle.series("power_usage_w"))
-        self._idle_state = _state(idle, self._counter.ticks, 0.0, idle.end_s)
-        self._idle_counter = self._counter
+        self._idle_parts = self._parts = _analysed(idle)
+        self._idle_state = _state(idle, self._parts["counter"].ticks, 0.0, idle.end_s)
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
         self._warn_of_others(others)
 
     @property
     def tick_s(self) -> float:
         """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
-        rhythms = (self._counter.rhythm, self._power.rhythm)
+        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
     def _warn_of_others(self, others: int | None) -> None:
@@ -94,23 +98,17 @@ class SensorEvidence:
     def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
         self._load, self._edges = name, len(edges)
         load = Load(edges, record.origin_ns)
-        parts = {
-            "counter": _analysed(record.series("energy_j"), is_counter=True),
-            "power": _analysed(record.series("power_w")),
-            "average": _analysed(record.series("power_average_w")),
-            "usage": _analysed(record.series("power_usage_w")),
-        }
-        self._counter = _richer(parts["counter"], self._counter)
-        self._power = _richer(parts["power"], self._power)
-        self._average = _richer(parts["average"], self._average)
-        self._usage = _richer(parts["usage"], self._usage)
+        parts = _analysed(record)
+        self._parts = {part: max(reading, self._parts[part], key=_num_changes) for part, reading in parts.items()}
         from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if edges else 0.0
         for part, reading in parts.items():
             followed = response(load, [value for value in reading.values if value[0] >= from_s])
             if followed is not None:
                 self._responses[part] = followed
             elif reading.values:
-                self.unmeasured.append(f"lag and window of the {_WORDS[part]}: this reading does not follow the load")
+                self.unmeasured.append(
+                    f"lag and window of the {_PARTS[part][1]}: this reading does not follow the load"
+                )
         self._is_held = self._find_held(parts["counter"], parts["power"])
         self._find_ratios(record, parts["counter"], load)
         long = load.longest(is_on=True)
@@ -130,14 +128,14 @@ class SensorEvidence:
     @property
     def _lag_s(self) -> float | None:
         """The counter's lag: a tick shows the energy up to a time `_lag_s` before the tick."""
-        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
+        followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
     def _find_ratios(self, record: Record, counter: _Reading, load: Load) -> None:
         power, lag_s = self._responses.get("power"), self._lag_s
         if power is not None and lag_s is not None:
-            held_s = self._power.rhythm.period_s / 2 if self._power.rhythm else 0.0
-            self._shift_s = power.middle_s + held_s - lag_s
+            rhythm = self._parts["power"].rhythm
+            self._shift_s = power.middle_s + (rhythm.period_s / 2 if rhythm else 0.0) - lag_s
         long = load.longest(is_on=True)
         if long is not None:
             self._find_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
@@ -153,9 +151,11 @@ class SensorEvidence:
     def profile(
         self, seconds: float, traits: dict[str, str], calls: list[DriverCall], facts: Facts | None
     ) -> SensorProfile:
-        self._find_ratio("idle", self._idle, self._idle_counter, 0.0, self._idle.end_s)
+        self._find_ratio("idle", self._idle, self._idle_parts["counter"], 0.0, self._idle.end_s)
         self._warn()
         device, sensor = self._device, self._sensor()
+        parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._parts.items()}
+        parts |= {f"{part}_response": followed for part, followed in self._responses.items()}
         return SensorProfile(
             effllm=__version__,
             date=time.strftime("%Y-%m-%d"),
@@ -170,14 +170,7 @@ class SensorEvidence:
             sensor=sensor,
             measured_lag=sensor.source == PROFILED,
             load=self._load,
-            counter=self._counter.rhythm,
-            counter_response=self._responses.get("counter"),
-            power=self._power.rhythm,
-            power_response=self._responses.get("power"),
-            average=self._average.rhythm,
-            average_response=self._responses.get("average"),
-            usage=self._usage.rhythm,
-            usage_response=self._responses.get("usage"),
+            **parts,
             power_is_held=self._held(),
             ratios=self._ratios,
             idle=self._idle_state,
@@ -223,9 +216,8 @@ class SensorEvidence:
 
     def _rhythm(self) -> Rhythm | None:
         """Return the period of the counter or power reading from which energy is derived."""
-        if self._device.energy_method == COUNTER:
-            return self._counter.rhythm
-        return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm
+        parts = {COUNTER: "counter", AVERAGE: "average"}
+        return self._parts[parts.get(self._device.energy_method or "", "power")].rhythm
 
     def _warn(self) -> None:
         off = {
@@ -236,7 +228,7 @@ class SensorEvidence:
         if off:
             parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
             self._warnings.append(f"the counter differs from integrated power by {parts}: counter or power is wrong")
-        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
+        followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
         if self._loaded:
@@ -245,10 +237,11 @@ class SensorEvidence:
                 self._warnings.append(f"the loaded GPU was slowed down by {', '.join(slow)}")
 
 
-_WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power", "usage": "power usage"}
+def _analysed(record: Record) -> dict[str, _Reading]:
+    return {part: _analysed_series(record.series(name), part == "counter") for part, (name, _) in _PARTS.items()}
 
 
-def _analysed(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:
+def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Reading:
     found = ticks_of(series)
     if found is None:
         return _Reading(None, [], [] if is_counter else series)
@@ -258,9 +251,8 @@ def _analysed(series: list[tuple[float, float]], *, is_counter: bool = False) ->
     return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
 
 
-def _richer(one: _Reading, other: _Reading) -> _Reading:
-    changes = [reading.rhythm.changes if reading.rhythm else 0 for reading in (one, other)]
-    return one if changes[0] >= changes[1] else other
+def _num_changes(reading: _Reading) -> int:
+    return reading.rhythm.changes if reading.rhythm else 0
 
 
 def _duty(followed: Response, rhythm: Rhythm) -> float:
