@@ -51,10 +51,10 @@ class Facts:
     def traits(self) -> dict[str, str]:
         asked = {
             "architecture": lambda: _architecture(pynvml.nvmlDeviceGetArchitecture(self._handle)),
-            "CUDA of the driver": lambda: _cuda(pynvml.nvmlSystemGetCudaDriverVersion()),
+            "CUDA of the driver": lambda: "{}.{}".format(*divmod(pynvml.nvmlSystemGetCudaDriverVersion() // 10, 100)),
             "NVML": lambda: text_of(pynvml.nvmlSystemGetNVMLVersion()),
             "VBIOS": lambda: text_of(pynvml.nvmlDeviceGetVbiosVersion(self._handle)),
-            "default power limit": lambda: _watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)),
+            "default power limit": lambda: f"{pynvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle) / 1e3:g} W",
             "largest SM clock": lambda: f"{pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)} MHz",
             "ECC": lambda: _switch(pynvml.nvmlDeviceGetEccMode(self._handle)[0]),
             "persistence": lambda: _switch(pynvml.nvmlDeviceGetPersistenceMode(self._handle)),
@@ -68,27 +68,27 @@ class Facts:
         return found
 
     def fields(self) -> list[FieldAnswer]:
-        found = [
-            FieldAnswer(name, scope, self._answer_of(number, _SCOPES[scope]))
-            for name, (number, scopes) in _FIELDS.items()
+        handle = self._handle
+        asked: list[tuple[str, str, Callable[[], Any]]] = [
+            (name, scope, partial(self._field, name, scope))
+            for name, (_, scopes) in _FIELDS.items()
             for scope in scopes
         ]
-        for name, ask in self._plain().items():
-            found.append(FieldAnswer(name, "gpu", _answer(ask)))
-        return found
+        asked += [
+            ("energy (own call)", "gpu", lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+            ("power usage (own call)", "gpu", lambda: pynvml.nvmlDeviceGetPowerUsage(handle)),
+            (
+                "buffer of power samples",
+                "gpu",
+                lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
+            ),
+        ]
+        return [FieldAnswer(name, scope, _answer(ask)) for name, scope, ask in asked]
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
         """Return functions that read power, in W, by the reading's name; samples do not include these readings."""
-        average_id = _FIELDS["average power"][0]
-
-        def average() -> float:
-            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(average_id, _SCOPES["gpu"])])
-            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
-                raise pynvml.NVMLError(answer.nvmlReturn)
-            return float(answer.value.uiVal) / 1e3
-
         asked: dict[str, Callable[[], float]] = {
-            "power_average_w": average,
+            "power_average_w": lambda: float(self._field("average power", "gpu").uiVal) / 1e3,
             "power_usage_w": lambda: float(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3,
         }
         return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
@@ -97,21 +97,16 @@ class Facts:
         """Return the duration of each call; between two calls there is a pause of ``APART_S``."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
 
-    def _answer_of(self, number: int, scope: int) -> str:
-        def ask() -> None:
-            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(number, scope)])
-            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
-                raise pynvml.NVMLError(answer.nvmlReturn)
+    def _field(self, name: str, scope: str) -> Any:
+        """Return the value of a field, a C union.
 
-        return _answer(ask)
-
-    def _plain(self) -> dict[str, Callable[[], Any]]:
-        handle = self._handle
-        return {
-            "energy (own call)": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-            "power usage (own call)": lambda: pynvml.nvmlDeviceGetPowerUsage(handle),
-            "buffer of power samples": lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
-        }
+        Raises:
+            pynvml.NVMLError: the driver does not have the field for this scope.
+        """
+        (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(_FIELDS[name][0], _SCOPES[scope])])
+        if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+            raise pynvml.NVMLError(answer.nvmlReturn)
+        return answer.value
 
     def _timed(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         handle = self._handle
@@ -161,14 +156,6 @@ def _or_none(ask: Callable[[], Any]) -> Any:
 
 def _architecture(number: int) -> str:
     return str(_ARCHITECTURES.get(number, f"number {number}"))
-
-
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _watts(milliwatts: int) -> str:
-    return f"{milliwatts / 1e3:g} W"
 
 
 def _switch(is_on: int) -> str:
