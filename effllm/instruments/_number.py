@@ -1,8 +1,12 @@
-"""Numbers from a training script: read without a wait for a GPU, and recorded for the folder of an active run."""
+"""Numbers from a training script: read without a wait for a GPU, and recorded for the folder of an active run.
+
+A script that passes something else is warned once.
+"""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 from effllm.trainer.pending_values import PENDING
@@ -13,6 +17,20 @@ record = PENDING.add
 _TEXT = (str, bytes)  # a tuple: with cold caches, ``str | bytes`` in a call takes 3 us
 #: Floats represent all whole numbers below this number.
 MAX_WHOLE = 2**53
+_MAX_WARNINGS = 1000
+
+
+class WarnOnce:
+    """Warns of each kind of mistake once: in a loop, the same mistake is made in each iteration."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def __call__(self, line: str, kind: str = "", stacklevel: int = 3) -> None:
+        """Warn, by default of the caller's caller; the kind is by default the line itself."""
+        if (kind or line) not in self._kinds and len(self._kinds) < _MAX_WARNINGS:
+            self._kinds.add(kind or line)
+            warnings.warn(line, stacklevel=stacklevel)
 
 
 def number(value: Any) -> float | None:

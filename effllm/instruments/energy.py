@@ -7,7 +7,6 @@ agent from shared memory. The monitor has no thread, and its calls wait only if 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from effllm.instruments._device import cuda_index, read_device, torch_cuda
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
+from effllm.instruments._number import WarnOnce
 from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
@@ -162,7 +162,7 @@ class RobustGPUMonitor:
         self._baseline_numbers: set[int] = set()
         self._spans: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
         self._new: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._warned: set[str] = set()
+        self._warn = WarnOnce()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
         self.markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
@@ -343,11 +343,6 @@ class RobustGPUMonitor:
         if self._spans and not self.total.is_measured:
             unavailable = self._chain.unavailable if self._chain is not None else []
             self._warn(f"energy is not measured: {self._devices.reason(self._facts, unavailable)}")
-
-    def _warn(self, line: str) -> None:
-        if line not in self._warned and len(self._warned) < 10:
-            self._warned.add(line)
-            warnings.warn(line, stacklevel=3)
 
 
 def unix_s(monotonic_ns: int) -> float:

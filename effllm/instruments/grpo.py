@@ -48,7 +48,7 @@ class GRPOMetricsTracker(MetricTracker):
         if isinstance(reward_components, Mapping):
             values |= {f"reward/{name}": value for name, value in reward_components.items()}
         elif reward_components is not None:
-            self._warn_once("components", f"reward_components is {type(reward_components).__name__}, not a dictionary")
+            self._warn_once(f"reward_components is {type(reward_components).__name__}, not a dictionary", "components")
         self.update_batch({name: value for name, value in values.items() if value is not None}, step)
 
     def update_group_rewards(self, rewards: Iterable[Any]) -> None:
@@ -63,7 +63,7 @@ class GRPOMetricsTracker(MetricTracker):
             if reward is None:
                 self._missing += 1
                 if given is not None:
-                    self._warn_once("rewards", f"a reward of type {type(given).__name__} is not a number in CPU memory")
+                    self._warn_once(f"a reward of type {type(given).__name__} is not a number in CPU memory", "rewards")
                 continue
             self._rewards.add(reward)
             if math.isfinite(reward):

@@ -7,11 +7,10 @@ import math
 import os
 import re
 import sys
-import warnings
 from typing import Any
 
 from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
-from effllm.instruments._number import number, record
+from effllm.instruments._number import WarnOnce, number, record
 from effllm.instruments._statistics import NAN, Statistics
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
@@ -46,7 +45,7 @@ class GPUMemoryProfiler:
         self._allocated = Statistics(max_recent=1)
         self._peak_bytes = 0.0
         self._trends: dict[str, MemoryBlocks] = {}
-        self._is_checked = self._has_warned = False
+        self._is_checked, self._warn_once = False, WarnOnce()
 
     @property
     def memory_of(self) -> str:
@@ -142,10 +141,8 @@ class GPUMemoryProfiler:
         try:
             known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
         except Exception as error:  # noqa: BLE001 - an allocator without statistics, or a failed device
-            if not self._has_warned:
-                self._has_warned = True
-                line = f"the memory of {self.memory_of} cannot be read and is not measured: {first_line(error)}"
-                warnings.warn(line, stacklevel=3)
+            line = f"the memory of {self.memory_of} cannot be read and is not measured: {first_line(error)}"
+            self._warn_once(line, "memory", stacklevel=4)
             return NAN, NAN, NAN, NAN
         return tuple(  # type: ignore[return-value]
             float(known.get(f"{name}_bytes.all.{kind}", 0))

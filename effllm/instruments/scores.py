@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from effllm.instruments._number import each, number, record
+from effllm.instruments._number import WarnOnce, each, number, record
 from effllm.instruments._statistics import Statistics
 
 #: Maximum number of different scores that are counted separately; further scores are counted together.
@@ -56,7 +55,7 @@ class ScoreDistributionTracker:
         self._minimum, self._maximum = minimum, maximum
         self._valid = _ValidScores()
         self._missing = self._not_finite = self._out_of_range = 0
-        self._has_warned = False
+        self._warn_once = WarnOnce()
 
     def update(self, scores: Iterable[Any]) -> None:
         """Count a batch of scores."""
@@ -64,7 +63,9 @@ class ScoreDistributionTracker:
             score = given if type(given) is float else number(given)
             if score is None:
                 self._missing += 1
-                self._warn_of(given)
+                if given is not None:
+                    line = f"a score of type {type(given).__name__} is not a number in CPU memory; it counts as missing"
+                    self._warn_once(line, "score")
                 record("scores/missing", 1.0)
             elif self._minimum <= score <= self._maximum:
                 self._valid.add(score)
@@ -75,12 +76,6 @@ class ScoreDistributionTracker:
             else:
                 self._not_finite += 1
                 record("scores/valid", score)
-
-    def _warn_of(self, given: Any) -> None:
-        if given is not None and not self._has_warned:
-            self._has_warned = True
-            line = f"a score of type {type(given).__name__} is not a number in CPU memory; it counts as missing"
-            warnings.warn(line, stacklevel=3)
 
     def get_distribution(self) -> dict[str, Any]:
         """Return counts, the share of invalid scores, and the mean of valid scores; NaN without scores.

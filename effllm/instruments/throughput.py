@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 
-from effllm.instruments._number import MAX_WHOLE, record, whole
+from effllm.instruments._number import MAX_WHOLE, WarnOnce, record, whole
 from effllm.instruments._statistics import NAN
 
 #: A time in seconds, with the totals of all updates until then: samples, updates with an unreadable number of samples,
 #: tokens, updates with an unreadable number of tokens.  A plain tuple, because `update` is called with cold caches.
 _Mark = tuple[float, int, int, int, int]
+_UNREADABLE = "ThroughputTracker.update was given a count below 0 or a tensor on a GPU; rates with this count are NaN"
 
 
 class ThroughputTracker:
@@ -30,7 +30,7 @@ class ThroughputTracker:
             raise ValueError(f"window_size={window_size} must be at least 1")
         self._first: _Mark | None = None
         self._recent: deque[_Mark] = deque(maxlen=window_size + 1)
-        self._has_warned = False
+        self._warn_once = WarnOnce()
 
     def start(self) -> None:
         """Begin the time now, before the work of the first `update`."""
@@ -42,7 +42,7 @@ class ThroughputTracker:
         samples = num_samples if type(num_samples) is int and 0 <= num_samples < MAX_WHOLE else whole(num_samples)
         tokens = num_tokens if type(num_tokens) is int and 0 <= num_tokens < MAX_WHOLE else whole(num_tokens)
         if samples is None or tokens is None:
-            self._warn()
+            self._warn_once(_UNREADABLE)
         if self._first is None:
             self._begin(now_s)
             return
@@ -65,14 +65,6 @@ class ThroughputTracker:
         mark: _Mark = (now_s, totals[0], totals[1], totals[2], totals[3])
         self._first = self._first or mark
         self._recent.append(mark)
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            line = (
-                "ThroughputTracker.update was given a count below 0 or a tensor on a GPU; rates with this count are NaN"
-            )
-            warnings.warn(line, stacklevel=3)
 
     def get_current_throughput(self) -> dict[str, float]:
         """Return samples and tokens per second over the newest updates."""

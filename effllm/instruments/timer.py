@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
-from effllm.instruments._number import record
+from effllm.instruments._number import WarnOnce, record
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
@@ -61,7 +60,7 @@ class TrainingTimer:
         self._sync = sync
         self._timers: dict[str, _Timed] = {}
         self._free: list[Any] = []
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce()
         self._is_checked = False
 
     def start(self, name: str) -> None:
@@ -174,11 +173,6 @@ class TrainingTimer:
 
     def _warn_of(self, error: Exception) -> None:
         self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
-
-    def _warn_once(self, line: str) -> None:
-        if line not in self._warned and len(self._warned) < MAX_NAMES:
-            self._warned.add(line)
-            warnings.warn(line, stacklevel=3)
 
 
 def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:

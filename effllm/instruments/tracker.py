@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._number import MAX_WHOLE, number, record, whole
+from effllm.instruments._number import MAX_WHOLE, WarnOnce, number, record, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, mean, percentiles_of, std
 
 #: Maximum number of names in one tracker; a loop that always uses new names would fill the memory.
@@ -28,7 +27,7 @@ class MetricTracker:
             raise ValueError(f"max_recent={max_recent} must be at least 1")
         self._max_recent = max_recent
         self._metrics: dict[str, Statistics] = {}
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce()
         self.last_step: int | None = None
 
     @property
@@ -56,17 +55,17 @@ class MetricTracker:
         """Return the statistics of a new name; ``None``, with a warning, for no number or too many names."""
         if read is None:
             line = f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"
-            self._warn_once(name, line)
+            self._warn_once(line, f"no number: {name}")
             return None
         if len(self._metrics) >= MAX_NAMES:
-            self._warn_once("", f"more than {MAX_NAMES} names of metrics: {name} and later names are left out")
+            self._warn_once(f"more than {MAX_NAMES} names of metrics: {name} and later names are left out", "names")
             return None
         return self._metrics.setdefault(name, Statistics(self._max_recent))  # a second thread may add the name too
 
     def update_batch(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a value of each metric."""
         if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes 15 us
-            self._warn_once("batch", f"metrics must be a dictionary, not {type(metrics).__name__}; nothing is added")
+            self._warn_once(f"metrics must be a dictionary, not {type(metrics).__name__}; nothing is added", "batch")
             return
         for name, value in metrics.items():
             self.update(name, value, step)
@@ -117,8 +116,3 @@ class MetricTracker:
         """Return the newest finite values, oldest first."""
         found = self._metrics.get(name)
         return [] if found is None else list(found.recent)
-
-    def _warn_once(self, key: str, line: str) -> None:
-        if key not in self._warned and len(self._warned) <= MAX_NAMES:
-            self._warned.add(key)
-            warnings.warn(line, stacklevel=3)
