@@ -5,7 +5,6 @@ A script that passes something else is warned once.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -72,12 +71,3 @@ def each(values: Any) -> list[Any]:
     except TypeError:
         return [values]
     return list(members)
-
-
-def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
-    """Return the number of values in the run so far, and their percentiles, as the agent last published them."""
-    module: Any = sys.modules.get("effllm.trainer.collector")
-    known: tuple[int, list[float]] | None = None
-    if module is not None:
-        known = module.get_metrics_collector().instruments.percentiles(name)
-    return known

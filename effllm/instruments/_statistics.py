@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from effllm.instruments._number import percentiles_of_run
 from effllm.records.moments import Moments
 
 #: The percentiles that the agent publishes (records.values).
@@ -154,6 +154,13 @@ def percentiles_of(statistics: Statistics, name: str) -> Percentiles:
         if run is not None and num < run[0] <= count:
             return Percentiles(dict(zip(PERCENTILES, run[1], strict=True)), run[0], ESTIMATED)
     return exact_percentiles(ordered, EXACT if count == num else NEWEST)
+
+
+def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
+    """Return the number of values in the run so far, and their percentiles, as the agent last published them."""
+    module: Any = sys.modules.get("effllm.trainer.collector")
+    known: tuple[int, list[float]] | None = module and module.get_metrics_collector().lifecycle.percentiles(name)
+    return known
 
 
 def exact_percentiles(ordered: list[float], kind: str = EXACT) -> Percentiles:

@@ -140,7 +140,7 @@ class Lifecycle:
         session.finish(status)
         for chain in list(self.chains):
             chain.read(session.board)
-        self.percentiles()  # keeps the percentiles of the whole run
+        self._read_percentiles()  # of the whole run
         self.values().replace(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
@@ -153,11 +153,21 @@ class Lifecycle:
             self._values.read(self._session.board)
         return self._values
 
-    def percentiles(self) -> Mapping[str, Any]:
-        """Return the agent's newest document in `Board.values`, also after the end of the session."""
+    def percentiles(self, name: str) -> tuple[int, list[float]] | None:
+        """Return the number of values that instruments recorded by a name, and percentiles 5, 25, 50, 75, 95, 99.
+
+        Also after the end of the session.  ``None`` before the agent has published them, or without the library of the
+        extra ``instruments``.
+        """
+        self._read_percentiles()
+        found = self._percentiles.get(name)
+        if not isinstance(found, list) or len(found) != 7 or not all(isinstance(one, int | float) for one in found):
+            return None
+        return int(found[0]), found[1:]
+
+    def _read_percentiles(self) -> None:
         if self._session is not None and (document := self._session.board.values.take()) is not None:
             self._percentiles = document
-        return self._percentiles
 
     @property
     def board(self) -> Board | None:
