@@ -10,8 +10,8 @@ import pytest
 from cases import cases
 
 from effllm import PerformanceMonitor, PerformanceMonitorContext
+from effllm.instruments import performance_monitor as module
 from effllm.trainer import collector as collector_module
-from effllm.trainer import performance_monitor as module
 
 KEYS = {"AMU", "PCU", "AL", "AEC", "MCR", "total_time", "num_requests"}
 

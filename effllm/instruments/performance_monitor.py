@@ -6,7 +6,6 @@ are measured.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -17,10 +16,11 @@ from types import TracebackType
 from typing import Any
 
 from effllm.config.switches import this_process
+from effllm.instruments._files import write_json
+from effllm.instruments._number import number, whole
+from effllm.instruments._statistics import NAN
 from effllm.trainer.collector import get_metrics_collector
 from effllm.trainer.inference import DECLARED, InferenceProcess, record_request
-
-NAN = float("nan")
 
 #: Name of a scenario -> the metric that is its throughput.
 SCENARIOS = {
@@ -121,7 +121,7 @@ class PerformanceMonitor:
         self.start()
         now_s, since_s = time.monotonic(), self._last_s
         self._last_s = now_s
-        counts = [_count(one) for one in (tokens, samples, generated_tokens)]
+        counts = [whole(one) for one in (tokens, samples, generated_tokens)]
         times = [_time(one) for one in (computation_time, communication_time)]
         if None in counts or None in times:
             # An evaluator of the original passed a latency in place of the samples.
@@ -160,10 +160,8 @@ class PerformanceMonitor:
 
     def save(self, path: str | Path) -> None:
         """Write the metrics as JSON, with ``null`` for missing values; a folder gets ``performance_metrics.json``."""
-        known = {name: value if math.isfinite(value) else None for name, value in self.get_metrics().items()}
-        target = Path(path) / "performance_metrics.json" if Path(path).is_dir() else Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        target = Path(path)
+        write_json(target / "performance_metrics.json" if target.is_dir() else target, self.get_metrics())
 
     def _throughputs(self) -> dict[str, float]:
         time_s = self._given_s + self._assumed_s
@@ -235,23 +233,7 @@ class PerformanceMonitorContext:
                 warnings.warn(f"{self._save_path} could not be written: {failure}", stacklevel=2)
 
 
-def _count(value: Any) -> int | None:
-    """Return a value as a count of at least 0; ``None`` if it is invalid."""
-    if getattr(value, "is_cuda", False):
-        return None  # reading a tensor on a GPU would be a synchronisation
-    try:
-        whole = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return whole if whole == value and whole >= 0 else None
-
-
 def _time(value: Any) -> float | None:
     """Return a value as a finite number of at least 0; ``None`` if it is invalid."""
-    if getattr(value, "is_cuda", False):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+    found = number(value)
+    return found if found is not None and 0 <= found < math.inf else None
