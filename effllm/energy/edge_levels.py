@@ -45,23 +45,18 @@ class EdgeLevels:
     def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
         self._readings, self._timing, self._powers = readings, timing, powers
         self._levels: dict[int, Level] = {}
-        self._edges_ns: list[int] = []  # times of the levels, sorted
-
-    @property
-    def edges_ns(self) -> list[int]:
-        """Times of the known levels, sorted."""
-        return self._edges_ns
+        self.edges_ns: list[int] = []  # times of the known levels, sorted
 
     def forget_before(self, time_ns: int) -> None:
-        self._keep(self._edges_ns[bisect.bisect_left(self._edges_ns, time_ns) :])
+        self._keep(self.edges_ns[bisect.bisect_left(self.edges_ns, time_ns) :])
 
     def keep_only(self, edges_ns: Collection[int]) -> None:
         """Drop the levels at other times, but keep the newest level, because no later level may be below it."""
-        wanted = {*edges_ns, *self._edges_ns[-1:]}
-        self._keep([edge_ns for edge_ns in self._edges_ns if edge_ns in wanted])
+        wanted = {*edges_ns, *self.edges_ns[-1:]}
+        self._keep([edge_ns for edge_ns in self.edges_ns if edge_ns in wanted])
 
     def _keep(self, edges_ns: list[int]) -> None:
-        self._edges_ns = edges_ns
+        self.edges_ns = edges_ns
         self._levels = {edge_ns: self._levels[edge_ns] for edge_ns in edges_ns}
 
     def energy_level_at(self, time_ns: int) -> Level:
@@ -71,16 +66,16 @@ class EdgeLevels:
             anchors = self._anchors(time_ns)
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
             # A later reading may contradict a level that was reported, but no window may have negative energy.
-            index = bisect.bisect_left(self._edges_ns, time_ns)
-            min_j = self._levels[self._edges_ns[index - 1]].joules if index else -math.inf
-            max_j = self._levels[self._edges_ns[index]].joules if index < len(self._edges_ns) else math.inf
+            index = bisect.bisect_left(self.edges_ns, time_ns)
+            min_j = self._levels[self.edges_ns[index - 1]].joules if index else -math.inf
+            max_j = self._levels[self.edges_ns[index]].joules if index < len(self.edges_ns) else math.inf
             joules = min(max(level.joules, min_j), max_j)
             self._levels[time_ns] = level._replace(
                 joules=joules,
                 estimated_j=self._readings.estimated_j(joules),
                 shift_s2=self._timing.shift_s2(time_ns),
             )
-            self._edges_ns.insert(index, time_ns)
+            self.edges_ns.insert(index, time_ns)
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:

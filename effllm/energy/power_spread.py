@@ -23,7 +23,7 @@ class PowerSpread:
     """The variation of power, overall and from one reading to the next, with slowly decaying weights."""
 
     def __init__(self) -> None:
-        self.mean_w = self._square_w2 = 0.0
+        self.mean_w = self.variance_w2 = 0.0  # over about the last minute
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
         self._near_w2 = 0.0  # mean square of the changes in `_near`
@@ -47,7 +47,7 @@ class PowerSpread:
         weight = max(1 / self._count, 1 / 64)
         difference = power_w - self.mean_w
         self.mean_w += weight * difference
-        self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
+        self.variance_w2 = (1 - weight) * (self.variance_w2 + weight * difference * difference)
         self.min_w, self.max_w = min(self.min_w, power_w), max(self.max_w, power_w)
         tick_s = tick_s or 0.1
         if self._last is None:
@@ -70,11 +70,6 @@ class PowerSpread:
                 self._turns.append(change_w * self._last_change_w)
         self._last, self._last_change_w = (time_ns, power_w), change_w
 
-    @property
-    def variance_w2(self) -> float:
-        """Variance of power over about the last minute."""
-        return self._square_w2
-
     def _change_w2(self) -> float:
         seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
         return max(self._near_w2, seen_w2)
@@ -93,7 +88,7 @@ class PowerSpread:
             change_w: the difference of this tick from the adjacent ticks.
         """
         if not self._near:
-            return self._square_w2 * 0.02
+            return self.variance_w2 * 0.02
         noise_w = self.noise_w()
         changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
         change_w2 = self._change_w2()
@@ -120,7 +115,7 @@ class PowerSpread:
 
     def _slowness(self) -> float:
         """Return 0 if adjacent readings are equal, 1 if they are independent."""
-        return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
+        return min(self._change_w2() / (2 * self.variance_w2), 1.0) if self.variance_w2 > 0 else 1.0
 
     def fastness(self) -> float:
         """Return 0 for waves of seven ticks or longer, 1 if the powers of consecutive ticks are independent.
@@ -146,12 +141,12 @@ class PowerSpread:
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of the energy between two readings of power, computed as a trapezoid."""
         fast = self._slowness()
-        return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
+        return self.variance_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
         """Return the variance of the energy of a span next to a reading, if power is assumed to be constant."""
-        return self._square_w2 * span_s**2 / 3
+        return self.variance_w2 * span_s**2 / 3
 
     def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
         """Return the variance of the energy up to a time between two readings, if power is assumed to be linear."""
-        return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s
+        return (self.variance_w2 / 2 + change_w**2 / 12) * since_s * rest_s

@@ -6,11 +6,13 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from effllm.records.rank import METHODS
 
 NS = 1e-9
+_time_ns = attrgetter("time_ns")
 
 
 class Step(NamedTuple):
@@ -200,7 +202,3 @@ def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: i
 
 def _extreme(of: Callable[..., float | None], values: Iterable[float | None]) -> float | None:
     return of((value for value in values if value is not None), default=None)
-
-
-def _time_ns(point: Point) -> int:
-    return point.time_ns

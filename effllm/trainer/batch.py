@@ -58,7 +58,7 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     labels = _labels(tensors, is_encoder_decoder)
     if is_encoder_decoder and "labels" in labels and "decoder_input_ids" not in tensors:
         batch.tokens_processed += labels["labels"].numel()
-        batch.tokens = batch.tokens + _sum(labels["labels"] != _IGNORED)
+        batch.tokens = batch.tokens + (labels["labels"] != _IGNORED).sum()
     batch.tokens_loss = _tokens_loss(tensors, labels)
     batch.samples = _samples(tensors, inputs, names)
     ids = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
@@ -72,12 +72,12 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
     labels = tensors.get("labels")
     tokens: Any = ids.numel()
     if mask is not None and mask.shape == ids.shape:
-        tokens, source = _sum(mask != 0), MASK  # the mask of a packed row may contain sequence numbers
+        tokens, source = (mask != 0).sum(), MASK  # the mask of a packed row may contain sequence numbers
     elif mask is not None and mask.dim() == 4 and mask.shape[-2:] == (ids.shape[-1], ids.shape[-1]):
         seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position without padding attends to itself
-        tokens, source = _sum(seen == 0 if seen.is_floating_point() else seen != 0), MASK
+        tokens, source = (seen == 0 if seen.is_floating_point() else seen != 0).sum(), MASK
     elif name == "decoder_input_ids" and labels is not None and labels.shape == ids.shape:
-        tokens, source = _sum(labels != _IGNORED), LABELS
+        tokens, source = (labels != _IGNORED).sum(), LABELS
     elif any(one in inputs for one in _PACKED):
         source = PACKED
     else:
@@ -103,25 +103,22 @@ def _labels(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, A
 
 def _tokens_loss(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
     if labels:
-        return sum(_sum(one != _IGNORED) for one in labels.values())
+        return sum((one != _IGNORED).sum() for one in labels.values())
     masks = [name for name in ("completion_mask", "completion_attention_mask") if name in tensors]
     answers = masks[:1] or [name for name in ("chosen_attention_mask", "rejected_attention_mask") if name in tensors]
-    return sum(_sum(tensors[name] != 0) for name in answers)
+    return sum((tensors[name] != 0).sum() for name in answers)
 
 
 def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
     if _IDS in tensors:
         rows = len(tensors[_IDS]) if tensors[_IDS].dim() > 1 else 1
-        starts, places = tensors.get("cu_seq_lens_q"), tensors.get("position_ids")
+        starts: Any = tensors.get("cu_seq_lens_q")
+        places: Any = tensors.get("position_ids")
         if rows == 1 and starts is not None:
             return starts.numel() - 1
         is_packed = places is not None and places.shape == tensors[_IDS].shape and "attention_mask" not in inputs
-        return _sum(places == 0) if rows == 1 and is_packed else rows
+        return (places == 0).sum() if rows == 1 and is_packed else rows
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
     if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
         return sum(len(tensors[name]) for name in others)  # each answer is a separate sequence
     return len(tensors[(others or names)[0]])  # the columns of a sentence-transformers pair are one sample
-
-
-def _sum(flags: Any) -> Any:
-    return flags.sum()

@@ -105,11 +105,9 @@ class Requests:
             begun.recorder.end(0, samples)
 
 
-class _Open:
-    __slots__ = ("is_iteration", "recorder")
-
-    def __init__(self, recorder: Recorder, is_iteration: bool) -> None:
-        self.recorder, self.is_iteration = recorder, is_iteration
+class _Open(NamedTuple):
+    recorder: Recorder
+    is_iteration: bool
 
 
 #: The requests that the program itself declares; requests of hooks are separate.

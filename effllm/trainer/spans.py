@@ -44,7 +44,7 @@ class SpanChain:
         _next_chain += 1
         self._lifecycle = lifecycle
         self._recorder: Recorder | None = None
-        self._edge_ns = 0
+        self.edge_ns = 0  #: end of the last span, on the monotonic clock
         self._read = 0  # running number of the last answer that was read
         self._asked: set[int] = set()  # numbers of the requests without an answer
         self._parts: dict[int, list[SpanPart]] = {}
@@ -58,11 +58,6 @@ class SpanChain:
         """Number of the requests without an answer."""
         return len(self._asked)
 
-    @property
-    def edge_ns(self) -> int:
-        """End of the last span, on the monotonic clock."""
-        return self._edge_ns
-
     def begin(self) -> bool:
         """Begin the first span now; ``False`` if no agent runs."""
         self._recorder = recorder = self._lifecycle.recorder
@@ -72,13 +67,13 @@ class SpanChain:
         self._read = board.spans.newest
         self._asked.clear()
         self._parts.clear()
-        self._edge_ns = _put_request(recorder, self._number, 0, None)
+        self.edge_ns = _put_request(recorder, self._number, 0, None)
         self._lifecycle.chains.add(self)
-        return self._edge_ns > 0
+        return self.edge_ns > 0
 
     def cut(self) -> int:
         """End the span, and begin the next span; return the number of the request, 0 without an agent."""
-        return self._request(self._number, self._edge_ns)
+        return self._request(self._number, self.edge_ns)
 
     def cut_alone(self, start_ns: int, end_ns: int) -> int:
         """Request a span of past time that is not a part of the chain; return the number, 0 without an agent."""
@@ -129,7 +124,7 @@ class SpanChain:
         _newest_request += 1
         self._asked.add(_newest_request)
         if chain != ALONE:
-            self._edge_ns = end_ns
+            self.edge_ns = end_ns
         return _newest_request
 
 

@@ -63,7 +63,7 @@ class TorchProfile:
         self._neighbours: Neighbours | None = None
         self._profiler: Any = None  # while it runs
         self._on_device = False
-        self._thread = 0
+        self.thread_id = 0  # of the training loop
         self._start_ns = self._cost_ns = 0
         self._failures = 0
         self._is_off = every <= 0
@@ -124,11 +124,6 @@ class TorchProfile:
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(f"{type(error).__name__}: {error}")
 
-    def abandon_before_fork(self) -> None:
-        """Stop profiling before a fork, because the child process would record until it ends."""
-        if threading.get_ident() == self._thread:
-            self.abandon()
-
     def close(self, failed: bool = False) -> None:
         """Stop profiling permanently, and restore torch's functions.
 
@@ -176,17 +171,15 @@ class TorchProfile:
             is_newer = "use_device" in inspect.signature(profile).parameters
             named |= {"use_device": "cuda"} if is_newer else {"use_cuda": True}  # from PyTorch 2.1 on
         profiler = profile(**named)
-        self._profiler, self._thread = profiler, threading.get_ident()
+        self._profiler, self.thread_id = profiler, threading.get_ident()
         _profiling.add(self)
         with self._as_ourselves():
             profiler.__enter__()
         self._start_ns = time.time_ns()  # the profiler's clock
 
-    @contextlib.contextmanager
-    def _as_ourselves(self) -> Iterator[None]:
+    def _as_ourselves(self) -> contextlib.AbstractContextManager[None]:
         assert self._neighbours is not None
-        with self._neighbours.away():
-            yield
+        return self._neighbours.away()
 
     def _drop(self) -> None:
         # The profiler's __exit__ would wait for the device, which is not necessary here.
@@ -202,7 +195,9 @@ class TorchProfile:
         events = results.events()
         if len(events) > MAX_RECORDS:
             raise RuntimeError(f"an iteration has {len(events):,} records; to read them would take too long")
-        return device_split(events) if self._on_device else host_split(events, self._start_ns, end_ns)
+        if self._on_device:
+            return device_split(events)
+        return _split(events, self._start_ns, end_ns, host_kind)
 
     def _give_up(self, why: str) -> None:
         self._is_off = True
@@ -262,11 +257,6 @@ class Neighbours:
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
                 setattr(self._module, name, original)
-
-
-def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
-    """Return the split of an iteration from the host's records of operators and communication, or ``None``."""
-    return _split(events, start_ns, end_ns, host_kind)
 
 
 def device_split(events: Any) -> Split | None:
@@ -330,8 +320,10 @@ def _group(event: Any) -> str | None:
 
 
 def _before_fork() -> None:
+    """Stop profiling before a fork, because the child process would record until it ends."""
     for one in list(_profiling):
-        one.abandon_before_fork()
+        if threading.get_ident() == one.thread_id:
+            one.abandon()
 
 
 os.register_at_fork(before=_before_fork)

@@ -41,23 +41,19 @@ class JobValues:
 
     def __init__(self) -> None:
         self._by_tag: Mapping[str, float] = {}
-        self._report = self._iteration = 0
+        self.report = 0  #: number of the newest report; 0 before the first
+        self._iteration = 0
         self._written = 0  # number of the newest report that was passed to a writer
 
     def read(self, board: Board) -> None:
         """Read the newest report, if there is one."""
         state = board.read()
         if state.report:
-            self._report, self._iteration, self._by_tag = state.report, state.iteration, state.values
+            self.report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
     def replace(self, by_tag: Mapping[str, float]) -> None:
         """Set the values of the run's summary; without new values, the earlier values stay."""
         self._by_tag = by_tag or self._by_tag
-
-    @property
-    def report(self) -> int:
-        """Number of the newest report; 0 before the first."""
-        return self._report
 
     def tracked(self, with_contract: bool) -> dict[str, float]:
         """Return the measured values for a tracker by its keys, with the contract's six values if asked for."""
@@ -82,8 +78,8 @@ class JobValues:
 
     def write(self, writer: Any) -> None:
         """Pass the measured values of a new report to a writer, each report once; its exceptions are not caught."""
-        if self._report > self._written:
-            self._written = self._report
+        if self.report > self._written:
+            self._written = self.report
             for tag in HEADLINE.values():
                 if tag in self._by_tag:
                     writer.add_scalar(f"efficientllm/{tag}", self._by_tag[tag], self._iteration)
