@@ -42,18 +42,10 @@ class Counted:
 
     def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> bool:
         """Add the arguments of `effllm.count`; ``False`` if a count is invalid: then nothing is added."""
-        tokens, tokens_processed = (
-            tokens_processed if tokens is None else tokens,
-            tokens if tokens_processed is None else tokens_processed,
-        )
-        try:
-            given = [
-                whole_number(0 if one is None else one) for one in (tokens_processed, samples, tokens, tokens_loss)
-            ]
-            is_right = min(given) >= 0
-        except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
-            is_right = False
-        if not is_right:
+        all_tokens = tokens if tokens_processed is None else tokens_processed
+        own_tokens = tokens_processed if tokens is None else tokens
+        given = counts_of(*(0 if one is None else one for one in (all_tokens, samples, own_tokens, tokens_loss)))
+        if given is None:
             return False
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
         self.has_any = any(self._counts)
@@ -138,6 +130,8 @@ def whole_number(value: Any) -> int:
         TypeError: the value is not a number, or has a type that is not allowed.
         Exception: any exception that the caller's object raises when it is converted.
     """
+    if type(value) is int:
+        return value
     if isinstance(value, (str, bytes)) or is_on_gpu(value):
         raise TypeError  # reading a tensor on a GPU would be a synchronisation
     return int(value)
