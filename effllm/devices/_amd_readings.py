@@ -142,19 +142,22 @@ def _temperature(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def _gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
-    answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
-    return _scaled(1e6, sm_clock_hz=answer.get("clk", answer.get("cur_clk")))  # "cur_clk" up to ROCm 6.1
+    return _scaled(1e6, sm_clock_hz=_clock(smi, handle, smi.AmdSmiClkType.GFX))
+
+
+def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
+    return _scaled(1e6, memory_clock_hz=_clock(smi, handle, smi.AmdSmiClkType.MEM))
+
+
+def _clock(smi: Any, handle: Any, kind: Any) -> Any:
+    answer = smi.amdsmi_get_clock_info(handle, kind)
+    return answer.get("clk", answer.get("cur_clk"))  # "cur_clk" up to ROCm 6.1
 
 
 def max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
     highest = _scaled(1e6, sm_clock_max_hz=answer.get("max_clk"))
     return highest if highest.get("sm_clock_max_hz") else {}
-
-
-def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
-    answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.MEM)
-    return _scaled(1e6, memory_clock_hz=answer.get("clk", answer.get("cur_clk")))
 
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:

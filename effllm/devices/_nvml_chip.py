@@ -22,7 +22,6 @@ XID_EVERY_S, ERRORS_EVERY_S = 1.0, 10.0
 _MAX_AT_ONCE = 16
 
 MAX_CLOCK_MHZ = 100_000
-MAX_VALUE_32 = 2**32 - 1  # the value of NVML for "no value"
 #: Clocks event reasons of a throttled GPU, but not the reasons "idle" and "clock set by the user".
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
@@ -96,18 +95,14 @@ def _memory(handle: Any) -> Quantity | None:
 
 def max_clock_hz(gpu: Any) -> float | None:
     """Return the maximum SM clock, or ``None`` if NVML does not report it."""
-    with suppress(pynvml.NVMLError):
-        megahertz = int(pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM))
-        return megahertz * 1e6 if 0 < megahertz <= MAX_CLOCK_MHZ else None
-    return None
+    megahertz = partial(Quantity, "hz", buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
+    return _read(_readout(partial(megahertz, "nvmlDeviceGetMaxClockInfo", gpu, c_uint(pynvml.NVML_CLOCK_SM)))) or None
 
 
 def default_limit_w(gpu: Any) -> float | None:
     """Return the default power limit, or ``None`` if NVML does not report it."""
-    with suppress(pynvml.NVMLError):
-        milliwatts = int(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu))
-        return milliwatts / 1e3 if 0 < milliwatts < MAX_VALUE_32 else None
-    return None
+    milliwatts = partial(Quantity, "w", buffer=c_uint(), divisor=1e3)
+    return _read(_readout(partial(milliwatts, "nvmlDeviceGetPowerManagementDefaultLimit", gpu))) or None
 
 
 def power_profiles(gpu: Any) -> str | None:

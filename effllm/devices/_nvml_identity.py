@@ -91,12 +91,16 @@ def find(site: Site) -> Any:
 def _is_divided(handle: Any, site: Site) -> bool:
     """Whether a handle is of a whole GPU that is in MIG mode, or of which this may not be read."""
     try:
-        is_slice = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
-        return not getattr(is_slice, "value", is_slice) and bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+        return not _is_slice(handle) and bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError_NoPermission:
         return True
     except pynvml.NVMLError:  # a GPU or a driver without MIG
         return bool(_given_slices(site))
+
+
+def _is_slice(handle: Any) -> bool:
+    answer = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
+    return bool(getattr(answer, "value", answer))
 
 
 def _first_slice(gpu: Any, site: Site) -> Any:
@@ -166,10 +170,9 @@ class Slice:
 def slice_of(handle: Any) -> Slice | None:
     """Return the slice of a handle, or ``None`` for a whole GPU."""
     try:
-        answer = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
+        if not _is_slice(handle):
+            return None
     except LACKING:
-        return None
-    if not getattr(answer, "value", answer):
         return None
     gpu = gpu_of(handle)
     own, whole, word = _weigh(handle, gpu)
@@ -189,10 +192,9 @@ def gpu_of(handle: Any) -> Any:
 
 
 def _instance_of(handle: Any) -> int | None:
-    try:
+    with suppress(pynvml.NVMLError):
         return int(pynvml.nvmlDeviceGetGpuInstanceId(handle))
-    except pynvml.NVMLError:
-        return None
+    return None
 
 
 def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:

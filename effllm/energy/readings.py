@@ -148,18 +148,13 @@ class Readings:
         return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
 
     def holes_ns(self, time_ns: int) -> int:
-        index = self.index_from(time_ns)
-        if index >= len(self._points):
-            return self._points[-1].holes_ns
-        point = self._points[index]
-        return point.holes_ns if point.method else point.holes_ns - (point.time_ns - time_ns)
+        point = self._points[min(self.index_from(time_ns), len(self._points) - 1)]
+        return point.holes_ns - (0 if point.method else max(point.time_ns - time_ns, 0))
 
     def estimated_j(self, total_j: float) -> float:
         index = bisect.bisect_left(self._points, total_j, key=lambda point: point.total_j)
-        if index >= len(self._points):
-            return self._points[-1].estimated_j
-        point = self._points[index]
-        return point.estimated_j - (point.total_j - total_j if point.estimated else 0.0)
+        point = self._points[min(index, len(self._points) - 1)]
+        return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.estimated else 0.0)
 
     def variances_j2(self, time_ns: int) -> float:
         index = self.index_from(time_ns)
