@@ -11,7 +11,6 @@ from effllm.records.spans import NAN, SpanPart
 
 J_PER_WH = 3600.0
 BYTES_PER_MB = 1e6
-MIN_UTILIZATION = 0.01  # minimum of the utilization in the efficiency score
 
 
 @dataclass(frozen=True)
@@ -137,16 +136,6 @@ def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
         "energy_above_baseline_wh": above_j / J_PER_WH,
         "energy_above_baseline_error_wh": above_error_j / J_PER_WH,
     }
-
-
-def efficiency_score(wh_per_step: float, utilization: float) -> float:
-    """Return energy per step divided by utilization (at least 0.01), or ``nan``; a smaller value is better."""
-    return NAN if math.isnan(utilization) else wh_per_step / max(MIN_UTILIZATION, utilization)
-
-
-def carbon_kg(kwh: float, intensity_kg_per_kwh: float | None) -> float:
-    """Return the mass of CO2 of an energy; ``nan`` without an intensity."""
-    return NAN if intensity_kg_per_kwh is None else kwh * intensity_kg_per_kwh
 
 
 def _total(values: Iterable[float]) -> float:

@@ -156,7 +156,7 @@ class RobustGPUMonitor:
         self._has_baseline = bool(enable_high_precision)
         self._collector: MetricsCollector = get_metrics_collector()
         self._chain: SpanChain | None = None
-        self._is_on = False
+        self.is_monitoring = False  #: whether the monitor was started and not stopped
         self._owns_agent = False
         self._begin_ns = 0
         self._baseline_numbers: set[int] = set()
@@ -170,18 +170,13 @@ class RobustGPUMonitor:
     # --- start and stop ---
 
     @property
-    def is_monitoring(self) -> bool:
-        """Whether the monitor was started and not stopped."""
-        return self._is_on
-
-    @property
     def lost(self) -> int:
         """Number of spans whose readings were lost, because the requests were not answered in time."""
         return self._chain.lost if self._chain is not None else 0
 
     def start_monitoring(self) -> bool:
         """Begin the first span; ``False`` if no energy can be measured. A second start does nothing."""
-        if self._is_on:
+        if self.is_monitoring:
             return True
         if not self._collector.is_collecting:
             self._collector.lifecycle.configure(self._interval_s)
@@ -193,7 +188,7 @@ class RobustGPUMonitor:
         if not chain.begin():
             self._warn("energy is not measured: no agent of effllm runs in this process")
             return False
-        self._chain, self._is_on = chain, True
+        self._chain, self.is_monitoring = chain, True
         self._spans.clear()
         self._new.clear()
         self._baseline_numbers.clear()
@@ -209,7 +204,7 @@ class RobustGPUMonitor:
         Args:
             wait_s: maximum wait for the last answers of the agent.
         """
-        if self._chain is None or not self._is_on:
+        if self._chain is None or not self.is_monitoring:
             return self.metrics(self.total, 0, 0)
         self._chain.cut()
         self.wait(wait_s)
@@ -218,14 +213,14 @@ class RobustGPUMonitor:
             self._read()
             self._owns_agent = False
         self.warn_if_unmeasured()
-        self._is_on = False
+        self.is_monitoring = False
         return self.metrics(self.total, self._begin_ns, self._chain.edge_ns)
 
     # --- spans ---
 
     def cut(self) -> int:
         """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
-        return self._chain.cut() if self._chain is not None and self._is_on else 0
+        return self._chain.cut() if self._chain is not None and self.is_monitoring else 0
 
     def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
         """Return the newly answered spans with their readings, oldest first, without waiting."""

@@ -8,14 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from effllm.instruments._energy import (
-    J_PER_WH,
-    Baseline,
-    SpanReadings,
-    amounts,
-    carbon_kg,
-    efficiency_score,
-)
+from effllm.instruments._energy import J_PER_WH, Baseline, SpanReadings, amounts
 from effllm.instruments._files import write_json
 from effllm.instruments._number import number
 from effllm.instruments.energy import EnergyMetrics
@@ -23,6 +16,7 @@ from effllm.records.spans import NAN
 
 #: The world's mean carbon intensity in kg/kWh that some trackers assume; used only if ``document`` is requested.
 DOCUMENT_KG_PER_KWH = 0.5
+MIN_UTILIZATION = 0.01  # in the efficiency score
 FILES = ("energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy")
 
 _LABELS = {
@@ -65,7 +59,10 @@ class Block:
 
     @property
     def efficiency(self) -> float:
-        return efficiency_score(self.wh_per_step, self.readings.utilization)
+        """Energy per step divided by utilization, or ``nan``; a smaller value is better."""
+        return self.wh_per_step / max(
+            self.readings.utilization, MIN_UTILIZATION
+        )  # of nan and a number, max returns nan
 
 
 def step_logs(block: Block, step: int) -> dict[str, float]:
@@ -110,7 +107,9 @@ def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None
         "final_energy/energy_per_step_wh": block.wh_per_step,
         "final_energy/energy_per_epoch_kwh": kwh / epochs if epochs > 0 else NAN,
         "final_energy/energy_efficiency_score": block.efficiency,
-        "final_energy/carbon_footprint_estimate_kg": carbon_kg(kwh, intensity_kg_per_kwh),
+        "final_energy/carbon_footprint_estimate_kg": NAN
+        if intensity_kg_per_kwh is None
+        else kwh * intensity_kg_per_kwh,
     }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from effllm.store.regular_file import lines_of
 
 MB = 2**20  # as nvidia-smi counts
 
@@ -45,10 +46,9 @@ def read_results(folder: str | Path, within_s: float = 0.0) -> RunResults:
 
 
 def _has_ended(folder: Path) -> bool:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return bool(json.loads((folder / "summary.json").read_bytes())["is_over"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 def _read(folder: Path) -> RunResults:
@@ -114,14 +114,11 @@ def _reasons(folder: Path, summary: dict[str, Any], run: dict[str, Any], values:
 
 def _unavailable_device(folder: Path) -> str:
     """Return the first event about a rank without a device, or an empty text."""
-    try:
-        lines = (folder / "events.jsonl").read_bytes().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        if _NO_DEVICE.encode() in line:
-            with suppress(ValueError, KeyError, TypeError):  # the last line may be torn
-                return str(json.loads(line)["text"])
+    with suppress(OSError):
+        for line in lines_of(folder / "events.jsonl"):
+            if _NO_DEVICE.encode() in line:
+                with suppress(ValueError, KeyError, TypeError):  # the last line may be torn
+                    return str(json.loads(line)["text"])
     return ""
 
 
@@ -133,29 +130,20 @@ def _last_totals(folder: Path) -> dict[str, Any]:
         lines = file.read().splitlines()
     for line in reversed(lines):
         if b'"run":{' in line and b'"job":{' in line:
-            try:
+            with suppress(ValueError):
                 found: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue
-            return found
+                return found
     raise ValueError(f"{path.name} has no totals")
 
 
 def _warmup_s(folder: Path) -> float:
     """Return the iteration time of the warm-up, whose windows run-to-date values exclude."""
     seconds: dict[tuple[int, int], float] = {}
-    for line in _lines(folder):
+    for line in (json.loads(text) for path in _files(folder) for text in lines_of(path)):
         if not line.get("warming_up"):
             break
         seconds[line["attempt"], line["window"]] = line["last"]["time_s"]
     return sum(seconds.values())
-
-
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in _files(folder):
-        with path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -124,17 +124,14 @@ class TrainingTimer:
 
     # --- on a GPU ---
 
-    @property
-    def _cuda(self) -> Any:
-        return sys.modules["torch"].cuda
-
     def _event(self) -> Any:
         """Record an event on the device's stream; ``None`` without a context, in a capture, or after an error."""
         try:
-            if not has_context(self._index or 0) or self._cuda.is_current_stream_capturing():
+            cuda: Any = sys.modules["torch"].cuda
+            if not has_context(self._index or 0) or cuda.is_current_stream_capturing():
                 return None
-            event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-            event.record(self._cuda.current_stream(self._index))
+            event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
+            event.record(cuda.current_stream(self._index))
         except Exception as error:  # noqa: BLE001 - the loop must go on
             self._warn_of(error)
             return None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.instruments import EnergyMetrics, RobustGPUMonitor
-from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j, carbon_kg, efficiency_score
+from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j
 from effllm.instruments.energy import MonitoredDevices
 from effllm.instruments.energy_report import Block, final_values, intensity, report, write_files
 from effllm.records.energy import EnergyAmount
@@ -66,8 +66,9 @@ def test_report_of_unmeasured_energy_has_no_number():
 
 
 def test_carbon_estimate_needs_a_carbon_intensity():
-    assert math.isnan(carbon_kg(2.0, intensity(None, None)))
-    assert carbon_kg(2.0, intensity(0.3, None)) == pytest.approx(0.6)
+    name = "final_energy/carbon_footprint_estimate_kg"
+    assert math.isnan(final_values(HOUR, 3.0, intensity(None, None))[name])
+    assert final_values(HOUR, 3.0, intensity(0.3, None))[name] == pytest.approx(0.55 * 0.3)
     assert "carbon" not in report(HOUR, 3.0, None)
 
 
@@ -78,9 +79,12 @@ def test_invalid_carbon_intensity_raises_an_error(wrong):
 
 
 def test_efficiency_score_is_energy_per_step_over_utilization():
-    assert efficiency_score(0.6, 0.5) == pytest.approx(1.2)
-    assert efficiency_score(0.6, 0.0) == pytest.approx(60.0)
-    assert math.isnan(efficiency_score(0.6, NAN))
+    def score(**more):
+        return block(0.6 * 3600, 10.0, 1, **more).efficiency
+
+    assert score(utilization_seconds=5.0, utilization_covered_s=10.0) == pytest.approx(0.6 / 0.5)
+    assert score(utilization_seconds=0.0, utilization_covered_s=10.0) == pytest.approx(0.6 / 0.01)
+    assert math.isnan(score())
 
 
 def test_energy_above_the_baseline_is_never_negative():
