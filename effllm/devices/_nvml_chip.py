@@ -144,12 +144,7 @@ def _throttles(handle: Any) -> Quantity | None:
 
 
 class Watch:
-    """Polls the events of a GPU.
-
-    Args:
-        handle: the handle of the GPU.
-        now_s: the current time.
-    """
+    """Polls the events of a GPU."""
 
     def __init__(self, handle: Any, now_s: float) -> None:
         self._handle = handle

@@ -33,12 +33,7 @@ HARMONICS = (1, 2, 3)
 
 
 class Aliasing:
-    """The aliasing error of one device's windows and of its run.
-
-    Args:
-        timing: the times of the device's readings.
-        powers: the variation of the device's power.
-    """
+    """The aliasing error of one device's windows and of its run."""
 
     def __init__(self, timing: SensorTiming, powers: PowerSpread) -> None:
         self._timing, self._powers = timing, powers

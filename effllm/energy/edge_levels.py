@@ -34,13 +34,7 @@ class Level(NamedTuple):
 
 
 class EdgeLevels:
-    """The energy at each edge, computed once and shared by adjacent windows.
-
-    Args:
-        readings: the device's readings.
-        timing: the times of the readings.
-        powers: the variation of power.
-    """
+    """The energy at each edge, computed once and shared by adjacent windows."""
 
     def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
         self._readings, self._timing, self._powers = readings, timing, powers

@@ -106,12 +106,7 @@ class CounterLag:
 
 
 class SensorTiming:
-    """The ticks and the lag of a device's sensor, refined by the readings of this run.
-
-    Args:
-        device: the device with its sensor and method.
-        readings: the device's readings.
-    """
+    """The ticks and the lag of a device's sensor, refined by the readings of this run."""
 
     def __init__(self, device: Device, readings: Readings) -> None:
         self._device, self._readings = device, readings

@@ -61,11 +61,7 @@ class Counted:
 
 
 class WarnOnce:
-    """Passes on the first warning of each kind: lines with the same first 24 letters are of one kind.
-
-    Args:
-        warn: called with a line for the user.
-    """
+    """Passes on the first warning of each kind: lines with the same first 24 letters are of one kind."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -79,11 +75,7 @@ class WarnOnce:
 
 
 class Losses:
-    """Checks losses and iteration numbers that a caller passes.
-
-    Args:
-        warn: called with a line for the user.
-    """
+    """Checks losses and iteration numbers that a caller passes."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn

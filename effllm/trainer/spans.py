@@ -32,11 +32,7 @@ class AnsweredSpan:
 
 
 class SpanChain:
-    """A chain of spans: each begins where the last span has ended.
-
-    Args:
-        lifecycle: the metrics of this process.
-    """
+    """A chain of spans: each begins where the last span has ended."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         global _next_chain

@@ -127,10 +127,6 @@ class DeviceMemory:
 
     A reading takes the allocator's lock, as each allocation of the training thread does, and calls no driver.  The
     peaks of the allocator belong to the script, so they are never reset.
-
-    Args:
-        cuda: ``torch.cuda``.
-        device: the rank's GPU.
     """
 
     __slots__ = ("_cuda", "_device", "_phases", "is_off", "open_phase", "positions")
