@@ -14,8 +14,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from effllm.devices import Reader
-from effllm.devices.known.hardware import peak_flops_per_s
-from effllm.devices.known.named_gpus import peak_clock_hz
+from effllm.devices.known.hardware import peak_clock_hz, peak_flops_per_s
 from effllm.sensor_profile.load import Loader
 from effllm.sensor_profile.nvml_facts import Facts
 

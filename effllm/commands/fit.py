@@ -12,7 +12,7 @@ from typing import Any
 
 from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
-from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
+from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import FITS, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan

@@ -14,7 +14,7 @@ from effllm.devices._nvml_call import repoint
 from effllm.devices._nvml_chip import Chip, Watch, default_limit_w, max_clock_hz, power_profiles, throttles
 from effllm.devices._nvml_identity import find, gpu_of, module_of, name_of, slice_of, text_of
 from effllm.devices._nvml_power import NvmlPower
-from effllm.devices.known.named_gpus import peak_clock_hz
+from effllm.devices.known.hardware import peak_clock_hz
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 
 NS = 1e-9

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
-from effllm.devices.known.named_gpus import peak_clock_hz
+from effllm.devices.known.hardware import peak_clock_hz
 from effllm.energy.sensor_timing import is_share_open
 from effllm.job.audit.watch import KnownJob
 from effllm.job.ledger import Ledger

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import cases, repeats
 
-from effllm.devices.known.named_gpus import find_gpu, similar_gpus, usable_bytes
+from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names

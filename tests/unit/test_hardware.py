@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.devices.known import hardware
-from effllm.devices.known.hardware import PRECISIONS, ROWS, SENSORS, find, peak_flops_per_s, why_no_peak
-from effllm.devices.known.named_gpus import find_gpu, peak_clock_hz
+from effllm.devices.known.hardware import (
+    PRECISIONS,
+    ROWS,
+    SENSORS,
+    find,
+    find_gpu,
+    peak_clock_hz,
+    peak_flops_per_s,
+    why_no_peak,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 

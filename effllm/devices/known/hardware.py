@@ -5,6 +5,7 @@ The numbers and their sources are in hardware.toml.  Definitions and the whole t
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+
+#: Share of the memory on the board that a program can use: the driver keeps a part, and boards with GDDR keep the codes
+#: of ECC in the same memory.
+USABLE_HBM, USABLE_GDDR = 0.98, 0.92
+MIN_HBM_BYTES_PER_S = 1.2e12
 
 # How a document's numbers were checked: it was read, a text that quotes them was read, or nothing was read.
 Evidence = Literal["read", "quoted", "unconfirmed"]
@@ -129,6 +135,19 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
     return None if hardware is None or hardware.sliced else hardware.flops_per_s.get(precision)
 
 
+def peak_clock_hz(name: str) -> float | None:
+    """Return the clock at which a device has its peak, or ``None`` if the number of its SMs is not in the table.
+
+    This is the boost clock of the vendor's figures: the dense rate over the FLOPs of all SMs per clock cycle.  The
+    maximum clock of a driver may be higher: an H100 SXM has 989.4 TFLOP/s at 1.83 GHz, and a maximum of 1.98 GHz.
+    """
+    hardware = find(name)
+    if hardware is None or hardware.units is None:
+        return None
+    rate = hardware.flops_per_s.get("bf16") or hardware.flops_per_s["fp16"]
+    return rate / (hardware.units[0] * hardware.units[1])
+
+
 def why_no_peak(name: str) -> str:
     """Return why a device has no peak in BF16 or FP16; empty if it has one."""
     if _VIRTUAL.search(name):
@@ -139,6 +158,38 @@ def why_no_peak(name: str) -> str:
     if row.sliced:
         return f"{name!r} is a MIG slice, which has no published peak"
     return "" if row.flops_per_s.keys() & {"bf16", "fp16"} else f"the hardware table has no rate of {row.names[0]}"
+
+
+# --- short names that people type, such as h100-80gb or a100 --------------------------------------
+
+
+def find_gpu(name: str) -> Hardware | None:
+    """Return the first device of the table that has every word of a name and a known memory."""
+    exact = find(name)
+    if exact and exact.memory_bytes:
+        return exact
+    wanted = _typed_words(name)
+    rows = (row for row in ROWS if wanted and any(wanted <= _typed_words(full) for full in row.names))
+    return next((row for row in rows if row.memory_bytes), None)
+
+
+def similar_gpus(name: str) -> list[str]:
+    """Return short names near to a name."""
+    short = {" ".join(sorted(_typed_words(row.names[0]))): row.names[0] for row in ROWS}
+    near = difflib.get_close_matches(" ".join(sorted(_typed_words(name))), short, 4, 0.3)
+    return [short[one] for one in near]
+
+
+def usable_bytes(row: Hardware) -> float:
+    """Return the memory that a program can use."""
+    has_hbm = (row.memory_bytes_per_s or 0.0) >= MIN_HBM_BYTES_PER_S and "RTX" not in row.names[0]
+    share = USABLE_HBM if has_hbm else USABLE_GDDR
+    return (row.memory_bytes or 0) * share
+
+
+def _typed_words(name: str) -> frozenset[str]:
+    plain = re.sub(r"(?<=[a-z])(?=rtx|gtx)|(?<=rtx)(?=\d)|(?<=gtx)(?=\d)", " ", name.lower())
+    return frozenset(re.findall(r"[a-z0-9]+", plain)) - {"nvidia", "tesla", "geforce", "amd", "instinct"}
 
 
 # --- names ---------------------------------------------------------------------------------------

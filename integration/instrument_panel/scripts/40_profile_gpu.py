@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from effllm.devices.known.named_gpus import find_gpu, usable_bytes
+from effllm.devices.known.hardware import find_gpu, usable_bytes
 from effllm.memory.changes import verdict
 from effllm.memory.config_json import find_model
 from effllm.memory.estimate import estimate
