@@ -104,17 +104,11 @@ def _without_lock() -> None:
 os.register_at_fork(after_in_child=_without_lock)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN without values."""
-    return math.fsum(values) / len(values) if values else NAN
-
-
-def std(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; NaN below two values."""
-    if len(values) < 2:
-        return NAN
-    middle = mean(values)
-    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
+def moments_of(values: Sequence[float]) -> Moments:
+    """Return the moments of values."""
+    moments = Moments()
+    moments.add_all(values)
+    return moments
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from effllm.instruments._number import each, number, record
-from effllm.instruments._statistics import Statistics, std
+from effllm.instruments._statistics import Statistics, moments_of
 from effllm.instruments.tracker import MetricTracker
 
 #: Maximum number of positions in a group, from the best reward, whose mean rewards are stored.
@@ -75,7 +75,7 @@ class GRPOMetricsTracker(MetricTracker):
         self._groups += 1
         if len(known) > 1:
             self._equal += min(known) == max(known)
-            self._group_std.add(deviation := std(known))
+            self._group_std.add(deviation := moments_of(known).std)
             record("group/reward_std", deviation)
         for rank, reward in enumerate(sorted(known, reverse=True)[:MAX_RANKS]):
             if rank == len(self._by_rank):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from effllm.instruments._number import MAX_WHOLE, WarnOnce, number, record, whole
-from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, mean, percentiles_of, std
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, moments_of, percentiles_of
+from effllm.records.moments import Moments
 
 #: Maximum number of names in one tracker; a loop that always uses new names would fill the memory.
 MAX_NAMES = 1000
@@ -72,17 +73,17 @@ class MetricTracker:
 
     def get_mean(self, name: str, window: int | None = None) -> float:
         """Return the mean of all values, or of the newest ``window``; NaN without values."""
-        found = self._metrics.get(name)
-        if found is None:
-            return NAN
-        return found.moments.mean if window is None else mean(found.newest(window))
+        return self._moments(name, window).mean
 
     def get_std(self, name: str, window: int | None = None) -> float:
         """Return the sample standard deviation of all values, or of the newest ``window``; NaN below two values."""
+        return self._moments(name, window).std
+
+    def _moments(self, name: str, window: int | None) -> Moments:
         found = self._metrics.get(name)
         if found is None:
-            return NAN
-        return found.moments.std if window is None else std(found.newest(window))
+            return Moments()
+        return found.moments if window is None else moments_of(found.newest(window))
 
     def get_summary(self, name: str, window: int | None = None) -> dict[str, Any]:
         """Return count, mean, std, min, max and percentiles; without values, a count of 0 and NaN.
@@ -95,18 +96,14 @@ class MetricTracker:
         This call sorts the newest values on the calling thread: call it after an epoch, not in every step.
         """
         found = self._metrics.get(name) or Statistics(self._max_recent)
-        if window is None:
-            known = found.moments
-            statistics = {"count": known.count, "mean": known.mean, "std": known.std}
-            least, most, shown = known.minimum, known.maximum, percentiles_of(found, name)
-        else:
-            ordered = sorted(values := found.newest(window))
-            statistics = {"count": len(values), "mean": mean(values), "std": std(values)}
-            least, most, shown = min(values, default=NAN), max(values, default=NAN), exact_percentiles(ordered)
+        known = self._moments(name, window)
+        shown = percentiles_of(found, name) if window is None else exact_percentiles(sorted(found.newest(window)))
         return {
-            **statistics,
-            "min": least if statistics["count"] else NAN,
-            "max": most if statistics["count"] else NAN,
+            "count": known.count,
+            "mean": known.mean,
+            "std": known.std,
+            "min": known.minimum if known.count else NAN,
+            "max": known.maximum if known.count else NAN,
             **{f"p{percent}": value for percent, value in shown.values.items()},
             **shown.coverage(),
             "not_finite": dict(found.moments.not_finite),
