@@ -129,7 +129,7 @@ class ProcessTree:
         with suppress(FileNotFoundError, ProcessLookupError):
             self._processes[pid] = Process(pid)
 
-    def read(self) -> tuple[int, float | None]:
+    def read(self) -> tuple[float, float | None]:
         """Return the bytes in use, and the CPU seconds since the last read.
 
         Raises:
@@ -140,7 +140,7 @@ class ProcessTree:
         now = self._usages()
         if self._pid not in now or now[self._pid].has_ended:
             raise ProcessLookupError("the trainer has ended")
-        memory_bytes = now[self._pid].rss_bytes
+        memory_bytes = float(now[self._pid].rss_bytes)
         memory_bytes += sum(self._processes[pid].own_bytes(usage) for pid, usage in now.items() if pid != self._pid)
         last, self._last = self._last, now
         return memory_bytes, _cpu_s(last, now) if last else None
@@ -192,17 +192,6 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     return max(total - total_before, living, 0.0)
 
 
-def _open_rapl(
-    local_rank: int, clock: Callable[[], float], powercap: Path, perf: Path, pause: Callable[[float], None]
-) -> tuple[Rapl | None, str]:
-    if local_rank != 0:
-        return None, ""  # node power is read only by local rank 0
-    try:
-        return open_rapl(clock, powercap, perf, pause=pause), ""
-    except DeviceUnavailable as error:
-        return None, str(error)
-
-
 def _cpu_name() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -223,11 +212,17 @@ class HostReader:
 
     def read(self) -> tuple[Sample, dict[str, str]]:
         failures: dict[str, str] = {}
+        memory_bytes = cpu_s = utilization = energy_j = None
         before_ns = time.monotonic_ns()
-        memory_bytes, cpu_s = self._read_tree(failures)
-        energy_j = self._read_energy(failures)
+        try:
+            memory_bytes, cpu_s = self._tree.read()
+        except (OSError, ValueError) as error:
+            failures["memory_bytes"] = failures["utilization"] = str(error)
+        try:
+            energy_j = self._rapl.energy_j() if self._rapl is not None else None
+        except (OSError, ValueError) as error:
+            failures["energy_j"] = f"RAPL: {error}"
         time_ns = (before_ns + time.monotonic_ns()) // 2
-        utilization = None
         if cpu_s is not None:
             utilization = min(1.0, cpu_s / ((time_ns - self._last_ns) / 1e9 * self._num_cpus))
         if memory_bytes is not None:
@@ -239,23 +234,6 @@ class HostReader:
         if self._rapl is not None:
             self._rapl.close()
 
-    def _read_tree(self, failures: dict[str, str]) -> tuple[float | None, float | None]:
-        try:
-            memory_bytes, cpu_s = self._tree.read()
-        except (OSError, ValueError) as error:
-            failures["memory_bytes"] = failures["utilization"] = str(error)
-            return None, None
-        return float(memory_bytes), cpu_s
-
-    def _read_energy(self, failures: dict[str, str]) -> float | None:
-        if self._rapl is None:
-            return None
-        try:
-            return self._rapl.energy_j()
-        except (OSError, ValueError) as error:
-            failures["energy_j"] = f"RAPL: {error}"
-            return None
-
 
 def open_device(
     site: Site,
@@ -265,7 +243,12 @@ def open_device(
     perf: Path = PERF,
     pause: Callable[[float], None] = time.sleep,
 ) -> HostReader:
-    rapl, why_not = _open_rapl(site.local_rank, clock, powercap, perf, pause)
+    rapl, why_not = None, ""
+    if site.local_rank == 0:  # node power is read only by local rank 0
+        try:
+            rapl = open_rapl(clock, powercap, perf, pause=pause)
+        except DeviceUnavailable as error:
+            why_not = str(error)
     device = Device(
         key=f"host:{site.host}",
         kind="host",
