@@ -12,7 +12,7 @@ import pynvml
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
 from effllm.devices._nvml_chip import Chip, Watch, default_limit_w, max_clock_hz, power_profiles, throttles
-from effllm.devices._nvml_identity import find, gpu_of, module_of, name_of, slice_of, text_of
+from effllm.devices._nvml_identity import Slice, find, gpu_of, module_of, name_of, slice_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices.known.hardware import peak_clock_hz
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
@@ -60,7 +60,7 @@ class NvmlReader:
         # The other parts of a module belong to no slice.
         wanted = GPU if self._slice else site.power_scope
         self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), wanted, self._share)
-        self._gpm = self._open_gpm()
+        self._gpm = open_gpm(self._gpu, self._slice)
         self._watch = Watch(self._gpu, clock())
         self.device = self._describe(site)
 
@@ -129,11 +129,6 @@ class NvmlReader:
         if not self._watch.has_xids:
             sentences.append("Xid errors: NVML does not report them here")
         return tuple(sentences)
-
-    def _open_gpm(self) -> Gpm | None:
-        if self._slice and self._slice.instance is None:
-            return None  # NVML does not report the GPU instance
-        return open_gpm(self._gpu, self._slice.instance if self._slice else None)
 
     # --- reading ---
 
@@ -284,12 +279,13 @@ class Gpm:
                 gauges[name] = min(percent, 100.0) / 100
 
 
-def open_gpm(handle: Any, instance: int | None) -> Gpm | None:
-    try:
-        if not pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            return None
-    except pynvml.NVMLError:
+def open_gpm(gpu: Any, part: Slice | None) -> Gpm | None:
+    """Open the activities of a GPU or slice; ``None`` if NVML reports none, or not the GPU instance of the slice."""
+    if part is not None and part.instance is None:
         return None
-    gpm = Gpm(handle, instance)
-    gpm.open()
-    return gpm
+    with suppress(pynvml.NVMLError):
+        if pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
+            gpm = Gpm(gpu, part.instance if part is not None else None)
+            gpm.open()
+            return gpm
+    return None

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -106,20 +106,13 @@ def _joined(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def log(run: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            args, kwargs = _with_values(name, parameter, args, kwargs)
+            if args:
+                args = (_JOINING.join(name, args[0]), *args[1:])
+            elif parameter in kwargs:
+                kwargs = {**kwargs, parameter: _JOINING.join(name, kwargs[parameter])}
         except Exception:  # noqa: BLE001 - the call of the training happens with its own data
             _JOINING.written.pop(name, None)
         return original(run, *args, **kwargs)
 
     setattr(log, _MARK, True)
     return log
-
-
-def _with_values(
-    name: str, parameter: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (_JOINING.join(name, args[0]), *args[1:]), dict(kwargs)
-    if parameter in kwargs:
-        return args, {**kwargs, parameter: _JOINING.join(name, kwargs[parameter])}
-    return args, dict(kwargs)
