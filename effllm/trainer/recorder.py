@@ -117,7 +117,8 @@ class Recorder:
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
         self._losses, self._values = Losses(self._once), values or ValueBuffer(writer, wake)
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
-        self._pending = self._values.connect(self._values_due)
+        self._pending = self._values.pending
+        self._pending.connect(self._values_due)
         writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 

@@ -65,11 +65,6 @@ class ValueBuffer:
         self._num_values = self._num_records = 0
         self._num_dropped = 0  # only a second thread changes this number
 
-    def connect(self, due: Callable[[], None]) -> PendingValues:
-        """Connect the pending values; ``due`` is called if there are `PendingValues.limit` values."""
-        self.pending.connect(due)
-        return self.pending
-
     def begin(self) -> None:
         """Begin an iteration; the calling thread is the thread of the training loop."""
         self._thread = get_ident()
@@ -104,7 +99,9 @@ class ValueBuffer:
         for name, value in pairs:
             index = known.get(name)
             if index is None:
-                index = self._learn(name)
+                index = -1
+                if len(known) < MAX_KNOWN_NAMES:
+                    index = known[name] = self._index_of(name)
             if index < 0:
                 continue
             if type(value) is float:
@@ -120,9 +117,3 @@ class ValueBuffer:
         self._num_records += 1
         if self._num_records % WAKE_RECORDS == 0:
             self._wake()
-
-    def _learn(self, name: str) -> int:
-        if len(self._indices) >= MAX_KNOWN_NAMES:
-            return -1
-        index = self._indices[name] = self._index_of(name)
-        return index
