@@ -79,13 +79,10 @@ class FieldBatch:
             if code == 0 and raw != lacking
         }
         if len(values) < len(self._fields):
-            self._report_failures(values, failures, numbers)
+            for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
+                if name in self._required and name not in values:
+                    failures[name] = why(code, raw)
         return values, time_ns
-
-    def _report_failures(self, values: dict[str, float], failures: dict[str, str], numbers: Sequence[int]) -> None:
-        for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
-            if name in self._required and name not in values:
-                failures[name] = why(code, raw)
 
 
 class NvmlPower:

@@ -262,7 +262,10 @@ class Gpm:
             if not is_first:
                 self._asked.sample1, self._asked.sample2 = before, now
                 pynvml.nvmlGpmMetricsGet(self._asked)
-                self._take(gauges)
+                for answer, name in self._answers:
+                    percent = answer.value
+                    if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= MAX_GPM_PERCENT:  # false for nan
+                        gauges[name] = min(percent, 100.0) / 100
         except pynvml.NVMLError as error:
             failures["gpm"] = str(error)
 
@@ -271,12 +274,6 @@ class Gpm:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlGpmSampleFree(sample)
         self._samples = []
-
-    def _take(self, gauges: dict[str, float]) -> None:
-        for answer, name in self._answers:
-            percent = answer.value
-            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= MAX_GPM_PERCENT:  # false for nan
-                gauges[name] = min(percent, 100.0) / 100
 
 
 def open_gpm(gpu: Any, part: Slice | None) -> Gpm | None:

@@ -129,7 +129,8 @@ class CounterSteps:
             if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j or usual_j)):
                 return Step(COUNTER, as_if_j, 0.0, False)
         if not is_possible:
-            self._doubt(self._base(before_ns, before_j), _describe(step_j))
+            why = f"a decrease of {-step_j:.0f} J" if step_j < 0 else f"a jump of {step_j:.0f} J"
+            self._doubt(self._base(before_ns, before_j), why)
             return None
         if step_j == 0.0 and self._is_frozen(time_ns):
             assert self._moved is not None
@@ -196,10 +197,6 @@ class CounterSteps:
         if self._is_doubt_reported:  # failed reads are reported by the sampler
             self._events.append("the energy counter is used again")
         self._is_doubt_reported = False
-
-
-def _describe(step_j: float) -> str:
-    return f"a decrease of {-step_j:.0f} J" if step_j < 0 else f"a jump of {step_j:.0f} J"
 
 
 def _nearer(one: float, other: float, target: float | None) -> bool:

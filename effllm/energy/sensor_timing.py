@@ -120,7 +120,8 @@ class SensorTiming:
         is_alike = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
         is_open = is_alike and not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
         self._lag = CounterLag() if is_open else None  # readings of this run may improve a lag that is only assumed
-        self.clock = _clock_of(sensor)
+        has_clock = sensor.tick_s >= MIN_TICK_S and sensor.tick_error_s <= MAX_OPEN * sensor.tick_s
+        self.clock = TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s)) if has_clock else None
 
     def calibrate(self, sensor: Sensor) -> None:
         """Set a calibrated sensor, and estimate its ticks from the readings so far."""
@@ -250,9 +251,3 @@ def _measures_whole_tick(device: Device) -> bool:
     """Return whether this model's sensor measures during the whole tick, according to the hardware table."""
     row = hardware.find(device.name)
     return row is not None and row.sensor.duty == 1.0
-
-
-def _clock_of(sensor: Sensor) -> TickClock | None:
-    if sensor.tick_s < MIN_TICK_S or sensor.tick_error_s > MAX_OPEN * sensor.tick_s:
-        return None
-    return TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s))

@@ -230,8 +230,10 @@ class RobustGPUMonitor:
         return found
 
     def _read(self) -> None:
-        for span in self._chain.take() if self._chain is not None else ():
-            readings = self._readings(span)
+        spans = self._chain.take() if self._chain is not None else []
+        chosen = self._devices.positions(self._facts) if spans else []
+        for span in spans:
+            readings = SpanReadings.of(part for part in span.parts if part.device in chosen)
             if span.number in self._baseline_numbers:
                 self.baseline = Baseline.of(readings, MIN_BASELINE_S)
                 continue
@@ -328,10 +330,6 @@ class RobustGPUMonitor:
     @property
     def _facts(self) -> list[dict[str, Any]]:
         return self._chain.devices if self._chain is not None else []
-
-    def _readings(self, span: AnsweredSpan) -> SpanReadings:
-        chosen = self._devices.positions(self._facts)
-        return SpanReadings.of(part for part in span.parts if part.device in chosen)
 
     def warn_if_unmeasured(self) -> None:
         """Warn once with the reason, if spans were answered and no energy was measured."""
