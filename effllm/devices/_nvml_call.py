@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
@@ -27,15 +26,11 @@ MAX_VALUE_32, MAX_VALUE_64 = 2**32 - 2, 2**64 - 2
 
 
 def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
-    """Return a function without arguments that makes the call and returns NVML's return code.
-
-    Raises:
-        pynvml.NVMLError: this driver does not have the function.
-    """
+    """Return a function without arguments that makes the call and returns NVML's return code."""
     try:
         return partial(getattr(pynvml.nvmlLib, function), handle, *arguments)
-    except AttributeError as error:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND) from error
+    except AttributeError:  # this driver does not have the function
+        return lambda: int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
 def repoint(handle: Any, found: Any) -> None:
@@ -107,11 +102,11 @@ class Readout:
     """Numbers of a GPU that are read together: all calls are made, then all answers are unpacked together.
 
     Args:
-        quantities: the numbers; their buffers are moved into one common buffer.
+        offers: the numbers, or ``None`` if the GPU lacks one; their buffers are moved into one common buffer.
     """
 
-    def __init__(self, quantities: Iterable[Quantity]) -> None:
-        quantities = list(quantities)
+    def __init__(self, *offers: Quantity | None) -> None:
+        quantities = [quantity for quantity in offers if quantity is not None]
         memory = bytearray(sum(map(_buffer_bytes, quantities)))
         numbers, offset = [], 0
         for place, quantity in enumerate(quantities):
@@ -170,16 +165,14 @@ def _format(numbers: Iterable[_Number]) -> str:
     return "".join(parts)
 
 
-def offered(*ways: Callable[[], Quantity]) -> Quantity | None:
+def offered(*ways: Quantity) -> Quantity | None:
     """Return the first quantity whose call works; if none works, the first that fails only at the moment.
 
     A newer call may exist and fail for good: on WSL2 nvmlDeviceGetMemoryInfo_v2 returns "unknown error".
     """
     failing = None
-    for way in ways:
-        with suppress(pynvml.NVMLError_FunctionNotFound):
-            quantity = way()
-            if not (code := quantity.call()):
-                return quantity
-            failing = failing or (quantity if code not in LACKING_CODES else None)
+    for quantity in ways:
+        if not (code := quantity.call()):
+            return quantity
+        failing = failing or (quantity if code not in LACKING_CODES else None)
     return failing

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_uint, c_ulonglong
 from functools import partial
@@ -54,14 +53,18 @@ class Chip:
     def __init__(self, own: Any, gpu: Any) -> None:
         memory = _memory(own)
         utilization = _utilization(own) if own is gpu else None  # NVML reports no utilization of slices
-        gauges = (
-            _throttles(gpu),
-            _clock("sm_clock_hz", gpu, pynvml.NVML_CLOCK_SM),
-            _clock("memory_clock_hz", gpu, pynvml.NVML_CLOCK_MEM),
-            _temperature(gpu),
+        self._own = Readout(memory, utilization)
+        reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
+        celsius = partial(Quantity, "temperature_c", buffer=c_uint(), maximum=1000)
+        self.gauges = Readout(
+            offered(
+                reasons("nvmlDeviceGetCurrentClocksEventReasons", gpu),
+                reasons("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),  # the function's name before driver 535
+            ),
+            _clock("sm_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM),
+            _clock("memory_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_MEM),
+            offered(celsius("nvmlDeviceGetTemperature", gpu, c_uint(pynvml.NVML_TEMPERATURE_GPU))),
         )
-        self._own = Readout(quantity for quantity in (memory, utilization) if quantity is not None)
-        self.gauges = Readout(gauge for gauge in gauges if gauge is not None)
         self.has_memory, self.counts_reserve = memory is not None, memory is not None and memory.beside is None
         self.has_utilization = utilization is not None
         total_bytes = memory.buffer.total if memory is not None else 0
@@ -87,22 +90,21 @@ def _memory(handle: Any) -> Quantity | None:
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")
     return offered(
-        partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
+        memory("nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
         # Drivers before 510 count the memory that they reserve as used.
-        partial(memory, "nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
+        memory("nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
     )
 
 
 def max_clock_hz(gpu: Any) -> float | None:
     """Return the maximum SM clock, or ``None`` if NVML does not report it."""
-    megahertz = partial(Quantity, "hz", buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
-    return _read(_readout(partial(megahertz, "nvmlDeviceGetMaxClockInfo", gpu, c_uint(pynvml.NVML_CLOCK_SM)))) or None
+    return _read(Readout(_clock("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM))) or None
 
 
 def default_limit_w(gpu: Any) -> float | None:
     """Return the default power limit, or ``None`` if NVML does not report it."""
-    milliwatts = partial(Quantity, "w", buffer=c_uint(), divisor=1e3)
-    return _read(_readout(partial(milliwatts, "nvmlDeviceGetPowerManagementDefaultLimit", gpu))) or None
+    limit = Quantity("w", "nvmlDeviceGetPowerManagementDefaultLimit", gpu, buffer=c_uint(), divisor=1e3)
+    return _read(Readout(offered(limit))) or None
 
 
 def power_profiles(gpu: Any) -> str | None:
@@ -119,28 +121,13 @@ def power_profiles(gpu: Any) -> str | None:
 
 def _utilization(handle: Any) -> Quantity | None:
     buffer = pynvml.c_nvmlUtilization_t()
-    percent = partial(Quantity, buffer=buffer, part="gpu", maximum=100, divisor=100)
-    return offered(partial(percent, "utilization", "nvmlDeviceGetUtilizationRates", handle))
+    percent = partial(Quantity, "utilization", buffer=buffer, part="gpu", maximum=100, divisor=100)
+    return offered(percent("nvmlDeviceGetUtilizationRates", handle))
 
 
-def _clock(name: str, handle: Any, clock: int) -> Quantity | None:
-    megahertz = partial(Quantity, buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
-    return offered(partial(megahertz, name, "nvmlDeviceGetClockInfo", handle, c_uint(clock)))
-
-
-def _temperature(handle: Any) -> Quantity | None:
-    celsius = partial(Quantity, buffer=c_uint(), maximum=1000)
-    return offered(
-        partial(celsius, "temperature_c", "nvmlDeviceGetTemperature", handle, c_uint(pynvml.NVML_TEMPERATURE_GPU))
-    )
-
-
-def _throttles(handle: Any) -> Quantity | None:
-    reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
-    return offered(
-        partial(reasons, "nvmlDeviceGetCurrentClocksEventReasons", handle),
-        partial(reasons, "nvmlDeviceGetCurrentClocksThrottleReasons", handle),  # the function's name before driver 535
-    )
+def _clock(name: str, function: str, handle: Any, clock: int) -> Quantity | None:
+    megahertz = partial(Quantity, name, buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
+    return offered(megahertz(function, handle, c_uint(clock)))
 
 
 class Watch:
@@ -150,10 +137,10 @@ class Watch:
         self._handle = handle
         self._events: Any = None
         limit = partial(Quantity, "power_limit_w", buffer=c_uint(), divisor=1e3)
-        self._limit = _readout(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
+        self._limit = Readout(offered(limit("nvmlDeviceGetEnforcedPowerLimit", handle)))
         errors = partial(Quantity, "ecc", buffer=c_ulonglong(), maximum=MAX_VALUE_64)
         kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
-        self._errors = _readout(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
+        self._errors = Readout(offered(errors("nvmlDeviceGetTotalEccErrors", handle, kind, since)))
         self.limit_w = _read(self._limit)
         self._num_errors = _read(self._errors)
         self._xid_at_s, self._errors_at_s = now_s, now_s + ERRORS_EVERY_S
@@ -219,11 +206,6 @@ class Watch:
 def _critical_text(number: int, times: int) -> str:
     often = f", {times} times" if times > 1 else ""
     return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
-
-
-def _readout(way: Callable[[], Quantity]) -> Readout:
-    quantity = offered(way)
-    return Readout([quantity] if quantity else [])
 
 
 def _read(readout: Readout) -> float | None:

@@ -106,7 +106,7 @@ class NvmlPower:
         self._everything = FieldBatch(handle, everything, required, share) if essential else None
         singles = [] if offer.counter or offer.note else [_total_energy(handle, share)]
         singles += [] if offer.powers else [_power_usage(handle, name, share)]
-        self._singles = [Readout([quantity]) for quantity in singles if quantity is not None]
+        self._singles = [Readout(quantity) for quantity in singles if quantity is not None]
         self.names = required.union(*(single.names for single in self._singles))
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
@@ -194,13 +194,12 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
 
 def _total_energy(handle: Any, share: float) -> Quantity | None:
     millijoules = partial(Quantity, buffer=c_ulonglong(), maximum=MAX_VALUE_64, divisor=1e3 / share)
-    return offered(partial(millijoules, "energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
+    return offered(millijoules("energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
 
 
 def _power_usage(handle: Any, name: str, share: float) -> Quantity | None:
-    milliwatts = partial(Quantity, buffer=c_uint(), divisor=1e3 / share)
     meaning = "power_average_w" if _is_mean(handle, name) else "power_w"
-    return offered(partial(milliwatts, meaning, "nvmlDeviceGetPowerUsage", handle))
+    return offered(Quantity(meaning, "nvmlDeviceGetPowerUsage", handle, buffer=c_uint(), divisor=1e3 / share))
 
 
 def _is_mean(handle: Any, name: str) -> bool:
