@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from effllm.instruments._number import WarnOnce
 from effllm.instruments._statistics import NAN
 from effllm.trainer.batch import Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
@@ -36,6 +36,7 @@ class CountingCollator:
         self.batches = 0  #: number of batches that arrived
         self._sums: list[Any] = [0, 0, 0, 0]  # samples, positions, tokens, tokens with a label; tensors on a GPU
         self._has_text = self._has_unknown = False
+        self._warn_once = WarnOnce()
 
     def __call__(self, features: Any) -> Any:
         """Return the batch of the collator."""
@@ -59,8 +60,7 @@ class CountingCollator:
         """Add the counts of a batch that is trained now; ``None`` for a batch of an unknown kind."""
         self.batches += 1
         if counts is None:
-            if not self._has_unknown:
-                warnings.warn("a batch without named tensors: its tokens cannot be counted", stacklevel=3)
+            self._warn_once("a batch without named tensors: its tokens cannot be counted", stacklevel=4)
             self._has_unknown = True
             return
         self._has_text = self._has_text or bool(counts.source)
@@ -91,17 +91,13 @@ class CountingCollator:
         return NAN if self._has_unknown or not self._has_text else int(self._sums[index])
 
     def _read(self, batch: Any) -> Batch | None:
+        """Return the counts, as numbers if they are in the host's memory; on a GPU, a read would wait."""
         try:
             counts = read_batch(batch)
         except Exception:  # noqa: BLE001 - the loop must not end because of a batch of an unknown kind
             return None
-        return None if counts is None else _in_memory(counts)
-
-
-def _in_memory(counts: Batch) -> Batch:
-    """Replace tensors in the host's memory by numbers; a tensor on a GPU is not read, because a read waits."""
-    for name in ("samples", "tokens", "tokens_loss"):
-        value = getattr(counts, name)
-        if getattr(getattr(value, "device", None), "type", "") == "cpu":
-            setattr(counts, name, int(value))
-    return counts
+        for name in ("samples", "tokens", "tokens_loss") if counts is not None else ():
+            value = getattr(counts, name)
+            if getattr(getattr(value, "device", None), "type", "") == "cpu":
+                setattr(counts, name, int(value))
+        return counts

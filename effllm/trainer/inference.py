@@ -190,7 +190,9 @@ def record_request(
         _warn_of_first()
         return
     now_ns = time.monotonic_ns()
-    took_s = _took_s(time_s, computation_time_s, communication_time_s)
+    took_s, *parts = map(_seconds, (time_s, computation_time_s, communication_time_s))
+    if took_s is None and (known := [part for part in parts if part is not None]):
+        took_s = sum(known)
     free_ns = recorder.free_ns
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
     if DECLARED.is_owner:
@@ -199,13 +201,6 @@ def record_request(
         recorder.end(0, samples, _now=lambda: now_ns)
     elif took_s is not None:
         recorder.generations.add(generated_tokens, int(took_s * 1e9), prompt_tokens)
-
-
-def _took_s(time_s: Any, computation_s: Any, communication_s: Any) -> float | None:
-    if (whole := _seconds(time_s)) is not None:
-        return whole
-    parts = [part for part in (_seconds(computation_s), _seconds(communication_s)) if part is not None]
-    return sum(parts) if parts else None
 
 
 def _seconds(value: Any) -> float | None:
