@@ -19,7 +19,7 @@ MAX_WHOLE = 2**53
 _MAX_WARNINGS = 1000
 
 
-class WarnOnce:
+class UserWarnings:
     """Warns of each kind of mistake once: in a loop, the same mistake is made in each iteration."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from effllm.instruments._device import cuda_index, read_device, torch_cuda
 from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
-from effllm.instruments._number import WarnOnce
+from effllm.instruments._number import UserWarnings
 from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
@@ -162,7 +162,7 @@ class RobustGPUMonitor:
         self._baseline_numbers: set[int] = set()
         self._spans: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
         self._new: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._warn = WarnOnce()
+        self._warn = UserWarnings()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
         self.markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)

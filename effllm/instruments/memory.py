@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
-from effllm.instruments._number import WarnOnce, number, record
+from effllm.instruments._number import UserWarnings, number, record
 from effllm.instruments._statistics import NAN, Statistics
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
 
@@ -45,7 +45,7 @@ class GPUMemoryProfiler:
         self._allocated = Statistics(max_recent=1)
         self._peak_bytes = 0.0
         self._trends: dict[str, MemoryBlocks] = {}
-        self._is_checked, self._warn_once = False, WarnOnce()
+        self._is_checked, self._warn_once = False, UserWarnings()
 
     @property
     def memory_of(self) -> str:

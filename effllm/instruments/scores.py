@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from effllm.instruments._number import WarnOnce, each, number, record
+from effllm.instruments._number import UserWarnings, each, number, record
 from effllm.instruments._statistics import Statistics
 
 #: Maximum number of different scores that are counted separately; further scores are counted together.
@@ -55,7 +55,7 @@ class ScoreDistributionTracker:
         self._minimum, self._maximum = minimum, maximum
         self._valid = _ValidScores()
         self._missing = self._not_finite = self._out_of_range = 0
-        self._warn_once = WarnOnce()
+        self._warn_once = UserWarnings()
 
     def update(self, scores: Iterable[Any]) -> None:
         """Count a batch of scores."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from effllm.instruments._number import MAX_WHOLE, WarnOnce, record, whole
+from effllm.instruments._number import MAX_WHOLE, UserWarnings, record, whole
 from effllm.instruments._statistics import NAN
 
 #: A time in seconds, with the totals of all updates until then: samples, updates with an unreadable number of samples,
@@ -30,7 +30,7 @@ class ThroughputTracker:
             raise ValueError(f"window_size={window_size} must be at least 1")
         self._first: _Mark | None = None
         self._recent: deque[_Mark] = deque(maxlen=window_size + 1)
-        self._warn_once = WarnOnce()
+        self._warn_once = UserWarnings()
 
     def start(self) -> None:
         """Begin the time now, before the work of the first `update`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
-from effllm.instruments._number import WarnOnce, record
+from effllm.instruments._number import UserWarnings, record
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
@@ -60,7 +60,7 @@ class TrainingTimer:
         self._sync = sync
         self._timers: dict[str, _Timed] = {}
         self._free: list[Any] = []
-        self._warn_once = WarnOnce()
+        self._warn_once = UserWarnings()
         self._is_checked = False
 
     def start(self, name: str) -> None:

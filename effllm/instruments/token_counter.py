@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from effllm.instruments._number import WarnOnce
+from effllm.instruments._number import UserWarnings
 from effllm.instruments._statistics import NAN
 from effllm.trainer.batch import Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
@@ -36,7 +36,7 @@ class CountingCollator:
         self.batches = 0  #: number of batches that arrived
         self._sums: list[Any] = [0, 0, 0, 0]  # samples, positions, tokens, tokens with a label; tensors on a GPU
         self._has_text = self._has_unknown = False
-        self._warn_once = WarnOnce()
+        self._warn_once = UserWarnings()
 
     def __call__(self, features: Any) -> Any:
         """Return the batch of the collator."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._number import MAX_WHOLE, WarnOnce, number, record, whole
+from effllm.instruments._number import MAX_WHOLE, UserWarnings, number, record, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, moments_of, percentiles_of
 from effllm.records.moments import Moments
 
@@ -28,7 +28,7 @@ class MetricTracker:
             raise ValueError(f"max_recent={max_recent} must be at least 1")
         self._max_recent = max_recent
         self._metrics: dict[str, Statistics] = {}
-        self._warn_once = WarnOnce()
+        self._warn_once = UserWarnings()
         self.last_step: int | None = None
 
     @property
