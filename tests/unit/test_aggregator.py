@@ -731,7 +731,7 @@ def test_slowest_rank_is_that_of_the_costliest_verdict():
     assert (slowest[-1].rank, slowest[-1].time_s, slowest[-1].median_s) == (2, pytest.approx(0.6), pytest.approx(0.5))
     last = job.summary().last_ranks
     assert (last.iterations, last.by_rank) == (70.0, {2: 70.0})
-    assert last.max_uneven_s == pytest.approx(3 * 70 * 1.0), "of single iterations nothing is known: others may be long in turn"
+    assert last.max_uneven_s == pytest.approx(3 * 70 * 1.0), "of means: others may be long in turn"
 
 
 def test_means_of_iterations_are_stated_as_not_measured():

@@ -77,7 +77,10 @@ def test_rank_is_named_that_is_slow_again_and_again(ranks, spells):
 def test_no_rank_is_named_if_other_ranks_are_slow_in_turn(ranks):
     for seed in range(repeats(3, 20)):
         turns = np.random.default_rng(seed).integers(0, ranks, 400)
-        assert named(seed, ranks, 0.05, lambda rank, at: 0.4 * (rank == turns[at // 5]), iterations=2000) == {}
+        assert (
+            named(seed, ranks, 0.05, lambda rank, at, turns=turns: 0.4 * (rank == turns[at // 5]), iterations=2000)
+            == {}
+        )
 
 
 def test_rank_is_not_named_for_spells_of_small_cost():
