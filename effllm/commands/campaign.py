@@ -12,13 +12,13 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from effllm.analysis.campaign_plan import Plan, PlannedRun, WrongPlan, command_of, order_of, read_plan, tags_of
 from effllm.analysis.sides import CONFIGURATION
+from effllm.commands.messages import complain
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -37,7 +37,7 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
     try:
         import yaml  # noqa: F401
     except ImportError:
-        return fail("this command needs PyYAML: pip install 'effllm[analysis]'")
+        return complain("campaign", "this command needs PyYAML: pip install 'effllm[analysis]'", 2)
     try:
         plan = read_plan(path)
         for run in order_of(plan):
@@ -51,17 +51,11 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
         with _locked(folder) as lock:
             return Campaign(plan, folder, lock, retry_failed=retry_failed).run()
     except (WrongPlan, ConfigError) as error:
-        return fail(str(error))
+        return complain("campaign", str(error), 2)
     except OSError as error:
-        return fail(f"{error.filename or path}: {error.strerror}")
+        return complain("campaign", f"{error.filename or path}: {error.strerror}", 2)
     except KeyboardInterrupt:
-        print(f"effllm campaign: interrupted; continue with: effllm campaign {one_line(str(path))}", file=sys.stderr)
-        return 130
-
-
-def fail(line: str) -> int:
-    print(f"effllm campaign: {one_line(line)}", file=sys.stderr)
-    return 2
+        return complain("campaign", f"interrupted; continue with: effllm campaign {path}", 130)
 
 
 @contextlib.contextmanager

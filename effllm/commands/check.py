@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from effllm.commands.messages import complain
 from effllm.commands.survey import Cost, Survey, survey
 from effllm.commands.survey_host import BROKEN, MISSING, Finding
 from effllm.config.switches import this_process
@@ -28,8 +28,7 @@ def main(device: str, *, show_all: bool, as_json: bool) -> int:
     """Print the results; return 1 if a run would not be measured, 2 for wrong use, otherwise 0."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
-        print(f"effllm check: --device {device}: there is no such device; available devices: {names}", file=sys.stderr)
-        return 2
+        return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
     found = survey(this_process(), device)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())

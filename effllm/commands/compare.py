@@ -14,9 +14,9 @@ from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.load import load_errors
 from effllm.analysis.sides import find_sides
+from effllm.commands.messages import complain
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
-from effllm.records.plain_text import one_line
 from effllm.views.comparison_text import Compared, ComparisonPage, ComparisonScreen, document, markdown
 
 WIDTH = 110
@@ -39,7 +39,7 @@ def main(request: CompareRequest) -> int:
     try:
         page = comparison_page(request)
     except comparison_errors() as error:
-        return fail(str(error))
+        return complain("compare", str(error), 2)
     if request.form == "json":
         print(document(page))
     elif request.form == "markdown":
@@ -53,11 +53,6 @@ def main(request: CompareRequest) -> int:
 def comparison_errors() -> tuple[type[Exception], ...]:
     """Return the classes of the errors of `comparison_page`; each message is meant for users."""
     return (*load_errors(), ConfigError, ValueError)
-
-
-def fail(line: str) -> int:
-    print(f"effllm compare: {one_line(line)}", file=sys.stderr)
-    return 2
 
 
 def comparison_page(request: CompareRequest) -> ComparisonPage:

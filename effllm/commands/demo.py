@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from effllm.commands.messages import complain
 from effllm.config.settings import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
 from effllm.config.spawn import pidfd, spawn
 from effllm.config.switches import PREFIX, this_process
@@ -30,8 +31,7 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
     try:
         folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
     except ConfigError as error:
-        print(f"effllm demo: {error}", file=sys.stderr)
-        return 2
+        return complain("demo", str(error), 2)
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     config = Config(
         collection_interval_s=1 / SAMPLES_PER_S,

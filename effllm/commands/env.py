@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from effllm.commands.messages import complain
 from effllm.config.settings import ALL_VARIABLES, Config, Variable, read_config
 from effllm.config.switches import PREFIX, this_process
 from effllm.sinks import options_of, sink_names
@@ -21,8 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the settings, or only errors with ``--check``; return 2 if a setting is wrong."""
     for argument in arguments:
         if argument not in _OPTIONS:
-            print(f"effllm env: {argument!r} is not one of {', '.join(_OPTIONS)}", file=sys.stderr)
-            return 2
+            return complain("env", f"{argument!r} is not one of {', '.join(_OPTIONS)}", 2)
     if "--markdown" in arguments:
         print("\n".join(markdown()))
         return 0

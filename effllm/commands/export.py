@@ -8,7 +8,7 @@ from pathlib import Path
 
 from effllm.analysis.export import export_csv, export_json, export_parquet
 from effllm.analysis.load import load, load_errors
-from effllm.commands.progress import ReadingProgress
+from effllm.commands.messages import ReadingProgress, complain
 from effllm.commands.sql import warn_of_skipped
 from effllm.records.plain_text import one_line
 from effllm.store.csv_file import OtherColumns
@@ -27,8 +27,7 @@ def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
         else:
             print(f"{export_json(runs, Path(json)):,} runs were written to {one_line(json)}")
     except errors as error:
-        print(f"effllm export: {one_line(_reason(error))}", file=sys.stderr)
-        return 1
+        return complain("export", _reason(error), 1)
     warn_of_skipped(runs, "export")
     return 0
 

@@ -13,10 +13,10 @@ from typing import Any
 from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
+from effllm.commands.messages import complain
 from effllm.memory.changes import FITS, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
-from effllm.records.plain_text import one_line
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_document, fit_lines, wrapped
 
 MAX_GPUS = 10**6
@@ -41,8 +41,7 @@ def main(request: FitRequest) -> int:
     try:
         fits, gpu = _estimates(request)
     except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
-        print(f"effllm fit: {one_line(str(error))}", file=sys.stderr)
-        return 2
+        return complain("fit", str(error), 2)
     if request.as_json:
         print(json.dumps(fit_document(fits, gpu), indent=2))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
+from effllm.commands.messages import complain
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
@@ -35,25 +35,19 @@ def main(run: Path, as_json: bool) -> int:
     try:
         summary = msgspec.json.decode(read_regular(path), type=Summary)
     except OSError as error:
-        return _fail(
-            f"{path}: {error.strerror}; RUN is a run folder, such as efficientllm_runs/20260101-120000-1a2b3c4d"
-        )
+        example = "efficientllm_runs/20260101-120000-1a2b3c4d"
+        return complain("inspect", f"{path}: {error.strerror}; RUN is a run folder, such as {example}", 1)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return _fail(f"{path} is not a summary of effllm: {error}")
+        return complain("inspect", f"{path} is not a summary of effllm: {error}", 1)
     if problem := version_error(summary.schema_version):
-        return _fail(f"{path} cannot be read: {problem}")
+        return complain("inspect", f"{path} cannot be read: {problem}", 1)
     if summary.waterfall is None:
-        return _fail(f"{path} has no waterfall: no rank had reported any time")
+        return complain("inspect", f"{path} has no waterfall: no rank had reported any time", 1)
     if as_json:
         print(_fitted(_document(summary, summary.waterfall)))
     else:
         _print(summary, summary.waterfall)
     return 0
-
-
-def _fail(line: str) -> int:
-    print(f"effllm inspect: {one_line(line)}", file=sys.stderr)
-    return 1
 
 
 def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:

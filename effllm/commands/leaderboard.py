@@ -11,9 +11,9 @@ from rich.console import Console
 from effllm.analysis.leaderboard import boards, weights_of
 from effllm.analysis.sides import find_groups
 from effllm.commands.compare import comparison_errors
+from effllm.commands.messages import complain
 from effllm.config.settings import read_config
 from effllm.config.switches import this_process
-from effllm.records.plain_text import one_line
 from effllm.views.comparison_text import grouped
 from effllm.views.leaderboard_text import LeaderboardScreen, as_csv, markdown
 
@@ -36,13 +36,13 @@ def main(request: LeaderboardRequest) -> int:
     try:
         import scipy.stats  # noqa: F401
     except ImportError:
-        return fail("this command needs SciPy: pip install 'effllm[analysis]'")
+        return complain("leaderboard", "this command needs SciPy: pip install 'effllm[analysis]'", 2)
     try:
         weights = weights_of(request.weights)
         sides, left_out = find_groups(request.runs, request.by, read_config(this_process()).run_dir)
         found = boards(sides, weights, request.quality, request.floor)
     except comparison_errors() as error:
-        return fail(str(error))
+        return complain("leaderboard", str(error), 2)
     if request.form == "csv":
         print(as_csv(found), end="")
     elif request.form == "markdown":
@@ -54,8 +54,3 @@ def main(request: LeaderboardRequest) -> int:
     for line in grouped(left_out):
         print(f"left out: {line}", file=sys.stderr)
     return 0
-
-
-def fail(line: str) -> int:
-    print(f"effllm leaderboard: {one_line(line)}", file=sys.stderr)
-    return 2

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from effllm.analysis.ledger import NOTHING, LedgerRow, Totals, totals
 from effllm.analysis.load import load_errors
-from effllm.commands.progress import ReadingProgress
+from effllm.commands.messages import ReadingProgress, complain
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable, rounded_up
@@ -51,11 +51,12 @@ def main(request: LedgerRequest) -> int:
     try:
         since_s = start_of(request.since, time.time()) if request.since else None
     except ValueError:
-        return _fail(f"--since {request.since}: expected a number of hours, days or weeks (36h, 7d, 4w), or a date", 2)
+        expected = "a number of hours, days or weeks (36h, 7d, 4w), or a date"
+        return complain("ledger", f"--since {request.since}: expected {expected}", 2)
     try:
         found = totals(request.folder, request.by, since_s, request.wasted, ReadingProgress())
     except load_errors() as error:
-        return _fail(str(error), 1)
+        return complain("ledger", str(error), 1)
     if request.form == "json":
         rows = [row._asdict() for row in found.rows]
         print(json.dumps({"by": request.by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
@@ -81,11 +82,6 @@ def start_of(text: str, now_s: float) -> float:
 
 def _cell(value: str | float | None) -> str | float | None:
     return csv_file.cell(value) if isinstance(value, str) and value != NOTHING else value
-
-
-def _fail(line: str, status: int) -> int:
-    print(f"effllm ledger: {one_line(line)}", file=sys.stderr)
-    return status
 
 
 def _print(found: Totals, request: LedgerRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from effllm import sensor_profile as profiling
+from effllm.commands.messages import complain
 from effllm.config.settings import Config, cache_folder, read_config
 from effllm.config.switches import this_process
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
@@ -40,18 +40,15 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
         otherwise 0.
     """
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
-        print(f"effllm profile: --save {save}: not a file in an existing folder", file=sys.stderr)
-        return 2
+        return complain("profile", f"--save {save}: not a file in an existing folder", 2)
     try:
         reader = _open(read_config(usable(this_process())), device)
     except DeviceUnavailable as error:
-        print(f"effllm profile: no GPU can be read: {error}", file=sys.stderr)
-        return 2
+        return complain("profile", f"no GPU can be read: {error}", 2)
     try:
         found = _profile(reader, seconds)
     except KeyboardInterrupt:
-        print("effllm profile: stopped; no results are stored", file=sys.stderr)
-        return 130
+        return complain("profile", "stopped; no results are stored", 130)
     finally:
         reader.close()
     kept = profiling.to_calibration(found)
@@ -62,8 +59,7 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
         try:
             Path(save).write_text(text)
         except OSError as error:
-            print(f"effllm profile: --save {save}: {error.strerror}", file=sys.stderr)
-            return 1
+            return complain("profile", f"--save {save}: {error.strerror}", 1)
     if as_json:
         print(text, end="")
     else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.commands.compare import CompareRequest, comparison_errors, comparison_page
+from effllm.commands.messages import complain
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
 from effllm.views.comparison_text import ComparisonPage
@@ -19,7 +19,8 @@ def main(paths: Sequence[str], output: Path | None) -> int:
     try:
         found = find_runs(paths)
         if len(found) > MAX_RUNS:
-            return _fail(f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs")
+            too_many = f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
+            return complain("report", too_many, 1)
         folders = [run.folder for run in found]
         comparison = _comparison(list(paths) if len(paths) > 1 else list(map(str, folders)), len(folders))
         runs = read_runs(folders)
@@ -27,12 +28,12 @@ def main(paths: Sequence[str], output: Path | None) -> int:
         path = output or Path(f"report-{runs[0].folder.name if len(runs) == 1 else f'{len(runs)}-runs'}.html")
         replace_file(path, page, durable=False)
     except (UnreadableRun, ReportTooLarge) as error:
-        return _fail(str(error))
+        return complain("report", str(error), 1)
     except OSError as error:
-        return _fail(f"{error.filename or output}: {error.strerror or error}")
+        return complain("report", f"{error.filename or output}: {error.strerror or error}", 1)
     for run in runs:
         for problem in run.problems:
-            print(f"effllm report: {one_line(str(run.folder))}: {one_line(problem)}", file=sys.stderr)
+            complain("report", f"{run.folder}: {problem}")
     print(f"{one_line(str(path))}: {len(page) / 1e6:.2f} MB, {len(runs)} run{'s' * (len(runs) > 1)}")
     return 0
 
@@ -45,8 +46,3 @@ def _comparison(sides: list[str], count: int) -> ComparisonPage | str | None:
         return comparison_page(CompareRequest(sides, "", "", [], [], "", "text"))
     except comparison_errors() as error:
         return str(error)
-
-
-def _fail(line: str) -> int:
-    print(f"effllm report: {one_line(line)}", file=sys.stderr)
-    return 1

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from effllm.commands.messages import complain
 from effllm.config.settings import read_config, secret_path
 from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, interface, listening, secret
@@ -34,7 +35,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     elif interface.is_wildcard(match["host"]):
         wrong.append(f"--bind {bind} means every interface: give an address that the job can reach")
     if wrong or match is None:
-        return _complain(wrong, 2)
+        return max(complain("serve", line, 2) for line in wrong)
     config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
     is_secured = discovery.is_secured(config)
     try:
@@ -43,13 +44,13 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         elif is_secured:
             secret.create(secret_path(config))
     except secret.SecretError as error:
-        return _complain([str(error)], 2)
+        return complain("serve", str(error), 2)
     name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
         listener = listening.listen(match["host"].strip("[]"), int(match["port"]))
     except OSError as error:
         reason = error.strerror or str(error)
-        return _complain([f"{reason}; choose another port, or 0 for any free port"], 1)
+        return complain("serve", f"{reason}; choose another port, or 0 for any free port", 1)
     endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
     orders = Orders(
         config=replace(config, run_name=name, endpoint=""),
@@ -72,7 +73,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         print(f"  export {PREFIX}SECURITY=none")
     print(flush=True)
     if not is_secured and (line := discovery.openness(endpoint)):
-        print(f"effllm serve: {line}", file=sys.stderr, flush=True)
+        complain("serve", line)
     base = Path(config.run_dir)
     was_there = base.exists()
     if server.run() == UNUSED:
@@ -81,8 +82,3 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
                 base.rmdir()
         print("effllm serve: ended before any rank connected; there is no run folder", flush=True)
     return 0
-
-
-def _complain(lines: list[str], status: int) -> int:
-    print("\n".join(f"effllm serve: {line}" for line in lines), file=sys.stderr)
-    return status

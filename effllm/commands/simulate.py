@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from effllm.commands.messages import complain
 from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config.settings import ConfigError, read_config, secret_path
 from effllm.config.switches import this_process
@@ -22,22 +23,22 @@ def main(plan: Simulation, as_json: bool) -> int:
     try:
         config = read_config(this_process())
     except ConfigError as error:
-        return _complain(str(error), 2)
+        return complain("simulate", str(error), 2)
     if plan.endpoint and (plan.run_dir or (plan.security == "curve" and not secret_path(config).exists())):
         wrong = "--run-dir cannot be used with --endpoint: the aggregator has a run folder" if plan.run_dir else (
             f"--security curve: {secret_path(config)} does not exist; copy the aggregator's secret to this "
             "path, or set EFFICIENTLLM_SECRET_FILE"
         )  # fmt: skip
-        return _complain(wrong, 2)
+        return complain("simulate", wrong, 2)
     if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():
-        return _complain(f"--run-dir {plan.run_dir} already contains a run: give another folder", 2)
+        return complain("simulate", f"--run-dir {plan.run_dir} already contains a run: give another folder", 2)
     if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
-        return _complain(trouble, 1)
+        return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
     try:
         found = run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:
-        return _complain(str(error), 1)
+        return complain("simulate", str(error), 1)
     except KeyboardInterrupt:
         return _stopped(run.found, plan, as_json)
     if sys.stderr.isatty():
@@ -52,7 +53,8 @@ def _stopped(found: Findings, plan: Simulation, as_json: bool) -> int:
         print(file=sys.stderr)
     if found.reports:
         print(json_text(found) if as_json else table(found))
-    return _complain(f"stopped by Ctrl-C after {found.reports:,} of {plan.ranks * plan.windows:,} reports", 130)
+    count = f"{found.reports:,} of {plan.ranks * plan.windows:,} reports"
+    return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
 
 
 def json_text(found: Findings) -> str:
@@ -97,8 +99,3 @@ def table(found: Findings) -> str:
 
 def _keys(found: Findings) -> str:
     return "with keys" if found.security == "curve" else "without keys"
-
-
-def _complain(line: str, status: int) -> int:
-    print(f"effllm simulate: {line}", file=sys.stderr)
-    return status

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
-from effllm.commands.progress import ReadingProgress
+from effllm.commands.messages import ReadingProgress, complain
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable
@@ -32,8 +32,7 @@ def main(paths: Sequence[str], query: str, form: str) -> int:
     except BrokenPipeError:
         raise
     except errors as error:
-        print(f"effllm sql: {one_line(str(error))}", file=sys.stderr)
-        return 1
+        return complain("sql", str(error), 1)
     warn_of_skipped(runs, "sql")
     return 0
 
@@ -41,9 +40,9 @@ def main(paths: Sequence[str], query: str, form: str) -> int:
 def warn_of_skipped(runs: Runs, command: str) -> None:
     """Print the files that were not read, or not completely, on stderr."""
     for path, reason in runs.skipped[:5]:
-        print(f"effllm {command}: skipped {one_line(str(path))}: {one_line(reason)}", file=sys.stderr)
+        complain(command, f"skipped {path}: {reason}")
     if (more := len(runs.skipped) - 5) > 0:
-        print(f"effllm {command}: skipped {more} more files", file=sys.stderr)
+        complain(command, f"skipped {more} more files")
 
 
 def _print_text(found: Answer) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from effllm.commands.messages import complain
 from effllm.commands.top_reader import SourceError, TopSource, ordered_frame
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
@@ -35,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
             return _once(source, as_json=given.json)
         return _watch(source, name)
     except SourceError as error:
-        print(f"effllm top: {one_line(str(error))}", file=sys.stderr)
-        return NO_DATA
+        return complain("top", str(error), NO_DATA)
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # stdout was closed, as with `effllm top | head`
@@ -66,8 +66,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        print(f"effllm top: {one_line(wrong)}; effllm top --help has examples", file=sys.stderr)
-        return WRONG_USE
+        return complain("top", f"{wrong}; effllm top --help has examples", WRONG_USE)
     return given
 
 

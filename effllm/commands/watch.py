@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from effllm.agent.gpu_energy import GpuEnergy
+from effllm.commands.messages import complain
 from effllm.commands.metrics_page import Unreachable, address
 from effllm.commands.serving import Interval, NotVllm, Page, between, fetch
 from effllm.config.settings import ConfigError, read_config
@@ -30,8 +31,7 @@ def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
         address(url)
         config = read_config(this_process())
     except (ValueError, ConfigError) as error:
-        print(f"effllm watch: {error}", file=sys.stderr)
-        return 2
+        return complain("watch", str(error), 2)
     signal.signal(signal.SIGTERM, _stop)
     energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval_s))
     watch = _Watch(url, interval_s, energy, as_json)
@@ -158,7 +158,7 @@ class _Watch:
         """Print a line to stderr, because a program may read stdout; a repeated line is printed once."""
         if line != self._last_warning:
             self._last_warning = line
-            print(f"effllm watch: {self._url}: {line}", file=sys.stderr, flush=True)
+            complain("watch", f"{self._url}: {line}")
 
     def end(self) -> None:
         if self._as_json or not self.measured:

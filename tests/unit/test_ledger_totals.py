@@ -18,7 +18,7 @@ from effllm.analysis.run_row import read_document
 from effllm.commands import ledger
 from effllm.commands.app import app
 from effllm.commands.ledger import start_of
-from effllm.commands.progress import ReadingProgress
+from effllm.commands.messages import ReadingProgress
 
 HOUR_J = 3.6e6
 

@@ -1,4 +1,4 @@
-"""One line on a terminal that shows how many run folders were read."""
+"""What commands print on stderr: errors, warnings, and how many run folders were read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import sys
 import time
 from typing import TextIO
 
+from effllm.records.plain_text import one_line
+
 #: A shorter reading prints nothing.
 AFTER_S = 1.0
 EVERY_S = 0.2
+
+
+def complain(command: str, text: str, status: int = 0) -> int:
+    """Print why a command failed, or a warning; return the exit status."""
+    print(f"effllm {command}: {one_line(text)}", file=sys.stderr)
+    return status
 
 
 class ReadingProgress:
