@@ -1,6 +1,6 @@
-"""The commands that compare, plan, rank and read runs, with options and examples, in the order of the help.
+"""The commands around a run, in the order of the help: its memory before, and what people read of runs.
 
-Each command imports its module when it is called.
+See `app`: a function declares the options and the help of the command in the module with its name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,80 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+_MODELS = typer.Argument(metavar="MODEL...", help="config.json, folder, name of the table, Megatron script, or YAML.")
+_GPU = typer.Option(metavar="NAME", help="GPU, such as h100-80gb. [default: the GPUs of this machine]")
+_GPUS = typer.Option(metavar="N", help="Number of GPUs. [default: those of the layout]")
+_MODE = typer.Option(metavar="MODE", help="training or inference. [default: both]")
+_PRECISION = typer.Option(metavar="P", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master or bf16-zero.")
+_OPTIMIZER = typer.Option(metavar="O", help="adamw, adamw-8bit, adafactor, lion, muon, sgd or sgd-momentum.")
+_CHECKPOINTING = typer.Option(metavar="C", help="Activation checkpointing: none, selective or full.")
+_ATTENTION = typer.Option(metavar="A", help="sdpa, flash or eager.")
+_KERNELS = typer.Option(metavar="K", help="transformers or megatron (fused kernels).")
+_LENGTH = typer.Option(metavar="N", help="Tokens of a sequence; for inference with its answer. [default: 2048]")
+_BATCH = typer.Option(metavar="N", help="Sequences of a micro-batch, or served at a time. [default: 1]")
+_ACCUMULATION = typer.Option(metavar="N", help="Micro-batches of a step. [default: 1]")
+_LORA = typer.Option("--lora", metavar="RANK", help="Rank of LoRA adapters. [default: all weights are trained]")
+_TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or all. [default: all]")
+_BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
+_VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
+_KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
+_FUSED = typer.Option("--fused-loss", help="Loss without whole logits, in tiles, as TRL computes it.")
+_ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
+_FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
+_MEASURE = typer.Option(
+    "--measure", help="Also measure a step of one rank with fake tensors; needs transformers, and PEFT for --lora."
+)
+_SEQUENCE = typer.Option("--sequence-parallel", help="Sequence parallelism beside tensor parallelism.")
+
+
+def fit(
+    models: Annotated[list[str], _MODELS],
+    gpu: Annotated[str, _GPU] = "",
+    gpus: Annotated[int | None, _GPUS] = None,
+    mode: Annotated[str, _MODE] = "",
+    precision: Annotated[str | None, _PRECISION] = None,
+    optimizer: Annotated[str | None, _OPTIMIZER] = None,
+    checkpointing: Annotated[str | None, _CHECKPOINTING] = None,
+    attention: Annotated[str | None, _ATTENTION] = None,
+    implementation: Annotated[str | None, _KERNELS] = None,
+    vocab_size: Annotated[int | None, _VOCABULARY] = None,
+    seq_length: Annotated[int | None, _LENGTH] = None,
+    micro_batch: Annotated[int | None, _BATCH] = None,
+    accumulation: Annotated[int | None, _ACCUMULATION] = None,
+    lora_rank: Annotated[int | None, _LORA] = None,
+    lora_targets: Annotated[str | None, _TARGETS] = None,
+    base_bits: Annotated[int | None, _BITS] = None,
+    base_keeps_inputs: Annotated[bool, _KEEPS] = False,
+    fused_loss: Annotated[bool, _FUSED] = False,
+    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor parallelism.")] = None,
+    pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline parallelism.")] = None,
+    cp: Annotated[int | None, typer.Option(metavar="N", help="Context parallelism.")] = None,
+    ep: Annotated[int | None, typer.Option(metavar="N", help="Expert parallelism.")] = None,
+    dp: Annotated[int | None, typer.Option(metavar="N", help="Data parallelism. [default: from --gpus]")] = None,
+    zero: Annotated[int | None, _ZERO] = None,
+    fsdp: Annotated[bool, _FSDP] = False,
+    sequence_parallel: Annotated[bool, _SEQUENCE] = False,
+    measured: Annotated[bool, _MEASURE] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
+) -> None:
+    """Estimate the memory of models before a run: does it fit, and what would make it fit.
+
+    Each part of the memory is an interval with its basis. Weights, gradients and optimizer states are exact. The
+    interval of activations has the errors on configurations whose tensors were counted. Nothing is downloaded, and
+    neither torch nor a GPU is needed. docs/fit.md has the formulas, their sources and their errors.
+
+    \b
+    Examples:
+      effllm fit llama-3.1-8b --gpu h100-80gb
+      effllm fit path/to/config.json --gpu a100-80gb --gpus 8 --zero 3
+      effllm fit pretrain_llama.sh --gpu h100-80gb           # Megatron
+      effllm fit qwen3-8b fsdp.yaml --gpu a100-80gb          # accelerate
+      effllm fit deepseek-v3 --mode inference --gpu h200 --gpus 16 --tp 16
+      effllm fit gemma-2-9b mistral-7b --gpu rtx4090 --json | jq .models
+
+    Exit status: 0 estimated, and fits if a GPU is known; 1 does not fit, or unclear; 2 wrong use, or no such model.
+    """
 
 
 def compare(
@@ -55,17 +129,10 @@ def compare(
     Exit status: 0 compared, and no condition is true; 1 a condition is true; 2 wrong use, or no runs; 3 no condition is
     true, and one is unknown.
     """
-    from effllm.commands import compare as command
-
-    if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown are two forms: choose one", param_hint="--json")
-    form = "json" if as_json else "markdown" if as_markdown else "text"
-    lists = (metric or [], fail_if or [])
-    raise typer.Exit(command.main(command.CompareRequest(sides, by, baseline, *lists, runs, form)))
 
 
 def campaign(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan, a YAML file.")],
+    path: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan, a YAML file.")],
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start failed runs again.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the order of the runs, and run nothing.")] = False,
 ) -> None:
@@ -99,9 +166,6 @@ def campaign(
 
     Exit status: 0 all runs completed, 1 a run failed, 2 wrong plan or use, 130 stopped with Ctrl-C.
     """
-    from effllm.commands import campaign as command
-
-    raise typer.Exit(command.main(plan, retry_failed=retry_failed, dry_run=dry_run))
 
 
 def ledger(
@@ -132,15 +196,6 @@ def ledger(
 
     Exit status: 0 printed, 1 no runs, 2 wrong use.
     """
-    from effllm.analysis.ledger import KEYS
-    from effllm.commands import ledger as command
-
-    if as_csv and as_json:
-        raise typer.BadParameter("--csv and --json are two forms: choose one", param_hint="--csv")
-    if by not in KEYS:
-        raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
-    form = "json" if as_json else "csv" if as_csv else "text"
-    raise typer.Exit(command.main(command.LedgerRequest(folder, by, since, wasted, form)))
 
 
 def leaderboard(
@@ -173,12 +228,6 @@ def leaderboard(
 
     Exit status: 0 success, 2 wrong use, or no runs.
     """
-    from effllm.commands import leaderboard as command
-
-    if as_csv and as_markdown:
-        raise typer.BadParameter("--csv and --markdown are two forms: choose one", param_hint="--csv")
-    form = "csv" if as_csv else "markdown" if as_markdown else "text"
-    raise typer.Exit(command.main(command.LeaderboardRequest(runs, by, weight or [], quality, floor, form)))
 
 
 def sql(
@@ -201,11 +250,6 @@ def sql(
 
     Exit status: 0 success, 1 no run or a wrong query, 2 wrong use.
     """
-    from effllm.commands import sql as command
-
-    if as_csv and as_json:
-        raise typer.BadParameter("only one of --csv and --json is possible", param_hint="--json")
-    raise typer.Exit(command.main(runs, query, "csv" if as_csv else "json" if as_json else "text"))
 
 
 def export(
@@ -231,11 +275,6 @@ def export(
 
     Exit status: 0 success, 1 no run or a file that cannot be written, 2 wrong use.
     """
-    from effllm.commands import export as command
-
-    if sum(map(bool, (parquet, csv, json))) != 1:
-        raise typer.BadParameter("one of --parquet, --csv and --json is needed", param_hint="--parquet")
-    raise typer.Exit(command.main(runs, parquet, csv, json))
 
 
 def report(
@@ -258,9 +297,6 @@ def report(
 
     Exit status: 0 written, 1 no run, or the file cannot be written, 2 wrong use.
     """
-    from effllm.commands import report as command
-
-    raise typer.Exit(command.main(runs, output))
 
 
 def top(
@@ -304,4 +340,4 @@ def top(
     raise typer.Exit(command.main([run] * bool(run) + options + ["--once"] * once + ["--json"] * as_json))
 
 
-COMMANDS = (top, report, compare, campaign, leaderboard, ledger, sql, export)
+COMMANDS = (report, compare, campaign, leaderboard, ledger, sql, export)

@@ -1,18 +1,22 @@
 """The command line: all commands with options and examples, in the order of the help.
 
-Each command imports its module when it is called.
+The function of a command declares its options and its help; the command is `main` of the module with its name, which
+is imported when the command is called.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from effllm.commands import analysis_app, memory_app
+from effllm.commands import analysis_app
 
 app = typer.Typer(
     name="effllm",
@@ -50,7 +54,17 @@ def _root(
     """Show how well training jobs use their GPUs, across all ranks and nodes."""
 
 
-@app.command()
+def _command(declared: Callable[..., None]) -> None:
+    """Add a command, whose ``main`` has the same parameters as the function that declares the command."""
+
+    @functools.wraps(declared)
+    def call(**options: Any) -> None:
+        raise typer.Exit(import_module(f"effllm.commands.{declared.__name__}").main(**options))
+
+    app.command()(call)
+
+
+@_command
 def demo(
     ranks: Annotated[
         int, typer.Option(min=1, max=64, metavar="N", help="Number of simulated ranks, one process per rank.")
@@ -81,12 +95,9 @@ def demo(
 
     Exit status: 0 demo completed, 1 demo not completed, 2 wrong use, 130 stopped with Ctrl-C.
     """
-    from effllm.commands import demo as command
-
-    raise typer.Exit(command.main(ranks, iterations, step_seconds, log_interval, run_dir))
 
 
-@app.command()
+@_command
 def check(
     device: Annotated[str, typer.Option(metavar="NAME", help="Device to check. [default: EFFICIENTLLM_DEVICE]")] = "",
     show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the common metrics.")] = False,
@@ -106,12 +117,9 @@ def check(
 
     Exit status: 0 a run would be measured, 1 a required part is broken, 2 wrong use.
     """
-    from effllm.commands import check as command
-
-    raise typer.Exit(command.main(device, show_all=show_all, as_json=as_json))
 
 
-@app.command()
+@_command
 def profile(
     device: Annotated[
         str, typer.Option(metavar="GPU", help="UUID or PCI-order index of the GPU. [default: first visible GPU]")
@@ -139,9 +147,6 @@ def profile(
 
     Exit status: 0 profile complete, 1 report not written, 2 no readable GPU or wrong use, 130 stopped with Ctrl-C.
     """
-    from effllm.commands import profile as command
-
-    raise typer.Exit(command.main(device, seconds, as_json=as_json, save=save))
 
 
 @app.command()
@@ -196,7 +201,7 @@ def run(
     raise typer.Exit(command.main([script, *(arguments or [])]))
 
 
-@app.command()
+@_command
 def serve(
     bind: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the aggregator. With port 0, any free port is used.")
@@ -226,12 +231,9 @@ def serve(
 
     Exit status: 0 summary written, 1 port not available, 2 wrong use.
     """
-    from effllm.commands import serve as command
-
-    raise typer.Exit(command.main(bind, run_dir, run_name, job))
 
 
-@app.command()
+@_command
 def simulate(
     ranks: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Number of simulated ranks.")],
     interval: Annotated[
@@ -272,28 +274,9 @@ def simulate(
 
     Exit status: 0 all reports counted, 1 lost or unconfirmed reports or failed simulation, 2 wrong use, 130 Ctrl-C.
     """
-    from effllm.commands import simulate as command
-
-    for option, value, allowed in (
-        ("--arrival", arrival, tuple(command.SPREAD)),
-        ("--security", security, ("curve", "none")),
-    ):
-        if value not in allowed:
-            raise typer.BadParameter(f"{value} is not one of: {', '.join(allowed)}", param_hint=option)
-    simulation = command.Simulation(
-        ranks=ranks,
-        interval_s=interval,
-        minutes=minutes,
-        endpoint=f"tcp://{endpoint.removeprefix('tcp://')}" if endpoint else "",
-        processes=processes,
-        arrival=arrival,
-        run_dir=run_dir,
-        security=security,
-    )
-    raise typer.Exit(command.main(simulation, as_json))
 
 
-@app.command()
+@_command
 def watch(
     vllm: Annotated[str, typer.Option(metavar="URL", help="Metrics page of a vLLM server.")] = (
         "http://127.0.0.1:8000/metrics"
@@ -320,12 +303,9 @@ def watch(
 
     Exit status: 0 one or more intervals measured, 1 no interval measured, 2 wrong use.
     """
-    from effllm.commands import watch as command
-
-    raise typer.Exit(command.main(vllm, interval, count, as_json=as_json))
 
 
-@app.command()
+@_command
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its summary.json.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -343,13 +323,12 @@ def inspect(
 
     Exit status: 0 success, 1 no summary can be read, 2 wrong use.
     """
-    from effllm.commands import inspect as command
-
-    raise typer.Exit(command.main(run, as_json))
 
 
-for _command in (memory_app.fit, *analysis_app.COMMANDS):
-    app.command()(_command)
+_command(analysis_app.fit)
+app.command()(analysis_app.top)
+for _declared in analysis_app.COMMANDS:
+    _command(_declared)
 
 
 @app.command()

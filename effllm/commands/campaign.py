@@ -18,7 +18,7 @@ from pathlib import Path
 
 from effllm.analysis.campaign_plan import Plan, PlannedRun, WrongPlan, command_of, order_of, read_plan, tags_of
 from effllm.analysis.sides import CONFIGURATION
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.commands.survey import Cost, Survey, survey
 from effllm.commands.survey_host import BROKEN, MISSING, Finding
 from effllm.config.switches import this_process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -14,7 +13,7 @@ from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.load import load_errors
 from effllm.analysis.sides import find_sides
-from effllm.commands.messages import complain
+from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.views.comparison_text import Compared, ComparisonPage, ComparisonScreen, document, markdown
@@ -22,27 +21,25 @@ from effllm.views.comparison_text import Compared, ComparisonPage, ComparisonScr
 WIDTH = 110
 
 
-class CompareRequest(NamedTuple):
-    """The arguments of the command."""
-
-    sides: Sequence[str]
-    by: str
-    baseline: str
-    metrics: Sequence[str]
-    conditions: Sequence[str]
-    runs: str
-    form: str  # text, markdown or json
-
-
-def main(request: CompareRequest) -> int:
+def main(
+    sides: Sequence[str],
+    by: str,
+    baseline: str,
+    metric: Sequence[str] | None,
+    fail_if: Sequence[str] | None,
+    runs: str,
+    as_json: bool,
+    as_markdown: bool,
+) -> int:
     """Print a comparison; return the exit status."""
+    form = form_of(json=as_json, markdown=as_markdown)
     try:
-        page = comparison_page(request)
+        page = comparison_page(sides, by, baseline, metric or (), fail_if or (), runs)
     except comparison_errors() as error:
         return complain("compare", str(error), 2)
-    if request.form == "json":
+    if form == "json":
         print(document(page))
-    elif request.form == "markdown":
+    elif form == "markdown":
         print(markdown(page))
     else:
         console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
@@ -55,7 +52,14 @@ def comparison_errors() -> tuple[type[Exception], ...]:
     return (*load_errors(), ConfigError, ValueError)
 
 
-def comparison_page(request: CompareRequest) -> ComparisonPage:
+def comparison_page(
+    sides: Sequence[str],
+    by: str = "",
+    baseline: str = "",
+    metrics: Sequence[str] = (),
+    fail_if: Sequence[str] = (),
+    runs_folder: str = "",
+) -> ComparisonPage:
     """Return all results of a comparison.
 
     Raises:
@@ -68,16 +72,16 @@ def comparison_page(request: CompareRequest) -> ComparisonPage:
         import scipy.stats  # noqa: F401
     except ImportError:
         raise ImportError("a comparison needs SciPy: pip install 'effllm[analysis]'") from None
-    conditions = [parse_condition(text) for text in request.conditions]
-    names = [*request.metrics, *(one.metric for one in conditions)]
-    metrics = compared_metrics(names)
-    runs_folder = request.runs or read_config(this_process()).run_dir
-    (first, *others), left_out = find_sides(request.sides, request.by, runs_folder, request.baseline)
+    conditions = [parse_condition(text) for text in fail_if]
+    names = [*metrics, *(one.metric for one in conditions)]
+    compared = compared_metrics(names)
+    runs_folder = runs_folder or read_config(this_process()).run_dir
+    (first, *others), left_out = find_sides(sides, by, runs_folder, baseline)
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * len(others), 1)
     found = []
     for side in others:
-        rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
+        rows = compare(first, side, compared, are_primary=bool(names), alpha=alpha, comparisons=len(others))
         found.append(Compared(side, rows, unfair(first, side), settings(first, side)))
     answers = [answer(condition, one.side.name, one.metrics) for one in found for condition in conditions]
     return ComparisonPage(first, found, left_out, answers, 1 - alpha)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.config.settings import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
 from effllm.config.spawn import pidfd, spawn
 from effllm.config.switches import PREFIX, this_process

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.config.settings import ALL_VARIABLES, Config, Variable, read_config
 from effllm.config.switches import PREFIX, this_process
 from effllm.sinks import options_of, sink_names

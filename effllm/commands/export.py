@@ -6,29 +6,33 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from effllm.analysis.export import export_csv, export_json, export_parquet
 from effllm.analysis.load import load, load_errors
-from effllm.commands.messages import ReadingProgress, complain
+from effllm.commands.output import ReadingProgress, complain
 from effllm.commands.sql import warn_of_skipped
 from effllm.records.plain_text import one_line
 from effllm.store.csv_file import OtherColumns
 
 
-def main(paths: Sequence[str], parquet: str, csv: str, json: str) -> int:
+def main(runs: Sequence[str], parquet: str, csv: str, json: str) -> int:
     """Write runs to one of the three; return the exit status."""
+    if sum(map(bool, (parquet, csv, json))) != 1:
+        raise typer.BadParameter("one of --parquet, --csv and --json is needed", param_hint="--parquet")
     errors: tuple[type[Exception], ...] = (OtherColumns, *load_errors())
     try:
-        runs = load(paths, progress=ReadingProgress())
+        loaded = load(runs, progress=ReadingProgress())
         if parquet:
-            files = export_parquet(runs, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
-            print(f"{len(runs):,} runs: {files:,} files in {one_line(parquet)}")
+            files = export_parquet(loaded, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
+            print(f"{len(loaded):,} runs: {files:,} files in {one_line(parquet)}")
         elif csv:
-            print(_appended(export_csv(runs, Path(csv)), len(runs), csv))
+            print(_appended(export_csv(loaded, Path(csv)), len(loaded), csv))
         else:
-            print(f"{export_json(runs, Path(json)):,} runs were written to {one_line(json)}")
+            print(f"{export_json(loaded, Path(json)):,} runs were written to {one_line(json)}")
     except errors as error:
         return complain("export", _reason(error), 1)
-    warn_of_skipped(runs, "export")
+    warn_of_skipped(loaded, "export")
     return 0
 
 

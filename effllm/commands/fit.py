@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import typer
+
 from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
@@ -24,33 +26,57 @@ MAX_GPUS = 10**6
 
 @dataclass(frozen=True)
 class FitRequest:
-    """The arguments of the command; settings that were not given are None."""
+    """The arguments of the command."""
 
     models: Sequence[str]
     mode: str  # training, inference, or "" for both
     gpu: str
     gpus: int | None
-    settings: dict[str, Any]  # of a plan
-    as_json: bool
-    measured: bool = False
-    vocab_size: int | None = None  # of a script of Megatron that does not state it
+    measured: bool
+    vocab_size: int | None  # of a script of Megatron that does not state it
+    settings: dict[str, Any]  # of a plan, those that were given
 
 
-def main(request: FitRequest) -> int:
-    """Print the estimates; return the exit status."""
+def main(
+    models: Sequence[str],
+    mode: str,
+    gpu: str,
+    gpus: int | None,
+    measured: bool,
+    vocab_size: int | None,
+    zero: int | None,
+    fsdp: bool,
+    as_json: bool,
+    **settings: Any,
+) -> int:
+    """Print the estimates; return the exit status. The other settings of a plan are None or False if not given."""
+    _check(mode, fsdp, zero, measured)
+    settings["zero"] = 3 if fsdp else zero
+    given = {name: value for name, value in settings.items() if value is not None and value is not False}
+    request = FitRequest(models, mode, gpu, gpus, measured, vocab_size, given)
     try:
-        fits, gpu = _estimates(request)
+        fits, memory = _estimates(request)
     except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
         return complain("fit", str(error), 2)
-    if request.as_json:
-        print(json.dumps(fit_document(fits, gpu), indent=2))
+    if as_json:
+        print(json.dumps(fit_document(fits, memory), indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-        for line in fit_lines(fits, gpu):
+        for line in fit_lines(fits, memory):
             print(*wrapped(line, width), sep="\n")
-    if gpu is None:
+    if memory is None:
         return 0
-    return 0 if all(verdict(fit.any.total, gpu.usable_bytes) == FITS for fit in fits) else 1
+    return 0 if all(verdict(fit.any.total, memory.usable_bytes) == FITS for fit in fits) else 1
+
+
+def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
+    """Raise an error of wrong use if options contradict each other."""
+    if mode not in ("", TRAINING, INFERENCE):
+        raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
+    if measured and mode == INFERENCE:
+        raise typer.BadParameter("a training step is measured: not with --mode inference", param_hint="--measure")
+    if fsdp and zero not in (None, 3):
+        raise typer.BadParameter(f"--fsdp is --zero 3, and --zero is {zero}", param_hint="--fsdp")
 
 
 def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
@@ -100,7 +126,7 @@ def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> 
 
     Settings are those of its file, of an accelerate YAML and of the options.
     """
-    given = {name: value for name, value in request.settings.items() if value is not None}
+    given = request.settings
     settings = {**found.settings, **shared, **given}
     stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
     gpus = request.gpus if request.gpus is not None else None if "dp" in given else stated

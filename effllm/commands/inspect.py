@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall

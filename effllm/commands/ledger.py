@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.ledger import NOTHING, LedgerRow, Totals, totals
+from effllm.analysis.ledger import KEYS, NOTHING, LedgerRow, Totals, totals
 from effllm.analysis.load import load_errors
-from effllm.commands.messages import ReadingProgress, complain
+from effllm.commands.output import ReadingProgress, complain, form_of
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable, rounded_up
@@ -36,36 +36,29 @@ J_PER_KWH = 3.6e6
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
-class LedgerRequest(NamedTuple):
-    """The arguments of the command."""
-
-    folder: Path
-    by: str
-    since: str
-    wasted: bool
-    form: str  # text, csv or json
-
-
-def main(request: LedgerRequest) -> int:
+def main(folder: Path, by: str, since: str, wasted: bool, as_csv: bool, as_json: bool) -> int:
     """Print the totals; return the exit status."""
+    form = form_of(csv=as_csv, json=as_json)
+    if by not in KEYS:
+        raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
     try:
-        since_s = start_of(request.since, time.time()) if request.since else None
+        since_s = start_of(since, time.time()) if since else None
     except ValueError:
         expected = "a number of hours, days or weeks (36h, 7d, 4w), or a date"
-        return complain("ledger", f"--since {request.since}: expected {expected}", 2)
+        return complain("ledger", f"--since {since}: expected {expected}", 2)
     try:
-        found = totals(request.folder, request.by, since_s, request.wasted, ReadingProgress())
+        found = totals(folder, by, since_s, wasted, ReadingProgress())
     except load_errors() as error:
         return complain("ledger", str(error), 1)
-    if request.form == "json":
+    if form == "json":
         rows = [row._asdict() for row in found.rows]
-        print(json.dumps({"by": request.by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
-    elif request.form == "csv":
+        print(json.dumps({"by": by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
+    elif form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(LedgerRow._fields)
         writer.writerows(map(_cell, row) for row in found.rows)
     else:
-        _print(found, request)
+        _print(found, by)
     return 0
 
 
@@ -84,23 +77,23 @@ def _cell(value: str | float | None) -> str | float | None:
     return csv_file.cell(value) if isinstance(value, str) and value != NOTHING else value
 
 
-def _print(found: Totals, request: LedgerRequest) -> None:
+def _print(found: Totals, by: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     count = min(len(found.rows), MAX_ROWS)
     if sys.stdout.isatty():
-        while count > MIN_ROWS and _height(found, request, count, console.width) >= console.height:
+        while count > MIN_ROWS and _height(found, by, count, console.width) >= console.height:
             count -= 1
-    _show(console, found, request, count)
+    _show(console, found, by, count)
 
 
-def _height(found: Totals, request: LedgerRequest, count: int, width: int) -> int:
+def _height(found: Totals, by: str, count: int, width: int) -> int:
     """Return the number of lines on a terminal."""
     text = io.StringIO()
-    _show(Console(file=text, width=width, highlight=False), found, request, count)
+    _show(Console(file=text, width=width, highlight=False), found, by, count)
     return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
 
 
-def _show(console: Console, found: Totals, request: LedgerRequest, count: int) -> None:
+def _show(console: Console, found: Totals, by: str, count: int) -> None:
     everything = [*found.rows[:count], found.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
@@ -111,13 +104,13 @@ def _show(console: Console, found: Totals, request: LedgerRequest, count: int) -
         "±": [_error(row) for row in everything],
         "cost": [_number(_cost(row)) for row in everything],
         "kg CO2": [_number(row.co2_kg) for row in everything],
-        "slow in": [f"{row.slow_runs:,}" if request.by == "node" else "-" for row in everything],
+        "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
         "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
     }
     columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
     left_out = [name for name in _DISPENSABLE if _is_too_wide(columns, console.width) and columns.pop(name, [])]
     table = Table(box=None, pad_edge=False)
-    table.add_column(request.by, overflow="fold", min_width=MIN_GROUP)
+    table.add_column(by, overflow="fold", min_width=MIN_GROUP)
     for name in columns:
         table.add_column(name, justify="left" if name == "largest loss" else "right", no_wrap=True)
     for index, row in enumerate(everything):

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from effllm import sensor_profile as profiling
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.config.settings import Config, cache_folder, read_config
 from effllm.config.switches import this_process
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.config.settings import read_config, secret_path
 from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, interface, listening, secret

@@ -5,21 +5,26 @@ from __future__ import annotations
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import typer
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config.settings import ConfigError, read_config, secret_path
 from effllm.config.switches import this_process
 from effllm.network import secret
 from effllm.network.descriptors import needed, raise_limit
 
-__all__ = ["SPREAD", "Simulation", "main"]
 
-
-def main(plan: Simulation, as_json: bool) -> int:
+def main(ranks: int, interval: float, endpoint: str, arrival: str, security: str, as_json: bool, **options: Any) -> int:
     """Run a simulation; return 1 for lost reports or a failed simulation, 2 for wrong use, 130 after Ctrl-C."""
+    for option, value, allowed in ("--arrival", arrival, (*SPREAD,)), ("--security", security, ("curve", "none")):
+        if value not in allowed:
+            raise typer.BadParameter(f"{value} is not one of: {', '.join(allowed)}", param_hint=option)
+    address = f"tcp://{endpoint.removeprefix('tcp://')}" if endpoint else ""
+    plan = Simulation(ranks, interval, endpoint=address, arrival=arrival, security=security, **options)
     try:
         config = read_config(this_process())
     except ConfigError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
-from effllm.commands.messages import ReadingProgress, complain
+from effllm.commands.output import ReadingProgress, complain, form_of
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable
@@ -22,18 +22,19 @@ MAX_CELL = 40
 MAX_ROWS = 1000
 
 
-def main(paths: Sequence[str], query: str, form: str) -> int:
+def main(runs: Sequence[str], query: str, as_csv: bool, as_json: bool) -> int:
     """Print the result of a query as text, csv or json; return the exit status."""
+    form = form_of(csv=as_csv, json=as_json)
     errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
-        runs = load(paths, progress=ReadingProgress())
-        found = answer(runs, query)
+        loaded = load(runs, progress=ReadingProgress())
+        found = answer(loaded, query)
         _PRINTERS[form](found)
     except BrokenPipeError:
         raise
     except errors as error:
         return complain("sql", str(error), 1)
-    warn_of_skipped(runs, "sql")
+    warn_of_skipped(loaded, "sql")
     return 0
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from effllm.commands.messages import complain
+from effllm.commands.output import complain
 from effllm.commands.top_reader import SourceError, TopSource, ordered_frame
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 from effllm.agent.gpu_energy import GpuEnergy
-from effllm.commands.messages import complain
 from effllm.commands.metrics_page import Unreachable, address
+from effllm.commands.output import complain
 from effllm.commands.serving import Interval, NotVllm, Page, between, fetch
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
@@ -25,16 +25,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
+def main(vllm: str, interval: float, count: int, as_json: bool) -> int:
     """Print a line for each interval until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
-        address(url)
+        address(vllm)
         config = read_config(this_process())
     except (ValueError, ConfigError) as error:
         return complain("watch", str(error), 2)
     signal.signal(signal.SIGTERM, _stop)
-    energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval_s))
-    watch = _Watch(url, interval_s, energy, as_json)
+    energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval))
+    watch = _Watch(vllm, interval, energy, as_json)
     try:
         energy.start()
         watch.begin()

@@ -66,7 +66,7 @@ def markdown(boards: Sequence[Leaderboard], quality: str) -> str:
     return "\n".join(lines)
 
 
-def as_csv(boards: Sequence[Leaderboard]) -> str:
+def csv_text(boards: Sequence[Leaderboard]) -> str:
     """Return all boards as one CSV with full digits and the kind of the parameters."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

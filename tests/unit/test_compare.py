@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from effllm.commands.compare import CompareRequest, comparison_page, main
+from effllm.commands.compare import comparison_page, main
 from effllm.views.comparison_text import ComparisonScreen
 from tests.run_folders import write_run
 
@@ -17,8 +17,9 @@ SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token
 
 
 def compare(*sides, form="json", **options):
-    known = {"by": "", "baseline": "", "metrics": [], "conditions": [], "runs": "", "form": form}
-    return main(CompareRequest([str(side) for side in sides], **{**known, **options}))
+    known = {"by": "", "baseline": "", "metric": None, "fail_if": None, "runs": ""}
+    forms = {"as_json": form == "json", "as_markdown": form == "markdown"}
+    return main([str(side) for side in sides], **{**known, **options}, **forms)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_other_quantities_share_their_level_by_holm(tmp_path, compared):
             write_run(tmp_path / side / f"{side}{at}", {SPEED: value, **{name: noise.gauss(100, 1) for name in names}})
 
     found = rows(compared(tmp_path / "a", tmp_path / "b")[0])
-    alone = rows(compared(tmp_path / "a", tmp_path / "b", metrics=["amu_gb"])[0])["amu_gb"]
+    alone = rows(compared(tmp_path / "a", tmp_path / "b", metric=["amu_gb"])[0])["amu_gb"]
 
     others = [found[name] for name in ("amu_gb", "pcu_ratio", "aec_watts")]
     assert min(row["adjusted_p"] for row in others) == pytest.approx(3 * min(row["p"] for row in others))
@@ -299,7 +300,7 @@ def test_errors_of_other_sensors_hide_a_small_difference(tmp_path, compared):
 def test_exit_status_for_true_false_and_unknown(tmp_path, compared, condition, status):
     a, b = write_side(tmp_path, "a", [1000, 1003, 997]), write_side(tmp_path, "b", [950, 953, 947])
 
-    assert compared(a, b, conditions=[condition])[1] == status
+    assert compared(a, b, fail_if=[condition])[1] == status
 
 
 @pytest.mark.parametrize("running", ["a", "b"])
@@ -379,7 +380,7 @@ def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
     for name in "ab":
         write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag="st_samples_per_param_per_sec")
     console = Console(file=io.StringIO(), width=80)
-    console.print(ComparisonScreen(comparison_page(CompareRequest(["a", "b"], "", "", [], [], "", "text"))))
+    console.print(ComparisonScreen(comparison_page(["a", "b"])))
 
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
@@ -424,9 +425,9 @@ def test_wrong_sides_are_one_line_and_status_2(tmp_path, monkeypatch, compared, 
 def test_unknown_metrics_and_conditions_are_wrong_use(tmp_path, compared):
     a, b = write_side(tmp_path, "a", [1.0]), write_side(tmp_path, "b", [1.0])
 
-    assert compared(a, b, metrics=["hottest_c"])[0].startswith("effllm compare: hottest_c has no better direction")
-    assert "is not a metric" in compared(a, b, conditions=["nothing > 1%"])[0]
-    assert compared(a, b, conditions=["tokens_per_second > 1"])[1] == 2
+    assert compared(a, b, metric=["hottest_c"])[0].startswith("effllm compare: hottest_c has no better direction")
+    assert "is not a metric" in compared(a, b, fail_if=["nothing > 1%"])[0]
+    assert compared(a, b, fail_if=["tokens_per_second > 1"])[1] == 2
 
 
 def test_different_sets_of_metrics_and_empty_runs_are_unknown_or_left_out(tmp_path, compared):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from effllm.analysis.leaderboard import harmonic_mean, normalised, weights_of
 from effllm.commands import leaderboard
 from effllm.commands.app import app
-from effllm.commands.leaderboard import LeaderboardRequest, main
+from effllm.commands.leaderboard import main
 from tests.run_folders import write_run
 
 
@@ -26,7 +26,7 @@ def metrics(amu=40.0, pcu=0.8, al=1.0, tt=1.0, aec=500.0):
 @pytest.fixture
 def board(capsys):
     def run(*runs, form="csv", by="", weights=(), quality="", floor=0.0):
-        status = main(LeaderboardRequest([str(one) for one in runs], by, weights, quality, floor, form))
+        status = main([*map(str, runs)], by, weights, quality, floor, form == "markdown", form == "csv")
         out, err = capsys.readouterr()
         return (list(csv.DictReader(io.StringIO(out))) if form == "csv" and not status else out or err), status
 

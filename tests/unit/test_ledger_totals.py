@@ -18,7 +18,7 @@ from effllm.analysis.run_row import read_document
 from effllm.commands import ledger
 from effllm.commands.app import app
 from effllm.commands.ledger import start_of
-from effllm.commands.messages import ReadingProgress
+from effllm.commands.output import ReadingProgress
 
 HOUR_J = 3.6e6
 
@@ -240,7 +240,7 @@ def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
     line = {"run_id": "line", "gpus": 2, "gpu_hours": value, "error_joules": value, "started_time_s": value}
     (tmp_path / "runs/alice.jsonl").write_text(json.dumps(line) + "\n")
 
-    assert ledger.main(ledger.LedgerRequest(tmp_path / "runs", by, "", False, "json")) == 0
+    assert ledger.main(tmp_path / "runs", by, "", wasted=False, as_csv=False, as_json=True) == 0
 
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (found["total"]["gpu_hours"], found["total"]["joules"]) == (pytest.approx(2.0), pytest.approx(HOUR_J))
@@ -354,7 +354,7 @@ def test_on_a_terminal_the_worst_users_fit_on_one_screen(run, tmp_path, monkeypa
     for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
 
-    status = ledger.main(ledger.LedgerRequest(tmp_path / "runs", "user", "", wasted=True, form="text"))
+    status = ledger.main(tmp_path / "runs", "user", "", wasted=True, as_csv=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
 
     assert status == 0

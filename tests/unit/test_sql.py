@@ -16,7 +16,7 @@ def ask(capsys):
     """Return a function that runs a query and returns the exit status, stdout and stderr."""
 
     def ask(query, form="text", runs=GOLDEN):
-        status = sql.main([str(runs)], query, form)
+        status = sql.main([str(runs)], query, as_csv=form == "csv", as_json=form == "json")
         return status, *capsys.readouterr()
 
     return ask

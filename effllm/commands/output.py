@@ -1,4 +1,4 @@
-"""What commands print on stderr: errors, warnings, and how many run folders were read."""
+"""What the commands share: the form of their output, and what they print on stderr."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ def complain(command: str, text: str, status: int = 0) -> int:
     """Print why a command failed, or a warning; return the exit status."""
     print(f"effllm {command}: {one_line(text)}", file=sys.stderr)
     return status
+
+
+def form_of(**forms: bool) -> str:
+    """Return the chosen form of the output, or "text".
+
+    Raises:
+        typer.BadParameter: two forms are chosen.
+    """
+    chosen = [name for name, is_chosen in forms.items() if is_chosen]
+    if len(chosen) > 1:
+        from typer import BadParameter  # most commands of one form, and `effllm top`, start without typer
+
+        raise BadParameter(f"--{chosen[0]} and --{chosen[1]} are two forms: choose one", param_hint=f"--{chosen[0]}")
+    return chosen[0] if chosen else "text"
 
 
 class ReadingProgress:
