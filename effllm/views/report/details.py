@@ -27,7 +27,7 @@ from effllm.views.report.markup import (
     together,
 )
 from effllm.views.report.plot import Chart, Drawn, RunCurves, legend, numbers, plot
-from effllm.views.report.verdicts import Runs, bar, cards
+from effllm.views.report.verdicts import bar
 
 MAX_RANK_ROWS = 24
 MAX_STRAGGLERS = 32
@@ -65,12 +65,8 @@ _NUMBERS = ("line", "smallest", "at iteration", "largest", "at iteration", "last
 # --- ranks ---
 
 
-def ranks(runs: Runs) -> Markup:
+def ranks(run: RecordedRun) -> Child:
     """Return the distribution over ranks."""
-    return section("ranks", "Ranks", cards(runs, _ranks))
-
-
-def _ranks(run: RecordedRun) -> Child:
     found = run.ranks
     world = run.summary.coverage.ranks_expected if run.summary is not None else len(found.ranks)
     if not found.ranks:
@@ -166,12 +162,8 @@ def _steps(found: dict[int, RankMeans]) -> Markup | None:
 # --- time ---
 
 
-def goodput(runs: Runs) -> Markup:
+def goodput(run: RecordedRun) -> Child:
     """Return the elapsed time and the energy by class, and the attempts."""
-    return section("goodput", "Time and energy by class", cards(runs, _goodput))
-
-
-def _goodput(run: RecordedRun) -> Child:
     found = run.summary.goodput if run.summary is not None else None
     if found is None:
         return element("p", "Not recorded.")
@@ -214,12 +206,8 @@ def _attempts(found: GoodputSummary) -> Markup | None:
     return table(f"The last {len(rows)} of {len(found.attempts):,} attempts", header, rows, range(3))
 
 
-def stragglers(runs: Runs) -> Markup:
+def stragglers(run: RecordedRun) -> Child:
     """Return the ranks that delayed other ranks."""
-    return section("stragglers", "Stragglers", cards(runs, _stragglers))
-
-
-def _stragglers(run: RecordedRun) -> Child:
     found = run.summary.stragglers if run.summary is not None else ()
     if not found:
         compared = run.summary.last_ranks.iterations if run.summary is not None else 0.0
@@ -250,29 +238,21 @@ def _straggler_row(one: StragglerVerdict) -> list[Child]:
 # --- events ---
 
 
-def stalls(runs: Runs) -> Markup:
+def stalls(run: RecordedRun) -> Child:
     """Return the stalls with the stacks of the stalled ranks."""
-    return section("stalls", "Stalls", cards(runs, _stalls))
-
-
-def _stalls(run: RecordedRun) -> Child:
-    events = list(run.events.stalls)
-    if not events and not run.stacks:
+    found = list(run.events.stalls)
+    if not found and not run.stacks:
         return element("p", "No stall was recorded.")
     more = run.stack_files - len(run.stacks)
     return together(
-        _event_table("Stalls, oldest first", events, MAX_STALL_LETTERS) if events else None,
+        _event_table("Stalls, oldest first", found, MAX_STALL_LETTERS) if found else None,
         [hidden(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0)) for name, text in run.stacks],
         element("p", f"{more:,} older stack files are in the run folder.") if more > 0 else None,
     )
 
 
-def events(runs: Runs) -> Markup:
+def events(run: RecordedRun) -> Child:
     """Return the newest events and the number of each kind."""
-    return section("events", "Events", cards(runs, _events))
-
-
-def _events(run: RecordedRun) -> Child:
     counts = run.summary.events if run.summary is not None and run.summary.events else run.events.counts
     if not counts:
         return element("p", "No events were recorded.")

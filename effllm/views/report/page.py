@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
 import time
@@ -19,7 +20,7 @@ from effllm.records.job import Summary
 from effllm.store.summary_text import outcome
 from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
-from effllm.views.report.markup import Child, Markup, element, together
+from effllm.views.report.markup import Child, Markup, element, sentences, together
 from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
 
 SCHEMA_VERSION = 2
@@ -67,19 +68,21 @@ def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, 
     ]
     charts = list(drawn_charts(curves))
     summaries = [run.summary for run in runs if run.summary is not None]
+    of_runs = functools.partial(verdicts.section_of_runs, runs)
+    without = [chart.title for chart, lines in charts if not lines]
     sections = [
-        verdicts.verdict(runs),
-        verdicts.waterfall(runs),
+        of_runs("verdict", "Verdict", verdicts.verdict),
+        of_runs("waterfall", "Where the device time went", verdicts.waterfall),
         verdicts.comparison(comparison),
-        verdicts.facts_of_runs(runs),
+        of_runs("what-ran", "What ran", verdicts.facts_of_run),
         verdicts.metrics(runs),
         details.curves(charts, curves),
-        details.ranks(runs),
-        details.goodput(runs),
-        details.stragglers(runs),
-        details.stalls(runs),
-        details.events(runs),
-        verdicts.not_measured(runs, [chart.title for chart, lines in charts if not lines]),
+        of_runs("ranks", "Ranks", details.ranks),
+        of_runs("goodput", "Time and energy by class", details.goodput),
+        of_runs("stragglers", "Stragglers", details.stragglers),
+        of_runs("stalls", "Stalls", details.stalls),
+        of_runs("events", "Events", details.events),
+        of_runs("not-measured", "Not measured, and why", lambda run: sentences(verdicts.not_measured(run, without))),
         details.definitions(summaries),
     ]
     shown = {tag for _, lines in charts for line in lines for tag in [line.tag]}

@@ -41,14 +41,11 @@ BAR = 100  # width of the drawing of a bar
 Runs = Sequence[RecordedRun]
 
 
-def cards(runs: Runs, content: Callable[[RecordedRun], Child]) -> Markup:
-    """Return the content of each run, side by side; the name of the run is shown if there are several."""
-    each = [element("div", _name(runs, run), content(run), class_="card") for run in runs]
-    return element("div", each, class_="cards")
-
-
-def _name(runs: Runs, run: RecordedRun) -> Markup | None:
-    return element("h3", label(runs, run)) if len(runs) > 1 else None
+def section_of_runs(runs: Runs, anchor: str, title: str, content: Callable[[RecordedRun], Child]) -> Markup:
+    """Return a section with the content of each run, side by side; the names of several runs are shown."""
+    names = [element("h3", label(runs, run)) if len(runs) > 1 else None for run in runs]
+    cards = [element("div", name, content(run), class_="card") for name, run in zip(names, runs, strict=True)]
+    return section(anchor, title, element("div", cards, class_="cards"))
 
 
 def label(runs: Runs, run: RecordedRun) -> str:
@@ -56,12 +53,8 @@ def label(runs: Runs, run: RecordedRun) -> str:
     return f"{runs.index(run) + 1}: {run.name}" if len(runs) > 1 else run.name
 
 
-def verdict(runs: Runs) -> Markup:
-    """Return the three lines of each verdict, and the losses behind it."""
-    return section("verdict", "Verdict", cards(runs, _verdict))
-
-
-def _verdict(run: RecordedRun) -> Child:
+def verdict(run: RecordedRun) -> Child:
+    """Return the three lines of a verdict, and the losses behind it."""
     found = run.summary.verdict if run.summary is not None else None
     if found is None:
         return element("p", f"No verdict: {_why_no_summary(run)}", class_="verdict unknown")
@@ -88,12 +81,8 @@ def _why_no_summary(run: RecordedRun) -> str:
     return next((problem for problem in run.problems if "summary.json" in problem), "no summary") + "."
 
 
-def waterfall(runs: Runs) -> Markup:
-    """Return the parts of the device time of each run."""
-    return section("waterfall", "Where the device time went", cards(runs, _waterfall))
-
-
-def _waterfall(run: RecordedRun) -> Child:
+def waterfall(run: RecordedRun) -> Child:
+    """Return the parts of the device time."""
     found = run.summary.waterfall if run.summary is not None else None
     if found is None:
         return element("p", f"No waterfall: {_why_no_summary(run)}")
@@ -152,12 +141,8 @@ def comparison(page: ComparisonPage | str | None) -> Markup | None:
     return section("comparison", "Comparison", *content, sentences(closing(page)))
 
 
-def facts_of_runs(runs: Runs) -> Markup:
+def facts_of_run(run: RecordedRun) -> Child:
     """Return what ran, and how it was measured."""
-    return section("what-ran", "What ran", cards(runs, _facts))
-
-
-def _facts(run: RecordedRun) -> Child:
     about = run.summary
     pairs: list[tuple[str, Child]] = [("folder", str(run.folder))]
     if about is not None:
@@ -250,16 +235,8 @@ def _errors(tag: str, value: Value) -> str:
     return text.replace("timing", "sampling") if entry is not None and entry.error is not None else text
 
 
-def not_measured(runs: Runs, without_curves: Sequence[str]) -> Markup:
-    """Return what was not measured, and everything of the folders that was not read."""
-
-    def content(run: RecordedRun) -> Child:
-        return sentences(_not_measured(run, without_curves))
-
-    return section("not-measured", "Not measured, and why", cards(runs, content))
-
-
-def _not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:
+def not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:
+    """Yield what was not measured, and everything of the folder that was not read."""
     found = run.summary
     if found is not None:
         yield from found.not_measured
