@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from effllm.commands.output import complain
 from effllm.commands.survey import Cost, Survey, survey
@@ -58,10 +58,7 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
 
 
 def _findings(findings: list[Finding]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for finding in findings:
         table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_text(finding)))
     return table
@@ -72,10 +69,8 @@ def _text(finding: Finding) -> str:
 
 
 def _metrics(metrics: list[Measurable]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(no_wrap=True, style="cyan"), Column(no_wrap=True), Column(overflow="fold")
+    table = Table.grid(*columns, padding=(0, 2, 0, 0))
     shown: set[str] = set()
     for one in metrics:
         mark = "[green]yes[/]" if one.measured else "[yellow]no[/]"
@@ -93,9 +88,7 @@ def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
 
 
 def _sensor(sensor: Known) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, lines in sensor_lines(sensor):
         table.add_row(name, escape("\n".join(lines)))
     return table

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from effllm import sensor_profile as profiling
 from effllm.commands.output import complain
@@ -144,12 +144,9 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
 
 
 def _facts(rows: list[tuple[str, list[str]]]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, lines in rows:
-        for number, line in enumerate(lines):
-            table.add_row("" if number else name, escape(line))
+        table.add_row(name, escape("\n".join(lines)))
     return table
 
 
@@ -226,8 +223,6 @@ def _ratio(name: str, found: SensorProfile) -> str:
 
 def _states(idle: State, loaded: State | None) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
-    for _ in range(3):
-        table.add_column(justify="left")
     table.add_row("", "[cyan]idle[/]", "[cyan]loaded[/]" if loaded else "")
     columns = [_state(state) for state in (idle, loaded) if state]
     for number, (name, _) in enumerate(columns[0]):
@@ -255,10 +250,7 @@ def _value(value: float | None, factor: float, form: str, unit: str) -> str:
 
 
 def _calls(calls: list[DriverCall]) -> Table:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    table = Table.grid("", Column(justify="right"), Column(justify="right"), padding=(0, 3, 0, 0))
     table.add_row("[cyan]call[/]", "[cyan]median[/]", "[cyan]worst[/]")
     for call in calls:
         table.add_row(escape(call.name), f"{1e3 * call.median_s:.3f} ms", f"{1e3 * call.worst_s:.3f} ms")
