@@ -6,7 +6,6 @@ import os
 import select
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -147,7 +146,6 @@ class SimulatedRanks:
         self._unix_s = time.time() - time.monotonic()
         self._sent = 0
         self._seen = 0
-        self._encoder = msgspec.json.Encoder()
 
     def run(self) -> None:
         """Connect all ranks, wait for the start time, report every window, and leave the job."""
@@ -160,7 +158,7 @@ class SimulatedRanks:
         self._context.destroy(linger=500)
 
     def _write(self, progress: Progress) -> None:
-        os.write(self._part.output_descriptor, self._encoder.encode(progress) + b"\n")
+        os.write(self._part.output_descriptor, msgspec.json.encode(progress) + b"\n")
 
     def _join(self) -> None:
         waiting: list[_SimulatedPeer] = []
@@ -252,12 +250,6 @@ class SimulatedRanks:
         poll.register(self._part.input_descriptor, 0)
         if poll.poll(0):  # the pipe is closed, because the command has ended
             raise SystemExit(1)
-
-
-def lines(buffer: bytes) -> Iterator[Progress]:
-    """Decode complete lines of progress."""
-    decoder = msgspec.json.Decoder(Progress)
-    yield from map(decoder.decode, buffer.splitlines())
 
 
 def main(arguments: list[str]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from effllm.commands.simulate_ranks import Part, Progress, lines
+from effllm.commands.simulate_ranks import Part, Progress
 from effllm.config.settings import Config, secret_path
 from effllm.config.spawn import pidfd, spawn
 from effllm.network import listening, secret
@@ -106,7 +106,7 @@ class _Part:
         """Return the new messages of the process; the descriptor must be readable."""
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
-        items = list(lines(whole))
+        items = msgspec.json.Decoder(Progress).decode_lines(whole)
         for one in items:
             self.joined, self.sent = max(self.joined, one.joined), max(self.sent, one.sent)
             if one.done:
@@ -155,17 +155,11 @@ class OwnAggregator:
             os.close(memory)
             os.close(own)
             listener.close()
-        self._about = psutil.Process(self.process.pid)
+        self.about = psutil.Process(self.process.pid)
 
     def cpu_s(self) -> float:
-        times = self._about.cpu_times()
+        times = self.about.cpu_times()
         return float(times.user + times.system)
-
-    def rss_bytes(self) -> int:
-        return int(self._about.memory_info().rss)
-
-    def descriptors(self) -> int:
-        return int(self._about.num_fds())
 
     def summary(self) -> dict[str, Any]:
         try:
@@ -173,9 +167,6 @@ class OwnAggregator:
         except (OSError, msgspec.MsgspecError):
             return {}
         return body
-
-    def has_failed(self) -> bool:
-        return bool(self.process.poll())
 
     def close(self, is_waited_for: bool) -> None:
         try:
@@ -282,7 +273,7 @@ class SimulatedRun:
             self.found.cpu_s = self._aggregator.cpu_s() - cpu_before_s
             self.found.cpu_ratio = self.found.cpu_s / spent_s
             self.found.cpu_us_per_report = 1e6 * self.found.cpu_s / reports
-            self.found.descriptors = self._aggregator.descriptors()
+            self.found.descriptors = self._aggregator.about.num_fds()
             self.found.rss_bytes = max(rss for _, rss in self._memory)
             self.found.rss_slope_bytes_per_s = _slope(self._memory)
 
@@ -312,11 +303,11 @@ class SimulatedRun:
             for one in part.progress():
                 self._note(one)
         if self._aggregator:
-            if self._aggregator.has_failed():
+            if self._aggregator.process.poll():
                 raise SimulationError("the aggregator ended too early; the error is printed above")
             is_due = not self._memory or time.monotonic() - self._memory[-1][0] >= 0.5
             if self._last_s and is_due and not self.found.reports:
-                self._memory.append((time.monotonic(), self._aggregator.rss_bytes()))
+                self._memory.append((time.monotonic(), self._aggregator.about.memory_info().rss))
 
     def _note(self, one: Progress) -> None:
         if one.rejected:
