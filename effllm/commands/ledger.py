@@ -24,7 +24,7 @@ from effllm.analysis.load import load_errors
 from effllm.commands.output import ReadingProgress, complain, form_of
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
-from effllm.store.summary_text import readable, rounded_up
+from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
 
 WIDTH = 80
 MIN_GROUP, MAX_LOSS = 10, 24  # letters
@@ -32,7 +32,6 @@ MIN_GROUP, MAX_LOSS = 10, 24  # letters
 _DISPENSABLE = ("largest loss", "kg CO2", "cost", "±")
 MAX_ROWS, MAX_SKIPPED = 40, 5
 MIN_ROWS = 3  # on a terminal, the table has as many rows as fit on one screen
-J_PER_KWH = 3.6e6
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -98,12 +97,12 @@ def _show(console: Console, found: Totals, by: str, count: int) -> None:
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
         "GPU-h": ["≥" * bool(row.without_hours) + readable(row.gpu_hours) for row in everything],
-        "wasted": [_waste(row) for row in everything],
-        "goodput": [_percent(row.goodput_ratio) for row in everything],
+        "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in everything],
+        "goodput": ["-" if row.goodput_ratio is None else f"{100 * row.goodput_ratio:.1f} %" for row in everything],
         "kWh": [_energy(row) for row in everything],
         "±": [_error(row) for row in everything],
-        "cost": [_number(_cost(row)) for row in everything],
-        "kg CO2": [_number(row.co2_kg) for row in everything],
+        "cost": [readable(_cost(row)) for row in everything],
+        "kg CO2": [readable(row.co2_kg) for row in everything],
         "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
         "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
     }
@@ -155,18 +154,6 @@ def _runs(count: int) -> str:
 def _cost(row: LedgerRow) -> float | None:
     known = [cost for cost in (row.gpu_cost, row.electricity_cost) if cost is not None]
     return max(known) if known else None  # the price of a GPU-hour includes the electricity
-
-
-def _waste(row: LedgerRow) -> str:
-    return readable(row.wasted_gpu_hours) if row.goodput_ratio is not None else "-"
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.1f} %"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else readable(value)
 
 
 def _energy(row: LedgerRow) -> str:

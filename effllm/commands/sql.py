@@ -76,9 +76,7 @@ def _tables(headers: list[str], cells: list[list[str]], numbers: list[bool]) -> 
 
 def _cell(value: Any) -> str:
     """Return a value in one short line; terminal escapes are never printed."""
-    if value is None:
-        return "-"
-    if isinstance(value, float):
+    if value is None or isinstance(value, float):
         return readable(value)
     text = one_line(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     text = text[1:-1] if not isinstance(value, (str, list, dict)) and text.startswith('"') else text

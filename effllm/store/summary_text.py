@@ -29,10 +29,10 @@ MAX_SHOWN_NAMES = 40
 MIN_SHARE = 0.0005
 
 
-def readable(value: float) -> str:
-    """Return a number for display: three significant digits below 1,000, a whole number with separators above."""
-    if value == 0:
-        return "0"
+def readable(value: float | None) -> str:
+    """Return a number with three significant digits below 1,000, whole with separators above; "-" if unknown."""
+    if value is None or value == 0:
+        return "-" if value is None else "0"
     if 999.5 <= abs(value) < 1e10:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")

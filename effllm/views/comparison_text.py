@@ -159,9 +159,8 @@ def notes(one: Compared) -> list[str]:
 
 def cells(row: MetricComparison) -> list[str]:
     """Return the cells of a metric in a table with `HEADER`; a metric of the quantity above it has no outcome."""
-    values = ["-" if value is None else readable(value) for value in (row.a, row.b)]
     name = row.metric if row.outcome else f"  {row.metric}"
-    return [name, *values, _difference(row), row.outcome or ""]
+    return [name, readable(row.a), readable(row.b), _difference(row), row.outcome or ""]
 
 
 def _difference(row: MetricComparison) -> str:

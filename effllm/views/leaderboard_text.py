@@ -19,12 +19,12 @@ from effllm.analysis.comparison import BETTER, SAME, UNKNOWN, WORSE
 from effllm.analysis.leaderboard import MCR, PAPER, Leaderboard, Standing
 from effllm.metrics import METRICS
 from effllm.records.plain_text import one_line
+from effllm.store import csv_file
 from effllm.store.summary_text import readable
 from effllm.views.comparison_text import markdown_table, markdown_text
 
 _DIRECTIONS = {"AMU": "↓", "PCU": "↑", "AL": "↓", "TT": "↑", "ST": "↑", "IT": "↑", "AEC": "↓", MCR: "↑"}
 MAX_WIDTH = 1000
-_FORMULAS = "=+-@\t\r"  # a spreadsheet evaluates a cell that begins with one of these
 
 
 class LeaderboardScreen(NamedTuple):
@@ -84,9 +84,9 @@ def csv_text(boards: Sequence[Leaderboard]) -> str:
             numbers = [one.values[name] for name in (*PAPER, MCR)]
             counts = [(one.next_outcomes or {}).get(outcome) for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
             row = [
-                _cell(one.side.name),
+                csv_file.cell(one.side.name),
                 len(one.side.runs),
-                _cell(board.parameters_kind),
+                csv_file.cell(board.parameters_kind),
                 *numbers,
                 one.quality,
                 one.score,
@@ -155,9 +155,7 @@ def _unfinished(one: Standing) -> str:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2e}" if 0 < abs(value) < 0.01 else readable(value)
+    return f"{value:.2e}" if value is not None and 0 < abs(value) < 0.01 else readable(value)
 
 
 def _outcomes(one: Standing) -> str:
@@ -167,8 +165,3 @@ def _outcomes(one: Standing) -> str:
     if counts[BETTER] or counts[WORSE]:
         return f"{counts[BETTER]} better, {counts[WORSE]} worse"
     return UNKNOWN if counts[UNKNOWN] else SAME
-
-
-def _cell(text: str) -> str:
-    text = one_line(text)
-    return f"'{text}" if text.startswith(tuple(_FORMULAS)) else text

@@ -7,9 +7,14 @@ from typing import NamedTuple
 
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall, WaterfallPart
-from effllm.store.summary_text import readable
+from effllm.store.summary_text import J_PER_KWH, MIN_KWH, readable
 
-MIN_H, J_PER_KWH, MIN_KWH = 1.0, 3.6e6, 0.01
+MIN_H = 1.0
+
+
+def energy_unit(joules: float) -> tuple[str, float]:
+    """Return the unit in which an energy is shown, and its joules."""
+    return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
 
 
 class WaterfallUnits(NamedTuple):
@@ -25,9 +30,7 @@ class WaterfallUnits(NamedTuple):
     def of(cls, found: Waterfall) -> WaterfallUnits:
         name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
         time = f"{one_line(found.unit)}-{name}", seconds
-        energy = ("", 1.0)
-        if found.joules is not None:
-            energy = ("kWh", J_PER_KWH) if found.joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
+        energy = ("", 1.0) if found.joules is None else energy_unit(found.joules)
         return cls(*time, *energy, any(part.cost is not None for part in found.parts))
 
 
@@ -65,6 +68,6 @@ def waterfall_row(part: WaterfallPart, units: WaterfallUnits) -> list[str]:
         mark = "~" if part.is_split_by_time else ""
         cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))
     if units.has_cost:
-        cells.append("-" if part.cost is None else readable(part.cost))
+        cells.append(readable(part.cost))
     cells.append("" if part.max_gain is None else f"{100 * part.max_gain:.1f} %")
     return cells

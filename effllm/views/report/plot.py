@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.window_curves import LOSS, spread_tag
 from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO
-from effllm.store.summary_text import readable
+from effllm.store.summary_text import J_PER_KWH, readable
 from effllm.views.report.markup import Markup, element
 
-J_PER_KWH = 3.6e6
 #: Size of the drawing; the browser stretches it to the width of the page.
 WIDTH, HEIGHT = 1000, 300
 _X_LABELS = 4  # intervals between the labels below a chart
@@ -285,14 +284,13 @@ def numbers(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]
 def data_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
     """Return the curves of each run for JSON; a gap is null."""
     return [
-        {tag: [list(map(_whole, xs)), list(map(_number, ys))] for tag, (xs, ys) in run.points.items() if run.has(tag)}
+        {
+            tag: [
+                [int(x) if x == int(x) else x for x in xs],
+                [float(f"{y:.6g}") if math.isfinite(y) else None for y in ys],
+            ]
+            for tag, (xs, ys) in run.points.items()
+            if run.has(tag)
+        }
         for run in runs
     ]
-
-
-def _whole(x: float) -> float:
-    return int(x) if x == int(x) else x
-
-
-def _number(y: float) -> float | None:
-    return float(f"{y:.6g}") if math.isfinite(y) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +78,7 @@ class EventHistory:
         """Return the states of the ranks at a moment."""
         key = self._count, until_s
         if key not in self._states:
-            fold = self._base.copy() if until_s >= self._base_s else _Fold()
+            fold = copy.deepcopy(self._base) if until_s >= self._base_s else _Fold()
             fold.add(self._changes, until_s)
             self._states = {key: fold.states()}
         return self._states[key]
@@ -101,12 +102,6 @@ class _Fold:
         self._failed: dict[int, str] = {}
         self._errors: dict[int, str] = {}
         self._stall, self._loss_is_finite, self._attempt = "", True, 0
-
-    def copy(self) -> _Fold:
-        other = _Fold()
-        other._lost, other._failed, other._errors = {*self._lost}, {**self._failed}, {**self._errors}
-        other._stall, other._loss_is_finite, other._attempt = self._stall, self._loss_is_finite, self._attempt
-        return other
 
     def states(self) -> RankStates:
         return RankStates(frozenset(self._lost), self._failed, self._errors, self._stall, self._loss_is_finite)

@@ -64,7 +64,8 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int) -> list[Line
     lines: list[Line] = [[(head, DIM), ("  reason" if view.order.sort == "reason" else f"  by {view.order.sort}", DIM)]]
     for one in shown:
         numbers = "".join(fit(_number(one, name), cells + 1, right=True) for name, cells in columns.items())
-        text, style = (_host_text(one) if isinstance(one, HostLine) else one.text), _style(_worst(one).reason)
+        text, worst = (_host_text(one), one.worst) if isinstance(one, HostLine) else (one.text, one)
+        style = BAD if worst.reason in _WORST else WARNING if worst.reason in _NAMED else PLAIN
         start = f"{_who(one, host_width)}{numbers}  "
         room = max(width - width_of(start), 20)
         parts = textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" …") or [""]
@@ -84,10 +85,6 @@ def _who(line: RankLine | HostLine, host_width: int) -> str:
     return fit(str(line.rank), 6, right=True) + " " + fit(line.host or "-", host_width)
 
 
-def _worst(line: RankLine | HostLine) -> RankLine:
-    return line.worst if isinstance(line, HostLine) else line
-
-
 def _host_text(line: HostLine) -> str:
     return f"{line.with_reason} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if line.with_reason else ""
 
@@ -95,25 +92,13 @@ def _host_text(line: HostLine) -> str:
 def _number(line: RankLine | HostLine, column: str) -> str:
     value, text = {
         "step s": (line.step_s, readable),
-        "wait": (line.wait_ratio, _percent),
-        "busy": (line.busy_ratio, _percent),
-        "W": (line.watts, _whole),
+        "wait": (line.wait_ratio, "{:.0%}".format),
+        "busy": (line.busy_ratio, "{:.0%}".format),
+        "W": (line.watts, "{:.0f}".format),
         "GB": (line.memory_gb, "{:.1f}".format),
-        "degC": (line.temperature_c, _whole),
+        "degC": (line.temperature_c, "{:.0f}".format),
     }[column]
     return "-" if value is None else text(value)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.0f}%"
-
-
-def _whole(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def _style(reason: str) -> int:
-    return BAD if reason in _WORST else WARNING if reason in _NAMED else PLAIN
 
 
 def _events(frame: TopFrame, width: int) -> list[Line]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from effllm.metrics.ratios import measured_quotient
 from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
 from effllm.store.reader import RankRow
 from effllm.views.top.event_history import RankStates
@@ -208,15 +209,11 @@ def _values(rank: int, row: RankRow | None, host: str) -> RankLine:
         row.host or host,
         step_s=row.busy_s / iterations if iterations > 0 else None,
         wait_ratio=row.wait_s / whole_s if iterations > 0 and whole_s > 0 else None,
-        busy_ratio=_quotient(row.utilization_seconds, row.utilization_covered_s),
-        watts=_quotient(row.energy_j, row.energy_covered_s),
+        busy_ratio=measured_quotient(row.utilization_seconds, row.utilization_covered_s),
+        watts=measured_quotient(row.energy_j, row.energy_covered_s),
         memory_gb=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GB,
         temperature_c=None if temperature is None else temperature.most,
     )
-
-
-def _quotient(above: float | None, below: float) -> float | None:
-    return above / below if above is not None and below > 0 else None
 
 
 class _Found(NamedTuple):

@@ -29,10 +29,10 @@ from effllm.views.top.text import (
     width_of,
 )
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
+from effllm.views.waterfall_text import energy_unit
 
 CELL = 20  # width of a value with its name
 MAX_COLUMNS = 6
-J_PER_KWH = 3.6e6
 
 MIN_WIDTH, MIN_HEIGHT = 20, 6
 MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
@@ -60,8 +60,9 @@ def _percent(value: float) -> str:
     return f"{readable(100 * value)} %"
 
 
-def _kwh(joules: float) -> str:
-    return f"{readable(joules / J_PER_KWH)} kWh" if joules >= 0.01 * J_PER_KWH else f"{readable(joules)} J"
+def _energy(joules: float) -> str:
+    unit, unit_j = energy_unit(joules)
+    return f"{readable(joules / unit_j)} {unit}"
 
 
 CELLS = (
@@ -75,7 +76,7 @@ CELLS = (
     Cell("memory", ("memory/peak_gb",), lambda value: f"{readable(value)} GB"),
     Cell("tok/s", ("throughput/tokens_per_second",), _scaled("")),
     Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent),
-    Cell("energy", ("energy/total_joules",), _kwh),
+    Cell("energy", ("energy/total_joules",), _energy),
     Cell("exposed", ("throughput/exposed_communication_ratio",), _percent),
 )
 
