@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -167,21 +167,11 @@ def _title(runs: Sequence[RecordedRun]) -> str:
     return f"Run {run.name}{status}"
 
 
-class _Assets(NamedTuple):
-    style: Markup
-    script: Markup
-
-
-def _assets() -> _Assets:
-    here = files("effllm.views.report")
-    return _Assets(*(Markup((here / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js")))
-
-
 def _document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
-    assets = _assets()
+    here = files("effllm.views.report")
+    style, script = (Markup((here / f"report.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js"))
     policy = (
-        f"default-src 'none'; style-src {_hash(assets.style)}; script-src {_hash(assets.script)}; base-uri 'none'; "
-        "form-action 'none'"
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
     head = element(
         "head",
@@ -191,10 +181,10 @@ def _document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="referrer", content="no-referrer"),
         element("title", f"{_title(runs)} · effllm"),
-        element("style", assets.style),
+        element("style", style),
     )
     scripts = together(
-        element("script", _json(data), type="application/json", id="effllm-data"), element("script", assets.script)
+        element("script", _json(data), type="application/json", id="effllm-data"), element("script", script)
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', body, scripts), lang='en')}\n"
 
