@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Struct
 
 from effllm.commands.top_reader import SourceError
-from effllm.commands.top_run import find_run
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
@@ -31,6 +30,7 @@ MAX_STEPS = 200  # number of windows of the curve
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
 MAX_EVENTS = 200
 MAX_DOCUMENT_BYTES = 2**28
+_NAMES = ("summary.json", "run.json", "windows-0001.jsonl")  # files of which a run folder has one or more
 EVENTS_S = 0.1  # time for reading events before a frame
 _SECONDS = "throughput/seconds_per_iteration"
 
@@ -207,7 +207,9 @@ class FolderSource:
 
         ``pause`` keeps the position at the window that is now the newest.
         """
-        here = self._at or _last(self._files.windows.before(END, 1), START)
+        if (here := self._at) is None:
+            newest = self._files.windows.before(END, 1)
+            here = newest[-1][0] if newest else START
         if kind == "newest":
             self._at = None
         elif kind == "pause":
@@ -216,9 +218,8 @@ class FolderSource:
             self._at = _first(self._files.windows.after(START, 1))
         elif kind == "share":
             share = max(self._files.windows.share_of(here) + amount, 0.0)
-            self._at = (
-                _first(self._files.windows.after(self._files.windows.at_share(share), 1)) if share < 1.0 else None
-            )
+            start = self._files.windows.at_share(share)  # the end for a share of 1
+            self._at = _first(self._files.windows.after(start, 1))
         elif amount < 0:
             lines = self._files.windows.before(here, int(-amount))
             self._at = lines[0][0] if lines else here
@@ -239,21 +240,24 @@ class FolderSource:
         coverage = shown.coverage if shown is not None else None
         count = coverage.ranks_expected if coverage is not None else len(self._hosts)
         rows = self._rows_of(shown) if shown is not None else []
-        is_newest = self._at is None
+        verdict_note = ""
+        if summary is not None:
+            verdict_note = "whole run" if summary.is_over else f"at {local_time('%H:%M:%S', summary.updated_time_s)}"
         return TopFrame(
             head=head,
             place=RunPlace(
-                is_newest,
+                self._at is None,
                 1.0 if self._at is None else self._files.windows.share_of(self._at),
                 shown.time_s if shown is not None else None,
                 shown.window if shown is not None else None,
             ),
             coverage=coverage,
-            values=_values(latest, shown),
+            # The last window may be without iterations, but has the newest totals.
+            values={**shown.values, **latest.values} if shown is not None and latest is not None else {},
             loss=shown.loss if shown is not None else None,
             doubtful=shown.doubtful if shown is not None else (),
             verdict=summary.verdict if summary is not None else None,
-            verdict_note=_verdict_note(summary),
+            verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=problems_of(head, states, coverage, shown.stragglers if shown is not None else ()),
             steps=[line.step for line in self._tail if line.step is not None],
@@ -301,15 +305,15 @@ class FolderSource:
         """Read the windows up to the position; while the newest window is shown, only the new lines are read."""
         if self._at is not None:
             if not self._tail:
-                self._tail = _lines(
+                self._tail = _window_lines(
                     [*self._files.windows.before(self._at, MAX_STEPS - 1), *self._files.windows.after(self._at, 1)]
                 )
         elif not self._tail:
-            self._tail = _lines(self._files.windows.before(END, MAX_STEPS))
+            self._tail = _window_lines(self._files.windows.before(END, MAX_STEPS))
         else:
             last = self._tail[-1]
             new = self._files.windows.after(Position(last.at.number, last.at.offset + len(last.line)), MAX_STEPS)
-            self._tail = [*self._tail, *_lines(new)][-MAX_STEPS:]
+            self._tail = [*self._tail, *_window_lines(new)][-MAX_STEPS:]
 
     def _rows_of(self, window: WindowReport) -> list[RankRow]:
         """Return the reports of the ranks in a window: they are at the end of the files, or they are searched."""
@@ -326,16 +330,12 @@ def _first(lines: Lines) -> Position | None:
     return lines[0][0] if lines else None
 
 
-def _last(lines: Lines, otherwise: Position) -> Position:
-    return lines[-1][0] if lines else otherwise
-
-
 def _pair(line: bytes) -> tuple[int, int]:
     key = _decoded(_key, line)
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 
-def _lines(lines: Lines) -> list[_WindowLine]:
+def _window_lines(lines: Lines) -> list[_WindowLine]:
     return [_WindowLine(at, line, _step(line)) for at, line in lines]
 
 
@@ -359,15 +359,35 @@ def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowR
     return latest, latest
 
 
-def _values(latest: WindowReport | None, shown: WindowReport | None) -> dict[str, float]:
-    """Return the values of the window with iterations, with the totals of the last window."""
-    return {
-        **(shown.values if shown is not None else {}),
-        **(latest.values if latest is not None else {}),
-    }
+def find_run(path: Path) -> Path:
+    """Return a run folder.
+
+    Raises:
+        SourceError: there is no run at the path.
+    """
+    try:
+        folder = path if path.is_dir() else path.parent
+        if not path.exists():
+            raise SourceError(f"{path} does not exist")
+        if _changed_s(folder) is not None:
+            return folder
+        runs = [(changed_s, one) for one in folder.iterdir() if (changed_s := _changed_s(one)) is not None]
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror or error}") from error
+    if not runs:
+        raise SourceError(
+            f"{path} has no run: a run folder contains run.json or summary.json, as in "
+            "efficientllm_runs/20260101-120000-1a2b3c4d"
+        )
+    return max(runs)[1]
 
 
-def _verdict_note(summary: Summary | None) -> str:
-    if summary is None:
-        return ""
-    return "whole run" if summary.is_over else f"at {local_time('%H:%M:%S', summary.updated_time_s)}"
+def _changed_s(folder: Path) -> float | None:
+    """Return the last change of a run folder, or ``None`` if the folder has no run."""
+    times = []
+    for name in _NAMES:
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=None)
