@@ -8,7 +8,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -106,12 +106,10 @@ def labels_of(text: str) -> dict[str, str]:
     >>> labels_of('run_id="a",kind="b c"')
     {'run_id': 'a', 'kind': 'b c'}
     """
-    return dict(_labels(text))
-
-
-def _labels(text: str) -> Iterator[tuple[str, str]]:
-    for name, value in _LABEL.findall(text):
-        yield name, re.sub(r"\\.", lambda found: _ESCAPED.get(found[0], found[0]), value)
+    escapes = re.compile(r"\\.")
+    return {
+        name: escapes.sub(lambda found: _ESCAPED.get(found[0], found[0]), value) for name, value in _LABEL.findall(text)
+    }
 
 
 def _number(text: str) -> float | None:

@@ -68,11 +68,9 @@ def json_text(found: Findings) -> str:
 
 def table(found: Findings) -> str:
     """Return the results as lines of text; missing results are left out."""
+    keys = "with keys" if found.security == "curve" else "without keys"
     lines = [
-        (
-            "ranks",
-            f"{found.ranks:,}, one report per rank every {found.interval_s:g} s, {found.arrival}, {_keys(found)}",
-        ),
+        ("ranks", f"{found.ranks:,}, one report per rank every {found.interval_s:g} s, {found.arrival}, {keys}"),
         ("joined in", f"{found.joined_s:.1f} s"),
         ("reports", f"{found.reports:,} in {found.windows:,} windows: {found.reports_per_s:,.0f}/s"),
     ]
@@ -100,7 +98,3 @@ def table(found: Findings) -> str:
             lines.append(("energy", f"{found.energy_j:,.0f} J of {found.energy_true_j:,.0f} J"))
         lines.append(("run", found.status))
     return "\n".join(f"{name + ':':<13}{text}" for name, text in lines)
-
-
-def _keys(found: Findings) -> str:
-    return "with keys" if found.security == "curve" else "without keys"

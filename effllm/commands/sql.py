@@ -50,7 +50,8 @@ def _print_text(found: Answer) -> None:
     rows = list(itertools.islice(found.rows, MAX_ROWS + 1))
     cells = [[_cell(value) for value in row] for row in rows[:MAX_ROWS]]
     headers = [one_line(name) for name in found.columns]
-    for lines in _tables(headers, cells, [_is_number(kind) for kind in found.types]):
+    are_numbers = [kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT") for kind in found.types]
+    for lines in _tables(headers, cells, are_numbers):
         print("\n".join(lines))
     count = f"the first {MAX_ROWS:,} rows; --csv prints all rows" if len(rows) > MAX_ROWS else f"{len(rows):,} rows"
     print(f"({'1 row' if len(rows) == 1 else count})")
@@ -81,10 +82,6 @@ def _cell(value: Any) -> str:
     text = one_line(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     text = text[1:-1] if not isinstance(value, (str, list, dict)) and text.startswith('"') else text
     return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"
-
-
-def _is_number(kind: str) -> bool:
-    return kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT")
 
 
 def _print_csv(found: Answer) -> None:

@@ -87,6 +87,7 @@ def loopback() -> Finding:
     server = ServerSocket(context)
     link: AgentLink | None = None
     began_s = time.monotonic()
+    advice = "check with ip link that loopback is up, and that it is not filtered"
     try:
         link = AgentLink(context, server.listen(interface.endpoint(address, 0)))
         link.connect()
@@ -97,19 +98,9 @@ def loopback() -> Finding:
             server.socket.poll(20)
             arrived = server.receive()
         if arrived is None or decode_from_agent(arrived[1]) != sent:
-            return Finding(
-                "ZeroMQ",
-                BROKEN,
-                f"no message over {address} in {LOOPBACK_S:g} s",
-                "check with ip link that loopback is up",
-            )
+            return Finding("ZeroMQ", BROKEN, f"no message over {address} in {LOOPBACK_S:g} s", advice)
     except (zmq.ZMQError, FrameError) as error:
-        return Finding(
-            "ZeroMQ",
-            BROKEN,
-            f"loopback fails: {error}",
-            "check with ip link that loopback is up, and that it is not filtered",
-        )
+        return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", advice)
     finally:
         if link:
             link.close()

@@ -7,7 +7,6 @@ import signal
 import sys
 import textwrap
 import time
-from types import FrameType
 from typing import Any
 
 from effllm.agent.gpu_energy import GpuEnergy
@@ -32,7 +31,7 @@ def main(vllm: str, interval: float, count: int, as_json: bool) -> int:
         config = read_config(this_process())
     except (ValueError, ConfigError) as error:
         return complain("watch", str(error), 2)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval))
     watch = _Watch(vllm, interval, energy, as_json)
     try:
@@ -51,10 +50,6 @@ def main(vllm: str, interval: float, count: int, as_json: bool) -> int:
         energy.close()
     watch.end()
     return 0 if watch.measured else 1
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 class _Watch:

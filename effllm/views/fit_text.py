@@ -193,21 +193,11 @@ def _numbers(size: ByteRange) -> str:
 
 def fit_document(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> dict[str, Any]:
     """Return all estimates; sizes are whole bytes."""
-    return {
-        "schema": SCHEMA,
-        "gpu": None if gpu is None else _gpu(gpu),
-        "models": [_model(fit, gpu) for fit in fits],
-    }
-
-
-def _gpu(gpu: GpuMemory) -> dict[str, Any]:
-    return {
-        "name": gpu.name,
-        "count": gpu.count,
-        "memory_bytes": round(gpu.memory_bytes),
-        "usable_bytes": round(gpu.usable_bytes),
-        "source": gpu.source,
-    }
+    about = None
+    if gpu is not None:
+        sizes = {"memory_bytes": round(gpu.memory_bytes), "usable_bytes": round(gpu.usable_bytes)}
+        about = {**asdict(gpu), **sizes}
+    return {"schema": SCHEMA, "gpu": about, "models": [_model(fit, gpu) for fit in fits]}
 
 
 def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
