@@ -9,16 +9,7 @@ from typing import Any
 
 from effllm.memory.plan import MemoryPlan
 
-_SINGLE: dict[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "cp": 1,
-    "ep": 1,
-    "dp": 1,
-    "base_bits": 0,
-    "fused_loss": False,
-    "implementation": "transformers",
-}
+_ONE_RANK: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep", "dp"), 1)
 _OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")  # Adafactor of torch reads values, which fake tensors do not have
 _PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed")
 
@@ -69,7 +60,7 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> dict[str, int
 def _check(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
     if config is None or not config.get("model_type"):
         raise CannotMeasure("--measure needs a config of Hugging Face with a model_type")
-    if replace(plan, **_SINGLE) != plan:
+    if plan != replace(plan, base_bits=0, fused_loss=False, implementation="transformers", **_ONE_RANK):
         raise CannotMeasure(
             "--measure is for one rank with the kernels of transformers: no layout, quantized base or fused loss"
         )

@@ -54,14 +54,8 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
     """Return the answer for scripts; its top-level names are stable, and docs/verdict.md describes them."""
     verdict = msgspec.to_builtins(summary.verdict) or {}
     evidence = verdict.pop("evidence", [])
-    run = {
-        "run_id": summary.run_id,
-        "status": summary.status,
-        "is_over": summary.is_over,
-        "simulated": summary.simulated,
-    }
     return {
-        "run": run,
+        "run": {name: getattr(summary, name) for name in ("run_id", "status", "is_over", "simulated")},
         "verdict": verdict or None,
         "waterfall": msgspec.to_builtins(found),
         "evidence": evidence,

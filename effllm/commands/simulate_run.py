@@ -161,13 +161,6 @@ class OwnAggregator:
         times = self.about.cpu_times()
         return float(times.user + times.system)
 
-    def summary(self) -> dict[str, Any]:
-        try:
-            body: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
-        except (OSError, msgspec.MsgspecError):
-            return {}
-        return body
-
     def close(self, is_waited_for: bool) -> None:
         try:
             self.process.wait(ENDS_S if is_waited_for else 0.0)
@@ -209,7 +202,7 @@ class SimulatedRun:
                     part.close()
                 if self._aggregator:
                     self._aggregator.close(is_waited_for=bool(self.found.status))
-                    self._compare(self._aggregator.summary())
+                    self._add_totals(self._aggregator.folder / "summary.json")
                 os.close(output)
         return self.found
 
@@ -325,7 +318,11 @@ class SimulatedRun:
             sent = sum(part.sent for part in self._parts)
             print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
 
-    def _compare(self, summary: dict[str, Any]) -> None:
+    def _add_totals(self, path: Path) -> None:
+        try:
+            summary = msgspec.json.decode(path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            summary = {}
         self.found.tokens = summary.get("measured_tokens") or 0
         self.found.energy_j = summary.get("energy", {}).get("measured_joules")
         self.found.duplicates = summary.get("events", {}).get("duplicate", 0)

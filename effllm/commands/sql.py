@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
@@ -98,11 +98,8 @@ def _plain(value: Any) -> Any:
 
 
 def _print_json(found: Answer) -> None:
-    def rows() -> Iterable[str]:
-        for row in found.rows:
-            yield json.dumps(_finite(dict(zip(found.columns, row, strict=True))), default=str)
-
-    print("[" + ",\n ".join(rows()) + "]")
+    rows = (dict(zip(found.columns, row, strict=True)) for row in found.rows)
+    print("[" + ",\n ".join(json.dumps(_finite(row), default=str) for row in rows) + "]")
 
 
 def _finite(value: Any) -> Any:

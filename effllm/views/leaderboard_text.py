@@ -72,27 +72,15 @@ def csv_text(boards: Sequence[Leaderboard]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     named = [f"{name}_{METRICS[tag].unit.replace('/', '_per_')}" for name, tag in PAPER.items()] + [MCR]
     outcomes = [outcome.replace(" ", "_") for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
-    writer.writerow(
-        [
-            *("configuration", "runs", "parameters_kind", *named, "quality", "score"),
-            *(f"next_{outcome}" for outcome in outcomes),
-            *("simulated", "in_doubt"),
-        ]
-    )
+    header = ["configuration", "runs", "parameters_kind", *named, "quality", "score"]
+    writer.writerow([*header, *(f"next_{outcome}" for outcome in outcomes), "simulated", "in_doubt"])
     for board in boards:
         for one in board.standings:
             numbers = [one.values[name] for name in (*PAPER, MCR)]
             counts = [(one.next_outcomes or {}).get(outcome) for outcome in (BETTER, WORSE, SAME, UNKNOWN)]
-            row = [
-                csv_file.cell(one.side.name),
-                len(one.side.runs),
-                csv_file.cell(board.parameters_kind),
-                *numbers,
-                one.quality,
-                one.score,
-            ]
-            about = [str(board.simulated).lower(), " ".join(one.in_doubt)]
-            writer.writerow(["" if cell is None else cell for cell in (*row, *counts, *about)])
+            names = (csv_file.cell(one.side.name), len(one.side.runs), csv_file.cell(board.parameters_kind))
+            about = (str(board.simulated).lower(), " ".join(one.in_doubt))
+            writer.writerow([*names, *numbers, one.quality, one.score, *counts, *about])
     return out.getvalue()
 
 

@@ -39,6 +39,7 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     drawn = [(chart, found) for chart, found in charts if found]
     if not drawn:
         return section("curves", "Curves", element("p", "No curves: no window has been recorded."))
+    header = ("line", "smallest", "at iteration", "largest", "at iteration", "last")
     figures = [
         element(
             "figure",
@@ -46,7 +47,7 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
             legend(found),
             plot(chart, found, runs, at),
             element("p", chart.note, class_="note") if chart.note else None,
-            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _NUMBERS, numbers(found, runs))),
+            hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(found, runs))),
         )
         for at, (chart, found) in enumerate(drawn)
     ]
@@ -57,9 +58,6 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     return section(
         "curves", "Curves over the iterations", element("p", note), element("div", figures, class_="figures")
     )
-
-
-_NUMBERS = ("line", "smallest", "at iteration", "largest", "at iteration", "last")
 
 
 # --- ranks ---
@@ -223,16 +221,8 @@ def _straggler_row(one: StragglerVerdict) -> list[Child]:
     names = ", ".join(map(str, one.ranks[:8])) + (f" and {len(one.ranks) - 8} more" if len(one.ranks) > 8 else "")
     joules = "–" if one.joules is None else number(readable(one.joules), one.joules)
     cost = number(readable(one.gpu_seconds), one.gpu_seconds)
-    return [
-        names,
-        one.host,
-        one.why,
-        one.evidence,
-        f"{one.since_iteration:,}",
-        f"{100 * one.slowdown:.1f} %",
-        cost,
-        joules,
-    ]
+    since, slower = f"{one.since_iteration:,}", f"{100 * one.slowdown:.1f} %"
+    return [names, one.host, one.why, one.evidence, since, slower, cost, joules]
 
 
 # --- events ---
@@ -262,20 +252,17 @@ def events(run: RecordedRun) -> Child:
         [kind, f"{count:,}", KINDS[kind].help if kind in KINDS else "not a known kind"]
         for kind, count in sorted(counts.items(), key=lambda one: (not is_problem(one[0]), -one[1]))
     ]
-    about = (
-        [f"{left_out:,} more events are not listed: the list has the newest problems and the newest others."]
-        if left_out > 0
-        else []
-    )
+    about = []
+    if left_out > 0:
+        about.append(
+            f"{left_out:,} more events are not listed: the list has the newest problems and the newest others."
+        )
     if run.events.unread_bytes:
         about.append(f"{run.events.unread_bytes / 2**20:,.0f} MiB of older events were not read.")
     return together(
         _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown, MAX_LETTERS),
         sentences(about),
-        hidden(
-            "Number of events by kind",
-            table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2)),
-        ),
+        hidden("Number of events by kind", table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2))),
     )
 
 
