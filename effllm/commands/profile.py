@@ -152,25 +152,21 @@ def _facts(rows: list[tuple[str, list[str]]]) -> Table:
 
 def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     sensor = found.sensor
-    counter = [_moves(found.counter, "moves"), _lag(found), _measures(found)]
-    power = [_moves(found.power, "changes"), _mean(found.power_response)]
+    held = ""
     if found.power_is_held is not None:
-        power.append(
-            "held: a reading is the power of the counter's last tick"
-            if found.power_is_held
-            else "not held: readings are independent of the counter's ticks"
-        )
-    average = [_moves(found.average, "changes"), _mean(found.average_response)]
-    usage = [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []
+        held = "not held: readings are independent of the counter's ticks"
+    if found.power_is_held:
+        held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
-    return [
-        ("energy counter", [line for line in counter if line]),
-        ("power", [line for line in power if line]),
-        ("averaged power", [line for line in average if line]),
-        ("power usage", [line for line in usage if line]),
+    rows = [
+        ("energy counter", [_moves(found.counter, "moves"), _lag(found), _measures(found)]),
+        ("power", [_moves(found.power, "changes"), _mean(found.power_response), held]),
+        ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)]),
+        ("power usage", [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []),
         ("counter / power", [_ratio(name, found) for name in found.ratios] or ["not measured"]),
         ("gain", [gain]),
     ]
+    return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]
 
 
 def _moves(rhythm: Rhythm | None, verb: str) -> str:

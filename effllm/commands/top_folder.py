@@ -259,7 +259,7 @@ class FolderSource:
             verdict=summary.verdict if summary is not None else None,
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
-            problems=problems_of(head, states, coverage, shown.stragglers if shown is not None else ()),
+            problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
             steps=[line.step for line in self._tail if line.step is not None],
             ranks=rank_table(shown, rows, states, self._hosts, count),
             events=self._history.newest(until_s, MAX_EVENTS),

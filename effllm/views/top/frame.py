@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -97,34 +97,29 @@ def status_of(status: str, is_over: bool, states: RankStates, age_s: float | Non
 
 
 def problems_of(
-    head: Head,
-    states: RankStates,
-    coverage: Coverage | None,
-    stragglers: Sequence[StragglerVerdict],
-) -> list[Problem]:
-    """Return the problems of a job, the worst first; there is no problem of a completed job."""
-    found: list[Problem] = []
+    head: Head, states: RankStates, coverage: Coverage | None, stragglers: Sequence[StragglerVerdict]
+) -> Iterator[Problem]:
+    """Yield the problems of a job, the worst first; there is no problem of a completed job."""
     if head.status == COMPLETED:
-        return found
+        return
     if head.status in BROKEN:
-        found.append(Problem(head.status, states.stall if head.status == "stalled" and states.stall else head.status))
+        yield Problem(head.status, states.stall if head.status == "stalled" and states.stall else head.status)
     if head.status == "no_update":
         age = duration(head.age_s or 0.0)
-        found.append(Problem("no_update", f"nothing new for {age}: the job may have been killed, or it hangs"))
+        yield Problem("no_update", f"nothing new for {age}: the job may have been killed, or it hangs")
     if states.lost:
-        found.append(Problem("rank_lost", f"{_ranks(states.lost)} lost: no heartbeat for 15 s"))
+        yield Problem("rank_lost", f"{_ranks(states.lost)} lost: no heartbeat for 15 s")
     if states.failed:
-        found.append(Problem("rank_failed", f"{_ranks(states.failed)} failed"))
+        yield Problem("rank_failed", f"{_ranks(states.failed)} failed")
     if states.device_errors:
-        found.append(Problem("device_error", f"device errors on {_ranks(states.device_errors)}"))
+        yield Problem("device_error", f"device errors on {_ranks(states.device_errors)}")
     if coverage is not None and coverage.missing_ranks:
-        found.append(Problem("missing", f"no report of {_ranks(coverage.missing_ranks)} in this window"))
+        yield Problem("missing", f"no report of {_ranks(coverage.missing_ranks)} in this window")
     if not states.loss_is_finite:
-        found.append(Problem("loss_not_finite", "loss is not finite"))
+        yield Problem("loss_not_finite", "loss is not finite")
     if stragglers:
         ranks = [rank for one in stragglers for rank in one.ranks]
-        found.append(Problem("straggler", f"straggler: {_ranks(ranks)}"))
-    return found
+        yield Problem("straggler", f"straggler: {_ranks(ranks)}")
 
 
 def _ranks(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
