@@ -72,22 +72,20 @@ class _Job:
                 self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
             if self._signal:  # a signal during the start: also stop the ranks that were started after the signal
                 self._stop(self._signal, None)
-            status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
+            orders = Orders(
+                config=self._config,
+                job=secrets.token_hex(8),
+                endpoint=endpoint,
+                folder=str(Path(self._config.run_dir) / self._config.run_name),
+                listen_descriptor=listener.detach(),
+                trainer_descriptor=pidfd(self._ranks[0].pid),
+                secured=discovery.is_secured(self._config),
+                facts={"launcher": "demo", "command": ["effllm", *sys.argv[1:]]},
+            )
+            status = Server(orders, sys.stdout).run()
         finally:
             self._end_ranks()
         return 128 + self._signal if self._signal else int(status != "completed")
-
-    def _orders(self, endpoint: str, listen_descriptor: int) -> Orders:
-        return Orders(
-            config=self._config,
-            job=secrets.token_hex(8),
-            endpoint=endpoint,
-            folder=str(Path(self._config.run_dir) / self._config.run_name),
-            listen_descriptor=listen_descriptor,
-            trainer_descriptor=pidfd(self._ranks[0].pid),
-            secured=discovery.is_secured(self._config),
-            facts={"launcher": "demo", "command": ["effllm", *sys.argv[1:]]},
-        )
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         """End the ranks; the aggregator ends after all ranks have left."""

@@ -39,17 +39,13 @@ def main(arguments: list[str]) -> None:
         )
         _train(collector, iterations, step_s)
     except _Stopped as stopped:
-        effllm.get_metrics_collector().stop_collection(_ENDS[stopped.number])
+        effllm.get_metrics_collector().stop_collection(_ENDS[stopped.args[0]])
         return
     effllm.finalize_efficientllm_metrics()
 
 
 class _Stopped(BaseException):
-    """A signal that ends the rank."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = signal.Signals(number)
+    """A signal with this number ends the rank."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

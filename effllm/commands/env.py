@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import shlex
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from effllm.trainer.preflight import doubts, problems
 
 _OPTIONS = ("--check", "--shell", "--markdown")
 _COLUMNS = 80
+_group = operator.attrgetter("group")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +53,7 @@ def statements(environ: Mapping[str, str]) -> Iterator[str]:
 def commented(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the exports by group, with their meanings; exports of unset variables are comments."""
     config = read_config(environ)
-    for group, variables in _groups():
+    for group, variables in itertools.groupby(ALL_VARIABLES, _group):
         yield f"# ---- {group} ----"
         for variable in variables:
             yield "#"
@@ -64,7 +66,7 @@ def commented(environ: Mapping[str, str]) -> Iterator[str]:
 
 def markdown() -> Iterator[str]:
     """Yield the headings and tables of docs/configuration.md."""
-    for group, variables in _groups():
+    for group, variables in itertools.groupby(ALL_VARIABLES, _group):
         yield from ("", f"## {group}", "", "| variable | default | meaning | allowed |", "|---|---|---|---|")
         for variable in variables:
             default = f"`{variable.default}`" if variable.field and variable.default else ""
@@ -74,11 +76,6 @@ def markdown() -> Iterator[str]:
         for name, (default, value_type, meaning) in options_of(sink).items():
             shown = f"`{default}`" if default else ""
             yield f"| `{sink}:{name}=` | {shown} | {meaning} | {value_type.allowed} |"
-
-
-def _groups() -> Iterator[tuple[str, list[Variable]]]:
-    for group, variables in itertools.groupby(ALL_VARIABLES, key=lambda variable: variable.group):
-        yield group, list(variables)
 
 
 def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:

@@ -49,10 +49,9 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
         Unreachable: the server did not answer, or answered with an error.
     """
     scheme, host, port, path = address(url)
+    connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
     if scheme == "https":
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(host, port, timeout=LIMIT_S, context=tls)
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+        connection = http.client.HTTPSConnection(host, port, timeout=LIMIT_S, context=tls)
     try:
         text = _read(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
     except Unreachable:

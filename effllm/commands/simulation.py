@@ -10,15 +10,7 @@ from typing import Any
 from effllm.devices import Site
 from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import (
-    CLOCK_RATIO,
-    Allocator,
-    DeviceWindow,
-    Gauge,
-    Integrals,
-    ParameterCount,
-    RankReport,
-)
+from effllm.records.rank import CLOCK_RATIO, Allocator, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
 from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8

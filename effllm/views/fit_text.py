@@ -213,7 +213,15 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
         "inference": _estimate(fit.inference, gpu),
         "training": _estimate(fit.training, gpu),
         "measured": fit.measured,
-        "changes": [_change(one) for one in fit.changes],
+        "changes": [
+            {
+                "options": one.options,
+                "costs": list(one.costs),
+                "gpus": one.plan.gpus,
+                "total": _range_document(one.total),
+            }
+            for one in fit.changes
+        ],
     }
 
 
@@ -236,15 +244,6 @@ def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, 
         "parts": parts,
         "total": _range_document(found.total),
         "verdict": None if gpu is None else verdict(found.total, gpu.usable_bytes),
-    }
-
-
-def _change(change: FittingChange) -> dict[str, Any]:
-    return {
-        "options": change.options,
-        "costs": list(change.costs),
-        "gpus": change.plan.gpus,
-        "total": _range_document(change.total),
     }
 
 

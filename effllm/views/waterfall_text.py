@@ -36,14 +36,8 @@ class WaterfallUnits(NamedTuple):
 
 def waterfall_header(units: WaterfallUnits) -> list[str]:
     """Return the names of the columns."""
-    return [
-        "part",
-        "share",
-        units.time,
-        *([units.energy] if units.energy else []),
-        *(["cost"] if units.has_cost else []),
-        "gain",
-    ]
+    energy = [units.energy] if units.energy else []
+    return ["part", "share", units.time, *energy, *(["cost"] if units.has_cost else []), "gain"]
 
 
 def waterfall_notes(found: Waterfall) -> Iterator[str]:

@@ -228,11 +228,7 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
 
 def legend(lines: Sequence[Drawn]) -> Markup:
     """Return the names of the lines with their marks."""
-    return element(
-        "ul",
-        [element("li", swatch(at), line.label) for at, line in enumerate(lines)],
-        class_="legend",
-    )
+    return element("ul", [element("li", swatch(at), line.label) for at, line in enumerate(lines)], class_="legend")
 
 
 def swatch(at: int) -> Markup:

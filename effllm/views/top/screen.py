@@ -48,12 +48,8 @@ class Cell(NamedTuple):
     text: Callable[[float], str]
 
 
-def _scaled(unit: str) -> Callable[[float], str]:
-    def text(value: float) -> str:
-        number, prefix = scaled(value)
-        return f"{number} {prefix}{unit}".rstrip()
-
-    return text
+def _scaled(value: float) -> str:
+    return " ".join(scaled(value)).rstrip()
 
 
 def _percent(value: float) -> str:
@@ -66,15 +62,15 @@ def _energy(joules: float) -> str:
 
 
 CELLS = (
-    Cell("tok/s/GPU", ("throughput/tokens_per_second_per_gpu",), _scaled("")),
+    Cell("tok/s/GPU", ("throughput/tokens_per_second_per_gpu",), _scaled),
     Cell("MFU", ("throughput/mfu_ratio",), _percent),
-    Cell("J/token", ("energy/joules_per_token", "run_energy/joules_per_token"), _scaled("")),
+    Cell("J/token", ("energy/joules_per_token", "run_energy/joules_per_token"), _scaled),
     Cell("goodput", ("goodput/ratio",), _percent),
     Cell("iteration", ("throughput/seconds_per_iteration",), lambda value: f"{readable(value)} s"),
     Cell("data wait", ("throughput/data_wait_ratio",), _percent),
     Cell("power", ("energy/watts_per_gpu",), lambda value: f"{readable(value)} W"),
     Cell("memory", ("memory/peak_gb",), lambda value: f"{readable(value)} GB"),
-    Cell("tok/s", ("throughput/tokens_per_second",), _scaled("")),
+    Cell("tok/s", ("throughput/tokens_per_second",), _scaled),
     Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent),
     Cell("energy", ("energy/total_joules",), _energy),
     Cell("exposed", ("throughput/exposed_communication_ratio",), _percent),
@@ -125,10 +121,10 @@ def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str 
     return [clipped(line, width) for line in [*head, *body, *blank, *foot]][:height]
 
 
-def page_of(frame: TopFrame, width: int, height: int, view: TopView, notice: str = "") -> int:
+def page_of(frame: TopFrame, width: int, height: int, view: TopView) -> int:
     """Return the number of lines of the pane that the screen shows, without the header of the pane."""
     head = len(head_lines(frame, width, BARS, is_brief=height < 16))
-    room = height - head - len(list(_foot(frame, view, width, notice)))
+    room = height - head - len(list(_foot(frame, view, width, "")))
     return max((table_height(room) if view.pane == RANKS else room) - 1, 1)
 
 
