@@ -16,7 +16,7 @@ from effllm.analysis.sides import find_sides
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
-from effllm.views.comparison_text import Compared, ComparisonPage, ComparisonScreen, document, markdown
+from effllm.views.comparison_text import Compared, ComparisonPage, document, markdown
 
 WIDTH = 110
 
@@ -43,7 +43,7 @@ def main(
         print(markdown(page))
     else:
         console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
-        console.print(ComparisonScreen(page))
+        console.print(page)
     return exit_status(page.answers)
 
 

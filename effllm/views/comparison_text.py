@@ -41,7 +41,7 @@ class Compared(NamedTuple):
 
 
 class ComparisonPage(NamedTuple):
-    """All results of a comparison."""
+    """All results of a comparison, which rich's console can print."""
 
     first: Side
     others: Sequence[Compared]
@@ -49,15 +49,9 @@ class ComparisonPage(NamedTuple):
     answers: Sequence[ConditionAnswer]
     level: float  # of the intervals
 
-
-class ComparisonScreen(NamedTuple):
-    """A page for rich's console."""
-
-    page: ComparisonPage
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for one in self.page.others:
-            for line in heading(self.page.first, one.side):
+        for one in self.others:
+            for line in heading(self.first, one.side):
                 yield Text(line)
             table = _table(one.metrics)
             if Measurement.get(console, options.update(max_width=MAX_WIDTH), table).maximum > options.max_width:
@@ -65,7 +59,7 @@ class ComparisonScreen(NamedTuple):
             yield table
             for line in notes(one):
                 yield Text(line)
-        for line in closing(self.page):
+        for line in closing(self):
             yield Text(line)
 
 

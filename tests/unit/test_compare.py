@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from effllm.commands.compare import comparison_page, main
-from effllm.views.comparison_text import ComparisonScreen
 from tests.run_folders import write_run
 
 SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token"
@@ -380,7 +379,7 @@ def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
     for name in "ab":
         write_side(tmp_path, name, [4.561e-6, 4.562e-6, 4.563e-6], tag="st_samples_per_param_per_sec")
     console = Console(file=io.StringIO(), width=80)
-    console.print(ComparisonScreen(comparison_page(["a", "b"])))
+    console.print(comparison_page(["a", "b"]))
 
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)

@@ -581,6 +581,10 @@ def test_document_has_the_stable_names(run):
         "schema_version", "run", "window", "verdict", "problems", "values", "doubtful", "coverage", "ranks", "events",
         "notes",
     ]  # fmt: skip
+    assert sorted(found["run"]) == [
+        "attempt", "elapsed_s", "is_over", "iteration", "remaining_s", "run_id", "simulated", "status",
+        "total_iterations", "unchanged_s", "user",
+    ]  # fmt: skip
     assert found["run"]["run_id"] == "run-1"
     assert found["ranks"]["worst"][0]["reason"] == "straggler"
     assert found["verdict"]["cause"] == "data_loading"

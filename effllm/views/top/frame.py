@@ -139,26 +139,15 @@ def exit_status(frame: TopFrame) -> int:
 
 def document(frame: TopFrame) -> dict[str, Any]:
     """Return the document; a value that is not measured is absent or ``null``."""
-    head = frame.head
+    run = {"run_id": frame.head.name, **frame.head._asdict(), "unchanged_s": frame.head.age_s}
+    del run["name"], run["age_s"], run["style"]
     verdict = msgspec.to_builtins(frame.verdict) if frame.verdict is not None else None
     if verdict is not None:
         verdict.pop("evidence", None)  # effllm inspect --json
     worst = frame.ranks.with_reason()
     return {
         "schema_version": DOCUMENT_VERSION,
-        "run": {
-            "run_id": head.name,
-            "user": head.user,
-            "status": head.status,
-            "is_over": head.is_over,
-            "simulated": head.simulated,
-            "attempt": head.attempt,
-            "iteration": head.iteration,
-            "total_iterations": head.total_iterations,
-            "elapsed_s": head.elapsed_s,
-            "remaining_s": head.remaining_s,
-            "unchanged_s": head.age_s,
-        },
+        "run": run,
         "window": {"window": frame.place.window, "end_time_s": frame.place.time_s, "loss": frame.loss},
         "verdict": verdict,
         "problems": [one._asdict() for one in frame.problems],
