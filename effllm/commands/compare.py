@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -21,20 +22,11 @@ from effllm.views.comparison_text import Compared, ComparisonPage, document, mar
 WIDTH = 110
 
 
-def main(
-    sides: Sequence[str],
-    by: str,
-    baseline: str,
-    metric: Sequence[str] | None,
-    fail_if: Sequence[str] | None,
-    runs: str,
-    as_json: bool,
-    as_markdown: bool,
-) -> int:
-    """Print a comparison; return the exit status."""
+def main(as_json: bool, as_markdown: bool, **options: Any) -> int:
+    """Print a comparison; return the exit status. The other options are those of `comparison_page`."""
     form = form_of(json=as_json, markdown=as_markdown)
     try:
-        page = comparison_page(sides, by, baseline, metric or (), fail_if or (), runs)
+        page = comparison_page(**options)
     except comparison_errors() as error:
         return complain("compare", str(error), 2)
     if form == "json":
@@ -56,9 +48,9 @@ def comparison_page(
     sides: Sequence[str],
     by: str = "",
     baseline: str = "",
-    metrics: Sequence[str] = (),
-    fail_if: Sequence[str] = (),
-    runs_folder: str = "",
+    metric: Sequence[str] | None = None,
+    fail_if: Sequence[str] | None = None,
+    runs: str = "",
 ) -> ComparisonPage:
     """Return all results of a comparison.
 
@@ -72,16 +64,16 @@ def comparison_page(
         import scipy.stats  # noqa: F401
     except ImportError:
         raise ImportError("a comparison needs SciPy: pip install 'effllm[analysis]'") from None
-    conditions = [parse_condition(text) for text in fail_if]
-    names = [*metrics, *(one.metric for one in conditions)]
-    compared = compared_metrics(names)
-    runs_folder = runs_folder or read_config(this_process()).run_dir
+    conditions = [parse_condition(text) for text in fail_if or ()]
+    names = [*(metric or ()), *(one.metric for one in conditions)]
+    metrics = compared_metrics(names)
+    runs_folder = runs or read_config(this_process()).run_dir
     (first, *others), left_out = find_sides(sides, by, runs_folder, baseline)
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * len(others), 1)
     found = []
     for side in others:
-        rows = compare(first, side, compared, are_primary=bool(names), alpha=alpha, comparisons=len(others))
+        rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
         found.append(Compared(side, rows, unfair(first, side), settings(first, side)))
     answers = [answer(condition, one.side.name, one.metrics) for one in found for condition in conditions]
     return ComparisonPage(first, found, left_out, answers, 1 - alpha)

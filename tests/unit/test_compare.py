@@ -16,9 +16,8 @@ SPEED, ENERGY = "run_throughput/tokens_per_second", "run_energy/joules_per_token
 
 
 def compare(*sides, form="json", **options):
-    known = {"by": "", "baseline": "", "metric": None, "fail_if": None, "runs": ""}
     forms = {"as_json": form == "json", "as_markdown": form == "markdown"}
-    return main([str(side) for side in sides], **{**known, **options}, **forms)
+    return main(sides=[str(side) for side in sides], **options, **forms)
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ class HostLine(NamedTuple):
     temperature_c: float | None  # largest
 
 
-#: Order of the table -> the value that comes first is the largest, unless the order is by name or number.
-SORTS = ("reason", "step", "wait", "busy", "power", "memory", "temperature", "rank", "host")
+#: Order of the table -> the field of which the largest value comes first.
 _COLUMN = {
     "step": "step_s",
     "wait": "wait_ratio",
@@ -81,6 +80,7 @@ _COLUMN = {
     "memory": "memory_gb",
     "temperature": "temperature_c",
 }
+SORTS = ("reason", *_COLUMN, "rank", "host")
 
 
 class RankTable:
