@@ -62,23 +62,15 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
     parser.add_argument("--json", action="store_true")
     try:
         given = parser.parse_args(arguments)
-        wrong = _wrong_use(given)
+        if given.json and not given.once:
+            parser.error("--json needs --once")
+        if given.run and given.endpoint:
+            parser.error("RUN and --endpoint are two sources: choose one")
+        if (given.token_file or given.ca_file) and not given.endpoint:
+            parser.error("--token-file and --ca-file belong to --endpoint")
     except ValueError as error:
-        wrong = str(error)
-    if wrong:
-        return complain("top", f"{wrong}; effllm top --help has examples", WRONG_USE)
+        return complain("top", f"{error}; effllm top --help has examples", WRONG_USE)
     return given
-
-
-def _wrong_use(given: argparse.Namespace) -> str:
-    """Return why options do not fit together, or ""."""
-    if given.json and not given.once:
-        return "--json needs --once"
-    if given.run and given.endpoint:
-        return "RUN and --endpoint are two sources: choose one"
-    if (given.token_file or given.ca_file) and not given.endpoint:
-        return "--token-file and --ca-file belong to --endpoint"
-    return ""
 
 
 def _source(given: argparse.Namespace) -> tuple[TopSource, str]:

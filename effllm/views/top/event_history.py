@@ -6,6 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from effllm.records.rank import Event
@@ -66,13 +67,7 @@ class EventHistory:
 
     def newest(self, until_s: float, count: int) -> Sequence[Event]:
         """Return the last events up to a moment, newest first."""
-        found: list[Event] = []
-        for event in reversed(self._shown):
-            if event.time_s <= until_s:
-                found.append(event)
-                if len(found) >= count:
-                    break
-        return found
+        return list(islice((event for event in reversed(self._shown) if event.time_s <= until_s), count))
 
     def states(self, until_s: float) -> RankStates:
         """Return the states of the ranks at a moment."""
