@@ -40,30 +40,21 @@ def main(ranks: int, interval: float, endpoint: str, arrival: str, security: str
     if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
         return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
+    found, is_stopped = run.found, False
     try:
-        found = run.measure()
+        run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:
         return complain("simulate", str(error), 1)
     except KeyboardInterrupt:
-        return _stopped(run.found, plan, as_json)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    print(json_text(found) if as_json else table(found))
-    return 0 if found.is_exact else 1
-
-
-def _stopped(found: Findings, plan: Simulation, as_json: bool) -> int:
-    found.status = ""  # some reports may not have been counted
+        found.status, is_stopped = "", True  # some reports may not have been counted
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if found.reports:
-        print(json_text(found) if as_json else table(found))
-    count = f"{found.reports:,} of {plan.ranks * plan.windows:,} reports"
-    return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
-
-
-def json_text(found: Findings) -> str:
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else table(found))
+    if is_stopped:
+        count = f"{found.reports:,} of {plan.ranks * plan.windows:,} reports"
+        return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
+    return 0 if found.is_exact else 1
 
 
 def table(found: Findings) -> str:
