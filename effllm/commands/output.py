@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
 
 from effllm.records.plain_text import one_line
 
@@ -34,15 +33,10 @@ def form_of(**forms: bool) -> str:
 
 
 class ReadingProgress:
-    """Prints the progress of a long reading; it prints nothing on a stream that is not a terminal.
+    """Prints the progress of a long reading on stderr; it prints nothing if stderr is not a terminal."""
 
-    Args:
-        stream: the stream; stderr by default.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._next_s = time.monotonic() + AFTER_S if self._stream.isatty() else float("inf")
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + AFTER_S if sys.stderr.isatty() else float("inf")
         self._letters = 0
 
     def __call__(self, done: int, total: int) -> None:
@@ -55,5 +49,5 @@ class ReadingProgress:
 
     def _print(self, line: str) -> None:
         if line or self._letters:
-            print(f"\r{line.ljust(self._letters)}", end="" if line else "\r", file=self._stream, flush=True)
+            print(f"\r{line.ljust(self._letters)}", end="" if line else "\r", file=sys.stderr, flush=True)
             self._letters = len(line)

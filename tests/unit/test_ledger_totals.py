@@ -254,7 +254,8 @@ def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
     terminal, times = io.StringIO(), iter([0.0, 0.5, 1.5, 1.5, 1.6])
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    progress = ReadingProgress(terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = ReadingProgress()
     for done in (0, 2000, 2001, 3000):
         progress(done, 3000)
 
@@ -264,7 +265,8 @@ def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
 def test_progress_is_not_written_to_a_file(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(time, "monotonic", iter(map(float, range(0, 100, 10))).__next__)
-    progress = ReadingProgress(file)
+    monkeypatch.setattr("sys.stderr", file)
+    progress = ReadingProgress()
     for done in range(4):
         progress(done, 3)
 
