@@ -11,9 +11,16 @@ from benchmarks.memory.configurations import Configuration
 from effllm.memory.config_json import read_config
 from effllm.memory.estimate import as_computed
 from effllm.memory.model import ModelShape
-from effllm.memory.parameters import count_parameters
 from effllm.memory.plan import MemoryPlan
-from effllm.memory.states import gradient_bytes, rank_tensors, stages, state_bytes, trained_tensors, weight_bytes
+from effllm.memory.states import (
+    count_parameters,
+    gradient_bytes,
+    rank_tensors,
+    stages,
+    state_bytes,
+    trained_tensors,
+    weight_bytes,
+)
 from effllm.memory.training import training_course
 
 COVERAGE = 0.9

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from effllm.memory.blocks import FULL, TensorSizes
 from effllm.memory.model import ModelShape
-from effllm.memory.parameters import ParameterCounts, count_parameters
 from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.states import (
+    ParameterCounts,
     RankTensor,
     Stage,
+    count_parameters,
     divided,
     double_quantization_saving,
     elements,
@@ -115,16 +116,17 @@ def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
     check_plan(plan, shape)
     plan = as_computed(shape, plan)
     whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
-    counts = count_parameters(shape)
     build: Callable[[ModelShape, MemoryPlan, Stage], list[Moment]]
     build = _training_parts if plan.is_training else _serving_parts
     found = [moment for stage in stages(shape, plan) for moment in build(shape, plan, stage)]
     trained = elements(trained_tensors(plan, whole))
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
-    total = _largest(shape, totals)
+    total, counts = _largest(shape, totals), count_parameters(shape)
     allocated, reserved = (_largest(shape, [_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
-    return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
+    return MemoryEstimate(
+        shape, plan, count_parameters(shape), trained, tuple(parts), moment, total, allocated, reserved
+    )
 
 
 def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
@@ -212,9 +214,13 @@ def _is_counted(shape: ModelShape, plan: MemoryPlan) -> bool:
 
 
 def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
+    """Return the parts of a server.
+
+    The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
+    """
     held = rank_tensors(shape, plan, stage)
     weights = weight_bytes(plan, held, [])
-    cache, working = serving_parts(shape, plan, stage)
+    cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
     buffers = communication(plan, 0.0, weights, weights / stage.layers)
     parts = [
         _weights(plan, held, [], shape),
@@ -307,14 +313,6 @@ def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weig
     if plan.zero == 3:
         low, expected, high = low + layer_weights, expected + 3 * layer_weights, high + min(weights, 6 * layer_weights)
     return ByteRange(low, expected, high)
-
-
-def serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> tuple[ByteRange, ByteRange]:
-    """Return the KV cache and the working tensors of a stage.
-
-    The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
-    """
-    return _cache(shape, plan, stage), _working(shape, plan, stage)
 
 
 def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:

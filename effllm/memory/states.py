@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
@@ -107,6 +108,22 @@ def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> I
     if bias:
         yield ParameterTensor(group, "bias", first, 0, count * products)
         yield ParameterTensor(group, "bias", shape.hidden, 0, count)
+
+
+class ParameterCounts(NamedTuple):
+    """The exact number of parameters of a model."""
+
+    total: int
+    active: int  # that compute one token; the embedding counts whole, as in the published figures
+
+
+def count_parameters(shape: ModelShape) -> ParameterCounts:
+    """Return the parameters of the modules that transformers builds for a config."""
+    tensors, experts = list(parameter_tensors(shape)), shape.experts
+    total = sum(one.count * one.elements for one in tensors)
+    routed = sum(one.count * one.elements for one in tensors if one.group == EXPERT)
+    idle = routed * (experts.total - experts.active) // experts.total if experts else 0
+    return ParameterCounts(total, total - idle)
 
 
 @dataclass(frozen=True)

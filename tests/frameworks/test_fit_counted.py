@@ -12,7 +12,7 @@ from benchmarks.memory.on_gpu import measure as measure_peaks
 from benchmarks.memory.real_size import RealSize
 from effllm.commands.app import app
 from effllm.commands.fit_measure import measure as measure_fake
-from effllm.memory.parameters import count_parameters
+from effllm.memory.states import count_parameters
 
 # transformers warns of its own old names, and PEFT of the names of modules.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

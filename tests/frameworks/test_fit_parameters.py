@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.config_fields import TEXT_DEFAULTS
 from effllm.memory.config_json import known_models, read_config
-from effllm.memory.parameters import count_parameters
+from effllm.memory.states import count_parameters
 
 SIZES = {
     "num_hidden_layers": 5,

@@ -8,7 +8,7 @@ from cases import cases
 from effllm.commands.fit_sources import UnreadableModel, find
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
-from effllm.memory.parameters import count_parameters
+from effllm.memory.states import count_parameters
 from effllm.memory.yaml_settings import accelerate_settings, llama_factory_settings
 
 SCRIPT = """#!/bin/bash
