@@ -15,26 +15,21 @@ from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
 
 
 def _llama(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
-    return dense(
-        fields,
-        text(fields, "model_type"),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=flag(fields, "mlp_bias", False),
-        sliding_window=0,
-        sliding_layers=0,
-    )
+    mlp_bias = flag(fields, "mlp_bias", False)
+    return dense(fields, bias=_attention_bias(fields), mlp_bias=mlp_bias, sliding_window=0, sliding_layers=0)
+
+
+def _attention_bias(fields: Fields, default: bool = False) -> bool:
+    return flag(fields, "attention_bias", default)
 
 
 def _mistral(fields: Fields) -> ModelShape:
     is_phi = text(fields, "model_type") == "phi3"
-    return dense(fields, text(fields, "model_type"), fused_qkv=is_phi, fused_gate=is_phi)
+    return dense(fields, fused_qkv=is_phi, fused_gate=is_phi)
 
 
 def _mixtral(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
-    shape = replace(_mistral(fields), qkv_bias=bias, out_bias=bias)
+    shape = dense(fields, bias=_attention_bias(fields))
     experts = Experts(
         total=either(fields, "num_local_experts", "num_experts", 8),
         active=whole(fields, "num_experts_per_tok", 2),
@@ -45,7 +40,7 @@ def _mixtral(fields: Fields) -> ModelShape:
 
 
 def _qwen2(fields: Fields) -> ModelShape:
-    return dense(_windowed(fields), text(fields, "model_type"), qkv_bias=flag(fields, "qkv_bias", True))
+    return dense(_windowed(fields), qkv_bias=flag(fields, "qkv_bias", True))
 
 
 def _windowed(fields: Fields) -> Fields:
@@ -54,18 +49,19 @@ def _windowed(fields: Fields) -> Fields:
 
 
 def _qwen2_moe(fields: Fields) -> ModelShape:
-    shape = _qwen2(fields)
-    return replace(
-        shape,
-        experts=Experts(
-            total=either(fields, "num_experts", "num_local_experts", 60),
-            active=whole(fields, "num_experts_per_tok", 4),
-            intermediate=whole(fields, "moe_intermediate_size", 1408),
-            layers=_sparse_layers(fields, shape.layers),
-            shared_intermediate=whole(fields, "shared_expert_intermediate_size", 5632),
-            shared_gate=True,
-        ),
+    shared = whole(fields, "shared_expert_intermediate_size", 5632)
+    return _with_experts(fields, _qwen2(fields), (60, 4, 1408), shared_intermediate=shared, shared_gate=True)
+
+
+def _with_experts(fields: Fields, shape: ModelShape, default: tuple[int, int, int], **changes: Any) -> ModelShape:
+    """Return a shape of Qwen with experts; ``default``: all experts, active ones, and the width of one."""
+    experts = Experts(
+        total=either(fields, "num_experts", "num_local_experts", default[0]),
+        active=whole(fields, "num_experts_per_tok", default[1]),
+        intermediate=whole(fields, "moe_intermediate_size", default[2]),
+        layers=_sparse_layers(fields, shape.layers),
     )
+    return replace(shape, experts=replace(experts, **changes))
 
 
 def _sparse_layers(fields: Fields, layers: int) -> int:
@@ -75,38 +71,32 @@ def _sparse_layers(fields: Fields, layers: int) -> int:
     return sum((layer + 1) % step == 0 and layer not in dense for layer in range(min(layers, 10_000)))
 
 
-def _qwen3(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
-    shape = dense({"head_dim": 128, **_windowed(fields)}, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
+def _head_norms(fields: Fields) -> ModelShape:
+    """Return the usual layer with a norm of the queries and one of the keys of each head."""
+    shape = dense(fields, bias=_attention_bias(fields))
     return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
 
 
+def _qwen3(fields: Fields) -> ModelShape:
+    return _head_norms({"head_dim": 128, **_windowed(fields)})
+
+
 def _qwen3_moe(fields: Fields) -> ModelShape:
-    heads, hidden = size(fields, "heads"), size(fields, "hidden")
-    shape = _qwen3({"head_dim": hidden // max(heads, 1), **fields})
-    return replace(
-        shape,
-        experts=Experts(
-            total=either(fields, "num_experts", "num_local_experts", 128),
-            active=whole(fields, "num_experts_per_tok", 8),
-            intermediate=whole(fields, "moe_intermediate_size", 768),
-            layers=_sparse_layers(fields, shape.layers),
-        ),
-    )
+    head_dim = size(fields, "hidden") // max(size(fields, "heads"), 1)
+    return _with_experts(fields, _qwen3({"head_dim": head_dim, **fields}), (128, 8, 768))
 
 
 def _gemma(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
     sizes = {"head_dim": 256, **fields}
-    kind = text(fields, "model_type")
+    kind, bias = text(fields, "model_type"), _attention_bias(fields)
     if kind == "gemma":
-        return dense(sizes, kind, tied=True, qkv_bias=bias, out_bias=bias)
+        return dense(sizes, tied=True, bias=bias)
     sizes.setdefault("sliding_window", 4096)
     if kind == "gemma2" and "layer_types" not in sizes:
         sizes["sliding_window_pattern"] = 2
     elif "layer_types" not in sizes:
         sizes.setdefault("sliding_window_pattern", 6)
-    shape = dense(sizes, kind, tied=True, qkv_bias=bias, out_bias=bias, norms_per_layer=4)
+    shape = dense(sizes, tied=True, bias=bias, norms_per_layer=4)
     caps = (30.0, 50.0) if kind == "gemma2" else (None, None)
     return replace(
         shape,
@@ -118,9 +108,8 @@ def _gemma(fields: Fields) -> ModelShape:
 
 def _gpt(fields: Fields, bias: bool = True, **changes: Any) -> ModelShape:
     """Return the layer of GPT-2 and its followers: LayerNorm, an MLP without a gate, and biases."""
-    sizes: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, **changes}
-    kind = text(fields, "model_type")
-    return dense(fields, kind, **{"gated_mlp": False, "layer_norm": True, "norm_bias": True, **sizes})
+    usual = {"mlp_bias": bias, "gated_mlp": False, "layer_norm": True, "norm_bias": True}
+    return dense(fields, bias=bias, **{**usual, **changes})
 
 
 def _gpt2(fields: Fields) -> ModelShape:
@@ -130,7 +119,7 @@ def _gpt2(fields: Fields) -> ModelShape:
 
 
 def _gpt_neox(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", True)
+    bias = _attention_bias(fields, default=True)
     return _gpt({**fields, "num_key_value_heads": None}, bias, mlp_bias=True, fused_qkv=True)
 
 
@@ -168,8 +157,7 @@ def _falcon(fields: Fields) -> ModelShape:
 
 
 def _nemotron(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
-    return _gpt(fields, bias, mlp_bias=flag(fields, "mlp_bias", False))
+    return _gpt(fields, _attention_bias(fields), mlp_bias=flag(fields, "mlp_bias", False))
 
 
 def _stablelm(fields: Fields) -> ModelShape:
@@ -178,7 +166,6 @@ def _stablelm(fields: Fields) -> ModelShape:
     parallel = flag(fields, "use_parallel_residual", False)
     return dense(
         fields,
-        "stablelm",
         qkv_bias=flag(fields, "use_qkv_bias", False),
         layer_norm=True,
         norm_bias=True,
@@ -187,39 +174,30 @@ def _stablelm(fields: Fields) -> ModelShape:
 
 
 def _olmo(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
     kind = text(fields, "model_type")
-    if kind == "olmo3" and not fields.get("layer_types"):
-        fields = {"sliding_window": 4096, "sliding_window_pattern": 4, **fields}
-    shape = dense(fields, kind, qkv_bias=bias, out_bias=bias)
+    shape = dense(_with_windows(fields) if kind == "olmo3" else fields, bias=_attention_bias(fields))
     if kind == "olmo":
         return replace(shape, layer_norm=True, norm_weight=False)
     return replace(shape, qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim)
 
 
+def _with_windows(fields: Fields) -> Fields:
+    """Return the fields with windows in three of four layers, unless the fields have the type of each layer."""
+    return fields if fields.get("layer_types") else {"sliding_window": 4096, "sliding_window_pattern": 4, **fields}
+
+
 def _cohere(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
-    kind = text(fields, "model_type")
-    if kind == "cohere2" and not fields.get("layer_types"):
-        fields = {"sliding_window": 4096, "sliding_window_pattern": 4, **fields}
-    shape = dense(fields, kind, tied=True, qkv_bias=bias, out_bias=bias, layer_norm=True, norms_per_layer=1)
+    sizes = _with_windows(fields) if text(fields, "model_type") == "cohere2" else fields
+    shape = dense(sizes, tied=True, bias=_attention_bias(fields), layer_norm=True, norms_per_layer=1)
     if flag(fields, "use_qk_norm", False):
         shape = replace(shape, qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim)
     return shape
 
 
-def _head_norms(fields: Fields) -> ModelShape:
-    """Return the usual layer with a norm of the queries and one of the keys of each head."""
-    bias = flag(fields, "attention_bias", False)
-    shape = dense(fields, text(fields, "model_type"), qkv_bias=bias, out_bias=bias)
-    return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
-
-
 def _seed_oss(fields: Fields) -> ModelShape:
     return dense(
         {"head_dim": 128, **fields},
-        "seed_oss",
-        qkv_bias=flag(fields, "attention_bias", True),
+        qkv_bias=_attention_bias(fields, default=True),
         out_bias=flag(fields, "attention_out_bias", False),
         mlp_bias=flag(fields, "mlp_bias", False),
     )
@@ -227,28 +205,25 @@ def _seed_oss(fields: Fields) -> ModelShape:
 
 def _ernie(fields: Fields) -> ModelShape:
     bias = flag(fields, "use_bias", False)
-    sizes = {"head_dim": 128, **fields}
-    return dense(sizes, "ernie4_5", tied=True, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+    return dense({"head_dim": 128, **fields}, tied=True, bias=bias, mlp_bias=bias)
 
 
 def _glm(fields: Fields) -> ModelShape:
-    kind, bias = text(fields, "model_type"), flag(fields, "attention_bias", True)
-    sizes = {"head_dim": 128, **fields}
-    return dense(sizes, kind, qkv_bias=bias, fused_gate=True, norms_per_layer=4 if kind == "glm4" else 2)
+    sizes, norms = {"head_dim": 128, **fields}, 4 if text(fields, "model_type") == "glm4" else 2
+    return dense(sizes, qkv_bias=_attention_bias(fields, default=True), fused_gate=True, norms_per_layer=norms)
 
 
 def _glm4_moe(fields: Fields) -> ModelShape:
-    shape = dense(fields, "glm4_moe", qkv_bias=flag(fields, "attention_bias", False))
+    shape = dense(fields, qkv_bias=_attention_bias(fields))
     if flag(fields, "use_qk_norm", False):
         shape = replace(shape, qk_norm_per_layer=2 * shape.head_dim)
     return _routed(fields, shape)
 
 
 def _llama4(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", False)
     width = size(fields, "intermediate")
     sizes = {"head_dim": 128, **fields, "intermediate_size": whole(fields, "intermediate_size_mlp", width)}
-    shape = dense(sizes, "llama4_text", qkv_bias=bias, out_bias=bias)
+    shape = dense(sizes, bias=_attention_bias(fields))
     every, stated = whole(fields, "interleave_moe_layer_step", 1), fields.get("moe_layers")
     if every < 1:
         raise WrongModel(f"interleave_moe_layer_step is {every}: a number above 0 is possible")
@@ -263,8 +238,7 @@ def _llama4(fields: Fields) -> ModelShape:
 
 
 def _gpt_oss(fields: Fields) -> ModelShape:
-    bias = flag(fields, "attention_bias", True)
-    shape = dense({"head_dim": 64, **fields}, "gpt_oss", qkv_bias=bias, out_bias=bias)
+    shape = dense({"head_dim": 64, **fields}, bias=_attention_bias(fields, default=True))
     experts = Experts(
         total=either(fields, "num_local_experts", "num_experts", 128),
         active=whole(fields, "num_experts_per_tok", whole(fields, "experts_per_token", 4)),
@@ -277,19 +251,16 @@ def _gpt_oss(fields: Fields) -> ModelShape:
 
 
 def _deepseek(fields: Fields) -> ModelShape:
-    q_rank = whole(fields, "q_lora_rank", 0)
     latent = LatentAttention(
         kv_rank=whole(fields, "kv_lora_rank", 512),
         nope_head_dim=whole(fields, "qk_nope_head_dim", 128),
         rope_head_dim=whole(fields, "qk_rope_head_dim", 64),
         value_head_dim=whole(fields, "v_head_dim", 128),
-        q_rank=q_rank,
+        q_rank=whole(fields, "q_lora_rank", 0),
     )
-    bias = flag(fields, "attention_bias", False)
     qk_dim = latent.nope_head_dim + latent.rope_head_dim
     sizes = {**fields, "head_dim": qk_dim, "num_key_value_heads": size(fields, "heads")}
-    shape = dense(sizes, text(fields, "model_type"), qkv_bias=bias, out_bias=bias, latent=latent)
-    return _routed(fields, shape)
+    return _routed(fields, dense(sizes, bias=_attention_bias(fields), latent=latent))
 
 
 def _routed(fields: Fields, shape: ModelShape) -> ModelShape:

@@ -84,8 +84,15 @@ def flag(fields: Fields, key: str, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
-def dense(fields: Fields, architecture: str, *, tied: bool = False, **changes: Any) -> ModelShape:
-    """Return the shape of the usual layer: attention with grouped queries, a gated MLP and two norms."""
+def dense(fields: Fields, *, tied: bool = False, bias: bool = False, **changes: Any) -> ModelShape:
+    """Return the shape of the usual layer: attention with grouped queries, a gated MLP and two norms.
+
+    Args:
+        fields: the fields of the config.
+        tied: whether the head is the embedding, unless the fields say it.
+        bias: whether the matrices of the attention have biases.
+        changes: other fields of the shape.
+    """
     hidden, heads = size(fields, "hidden"), size(fields, "heads")
     if not fields.get("head_dim") and (heads < 1 or hidden % heads):
         raise WrongModel(f"hidden size {hidden:,} is not a multiple of {heads:,} attention heads")
@@ -93,7 +100,7 @@ def dense(fields: Fields, architecture: str, *, tied: bool = False, **changes: A
     window = whole(fields, "sliding_window", 0) if fields.get("use_sliding_window", True) else 0
     shape = ModelShape(
         name="",
-        architecture=architecture,
+        architecture=text(fields, "model_type"),
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -102,6 +109,8 @@ def dense(fields: Fields, architecture: str, *, tied: bool = False, **changes: A
         intermediate=size(fields, "intermediate", 4 * hidden),
         vocab=size(fields, "vocab"),
         tied=flag(fields, "tie_word_embeddings", tied),
+        qkv_bias=bias,
+        out_bias=bias,
         sliding_window=window,
         sliding_layers=_sliding_layers(fields, layers) if window else 0,
         activation=activation(fields),

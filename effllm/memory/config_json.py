@@ -80,9 +80,10 @@ def _unknown(fields: Fields, architecture: str) -> ModelShape:
             "decoder-only language model with these sizes"
         )
     sizes = {**fields, "num_key_value_heads": None}  # other architectures may name or use it differently
-    shape = dense(sizes, architecture, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True, head_bias=True)
+    shape = dense(sizes, bias=True, mlp_bias=True, norm_bias=True, head_bias=True)
     shape = replace(
         shape,
+        architecture=architecture,
         tied=False,
         norms_per_layer=4,
         qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim,

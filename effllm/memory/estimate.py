@@ -124,9 +124,7 @@ def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
     total, counts = _largest(shape, totals), count_parameters(shape)
     allocated, reserved = (_largest(shape, [_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
-    return MemoryEstimate(
-        shape, plan, count_parameters(shape), trained, tuple(parts), moment, total, allocated, reserved
-    )
+    return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
 
 
 def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
