@@ -156,19 +156,18 @@ def attention(sizes: TensorSizes) -> LayerBlock:
     return LayerBlock(kept, forward, backward + tokens * shape.hidden * sizes.stream)
 
 
-def mlp(sizes: TensorSizes, width: float, tokens: float | None = None) -> LayerBlock:
+def mlp(sizes: TensorSizes, width: float) -> LayerBlock:
     """Return the bytes of an MLP without its norm.
 
     A gated MLP keeps both products, the activated one and the input of the last product; a fused one recomputes the
     activation.  Without a gate, the input and the output of the activation are kept; of ReLU only the output.
     """
     shape, tp = sizes.shape, sizes.plan.tp
-    count = sizes.tokens if tokens is None else tokens
-    inner = count * width * sizes.product / tp
+    inner = sizes.tokens * width * sizes.product / tp
     names = ("mlp", "mlp") if shape.gated_mlp else ("mlp",)
     inputs = sizes.inputs(shape.hidden / sizes.spread, names) + sizes.inputs(width / tp, ("mlp",))
-    kept = inputs * count / sizes.tokens + (_products(shape, sizes.is_fused) - 1) * inner
-    return LayerBlock(kept, inner, 2 * inner + count * shape.hidden * sizes.stream)
+    kept = inputs + (_products(shape, sizes.is_fused) - 1) * inner
+    return LayerBlock(kept, inner, 2 * inner + sizes.tokens * shape.hidden * sizes.stream)
 
 
 def _products(shape: ModelShape, is_fused: bool) -> int:

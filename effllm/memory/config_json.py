@@ -163,10 +163,10 @@ def find_variant(name: str) -> KnownModel | None:
 _VARIANT = r"[-_](instruct|chat|base|it|pt|hf|thinking|bf16|\d{4})$"
 
 
-def similar_names(name: str, count: int = 4) -> list[str]:
+def similar_names(name: str) -> list[str]:
     """Return the names of the table that are nearest to a name."""
     plain = {_plain(row.name): row.name for row in known_models()}
-    return [plain[one] for one in difflib.get_close_matches(_plain(name.split("/")[-1]), plain, count, 0.5)]
+    return [plain[one] for one in difflib.get_close_matches(_plain(name.split("/")[-1]), plain, 4, 0.5)]
 
 
 def _plain(name: str) -> str:

@@ -79,16 +79,11 @@ class DeviceForecast:
     def __init__(self) -> None:
         self._blocks = MemoryBlocks()
         self._peak = 0.0
-        self._last: MemoryReading | None = None
+        self.last: MemoryReading | None = None  # the newest reading
         self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
         self.peaks: dict[str, float] = {}  # largest known peak by part of the loop
         self._steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS)  # positions and temporary bytes
         self._longest = 0.0  # positions of the longest micro-batch so far
-
-    @property
-    def last(self) -> MemoryReading | None:
-        """The newest reading."""
-        return self._last
 
     def add(self, reading: MemoryReading, *, is_window_end: bool) -> None:
         """Add a reading; the readings at the ends of windows are compared with each other."""
@@ -99,7 +94,7 @@ class DeviceForecast:
             self._temporary[reading.after] = max(self._temporary.get(reading.after, 0.0), temporary)
             self.peaks[reading.after] = reading.allocated_peak
         # The script may have reset the peak: then the peaks of the later parts are known again.
-        self._peak, self._last = reading.allocated_peak, reading
+        self._peak, self.last = reading.allocated_peak, reading
         if is_window_end:
             self._blocks.add(reading.iteration, reading.allocated)
             self._longest = max(self._longest, reading.positions)
@@ -108,7 +103,7 @@ class DeviceForecast:
 
     def growth(self, capacity: float) -> MemoryGrowth | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
-        trend, last = self._blocks.trend(), self._last
+        trend, last = self._blocks.trend(), self.last
         if trend is None or last is None or not trend.is_growing:
             return None
         if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
@@ -142,10 +137,10 @@ class DeviceForecast:
         lengths = [length for length, _ in self._steps]
         shortest, longest = min(lengths, default=0.0), max(lengths, default=0.0)
         is_near = positions - longest <= MAX_REACH * (longest - shortest)
-        if self._last is None or positions <= self._longest or not is_near:
+        if self.last is None or positions <= self._longest or not is_near:
             return None
         slope, intercept = statistics.linear_regression(lengths, [temporary for _, temporary in self._steps])
-        return LongestStep(self._last.allocated + intercept + slope * positions, shortest, longest)
+        return LongestStep(self.last.allocated + intercept + slope * positions, shortest, longest)
 
     def _largest(self) -> tuple[str, float]:
         """Return the part of the loop with the largest temporary bytes, and these bytes."""

@@ -254,7 +254,9 @@ def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]
     size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
     more = unquantized_expert_bytes(plan, tensors) if plan.base_bits else 0.0
     experts = "; high: experts are not quantized (transformers 5)" if more else ""
-    part = _static("weights", size, shape, _weights_basis(plan) + experts)
+    bits = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
+    basis = bits if plan.base_bits else f"{plan.numbers.weights} bytes for each parameter"
+    part = _static("weights", size, shape, basis + experts)
     low, high = max(part.bytes.low - saving, 0.0), part.bytes.high + more
     return replace(part, bytes=replace(part.bytes, low=low, high=high))
 
@@ -274,12 +276,6 @@ def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 
     high = max(2 * largest_matrix(held) * size, expected) + again
     basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
     return [MemoryPart("beside a quantized base", ByteRange(0.0, expected, high), basis)]
-
-
-def _weights_basis(plan: MemoryPlan) -> str:
-    if plan.base_bits:
-        return f"{plan.base_bits} bits for each weight of a matrix, with its scales"
-    return f"{plan.numbers.weights} bytes for each parameter"
 
 
 def _workspace(plan: MemoryPlan, trained: list[RankTensor]) -> ByteRange:

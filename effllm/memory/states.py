@@ -16,6 +16,8 @@ from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
 EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
 SHARED, ROUTER, NORM = "shared", "router", "norm"
 
+#: Of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits.
+ADAPTER_BYTES = 4
 #: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
 STATE_BLOCK, SMALLEST_8BIT = 256, 4096
 #: NF4 with blocks of 64 elements: a scale of 32 bits, the default of bitsandbytes, or of 8 bits with a second scale
@@ -219,7 +221,7 @@ def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTen
         base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
     else:
         base = elements(held) * size
-    return base + (elements(trained) * adapter_bytes(plan) if plan.lora_rank else 0.0)
+    return base + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
 
 
 def quantized_elements(held: list[RankTensor]) -> float:
@@ -246,13 +248,8 @@ def unquantized_expert_bytes(plan: MemoryPlan, held: list[RankTensor]) -> float:
     return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
 
 
-def adapter_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits."""
-    return 4 if plan.lora_rank else plan.numbers.weights
-
-
 def gradient_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
-    return elements(trained) * (4 if plan.lora_rank else plan.numbers.gradients)
+    return elements(trained) * (ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients)
 
 
 def state_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
@@ -260,7 +257,7 @@ def state_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
 
     The step counter of each tensor, of 4 bytes, is not counted.
     """
-    size = 4 if plan.lora_rank else plan.numbers.states
+    size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     master = 0 if plan.lora_rank else plan.numbers.master
     of_tensor: Callable[[ParameterTensor, int], float] = _SPECIAL.get(
         plan.optimizer, lambda tensor, width: OPTIMIZERS[plan.optimizer] * tensor.elements * width

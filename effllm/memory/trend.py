@@ -41,11 +41,11 @@ class MemoryBlocks:
         self._done: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
         self._size = 1
         self._open: list[tuple[float, float]] = []
-        self._count = 0
+        self.count = 0  # number of measurements
 
     def add(self, iteration: float | None, used_bytes: float) -> None:
-        self._count += 1
-        self._open.append((self._count if iteration is None else iteration, used_bytes))
+        self.count += 1
+        self._open.append((self.count if iteration is None else iteration, used_bytes))
         if len(self._open) < self._size:
             return
         self._done.append(_joined(self._open))
@@ -53,10 +53,6 @@ class MemoryBlocks:
         if len(self._done) == MAX_BLOCKS:
             self._done = [_joined(self._done[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
             self._size *= 2
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     def trend(self) -> MemoryTrend | None:
         """Return the trend of the blocks after the warm-up, in which caches fill; ``None`` for too few blocks."""

@@ -74,16 +74,11 @@ class LeakWatch:
 
 
 class DeviceWatch:
-    """Reports forecasts and errors of the memory of one device.
+    """Reports forecasts and errors of the memory of one GPU."""
 
-    Args:
-        name: the device, for the texts.
-    """
-
-    def __init__(self, name: str = "GPU") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self.forecast = DeviceForecast()
-        self._leak = LeakWatch(f"allocated memory of the {name}")
+        self._leak = LeakWatch("allocated memory of the GPU")
         self._reported: set[str] = set()  # causes of the reported forecasts
 
     def add(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
@@ -93,7 +88,7 @@ class DeviceWatch:
         if is_window_end:
             self._leak.add(reading.iteration, reading.allocated)
         if before is not None and reading.out_of_memory > before.out_of_memory:
-            yield Warned(OUT_OF_MEMORY, f"{self._name} out of memory: {self._state(reading, before)}")
+            yield Warned(OUT_OF_MEMORY, f"GPU out of memory: {self._state(reading, before)}")
 
     def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
         """Yield the new warnings at the end of a window.
@@ -115,7 +110,7 @@ class DeviceWatch:
             self._reported.add("length")
             yield Warned(
                 FORECAST,
-                f"{self._name} memory runs out at the longest micro-batch, {max_positions:,} positions: a step needs "
+                f"GPU memory runs out at the longest micro-batch, {max_positions:,} positions: a step needs "
                 f"about {step.peak_bytes / _GB:.2f} GB of at most {capacity / _GB:.2f} GB, if memory grows with the "
                 f"length as it did from {step.shortest:,.0f} to {step.longest:,.0f} positions",
             )
@@ -125,7 +120,7 @@ class DeviceWatch:
         last = self.forecast.last
         assert last is not None
         return (
-            f"{self._name} memory runs out in about {found.iterations:,.0f} iterations (95 %: {found.low:,.0f} to "
+            f"GPU memory runs out in about {found.iterations:,.0f} iterations (95 %: {found.low:,.0f} to "
             f"{found.high:,.0f}), {at}: the allocated memory grows by {_size(found.bytes_per_iteration)} per iteration "
             f"({_size(found.low_bytes)} to {_size(found.high_bytes)}), judged over {found.judged:,.0f} iterations; "
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
@@ -135,13 +130,13 @@ class DeviceWatch:
         """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
         peaks = {name: size for name, size in self.forecast.peaks.items() if name != STARTUP}
         parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in peaks.items()]
-        if before is not None:
-            parts.append(
-                f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved"
-            )
-        parts.append(f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)")
-        parts.append(f"{now.retries:,.0f} allocator retries so far")
-        return "; ".join(parts) + f"; after iteration {now.iteration:,}"
+        parts += [
+            f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved",
+            f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)",
+            f"{now.retries:,.0f} allocator retries so far",
+            f"after iteration {now.iteration:,}",
+        ]
+        return "; ".join(parts)
 
 
 def _until_full(found: MemoryTrend, available: float | None) -> str:
