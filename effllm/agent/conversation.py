@@ -9,11 +9,10 @@ from pathlib import Path
 import zmq
 
 from effllm.agent.children import Children
-from effllm.agent.core_wait import CoreWait
 from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
-from effllm.agent.exit_status import ENDED
 from effllm.agent.measuring import Measuring
 from effllm.agent.messages import heartbeat, hello
+from effllm.agent.proc import ENDED, CoreWait
 from effllm.agent.trainer import Trainer
 from effllm.config.settings import secret_path
 from effllm.job.health.hang import BEATS

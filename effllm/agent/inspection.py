@@ -24,6 +24,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from effllm.agent.proc import content, process_state
 from effllm.config.switches import this_process
 from effllm.records.wire import MAX_STACK
 from effllm.store import own_files
@@ -162,44 +163,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def process_state(pid: int) -> str:
-    """Return the letter of a process's state, or an empty string if the process does not exist."""
-    with suppress(OSError, IndexError):
-        # The file is read for every heartbeat, and Path.read_bytes() takes three times as long.  The process name in
-        # parentheses may be any text, also one with a parenthesis.
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()
-        finally:
-            os.close(descriptor)
-    return ""
-
-
 def process_description(pid: int) -> str:
     """Return lines with the state and wait channel of a process, and with counts of its threads by state."""
     task = Path(f"/proc/{pid}")
     letter = process_state(pid)
     lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
-    if kernel := _read(task / "stack"):  # readable only for root
+    if kernel := content(task / "stack").strip():  # readable only for root
         lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
     threads: Counter[str] = Counter()
     with suppress(OSError):
         for thread in sorted((task / "task").iterdir())[:MAX_THREADS]:
             number = int(thread.name)
-            threads[f"{_read(thread / 'comm')}: {process_state(number)}{_waits(thread)}"] += 1
+            threads[f"{content(thread / 'comm').strip()}: {process_state(number)}{_waits(thread)}"] += 1
     lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]
     return "\n".join(lines)
 
 
 def _waits(task: Path) -> str:
-    where = _read(task / "wchan")
+    where = content(task / "wchan").strip()
     return f", waits in {where}" if where not in ("", "0") else ""
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
@@ -236,9 +218,9 @@ def newest_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
     return max(found)[1] if found else None
 
 
-def wait_for_dump(paths: Sequence[Path], since_time_s: float, timeout_s: float = DUMP_WAIT_S) -> Path | None:
+def wait_for_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
     """Wait until a dump that was written after ``since_time_s`` has stopped growing, and return its path."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + DUMP_WAIT_S
     seen: tuple[Path, int] | None = None
     seen_s = 0.0
     while (now_s := time.monotonic()) < deadline_s:

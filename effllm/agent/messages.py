@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from effllm.agent.inspection import process_state
 from effllm.agent.measuring import Measuring
+from effllm.agent.proc import process_state
 from effllm.agent.trainer import Trainer
 from effllm.config.place import stated_gpus
 from effllm.config.switches import this_process

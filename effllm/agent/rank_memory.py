@@ -5,13 +5,11 @@ The warnings are made by `effllm.memory`; this module supplies the readings and 
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from effllm.agent.host_room import available_bytes
+from effllm.agent.proc import available_bytes, private_bytes
 from effllm.agent.series import Series
 from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
 from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
@@ -20,7 +18,6 @@ from effllm.records.rank import MARKED_PHASES, Allocator, Event, Sample, ValueSt
 
 #: Number of windows whose median is the memory of other processes and of the driver.
 OTHER_WINDOWS = 9
-_PRIVATE = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
 _PLACES = (*MARKED_PHASES, STEPS, STARTUP)
 
 
@@ -125,18 +122,3 @@ def _other_bytes(sample: Sample, reserved: float) -> float | None:
     if sample.memory_bytes is None:
         return None
     return max(sample.memory_bytes - reserved, 0.0) + sample.gauges.get("memory_reserved_bytes", 0.0)
-
-
-def private_bytes(pid: int) -> float | None:
-    """Return the private memory of a process: without files and libraries; ``None`` if it has ended."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        found = _PRIVATE.search(os.read(descriptor, 8192))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return None if found is None else float(found[1]) * 1024

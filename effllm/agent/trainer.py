@@ -6,7 +6,7 @@ import os
 import uuid
 from dataclasses import replace
 
-from effllm.agent.exit_status import ExitStatus
+from effllm.agent.proc import ExitStatus
 from effllm.records.board import Board
 from effllm.records.facts import FoundAddress, RankFacts
 from effllm.records.ring import RingReader

@@ -1,4 +1,4 @@
-"""effllm/agent/core_wait.py: the wait for a CPU core, read from outside."""
+"""effllm/agent/proc.py: the wait for a CPU core, read from outside."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from jobs import until
 
-from effllm.agent.core_wait import CoreWait
+from effllm.agent.proc import CoreWait
 
 BUSY = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
 

@@ -18,6 +18,7 @@ from jobs import needs_py_spy
 from effllm.agent import inspection
 from effllm.agent.children import InspectionChild
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
+from effllm.agent.proc import process_state
 from effllm.records.wire import MAX_STACK
 from effllm.trainer import session
 
@@ -33,9 +34,9 @@ def trainer(body: str, *, stopped: bool = False, arguments=()):
         try:
             if stopped:
                 os.kill(process.pid, signal.SIGSTOP)
-                jobs.until(lambda: inspection.process_state(process.pid) == "T")
+                jobs.until(lambda: process_state(process.pid) == "T")
             else:
-                jobs.until(lambda: inspection.process_state(process.pid) == "S")
+                jobs.until(lambda: process_state(process.pid) == "S")
             yield process.pid, descriptor
         finally:
             process.kill()
@@ -64,7 +65,7 @@ def test_stack_of_a_hanging_trainer_is_reported(no_recorder, body, stopped):
     body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
     with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
-        state = inspection.process_state(pid)
+        state = process_state(pid)
 
     assert found.top.startswith("wait_for_data (")
     assert "wait_for_data" in found.text.partition("stacks, by py-spy:")[2]
@@ -123,7 +124,7 @@ def test_state_of_an_ended_process_is_not_reported():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
 
-    assert inspection.process_state(process.pid) == ""
+    assert process_state(process.pid) == ""
 
 
 STACKS = """Python v3.11.7 (/usr/bin/python3.11)

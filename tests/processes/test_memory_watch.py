@@ -7,7 +7,7 @@ import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat
 
-from effllm.agent import rank_memory
+from effllm.agent.proc import private_bytes
 from effllm.agent.rank_memory import RankMemory
 from effllm.records import ring
 from effllm.records.rank import Allocator
@@ -209,7 +209,7 @@ def test_forged_record_of_memory_is_not_valid(recorded):
 
 
 def test_private_memory_of_a_process_that_has_ended_is_unknown():
-    assert rank_memory.private_bytes(2**22 + 1) is None
+    assert private_bytes(2**22 + 1) is None
 
 
 #: A loop whose allocator is of the test: the memory grows, and an allocation fails at the end.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from effllm.agent.host_room import available_bytes
+from effllm.agent.proc import available_bytes
 
 MIB = 2**20
 
