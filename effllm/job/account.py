@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
-from effllm.job.gathered import MAX_REASONS, GaugeSums, GpuReadings
+from effllm.job.gathered import GaugeSums, GpuReadings, add_to
 from effllm.job.merged import Merged
 from effllm.job.rows import SUMMED, Rows
 from effllm.job.window_energy import is_covered
@@ -50,8 +49,8 @@ class DeviceSums(Table):
     EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
-class Account(Struct):
-    """The running sums of a job on one time base.
+class Account(GpuReadings):
+    """The running sums of a job on one time base, with the readings of its GPUs.
 
     ``wall`` selects the base: the whole wall time of the reports, or only their iterations.
     """
@@ -59,10 +58,10 @@ class Account(Struct):
     wall: bool = False
     ranks: RankSums = msgspec.field(default_factory=RankSums)
     devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
-    counts: dict[str, int] = {}  # sums of `Rows.counts`
+    counts: dict[str, int] = msgspec.field(default_factory=dict)  # sums of `Rows.counts`
     profile: Profile | None = None
     energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # energy of the covered windows
-    energy_counts: dict[str, int] = {}  # counts and iterations of the covered windows
+    energy_counts: dict[str, int] = msgspec.field(default_factory=dict)  # as `counts`, with iterations; covered windows
     energy_windows: int = 0
     holes: int = 0  # number of windows whose energy is not in the sum
     partial: int = 0  # number of windows in which a device is missing or only partly measured, including the holes
@@ -72,12 +71,6 @@ class Account(Struct):
     measured_j: float = 0.0
     gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope
     gpus_holes: int = 0  # number of covered windows in which the energy of the GPUs is unknown
-    gauges: dict[str, GaugeSums] = {}
-    throttled_s: float = 0.0
-    throttle_covered_s: float = 0.0
-    power_histogram_s: dict[int, float] = {}
-    power_peak_w: float | None = None
-    throttled_by_s: dict[str, float] = {}  # clocks event reason -> GPU-seconds; reasons may overlap
 
     def add_rows(self, rows: Iterable[RankReport], has_hang: bool = False) -> None:
         """Add the times and counts of reports; each report may be added only once.
@@ -92,7 +85,7 @@ class Account(Struct):
         added = np.stack([numbers[name] for name in columns], axis=1)
         at = self.ranks.find(rows.ranks)
         self.ranks.values[at[:, None], _OF_ROWS] += added
-        _add(self.counts, rows.counts)
+        add_to(self.counts, rows.counts)
         if not has_hang:
             self.profile = add_profiles(self.profile, rows.profile)
 
@@ -103,24 +96,7 @@ class Account(Struct):
         values = self.devices.values
         values[at, :4] += sign * np.nan_to_num(levels)
         values[at, 4] = np.fmax(values[at, 4], merged.peaks)
-        self._add_readings(merged.gpus, sign)
-
-    def _add_readings(self, readings: GpuReadings, sign: int) -> None:
-        for name, gauge in readings.gauges.items():
-            sums = self.gauges.setdefault(name, GaugeSums())
-            sums.value_seconds += sign * gauge.value_seconds
-            sums.covered_s += sign * gauge.covered_s
-            if gauge.most is not None:
-                sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
-        self.throttled_s += sign * readings.throttled_s
-        self.throttle_covered_s += sign * readings.throttle_covered_s
-        for reason, seconds in readings.throttled_by_s.items():
-            if reason in self.throttled_by_s or len(self.throttled_by_s) < MAX_REASONS:
-                self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + sign * seconds
-        for step, seconds in readings.power_histogram_s.items():
-            self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
-        if readings.power_peak_w is not None:
-            self.power_peak_w = max(readings.power_peak_w, self.power_peak_w or 0.0)
+        self.add_readings(merged.gpus, sign)
 
     def add_energy(
         self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], min_coverage: float, sign: int = 1
@@ -146,7 +122,7 @@ class Account(Struct):
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
         at = self.ranks.find(rows.ranks)
         self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
-        _add(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
+        add_to(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
 
     def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
         """Return the totals for metrics: sums per rank first, then the maximum over ranks.
@@ -256,11 +232,6 @@ class Account(Struct):
 
 #: Positions in `RankSums` of the columns that `add_rows` adds.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
-
-
-def _add(sums: dict[str, int], counts: Mapping[str, int], sign: int = 1) -> None:
-    for name, count in counts.items():
-        sums[name] = sums.get(name, 0) + sign * count
 
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:

@@ -6,6 +6,7 @@ for ten thousand ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from msgspec import Struct, field
@@ -13,6 +14,27 @@ from msgspec import Struct, field
 from effllm.records.rank import GAUGES, DeviceWindow, RankReport
 
 MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; NVML and AMD SMI have eleven
+
+
+Name = TypeVar("Name", int, str)
+Number = TypeVar("Number", int, float)
+
+
+def add_to(sums: dict[Name, Number], more: Mapping[Name, Number], sign: int = 1) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + sign * value
+
+
+def summed(parts: Iterable[Mapping[Name, float]]) -> dict[Name, float]:
+    sums: dict[Name, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 class GaugeSums(Struct):
@@ -28,7 +50,7 @@ class GaugeSums(Struct):
 
 
 class GpuReadings(Struct):
-    """The readings of the GPUs of a window besides energy, memory and utilization."""
+    """The readings of the GPUs of a window, or of all windows, besides energy, memory and utilization."""
 
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
@@ -62,29 +84,27 @@ class GpuReadings(Struct):
         if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
             self.power_peak_w = peak_w
 
+    def add_readings(self, more: GpuReadings, sign: int = 1) -> None:
+        """Add the readings of other GPUs or of another window; a sign of -1 subtracts them, but keeps maxima."""
+        for name, gauge in more.gauges.items():
+            sums = self.gauges.setdefault(name, GaugeSums())
+            sums.value_seconds += sign * gauge.value_seconds
+            sums.covered_s += sign * gauge.covered_s
+            sums.most = largest((sums.most, gauge.most))
+        self.throttled_s += sign * more.throttled_s
+        self.throttle_covered_s += sign * more.throttle_covered_s
+        add_to(self.power_histogram_s, more.power_histogram_s, sign)
+        self.power_peak_w = largest((self.power_peak_w, more.power_peak_w))
+        known = self.throttled_by_s
+        for reason, seconds in more.throttled_by_s.items():
+            if reason in known or len(known) < MAX_REASONS:
+                known[reason] = known.get(reason, 0.0) + sign * seconds
+
     def merge(self, more: GpuReadings) -> GpuReadings:
-        gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
-        for name, sums in more.gauges.items():
-            known = gauges.setdefault(name, GaugeSums())
-            known.value_seconds += sums.value_seconds
-            known.covered_s += sums.covered_s
-            known.most = max((most for most in (known.most, sums.most) if most is not None), default=None)
-        peaks_w = [peak for peak in (self.power_peak_w, more.power_peak_w) if peak is not None]
-        return GpuReadings(
-            gauges,
-            self.throttled_s + more.throttled_s,
-            self.throttle_covered_s + more.throttle_covered_s,
-            _sums(self.power_histogram_s, more.power_histogram_s),
-            max(peaks_w, default=None),
-            _sums(self.throttled_by_s, more.throttled_by_s),
-        )
-
-
-Name = TypeVar("Name", int, str)
-
-
-def _sums(one: dict[Name, float], other: dict[Name, float]) -> dict[Name, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+        both = GpuReadings()
+        for readings in (self, more):
+            both.add_readings(readings)
+        return both
 
 
 class Gathered(Struct):

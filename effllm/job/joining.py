@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec.structs import astuple, replace
 
+from effllm.job.gathered import largest, summed
 from effllm.records.counters import FIELDS
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import METHODS, Allocator, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
@@ -188,7 +189,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         sequence=min(row.sequence for row in rows),  # no report is acknowledged before its sum is written
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
         start_time_s=first.start_time_s,
-        phases_s=_sums(row.phases_s for row in rows),
+        phases_s=summed(row.phases_s for row in rows),
         loss=_last_loss(rows),
         first_not_finite=next((row.first_not_finite for row in rows if row.first_not_finite is not None), None),
         devices=_devices(rows),
@@ -218,17 +219,6 @@ def _last_loss(rows: Sequence[RankReport]) -> float | None:
     return None
 
 
-_Key = TypeVar("_Key")
-
-
-def _sums(parts: Iterable[dict[_Key, float]]) -> dict[_Key, float]:
-    sums: dict[_Key, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return sums
-
-
 def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
     known: dict[str, list[DeviceWindow]] = {}
     for row in rows:
@@ -249,19 +239,15 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
         device=parts[0].device,
         wall=reduce(Integrals.then, [part.wall for part in parts]),
         phases=phases,
-        memory_peak_bytes=_max(part.memory_peak_bytes for part in parts),
-        power_peak_w=_max(part.power_peak_w for part in parts),
+        memory_peak_bytes=largest(part.memory_peak_bytes for part in parts),
+        power_peak_w=largest(part.power_peak_w for part in parts),
         energy_method=_worst({part.energy_method for part in parts if part.energy_method is not None}),
         gauges=gauges,
-        throttled_s=_sums(part.throttled_s for part in parts),
+        throttled_s=summed(part.throttled_s for part in parts),
         throttle_covered_s=sum(part.throttle_covered_s for part in parts),
-        power_histogram_s=_sums(part.power_histogram_s for part in parts),
+        power_histogram_s=summed(part.power_histogram_s for part in parts),
     )
 
 
 def _worst(methods: set[str]) -> str | None:
     return max(methods, key=lambda method: METHODS.index(method) if method in METHODS else -1, default=None)
-
-
-def _max(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)

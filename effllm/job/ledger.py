@@ -11,6 +11,7 @@ from msgspec import Struct
 from effllm.job.account import Account
 from effllm.job.audit.watch import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
+from effllm.job.gathered import add_to
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
 from effllm.job.iteration_losses import IterationLosses
@@ -201,8 +202,7 @@ class Ledger(Struct):
         has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
-        for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
-            self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+        add_to(self.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})
         self.goodput.attempt.count_rows(window, rows)
         self.audit.counts.add(rows)
         if rows.values:
@@ -224,8 +224,7 @@ class Ledger(Struct):
         self.devices.add(window, energy.owners, energy.amounts, sign)
         if window <= self.warm_until:
             self.warmup_j += sign * energy.iterations_j
-        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
-            self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
+        add_to(self.classes_j, {"iterations": energy.iterations_j, **energy.phases_j}, sign)
         self.goodput.attempt.count_energy(window, energy.iterations_j, energy.phases_j, sign)
 
     def iteration_s(self) -> float:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from effllm.job.gathered import Gathered, GpuReadings
+from effllm.job.gathered import Gathered, GpuReadings, summed
 from effllm.records.columns import Array, fields_of, structs_of
 from effllm.records.counters import FIELDS
 from effllm.records.rank import Allocator, Profile, RankReport, ValueStatistics, add_profiles
@@ -79,11 +79,7 @@ class Rows(list[RankReport]):
     @cached_property
     def phases_s(self) -> dict[str, float]:
         """Seconds of each phase, summed over reports."""
-        sums: dict[str, float] = {}
-        for phases_s in filter(None, map(attrgetter("phases_s"), self)):
-            for name, seconds in phases_s.items():
-                sums[name] = sums.get(name, 0.0) + seconds
-        return sums
+        return summed(filter(None, map(attrgetter("phases_s"), self)))
 
     @cached_property
     def is_final(self) -> bool:
@@ -96,7 +92,7 @@ class Rows(list[RankReport]):
 
     def merge(self, more: Rows) -> Rows:
         """Return the sums of these reports and of ``more``, without the reports."""
-        both, phases = Rows(), {**self.phases_s, **more.phases_s}
+        both = Rows()
         both.ranks = self.ranks + more.ranks
         both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
         both.counts = {name: count + more.counts[name] for name, count in self.counts.items()}
@@ -104,7 +100,7 @@ class Rows(list[RankReport]):
         both.loss = more.loss if self.loss is None else self.loss
         both.profile = add_profiles(self.profile, more.profile)
         both.values = merged_by_name((self.values, more.values))
-        both.phases_s = {name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0) for name in phases}
+        both.phases_s = summed((self.phases_s, more.phases_s))
         both.is_final = self.is_final or more.is_final
         return both
 
