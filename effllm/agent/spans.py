@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.series import Series
 from effllm.energy.readings import NS
+from effllm.job.gathered import largest
+from effllm.job.joining import join_devices
 from effllm.records.board import Board
 from effllm.records.rank import DeviceWindow, Gauge
 from effllm.records.ring import Slot
@@ -46,16 +46,9 @@ class _Sums:
 
     def then(self, later: _Sums) -> _Sums:
         """Return the sums over this span and the next span."""
-        one, other = self.window, later.window
-        gauges = {**one.gauges, **other.gauges}
-        gauges |= {name: one.gauges[name] + other.gauges[name] for name in one.gauges.keys() & other.gauges.keys()}
-        window = replace(
-            other,
-            wall=one.wall.then(other.wall),
-            gauges=gauges,
-            memory_peak_bytes=_max(one.memory_peak_bytes, other.memory_peak_bytes),
-        )
-        min_w, max_w = _min(self.min_w, later.min_w), _max(self.max_w, later.max_w)
+        min_w = min((watts for watts in (self.min_w, later.min_w) if watts is not None), default=None)
+        max_w = largest((self.max_w, later.max_w))
+        window = join_devices((self.window, later.window))
         return _Sums(window, min_w, max_w, self.num_readings + later.num_readings)
 
 
@@ -202,11 +195,3 @@ def _of_gauge(gauge: Gauge | None) -> tuple[float, float, float]:
 
 def _number(value: float | None) -> float:
     return NAN if value is None else value
-
-
-def _min(one: float | None, other: float | None) -> float | None:
-    return min((value for value in (one, other) if value is not None), default=None)
-
-
-def _max(one: float | None, other: float | None) -> float | None:
-    return max((value for value in (one, other) if value is not None), default=None)

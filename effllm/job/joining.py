@@ -224,10 +224,11 @@ def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
     for row in rows:
         for device in row.devices:
             known.setdefault(device.device, []).append(device)
-    return tuple(parts[0] if len(parts) == 1 else _device(parts) for parts in known.values())
+    return tuple(parts[0] if len(parts) == 1 else join_devices(parts) for parts in known.values())
 
 
-def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
+def join_devices(parts: Sequence[DeviceWindow]) -> DeviceWindow:
+    """Return the sum of consecutive windows of one device."""
     phases: dict[str, Integrals] = {}
     gauges: dict[str, Gauge] = {}
     for part in parts:
