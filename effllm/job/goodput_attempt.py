@@ -72,16 +72,11 @@ class Span(Struct, array_like=True):
         if later.last >= later.first:
             self.first = min(self.first, later.first) if self.last >= self.first else later.first
             self.last = max(self.last, later.last)
-        self.kept_s += later.kept_s
-        self.data_s += later.data_s
-        self.straggling_s += later.straggling_s
-        self.hang_s += later.hang_s
-        self.shutdown_s += later.shutdown_s
-        self.joules += later.joules
-        self.phases_s += later.phases_s
-        self.slow_s += later.slow_s
-        self.warmup_s += later.warmup_s
-        self.uneven_s += later.uneven_s
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+
+
+_SUMS = Span.__struct_fields__[4:]  # all fields after the windows and iterations
 
 
 class Redone(Struct, array_like=True):
@@ -206,11 +201,9 @@ class Attempt(Struct):
             self._tally(span, -1)
             taken_s = min(seconds, span.kept_s)
             joules = taken_s / sum(span.seconds) * span.joules if taken_s else 0.0
-            span.kept_s, span.joules, span.phases_s = (
-                span.kept_s - taken_s,
-                span.joules - joules,
-                span.phases_s + taken_s,
-            )
+            span.kept_s -= taken_s
+            span.joules -= joules
+            span.phases_s += taken_s
             self._tally(span, 1)
             _add(self.seconds, {name: taken_s})
             _add(self.joules, {name: joules})

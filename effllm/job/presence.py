@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
 
 from effllm.job.ledger import Ledger, RankState
 
@@ -21,9 +20,9 @@ class Presence:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._heard_s: dict[int, float] = {}
-        self._lost: set[int] = set()
-        self._left = sum(bool(rank.bye) for rank in ledger.ranks.values())
+        self.heard_s: dict[int, float] = {}  # time of each rank's last message
+        self.lost: set[int] = set()  # ranks whose last message is older than LOST_AFTER_S
+        self.num_left = sum(bool(rank.bye) for rank in ledger.ranks.values())
         self._first_hello_s: float | None = None
         self._first_bye_s: float | None = None
         self._last_behind: int | None = None
@@ -35,20 +34,11 @@ class Presence:
 
     def hear(self, rank: int, now_s: float) -> bool:
         """Record a message of a rank; return whether the rank was lost."""
-        self._heard_s[rank] = now_s
-        if rank not in self._lost:
+        self.heard_s[rank] = now_s
+        if rank not in self.lost:
             return False
-        self._lost.discard(rank)
+        self.lost.discard(rank)
         return True
-
-    @property
-    def lost(self) -> Collection[int]:
-        """Ranks whose last message is older than LOST_AFTER_S."""
-        return self._lost
-
-    @property
-    def heard_s(self) -> Mapping[int, float]:
-        return self._heard_s
 
     def leave(self, rank: RankState, status: str, now_s: float) -> bool:
         """Record the BYE of a rank; return ``False`` if the rank had already left."""
@@ -56,45 +46,41 @@ class Presence:
         if rank.bye:
             return False
         rank.bye = status or "ended"
-        self._left += 1
+        self.num_left += 1
         return True
 
     def newly_lost(self, now_s: float) -> dict[int, float]:
         """Return the ranks that were lost since the last call, with the seconds since their last message."""
-        if min(self._heard_s.values(), default=now_s) >= now_s - LOST_AFTER_S:  # the usual case of ten thousand ranks
+        if min(self.heard_s.values(), default=now_s) >= now_s - LOST_AFTER_S:  # the usual case of ten thousand ranks
             return {}
         fallen = {
             rank: now_s - heard_s
-            for rank, heard_s in self._heard_s.items()
-            if now_s - heard_s > LOST_AFTER_S and rank not in self._lost and not self._ledger.ranks[rank].bye
+            for rank, heard_s in self.heard_s.items()
+            if now_s - heard_s > LOST_AFTER_S and rank not in self.lost and not self._ledger.ranks[rank].bye
         }
-        self._lost |= set(fallen)
+        self.lost |= set(fallen)
         return fallen
 
     def give_up(self, rank: int) -> None:
         """Mark a rank as lost at once, because its agent has ended."""
-        self._lost.add(rank)
+        self.lost.add(rank)
 
     def awaited(self, before_s: float) -> list[int]:
         """Return the ranks whose last message is older than ``before_s``, without ranks that have left or are lost."""
-        away = self._lost | self.gone
-        return [rank for rank, heard_s in self._heard_s.items() if heard_s < before_s and rank not in away]
-
-    @property
-    def num_left(self) -> int:
-        return self._left
+        away = self.lost | self.gone
+        return [rank for rank, heard_s in self.heard_s.items() if heard_s < before_s and rank not in away]
 
     @property
     def num_away(self) -> int:
         """Number of ranks that have left or are lost."""
-        return len(self._lost) + self._left
+        return len(self.lost) + self.num_left
 
     def waited_for(self, now_s: float) -> set[int]:
         """Return the ranks for which a window waits, including ranks that have left."""
-        come = set(self._heard_s) - self._lost
+        come = set(self.heard_s) - self.lost
         if not self._waits_for_absent(now_s):
             return come
-        return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
+        return come | (set(range(self._ledger.world_size)) - set(self.heard_s))
 
     def is_behind(self, window: int, now_s: float) -> bool:
         """Whether a rank for which the window waits has not passed the window."""
@@ -111,7 +97,7 @@ class Presence:
         return known is None or (known.last_window < window and not known.bye)
 
     def _is_waited_for(self, rank: int, now_s: float) -> bool:
-        return rank not in self._lost and (rank in self._heard_s or self._waits_for_absent(now_s))
+        return rank not in self.lost and (rank in self.heard_s or self._waits_for_absent(now_s))
 
     def _waits_for_absent(self, now_s: float) -> bool:
         since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
@@ -120,22 +106,22 @@ class Presence:
 
     @property
     def gone(self) -> set[int]:
-        return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self._left else set()
+        return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self.num_left else set()
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether ranks have left, and windows wait for no other rank."""
-        if len(self._heard_s) - len(self._lost) > self._left:
+        if len(self.heard_s) - len(self.lost) > self.num_left:
             return False  # a fast check without sets, because this is called often
         left = self.gone
         return bool(left) and not self.waited_for(now_s) - left
 
     def all_lost(self, now_s: float) -> bool:
         """Whether all ranks that have not left are lost."""
-        away = self._lost | self.gone
-        heard = [heard_s for rank, heard_s in self._heard_s.items() if rank not in away]
+        away = self.lost | self.gone
+        heard = [heard_s for rank, heard_s in self.heard_s.items() if rank not in away]
         return all(now_s - heard_s > LOST_AFTER_S for heard_s in heard)
 
     @property
     def is_deserted(self) -> bool:
         """Whether ranks have joined, and all of them have left or are lost."""
-        return bool(self._heard_s) and len(self._lost | self.gone) >= len(self._heard_s)
+        return bool(self.heard_s) and len(self.lost | self.gone) >= len(self.heard_s)

@@ -87,7 +87,9 @@ def waterfall(
     seconds["unused"] = goodput.unused_gpu_seconds
     joules = _joules(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
-    evidence = evidence_of(sources, whole, _iterations(kept, classes), kept_share=_kept_share(kept, classes))
+    # The counters and windows from which each part is computed.
+    evidence = _of_classes(sources, whole) | _of_clock(whole, _iterations(kept, classes))
+    evidence |= _of_steps(whole, _kept_share(kept, classes))
     price = whole.constants.price_per_gpu_hour if is_of_gpus else None
     parts = tuple(
         WaterfallPart(
@@ -262,19 +264,8 @@ def _gain(seconds: float, total: float) -> float | None:
     return total / (total - seconds) - 1.0 if seconds < total else None
 
 
-def evidence_of(sources: Sources, whole: ClusterTotals, iterations: float, kept_share: float = 1.0) -> dict[str, str]:
-    """Return a short text for each part, with the counters and windows from which the part is computed.
-
-    Args:
-        sources: the reports of the classes.
-        whole: the totals of the job.
-        iterations: device-seconds of iterations.
-        kept_share: share of kept steps in all steps; the tokens of the other steps are left out.
-    """
-    return _of_classes(sources, whole) | _of_clock(whole, iterations) | _of_steps(whole, kept_share)
-
-
 def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
+    """Return the evidence of each class of goodput; ``sources`` are the reports of the classes."""
     ranks = whole.constants.world_size
     windows = f"windows 1-{sources.windows:,}" if sources.windows > 1 else "window 1"
     reports = f"reports of {windows}" if sources.windows else "reports"
@@ -293,6 +284,7 @@ def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
 
 
 def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
+    """Return the evidence of the clock; ``iterations`` are device-seconds."""
     devices, constants = whole.devices, whole.constants
     if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
         return {}
@@ -304,6 +296,7 @@ def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
 
 
 def _of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str]:
+    """Return the evidence of the parts of kept steps; the tokens of the other steps are left out."""
     constants, counts, profile = whole.constants, whole.counts, whole.profile
     profiled = f"{profile.iterations:,} profiled iterations, summed over ranks" if profile is not None else ""
     texts = dict.fromkeys(("waits_in_communication", "exposed_communication", "device_idle"), profiled)

@@ -105,7 +105,7 @@ class Hang:
         self._moved_s = 0.0  # time of the last progress of any rank
         self._next_check_s = self._next_alone_s = 0.0
         self._checked_s = 0.0
-        self._since_s: float | None = None  # start of the job's stall
+        self.since_s: float | None = None  # start of the job's stall
         self._report_s = 0.0  # time at which the stall is reported again
         self._alone: dict[int, tuple[float, float]] = {}  # hangs by rank: start, and time of the next event
         self._resumed: list[Resumed] = []
@@ -185,7 +185,7 @@ class Hang:
         if state != FINISHED:
             if since_s > self._moved_s:
                 self._moved_s = since_s
-            if self._alone or self._since_s is not None:
+            if self._alone or self.since_s is not None:
                 self._move(rank, since_s)
 
     # --- outputs ---
@@ -217,13 +217,13 @@ class Hang:
         stalled = {rank for rank, one in active.items() if self._has_stalled(one, limits)}
         if len(stalled) == len(active):
             self._alone = {}
-            if self._since_s is None:
-                self._since_s, self._report_s = max(one.since_s for one in active.values()), now_s
+            if self.since_s is None:
+                self.since_s, self._report_s = max(one.since_s for one in active.values()), now_s
             if now_s >= self._report_s:
-                unmoved_s = now_s - self._since_s
-                self._report_s = self._since_s + _again_s(unmoved_s)
+                unmoved_s = now_s - self.since_s
+                self._report_s = self.since_s + _again_s(unmoved_s)
                 verdicts.append(Stall(_groups(active), unmoved_s))
-        elif self._since_s is None:
+        elif self.since_s is None:
             alone = {
                 rank: active[rank] for rank in stalled if active[rank].since_s < self._two_more_s - MAX_BEAT_DELAY_S
             }
@@ -236,14 +236,9 @@ class Hang:
                 verdicts.append(Stall([*_groups(due), *_groups(others)], unmoved_s, is_partial=True))
         return verdicts
 
-    @property
-    def since_s(self) -> float | None:
-        """Start of the job's stall; ``None`` without a stall."""
-        return self._since_s
-
     def total_s(self, now_s: float) -> float:
         """Return the seconds of all stalls of the job, including the current stall."""
-        return self.stalled_s + (now_s - self._since_s if self._since_s is not None else 0.0)
+        return self.stalled_s + (now_s - self.since_s if self.since_s is not None else 0.0)
 
     # --- rules ---
 
@@ -283,10 +278,10 @@ class Hang:
         return statistics.median(durations_s) if durations_s else self._earlier_s
 
     def _move(self, rank: int, at_s: float) -> None:
-        if self._since_s is not None:
-            unmoved_s = max(at_s - self._since_s, 0.0)
+        if self.since_s is not None:
+            unmoved_s = max(at_s - self.since_s, 0.0)
             self.stalled_s += unmoved_s
-            self._since_s = None
+            self.since_s = None
             self._resumed.append(Resumed(unmoved_s))
         elif rank in self._alone:
             since_s, _ = self._alone.pop(rank)
