@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -24,10 +25,13 @@ from effllm.job.ledger import Ledger
 from effllm.job.merged import Expected, Merged
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
-from effllm.job.spread import window_spread
 from effllm.job.waterfall import Sources, waterfall
+from effllm.records.columns import Array
 from effllm.records.job import (
+    GPU_WATTS,
+    STEP_SECONDS,
     UNUSED_GPUS,
+    UTILIZATION_RATIO,
     ClusterReport,
     ClusterTotals,
     Coverage,
@@ -36,6 +40,7 @@ from effllm.records.job import (
     GoodputTotals,
     HealthTotals,
     JobConstants,
+    Spread,
     Summary,
     Value,
 )
@@ -184,6 +189,39 @@ def report_of(
         gpu_seconds=_gpu_seconds(goodput),
         gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
+
+
+def spread_of(values: Array) -> Spread | None:
+    """Return the percentiles of values; ``None`` without values.
+
+    A percentile between two values is interpolated linearly (Hyndman and Fan's definition 7, 1996), so that the
+    50th percentile is the median.
+    """
+    if not len(values):
+        return None
+    return Spread(len(values), *np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0)).tolist())
+
+
+def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
+    """Return the percentiles of the ranks' mean step times, and of the power and utilization of GPUs in iterations.
+
+    Ranks without a completed iteration and GPUs that were not measured are left out.
+
+    Args:
+        rows: reports of the window.
+        merged: devices of the window.
+        expected: the devices that the window should have.
+    """
+    iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
+    worked = iterations > 0
+    found = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
+    if merged is not None:
+        at = expected.positions(merged)
+        gpus = at[expected.is_gpu & (at >= 0)]
+        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
+        found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
+        found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
+    return {name: spread for name, spread in found.items() if spread is not None}
 
 
 def _doubtful(

@@ -10,7 +10,7 @@ from cases import cases
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
-from effllm.job.spread import spread_of
+from effllm.job.reporting import spread_of
 from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.job import Spread
