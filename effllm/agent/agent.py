@@ -178,9 +178,9 @@ class Agent:
         while self._is_aggregator_ending and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
             self._poller.poll(20)
             self._look(measuring, conversation)
-        self._children.stop_inspection()
+        self._children.inspection.stop()
         self._devices.stop()
-        self._events.close()
+        self._events.log.close()
         if path := self._trainer.facts.address_file:
             discovery.remove(Path(path), self._trainer.facts.job)
         self._connection.close()
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
         write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")
         if events:
             events.report("agent", "".join(traceback.format_exception(error)).rstrip())
-            events.close()
+            events.log.close()
         os._exit(1)
     os._exit(0)  # a thread in a hanging device call cannot be joined
 

@@ -100,7 +100,7 @@ class InspectionChild:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._found = -1  # memfd for the result
-        self._until_s = math.inf
+        self.due_s = math.inf  # deadline of the running inspection
         self.descriptor = -1  # pidfd of the inspection; readable after its end
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
@@ -118,24 +118,19 @@ class InspectionChild:
             return f"the inspection cannot be started: {error}"
         finally:
             os.close(given)
-        self.descriptor, self._until_s = pidfd(self._process.pid), now_s + INSPECTION_LIMIT_S
+        self.descriptor, self.due_s = pidfd(self._process.pid), now_s + INSPECTION_LIMIT_S
         return ""
-
-    @property
-    def due_s(self) -> float:
-        """Deadline of the running inspection; infinite if no inspection runs."""
-        return self._until_s
 
     def look(self, now_s: float) -> InspectionResult | None:
         """Return the result if the inspection has ended or its deadline has passed, else ``None``."""
-        if self._process is None or (self._process.poll() is None and now_s < self._until_s):
+        if self._process is None or (self._process.poll() is None and now_s < self.due_s):
             return None
         is_late = self._process.poll() is None
         self._kill()
         size = os.fstat(self._found).st_size
         body = os.pread(self._found, size, 0)
         os.close(self._found)
-        self._process, self._until_s = None, math.inf
+        self._process, self.due_s = None, math.inf
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -170,7 +165,7 @@ class Children:
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents, notices: Notices) -> None:
         self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
         self._aggregator: AggregatorChild | None = None
-        self._inspection = InspectionChild()
+        self.inspection = InspectionChild()  # the agent stops it; the aggregator ends when the job is over
         self._watched = {"aggregator": -1, "inspection": -1}  # descriptors in the poller
         self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
 
@@ -215,14 +210,14 @@ class Children:
     @property
     def due_s(self) -> float:
         """Time of the next check of the children."""
-        return min(self._aggregator.due_s, self._inspection.due_s) if self._aggregator else self._inspection.due_s
+        return min(self._aggregator.due_s, self.inspection.due_s) if self._aggregator else self.inspection.due_s
 
     def look(self, now_s: float) -> None:
         """Replace a dead aggregator, and read the result of a finished inspection."""
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch("aggregator", self._aggregator.descriptor)
-        if (finding := self._inspection.look(now_s)) is not None:
+        if (finding := self.inspection.look(now_s)) is not None:
             self._watch("inspection", -1)
             self.finding = finding
 
@@ -236,14 +231,10 @@ class Children:
             folder=run_folder,
             name=f"rank-{self._trainer.rank}-iteration-{number}",
         )
-        if why := self._inspection.start(orders, time.monotonic()):
+        if why := self.inspection.start(orders, time.monotonic()):
             self.finding = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
         else:
-            self._watch("inspection", self._inspection.descriptor)
-
-    def stop_inspection(self) -> None:
-        """Stop a running inspection. The aggregator is not stopped, because it ends when the job is over."""
-        self._inspection.stop()
+            self._watch("inspection", self.inspection.descriptor)
 
     def _watch(self, child: str, descriptor: int) -> None:
         before = self._watched[child]

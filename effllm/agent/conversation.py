@@ -303,7 +303,7 @@ class Conversation:
             self._bye_sent = False
             self._send_hello(time.monotonic())
         if welcome.run_folder and Path(welcome.run_folder).is_dir():
-            self._events.attach(Path(welcome.run_folder) / "logs")
+            self._events.log.attach(Path(welcome.run_folder) / "logs")
         silence_stderr()
 
     def _give_up(self, message: Rejected) -> None:

@@ -96,7 +96,7 @@ class AgentEvents:
     """
 
     def __init__(self, rank: int) -> None:
-        self._log = LogFile(rank)
+        self.log = LogFile(rank)
         self._limit = EventLimit()
         self._lock = threading.Lock()
         self._unsent: deque[Event] = deque()
@@ -128,20 +128,12 @@ class AgentEvents:
         with self._lock:
             self._roll(math.inf, 2 * MAX_UNSENT)
 
-    def attach(self, folder: Path) -> None:
-        """Write the log file in ``folder``; the first event creates the file."""
-        self._log.attach(folder)
-
-    def close(self) -> None:
-        """Close the log file; wait at most half a second for the disk."""
-        self._log.close()
-
     def _roll(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
         for event in self._limit.roll(now_s):
             self._put(event, max_unsent)
 
     def _put(self, event: Event, max_unsent: int = MAX_UNSENT) -> None:
-        self._log.write(event)
+        self.log.write(event)
         if len(self._unsent) >= max_unsent:
             self._limit.leave_out(self._unsent.popleft())
         self._unsent.append(event)

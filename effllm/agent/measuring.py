@@ -118,7 +118,7 @@ class Measuring:
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())
         edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
-        if self.devices.missing_baseline:
+        if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for one in series:
             one.fold(edges_ns, until_ns)

@@ -51,7 +51,7 @@ class RankDevices:
         self._calibrate_at_s = 0.0 if trainer.config.baseline_seconds else time.monotonic() + WITHOUT_ITERATION_S
         self._has_begun = False  # as in `calibrate`
         self._has_changed = False  # whether a device was opened or calibrated
-        self._has_baseline = False
+        self.has_baseline = False  # whether the idle power of the devices was measured
 
     def start(self) -> None:
         """Open the devices; wait at most `DEVICE_WAIT_S` for their first samples."""
@@ -142,17 +142,12 @@ class RankDevices:
         series = self._tracks[0].series
         return series.newest if series else None
 
-    @property
-    def missing_baseline(self) -> bool:
-        """Whether the idle power of the devices is not measured yet."""
-        return not self._has_baseline
-
     def take(self) -> None:
         """Take new samples, and report events of the devices."""
         changed = [self._adopt(), *(track.take() for track in self._all)]
-        if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self._has_baseline:
-            self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._all if track.series)
-            changed.append(self._has_baseline)
+        if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self.has_baseline:
+            self.has_baseline = all(track.note_baseline(*idle_ns) for track in self._all if track.series)
+            changed.append(self.has_baseline)
         self._has_changed = self._has_changed or any(changed)
         now_ns, time_s = time.monotonic_ns(), time.time()
         for track in self._all:

@@ -43,7 +43,8 @@ class RankMemory:
     def add(self, slot: ring.Slot) -> None:
         """Add a record of the kind MEMORY."""
         before = self._watch.forecast.last
-        is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and self._is_boundary(slot.ordinal)
+        is_boundary = (slot.ordinal + self._offset) % self._log_interval == 0
+        is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and is_boundary
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
         reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
         self._warned += self._watch.add(reading, is_window_end=is_end)
@@ -102,9 +103,6 @@ class RankMemory:
             for name in ("retries", "out_of_memory"):
                 if (more := getattr(now, name) - getattr(before, name)) > 0:
                     values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + more
-
-    def _is_boundary(self, ordinal: int) -> bool:
-        return ordinal > 0 and (ordinal + self._offset) % self._log_interval == 0
 
     def _capacity(self, series: Iterable[Series]) -> float | None:
         """Return the bytes of the device that torch's allocator can have; ``None`` if the device is not read."""

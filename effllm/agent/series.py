@@ -56,18 +56,13 @@ class Series:
         self._samples: deque[Sample] = deque()
         self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from this sample to the next
         self.energy = EnergyLedger(device, max_gap_s)
-        self._newest_ns = 0
+        self.newest_ns = 0  # time of the newest sample
         self._events: list[Event] = []
         self._reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples
         self._since_ns = 0  # start of the first window
         self._active: Sample | None = None  # the last reading of earlier windows with an activity
         self._outside: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
         self.held_ns: int | None = None  # start of the oldest requested span; its samples are kept
-
-    @property
-    def newest_ns(self) -> int:
-        """Time of the newest sample, 0 before the first."""
-        return self._newest_ns
 
     @property
     def newest(self) -> Sample | None:
@@ -88,7 +83,7 @@ class Series:
         """Append a sample; a sample that is not newer than the last is dropped."""
         if sample.time_ns <= self.newest_ns:
             return
-        self._newest_ns = sample.time_ns
+        self.newest_ns = sample.time_ns
         self.energy.add(sample)
         if not sample.energy_only:
             self._samples.append(sample)

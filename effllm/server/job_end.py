@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from effllm.job.aggregator import Aggregator
 from effllm.job.pacing import quiet_s
@@ -18,29 +18,6 @@ GONE_AFTER_S = 2.0
 #: With ZMQ_IMMEDIATE an agent's link drops unread messages when the connection ends.  So an aggregator that ended at
 #: once would not confirm the BYE of an agent on a busy host.
 DISCONNECT_S, DISCONNECT_LOOK_S = 1.0, 0.02
-
-
-class LostAgents:
-    """Ranks whose agents have lost their connections.
-
-    The kernel closes the connection of a killed agent.  The lost agents are used at the end of a job,
-    so that the job does not wait three heartbeat periods for a dead agent.
-    """
-
-    def __init__(self) -> None:
-        self._since_s: dict[int, float] = {}
-
-    def look(self, now_s: float, ranks: Iterable[int], reaches: Callable[[int], bool]) -> list[int]:
-        """Return the ranks whose agents have had no connection for two seconds.
-
-        Args:
-            now_s: current time.
-            ranks: ranks that have not ended.
-            reaches: returns whether a rank's agent has a connection.
-        """
-        gone_s = {rank: self._since_s.get(rank, now_s) for rank in ranks if not reaches(rank)}
-        self._since_s = gone_s
-        return [rank for rank, since_s in gone_s.items() if now_s - since_s >= GONE_AFTER_S]
 
 
 class JobEnd:
@@ -56,7 +33,7 @@ class JobEnd:
         self._aggregator, self._presence = aggregator, aggregator.presence
         self._orders = orders
         self._reaches = reaches
-        self._lost = LostAgents()
+        self._gone_s: dict[int, float] = {}  # rank without a connection -> since when
         self._trainer_ended_s: float | None = None
         self._agent = os.getppid() if orders.by_agent else -1
 
@@ -72,10 +49,14 @@ class JobEnd:
         return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
 
     def give_up_lost(self, now_s: float) -> None:
-        """At the end of the job, mark ranks as lost whose agents were killed."""
+        """At the end of the job, mark ranks as lost whose agents have had no connection for `GONE_AFTER_S`.
+
+        The kernel closes the connection of a killed agent, so the job need not wait three heartbeat periods for it.
+        """
         if self._presence.num_left > 0 or self._trainer_ended_s is not None:
             awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
-            for rank in self._lost.look(now_s, awaited, self._reaches):
+            self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in awaited if not self._reaches(rank)}
+            for rank in [rank for rank, since_s in self._gone_s.items() if now_s - since_s >= GONE_AFTER_S]:
                 self._aggregator.give_up(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:

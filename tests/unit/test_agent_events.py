@@ -14,9 +14,9 @@ from effllm.records.wire import AgentEvent
 def test_log_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
     events = AgentEvents(3)
     events.report("agent", "one")
-    events.attach(tmp_path / "logs")
+    events.log.attach(tmp_path / "logs")
     events.report("warning", "two")
-    events.close()
+    events.log.close()
 
     lines = (tmp_path / "logs" / "agent-3.log").read_text().splitlines()
     assert [line.partition("Z ")[2] for line in lines] == ["rank 3: one", "rank 3: two"]
@@ -25,8 +25,8 @@ def test_log_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
 
 def test_an_agent_without_events_leaves_no_file(tmp_path):
     events = AgentEvents(0)
-    events.attach(tmp_path / "logs")
-    events.close()
+    events.log.attach(tmp_path / "logs")
+    events.log.close()
 
     assert list(tmp_path.iterdir()) == []
 
@@ -35,7 +35,7 @@ def test_events_without_a_run_folder_are_in_the_users_state_folder(tmp_path, mon
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     events = AgentEvents(0)
     events.report("agent", "no aggregator answers")
-    events.close()
+    events.log.close()
 
     (file,) = tmp_path.rglob("agent-0.log")
     assert "no aggregator answers" in file.read_text()
@@ -45,11 +45,11 @@ def test_events_without_a_run_folder_are_in_the_users_state_folder(tmp_path, mon
 def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
     os.mkfifo(tmp_path / "agent-0.log")  # open() for writing blocks until the FIFO has a reader
     events = AgentEvents(0)
-    events.attach(tmp_path)
+    events.log.attach(tmp_path)
     began_s = time.monotonic()
     for number in range(1000):
         events.report("agent", str(number))
-    events.close()
+    events.log.close()
     assert time.monotonic() - began_s < 5.0
 
     written = (tmp_path / "agent-0.log").read_text()  # this read ends when the log closes the FIFO
@@ -67,13 +67,13 @@ def taken(events):
 
 def test_event_storm_is_limited_to_100_events_and_a_count(tmp_path):
     events = AgentEvents(0)
-    events.attach(tmp_path)
+    events.log.attach(tmp_path)
     for number in range(100_000):
         events.add(Event(1000.0, "ecc", f"{number} errors", count=10))
     events.add(Event(1000.0, "xid", "Xid 79"))
     events.end()
     sent = taken(events)
-    events.close()
+    events.log.close()
 
     assert len(sent) == 102
     assert sum(event.count for event in sent if event.kind == "ecc") == 1_000_000

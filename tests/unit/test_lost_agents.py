@@ -8,27 +8,40 @@ from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.records.clock import Now
+from effllm.records.orders import Orders
 from effllm.records.wire import Ack, Bye
-from effllm.server.job_end import LostAgents
+from effllm.server.job_end import JobEnd
 
 
-def test_agent_is_lost_after_two_seconds_without_connection():
-    lost, reached = LostAgents(), {0, 2}
+@pytest.fixture
+def lost():
+    """Return a function of the time and the connected ranks: the lost ranks at the end of a job, which rank 0 left."""
+    aggregator, reached = Aggregator(Config(), "job", 1, 1000.0), set()
+    for rank in range(3):
+        assert aggregator.hello(hello(rank, 3), Now(0.0, 1000.0)) == ""
+    aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(5.0, 1005.0))
+    end = JobEnd(aggregator, Orders(Config(), "job", "", ""), lambda rank: rank in reached)
 
-    def look(now_s):
-        return lost.look(now_s, (0, 1, 2), lambda rank: rank in reached)
+    def look(now_s, *ranks):
+        reached.clear()
+        reached.update(ranks)
+        end.give_up_lost(now_s)
+        return aggregator.presence.lost
 
-    assert look(10.0) == []
-    assert look(11.9) == []
-    assert look(12.0) == [1]
+    return look
 
 
-def test_reconnected_agent_is_not_lost():
-    lost = LostAgents()
-    lost.look(10.0, (1,), lambda _: False)
-    lost.look(11.0, (1,), lambda _: True)
+def test_agent_is_lost_after_two_seconds_without_connection(lost):
+    assert lost(10.0, 2) == set()
+    assert lost(11.9, 2) == set()
+    assert lost(12.0, 2) == {1}
 
-    assert lost.look(12.5, (1,), lambda _: False) == []
+
+def test_reconnected_agent_is_not_lost(lost):
+    lost(10.0, 2)
+    lost(11.0, 1, 2)
+
+    assert lost(12.5, 2) == set()
 
 
 @pytest.fixture
