@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
-import stat
 import sys
 import threading
 import time
@@ -169,16 +167,10 @@ class SharedFile:
 
     def publish(self, record: dict[str, str]) -> bool:
         """Write the record atomically; ``False`` if the folder is not writable."""
-        temporary = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(own_files.open_file(temporary, flags), "w") as file:
-                json.dump(record, file)
-            temporary.replace(self.path)
+            own_files.replace_file(self.path, json.dumps(record).encode(), durable=False)
         except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return False
         return True
 
@@ -323,18 +315,10 @@ def _record(content: bytes | str) -> dict[str, str] | None:
 
 def _read(path: Path) -> dict[str, str] | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
+            return _record(file.read(MAX_RECORD_BYTES + 1))
     except OSError:
         return None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return None
-        return _record(os.read(descriptor, MAX_RECORD_BYTES + 1))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _until(attempt: Callable[[], bool]) -> bool:
