@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import GIB, counted_quotient, energy_quotient, quotient
+from effllm.metrics.ratios import GIB, counted_quotient, energy_quotient, measured_quotient, quotient
 from effllm.metrics.table import metric
 from effllm.records.job import ClusterTotals
 
 
-def _memory_error_gib(totals: ClusterTotals) -> float | None:
-    return None if totals.devices.memory_error_bytes is None else totals.devices.memory_error_bytes / GIB
-
-
-def _utilization_error(totals: ClusterTotals) -> float | None:
-    return totals.devices.utilization_error
-
-
-@metric("GiB", console="AMU (GB): {:.2f}", error=_memory_error_gib)
+@metric("GiB", console="AMU (GB): {:.2f}", error=lambda one: measured_quotient(one.devices.memory_error_bytes, GIB))
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (2^30 bytes; Eq. 1)."""
-    return None if totals.devices.memory_mean_bytes is None else totals.devices.memory_mean_bytes / GIB
+    return measured_quotient(totals.devices.memory_mean_bytes, GIB)
 
 
-@metric("ratio", console="PCU (Ratio): {:.3f}", error=_utilization_error)
+@metric("ratio", console="PCU (Ratio): {:.3f}", error=lambda one: one.devices.utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
     """Peak compute utilization: share of time in which the device was busy; a mean, despite the name (Eq. 2)."""
     return totals.devices.utilization_mean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import energy_quotient, error_share, measured_quotient, quotient
+from effllm.metrics.ratios import counted_quotient, energy_quotient, error_share, measured_quotient, quotient
 from effllm.metrics.table import metric
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import POWER_STEP_W
@@ -94,8 +94,7 @@ def joules_per_generated_token(totals: ClusterTotals) -> float | None:
 @metric("Wh", group="energy", bases=("job",), chart=False, in_windows=False)
 def total_wh(totals: ClusterTotals) -> float | None:
     """Energy of the run so far in watt-hours; no value if a part of the energy was not measured."""
-    joules = total_joules(totals)
-    return None if joules is None else joules / J_PER_WH
+    return measured_quotient(total_joules(totals), J_PER_WH)
 
 
 @metric("J/10k tokens", group="energy", bases=("window",), chart=False, in_windows=False)
@@ -108,11 +107,7 @@ def joules_per_10k_tokens(totals: ClusterTotals) -> float | None:
 @metric("tokens/J", group="energy", bases=("window",), chart=False, in_windows=False)
 def tokens_per_joule(totals: ClusterTotals) -> float | None:
     """Tokens per joule."""
-    return (
-        quotient(totals.energy.counts.tokens, totals.energy.joules)
-        if totals.energy.counts.tokens and totals.energy.joules
-        else None
-    )
+    return counted_quotient(totals.energy.counts.tokens, totals.energy.joules or 0.0)
 
 
 @metric("J", group="energy", bases=("run",), chart=False)

@@ -10,9 +10,8 @@ from effllm.records.job import ClusterTotals
 @metric("ratio", group="goodput", bases=("job",))
 def ratio(totals: ClusterTotals) -> float | None:
     """Goodput: share of the elapsed time of all attempts that was spent in kept iterations and in generation."""
-    return quotient(
-        sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.goodput.elapsed_s
-    )
+    productive_s = sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation"))
+    return quotient(productive_s, totals.goodput.elapsed_s)
 
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)

@@ -10,19 +10,19 @@ from effllm.records.job import ClusterTotals
 @metric("GB", group="memory", bases=("run",))
 def peak_gb(totals: ClusterTotals) -> float | None:
     """Largest memory reading on any device, run to date."""
-    return None if totals.devices.memory_peak_bytes is None else totals.devices.memory_peak_bytes / GB
+    return measured_quotient(totals.devices.memory_peak_bytes, GB)
 
 
 @metric("GB", group="memory", bases=("window",))
 def smallest_mean_gb(totals: ClusterTotals) -> float | None:
     """Smallest mean memory of a device in the window."""
-    return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GB
+    return measured_quotient(totals.devices.memory_min_bytes, GB)
 
 
 @metric("GB", group="memory", bases=("window",))
 def largest_mean_gb(totals: ClusterTotals) -> float | None:
     """Largest mean memory of a device in the window."""
-    return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GB
+    return measured_quotient(totals.devices.memory_max_bytes, GB)
 
 
 @metric("ratio", group="health", bases=("window",))

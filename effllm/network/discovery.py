@@ -37,8 +37,6 @@ MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # time between two checks for a newer 
 MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - a folder in these is used after a check
 
-is_loopback = interface.is_loopback
-
 
 def is_secured(config: Config) -> bool:
     """Whether reports are encrypted and peers without the key are rejected, also on loopback (shared by all users)."""
@@ -77,7 +75,7 @@ def host_of(endpoint: str) -> str:
 
 def openness(endpoint: str) -> str:
     """Return the warning about an endpoint without keys; empty for loopback."""
-    if is_loopback(host_of(endpoint)):
+    if interface.is_loopback(host_of(endpoint)):
         return ""
     return (
         f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, so "
@@ -284,7 +282,7 @@ class Search:
     def _objection(self, record: Mapping[str, str]) -> str:
         if not self._is_secured:
             endpoint = record["endpoint"]
-            if self._config.security == "none" or is_loopback(host_of(endpoint)):
+            if self._config.security == "none" or interface.is_loopback(host_of(endpoint)):
                 return ""
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote this address"

@@ -69,12 +69,9 @@ def towards(host: str) -> str:
 def by_default_route() -> str:
     """Return this host's address on the default route; empty without a default route."""
     for family, address in zip((socket.AF_INET, socket.AF_INET6), _REMOTE, strict=True):
-        try:
-            own = _source(family, (address, _ANY_PORT))
-        except OSError:
-            continue
-        if _is_usable(own):
-            return own
+        with contextlib.suppress(OSError):
+            if _is_usable(own := _source(family, (address, _ANY_PORT))):
+                return own
     return ""
 
 
