@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from effllm import metrics
 from effllm.job.rows import TOKEN_COUNTS, Rows
@@ -279,10 +278,10 @@ def _floats(counts: Sequence[int]) -> Array:
         return np.array(counts, np.float64)
 
 
-#: Smaller count, larger count, and what they are.
+#: Smaller count, larger count, and a text with both.
 _ORDER = (
-    ("tokens", "tokens_processed", "tokens without padding", "positions"),
-    ("tokens_loss", "tokens_processed", "positions with a label", "positions"),
+    ("tokens", "tokens_processed", "{:,.0f} tokens without padding in {:,.0f} positions"),
+    ("tokens_loss", "tokens_processed", "{:,.0f} positions with a label in {:,.0f} positions"),
 )
 
 
@@ -302,23 +301,17 @@ def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: boo
     values = sums.values[sums.of(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
     spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
-    for small, large, small_text, large_text in _ORDER:
-        wrong = column[small] > column[large] + spare
-        if wrong.any() and (wrong := wrong & (column[large] > 0)).any():  # a total of 0 is not counted
-            factor = float((column[small][wrong] / column[large][wrong]).max())
-            totals = f"{column[small][wrong].sum():,.0f} {small_text} in {column[large][wrong].sum():,.0f} {large_text}"
-            return _sentence(rows.ranks, wrong, totals, factor)
+    checks = [(column[small], column[large], text) for small, large, text in _ORDER]
     if known.max_positions:
         most = column["iterations"] * known.max_positions
-        wrong = column["tokens_processed"] > most + spare
-        if wrong.any() and (wrong := wrong & (most > 0)).any():
-            factor = float((column["tokens_processed"][wrong] / most[wrong]).max())
-            totals = f"{column['tokens_processed'][wrong].sum():,.0f} positions in batches of {most[wrong].sum():,.0f}"
-            return _sentence(rows.ranks, wrong, totals, factor)
+        checks.append((column["tokens_processed"], most, "{:,.0f} positions in batches of {:,.0f}"))
+    for small, large, text in checks:
+        wrong = small > large + spare
+        if wrong.any() and (wrong := wrong & (large > 0)).any():  # a total of 0 is not counted
+            factor = float((small[wrong] / large[wrong]).max())
+            named = [rank for rank, is_wrong in zip(rows.ranks, wrong, strict=True) if is_wrong]
+            more = f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED)
+            counted = f"rank {', '.join(map(str, named[:MAX_NAMED]))}{more} counted"
+            totals = text.format(small[wrong].sum(), large[wrong].sum())
+            return f"{counted} {totals}: a factor of {factor:.3g}; the counts of tokens are wrong"
     return ""
-
-
-def _sentence(ranks: Sequence[int], wrong: NDArray[np.bool_], totals: str, factor: float) -> str:
-    named = [rank for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong]
-    who = ", ".join(map(str, named[:MAX_NAMED])) + (f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED))
-    return f"rank {who} counted {totals}: a factor of {factor:.3g}; the counts of tokens are wrong"
