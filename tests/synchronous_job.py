@@ -18,6 +18,7 @@ from effllm.job.iteration_losses import IterationLosses
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.energy import EnergyAmount
 from effllm.records.iteration_times import IterationTimes
+from effllm.records.job import LastRanks, StragglerVerdict
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, RankReport
 
 ITERATION_S = 0.5
@@ -70,7 +71,8 @@ class SynchronousJob:
 
     def __post_init__(self) -> None:
         self._luck = np.random.default_rng(self.seed)
-        self.stragglers, self.losses = Stragglers(), IterationLosses()
+        self._totals: dict[str, StragglerVerdict] = {}
+        self.stragglers, self.losses = Stragglers(self._totals, LastRanks()), IterationLosses()
         for rank in range(self.ranks):
             self.stragglers.meet(rank, Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True))
 
@@ -134,9 +136,14 @@ class SynchronousJob:
         return [one for seen in self.seen for one in seen.events if not kinds or one.kind in kinds]
 
     @property
+    def totals(self) -> list[StragglerVerdict]:
+        """All verdicts so far with their cost, the costliest first."""
+        return sorted(self._totals.values(), key=lambda one: -one.gpu_seconds)
+
+    @property
     def named_ranks(self) -> set[int]:
         """Ranks that were named as stragglers at least once."""
-        return {rank for verdict in self.stragglers.totals() for rank in verdict.ranks}
+        return {rank for verdict in self.totals for rank in verdict.ranks}
 
 
 def ranks_of(verdicts: Sequence[Any]) -> list[int]:

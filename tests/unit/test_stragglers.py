@@ -127,7 +127,7 @@ def test_recovery_ends_the_verdict_and_keeps_its_cost():
 
     assert [event.kind for event in job.events("straggler", "recovered")] == ["straggler", "recovered"]
     assert job.stragglers.verdicts == ()
-    (total,) = job.stragglers.totals()
+    (total,) = job.totals
     assert total.ranks == (3,) and total.gpu_seconds > 0
 
 
@@ -249,7 +249,7 @@ def test_rank_slow_by_software_is_not_throttled_by_swinging_clocks():
     for seed in range(repeats(6, 20)):
         job = SynchronousJob(4, seed=seed, slow=slowed({seed % 4}, first=1 + seed), device=wavy).run(45 + seed)
 
-        (verdict,) = job.stragglers.totals()
+        (verdict,) = job.totals
         assert CLOCK not in verdict.differences, (seed, verdict)
 
 
@@ -264,7 +264,7 @@ def test_rank_with_a_low_clock_is_throttled_despite_swinging_clocks():
     for seed in range(repeats(6, 20)):
         job = SynchronousJob(4, seed=seed, slow=slowed({1}, 1 / 0.9, first=1), device=device).run(45 + seed)
 
-        (verdict,) = job.stragglers.totals()
+        (verdict,) = job.totals
         assert verdict.differences == (CLOCK,), (seed, verdict)
 
 
@@ -276,8 +276,8 @@ def test_reason_of_one_window_is_forgotten():
 
     job = SynchronousJob(8, slow=slowed({1}, first=1), device=device)
 
-    assert job.run(5).stragglers.totals()[0].differences == (THROTTLED,)
-    assert job.run(55).stragglers.totals()[0].differences == ()
+    assert job.run(5).totals[0].differences == (THROTTLED,)
+    assert job.run(55).totals[0].differences == ()
 
 
 def test_reading_shared_with_the_peers_is_not_a_reason():
@@ -322,7 +322,7 @@ def test_cost_is_time_and_energy_of_the_waiting_ranks():
     assert steady.seen[-1].seconds == pytest.approx(1.0, rel=ROUNDING)
     assert steady.seen[-1].rank_seconds == pytest.approx(7.0, rel=ROUNDING)
     assert steady.seen[-1].joules == pytest.approx(2100.0, rel=ROUNDING)
-    (total,) = steady.stragglers.totals()
+    (total,) = steady.totals
     assert total.gpu_seconds == pytest.approx(70.0, rel=ROUNDING), "with the cost before it was named"
     assert total.joules == pytest.approx(21_000.0, rel=ROUNDING)
     by_window = {}
@@ -409,7 +409,7 @@ def test_cost_in_joules_is_none_with_an_energy_gap():
 
     job = SynchronousJob(8, slow=slowed({3}), device=device).run(20)
 
-    (total,) = job.stragglers.totals()
+    (total,) = job.totals
     assert total.joules is None and total.gpu_seconds > 0
 
 

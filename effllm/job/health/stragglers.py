@@ -8,7 +8,7 @@ by their waits for data; each rank only with its peers, which do the same work.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,9 +67,8 @@ class Stragglers:
         last_ranks: the ranks that were last so far.
     """
 
-    def __init__(self, totals: dict[str, StragglerVerdict] | None = None, last_ranks: LastRanks | None = None) -> None:
-        self._totals = {} if totals is None else totals
-        self.waits = CountedWaits(last_ranks or LastRanks())
+    def __init__(self, totals: dict[str, StragglerVerdict], last_ranks: LastRanks) -> None:
+        self._totals, self.waits = totals, CountedWaits(last_ranks)
         self._peers = PeerGroups()
         self._comparisons: dict[tuple[str, str], RankComparison] = {}  # by group and evidence
         self._named: dict[Unit, _Named] = {}
@@ -84,15 +83,12 @@ class Stragglers:
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
         """Current verdicts, at most `MAX_VERDICTS`, the costliest first."""
-        return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
+        costliest = sorted((one.verdict for one in self._named.values()), key=lambda one: -one.gpu_seconds)
+        return tuple(costliest[:MAX_VERDICTS])
 
     @property
     def named_ranks(self) -> set[int]:
         return {rank for unit in self._named for rank in unit}
-
-    def totals(self) -> tuple[StragglerVerdict, ...]:
-        """Return all verdicts so far with their cost, the costliest first."""
-        return tuple(_costliest(self._totals.values()))
 
     def close(
         self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost] = ()
@@ -394,10 +390,6 @@ def _costs(
     is_first = verdict is None or not verdict.gpu_seconds
     sums["joules"] = _sum(None if verdict is None else verdict.joules, joules, is_first)
     return sums
-
-
-def _costliest(verdicts: Iterable[StragglerVerdict]) -> list[StragglerVerdict]:
-    return sorted(verdicts, key=lambda one: -one.gpu_seconds)
 
 
 def _sum(before: float | None, more: float | None, is_first: bool) -> float | None:
