@@ -275,7 +275,7 @@ class Aggregator:
         self.events.roll()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
-        summary = summary_of(self.ledger, self.roster, self._config.parameters, self.closed.last_report, time_s, ended)
+        summary = summary_of(self.ledger, self.roster, self.closed.last_report, time_s, ended)
         implausible = sum(rank.implausible for rank in self.ledger.ranks.values())
         # exact counts
         counts = {"rejected": self.garbage, "duplicate": self.duplicates, "implausible": implausible}

@@ -219,12 +219,12 @@ class ClosedWindows:
 
     def _report(self, window: Window, late: Window | None = None) -> None:
         """Report a window; a correction has only the late reports, because the other reports were already written."""
-        minimum, last, correction = self._config.min_coverage, self.last_report, late is not None
+        correction = late is not None
         if not correction:
             self.last_merged = window.merged
             has_gaps = bool(self._ledger.reports_lost)
             self._audit.check(window.ordered, self._roster.job.known, has_gaps=has_gaps)
-        report = report_of(window, self._ledger, self._roster, minimum, last, correction)
+        report = report_of(window, self._ledger, self._roster, self.last_report, correction)
         self._ledger.reports += 1
         self.last_report = report
         self._closed.append(self._kept(report, window if late is None else late))

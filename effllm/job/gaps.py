@@ -56,11 +56,9 @@ def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
 
 
 def _missing(lost: int, unfinished: int) -> tuple[str, ...]:
-    reasons = [
-        (lost, f"{many(lost, 'report')} never arrived"),
-        (unfinished, f"the last report of {many(unfinished, 'rank')} never arrived"),
-    ]
-    return tuple(text for count, text in reasons if count > 0)
+    reports = [f"{many(lost, 'report')} never arrived"] if lost > 0 else []
+    last = [f"the last report of {many(unfinished, 'rank')} never arrived"] if unfinished > 0 else []
+    return (*reports, *last)
 
 
 def doubtful_in_window(rows: Rows, tags: Collection[str], has_absent: bool) -> list[str]:
@@ -135,13 +133,10 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
     if blind := sum(not hello.devices for hello in roster.hellos.values()):
-        ranks = "1 rank" if blind == 1 else f"{blind:,} ranks"
-        yield f"devices of {ranks}: none is read; events.jsonl, kind agent, has the reason"
-    if (
-        roster.job.evaluation_is_in_iterations
-        and whole.counts.iterations
-        and not ledger.time_by_class().get("evaluation")
-    ):
+        yield f"devices of {many(blind, 'rank')}: none is read; events.jsonl, kind agent, has the reason"
+    # A hook may measure iterations from step to step, including evaluation between steps.
+    has_evaluation = any(hello.evaluation_in_iterations for hello in roster.hellos.values())
+    if has_evaluation and whole.counts.iterations and not ledger.time_by_class().get("evaluation"):
         yield (
             "evaluation: no period from the model's eval() to its train() was seen; other evaluation between steps is "
             "counted in AL; `with effllm.phase('evaluation'):` excludes an evaluation from AL"
@@ -151,7 +146,7 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
             f"single iterations: of {in_means:,} iterations only means are known, so their losses are lower bounds; a "
             "smaller EFFICIENTLLM_LOG_INTERVAL measures them"
         )
-    if roster.job.begins_with_a_step and whole.counts.iterations:
+    if whole.counts.iterations and any(hello.iterations_not_measured for hello in roster.hellos.values()):
         yield "first iteration: not measured, because the metrics began at its optimizer step"
 
 

@@ -190,6 +190,7 @@ class JobFacts:
         """The constants that the audit uses; the facts are those of the first rank."""
         facts = self._hellos[min(self._hellos)].facts if self._hellos else {}
         max_positions = facts.get("max_positions_per_iteration")
+        clocks = {peak_clock_hz(device.name) for device in self._devices.values() if device.is_gpu}
         return KnownJob(
             reading_s=self._config.collection_interval_s,
             devices=self.num_gpus or self._ledger.world_size or 1,
@@ -197,13 +198,8 @@ class JobFacts:
             flops_per_token=self.flops_per_token,
             max_positions=max_positions if type(max_positions) is int else 0,
             precision=str(facts.get("precision") or ""),
-            peak_clock_hz=self._peak_clock_hz,
+            peak_clock_hz=clocks.pop() if len(clocks) == 1 else None,
         )
-
-    @property
-    def _peak_clock_hz(self) -> float | None:
-        clocks = {peak_clock_hz(device.name) for device in self._devices.values() if device.is_gpu}
-        return clocks.pop() if len(clocks) == 1 else None
 
     @cached_property
     def total_iterations(self) -> int | None:
@@ -218,16 +214,6 @@ class JobFacts:
     def facts(self) -> Mapping[str, Any]:
         """Facts of a rank that has the training framework; empty without such a rank."""
         return next((one.facts for one in self._hellos.values() if isinstance(one.facts.get("framework"), str)), {})
-
-    @cached_property
-    def evaluation_is_in_iterations(self) -> bool:
-        """Whether a hook measures iterations from step to step, including evaluation between steps."""
-        return any(hello.evaluation_in_iterations for hello in self._hellos.values())
-
-    @cached_property
-    def begins_with_a_step(self) -> bool:
-        """Whether the metrics began at the end of the first iteration, so that this iteration is not measured."""
-        return any(hello.iterations_not_measured for hello in self._hellos.values())
 
     @cached_property
     def is_simulated(self) -> bool:

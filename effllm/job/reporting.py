@@ -136,7 +136,6 @@ def report_of(
     window: Window,
     ledger: Ledger,
     roster: Roster,
-    min_coverage: float,
     last: ClusterReport | None,
     correction: bool,
 ) -> ClusterReport:
@@ -148,7 +147,7 @@ def report_of(
     health = replace(
         run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
     )
-    account = _account_of(window, min_coverage)
+    account = _account_of(window, roster.config.min_coverage)
     own = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
@@ -267,12 +266,11 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
 def summary_of(
     ledger: Ledger,
     roster: Roster,
-    kind: str,
     last: ClusterReport | None,
     time_s: float,
     ended: bool,
 ) -> Summary:
-    """Return the summary of the run so far; ``kind`` is the kind of the counted parameters."""
+    """Return the summary of the run so far."""
     gaps = count_gaps(ledger, ended)
     lacking = energy_gaps(ledger, ended)
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
@@ -289,7 +287,7 @@ def summary_of(
         iterations=max(reached, counts.iterations) if gaps.missing else counts.iterations,
         attempts=ledger.attempt,
         parameters=run.constants.parameters,
-        parameters_kind=kind,
+        parameters_kind=roster.config.parameters,
         metrics=_with_errors(values, metrics.errors(run, whole), doubts),
         energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
