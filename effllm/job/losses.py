@@ -172,11 +172,8 @@ def is_profiled(summary: Summary) -> bool:
     profile, goodput = summary.profile, summary.goodput
     if profile is None or profile.iterations < MIN_PROFILED or profile.time_s <= 0:
         return False
-    steps_s = (
-        sum(goodput.seconds.get(name, 0.0) for name in ("kept", "redone", "straggling", "uneven_ranks"))
-        if goodput
-        else 0.0
-    )
+    classes = goodput.seconds if goodput else {}
+    steps_s = sum(classes.get(name, 0.0) for name in ("kept", "redone", "straggling", "uneven_ranks"))
     mean_s = steps_s / summary.iterations if summary.iterations else 0.0
     return not mean_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_s < UNLIKE
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from effllm.job.health.diagnosis import REASONS, mean_of
 from effllm.job.rows import Rows
@@ -131,13 +132,8 @@ class SlowClocks(Struct):
         added = ClockLoss(seconds, row.rank, seconds, why, most)
         if known is not None:
             worst = added if seconds > known.worst_rank_seconds else known
-            added = ClockLoss(
-                known.rank_seconds + seconds,
-                worst.rank,
-                worst.worst_rank_seconds,
-                worst.why,
-                known.max_rank_seconds + most,
-            )
+            sums = known.rank_seconds + seconds, known.max_rank_seconds + most
+            added = replace(worst, rank_seconds=sums[0], max_rank_seconds=sums[1])
         self.by_cause[cause] = added
 
 

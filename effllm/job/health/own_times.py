@@ -124,8 +124,7 @@ class CountedWaits:
         again = [one for one in self._kept if since is not None and one.times.shown + one.times.weights.sum() > since]
         lost, bound_s, waits = [], 0.0, Waits()
         for one in (*again, _Counted(own, groups, num_ranks, waits)):
-            named = np.array([place for place, rank in enumerate(one.times.ranks) if rank in slow], np.intp)
-            waits, old = Waits.of(one.times, one.groups, named), one.waits
+            waits, old = Waits.of(one.times, one.groups, _places(one.times.ranks, slow)), one.waits
             more_s, uneven_s = waits.straggling_s - old.straggling_s, waits.uneven_s - old.uneven_s
             lost.append(Lost(one.times.window, straggling_s=more_s * one.num_ranks, uneven_s=uneven_s * one.num_ranks))
             bound_s += waits.max_straggling_s - old.max_straggling_s
@@ -159,10 +158,7 @@ class CountedWaits:
         usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
         if has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG * usual_s:
             return
-        named, iterations = (
-            np.array([at for at, rank in enumerate(profiled.ranks) if rank in slow], np.intp),
-            sum(counts),
-        )
+        named, iterations = _places(profiled.ranks, slow), sum(counts)
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
         self.last_ranks = replace(
             last,
@@ -187,6 +183,10 @@ class CountedWaits:
             self.last,
             {rank: one for rank, one in zip(own.ranks, waits_s, strict=True) if one},
         )
+
+
+def _places(ranks: Sequence[int], chosen: Collection[int]) -> Positions:
+    return np.array([place for place, rank in enumerate(ranks) if rank in chosen], np.intp)
 
 
 def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | None:
