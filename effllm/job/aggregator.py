@@ -12,7 +12,7 @@ from effllm.job.closed_windows import ClosedWindows
 from effllm.job.event_log import EventLog
 from effllm.job.goodput_tiles import MAX_BEFORE_S
 from effllm.job.health.stalls import Stalls
-from effllm.job.health.straggler_watch import StragglerWatch
+from effllm.job.health.watches import StragglerWatch
 from effllm.job.ledger import Ledger, RankState
 from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s

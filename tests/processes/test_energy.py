@@ -20,7 +20,7 @@ from effllm.energy.edge_levels import in_tick
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import Point
 from effllm.energy.sensor_timing import CounterLag
-from effllm.job.closed_windows import EnergyWatch
+from effllm.job.health.watches import EnergyWatch
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
 

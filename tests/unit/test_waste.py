@@ -1,4 +1,4 @@
-"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state, and never in healthy jobs."""
+"""effllm/job/health/watches.py: idle GPUs and missing tokens are reported once per state, and never in healthy jobs."""
 
 import random
 
@@ -6,7 +6,7 @@ import msgspec
 from cases import cases, repeats
 from sink_examples import make_report, totals, with_keys
 
-from effllm.job.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
+from effllm.job.health.watches import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
 
 REPORT = make_report()  # one report for all windows: the metrics of ninety thousand windows would take ten seconds
 

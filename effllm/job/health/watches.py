@@ -1,0 +1,214 @@
+"""What closed windows show: idle GPUs and missing tokens, errors of the energy, and slow ranks. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from effllm import metrics
+from effllm.job.health.peers import Peer
+from effllm.job.health.stragglers import Stragglers
+from effllm.job.iteration_losses import Lost
+from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.ledger import Ledger, Waited
+from effllm.records.job import ClusterReport, ClusterTotals
+from effllm.records.rank import Event, RankReport
+from effllm.records.wire import Hello
+
+#: GPUs are idle below the first share of busy time, and busy from the second share on.
+IDLE_BELOW, BUSY_FROM = 0.2, 0.25
+#: A change of state needs this many windows in a row, and this many seconds.
+MIN_WINDOWS, MIN_S = 5, 60.0
+#: If tokens are counted in bursts, tokens are missing after this many times the longest earlier gap.
+BURST_GAPS = 3
+#: If no tokens were ever counted, tokens are missing after this many windows.
+NEVER_WINDOWS = 100
+#: Data wait is evidence if it takes at least this share of the iteration time.
+DATA_WAIT_FROM = 0.2
+
+#: Number of consecutive windows with synchronous iterations that cause an event.
+HELD_WINDOWS = 3
+#: Number of last windows that are judged for their length, and the minimum number for a judgement.
+JUDGED_WINDOWS, MIN_JUDGED = 9, 5
+
+IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_again"
+
+
+class WasteWatch:
+    """Judges closed windows, except the first window, the last window and windows in warm-up.
+
+    The time of phases (evaluation, checkpoint, generation) is not judged.
+
+    Args:
+        events: number of earlier events by kind; a restarted aggregator restores its state from these numbers.
+        report: is called with each event.
+    """
+
+    def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
+        self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
+        self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
+        self._without_tokens = self._max_gap = 0  # numbers of windows
+        self._without_tokens_s = 0.0
+
+    def close(self, report: ClusterReport) -> None:
+        window = report.last
+        is_start = report.iteration_first <= 1 or report.warming_up
+        if is_start or report.final or window.counts.iterations <= 0 or window.loop.generation_s > 0:
+            return
+        self._judge_gpus(report, window)
+        self._judge_tokens(report, window)
+
+    def _judge_gpus(self, report: ClusterReport, window: ClusterTotals) -> None:
+        busy = window.devices.utilization_mean
+        if not report.coverage.gpus_measured or busy is None:
+            return
+        is_other = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
+        if not is_other:
+            self._others.clear()
+            return
+        self._others.append(window)
+        seconds = sum(one.loop.time_s for one in self._others)
+        if len(self._others) < MIN_WINDOWS or seconds < MIN_S:
+            return
+        self._is_idle = not self._is_idle
+        mean = sum((one.devices.utilization_mean or 0.0) * one.loop.time_s for one in self._others) / seconds
+        span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
+        if self._is_idle:
+            evidence = " and ".join(_evidence(window))
+            text = f"the GPUs are idle: busy for {span}" + (f"; in the last window {evidence}" if evidence else "")
+            self._report(Event(report.time_s, IDLE, text))
+        else:
+            self._report(Event(report.time_s, BUSY, f"the GPUs work again: busy for {span}"))
+        self._others.clear()
+
+    def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
+        if window.counts.tokens or window.counts.prompt_tokens:
+            self._max_gap = max(self._max_gap, self._without_tokens)
+            self._without_tokens, self._without_tokens_s = 0, 0.0
+            if self._lacks_tokens:
+                self._lacks_tokens = False
+                text = f"tokens are counted again at iteration {report.iteration}"
+                self._report(Event(report.time_s, TOKENS, text))
+            return
+        self._without_tokens += 1
+        self._without_tokens_s += window.loop.time_s
+        counted = report.job.counts.tokens
+        needed = max(MIN_WINDOWS, BURST_GAPS * self._max_gap + 1) if counted else NEVER_WINDOWS
+        if self._lacks_tokens or self._without_tokens < needed or self._without_tokens_s < MIN_S:
+            return
+        if counted or window.constants.flops_per_token:
+            self._lacks_tokens = True
+            since = f"no tokens were counted in the last {self._without_tokens} windows"
+            why = f"after {counted:,} tokens" if counted else "though the FLOPs of a token are known"
+            self._report(Event(report.time_s, NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token"))
+
+
+def _evidence(window: ClusterTotals) -> list[str]:
+    """Return further evidence of idle GPUs: the power per GPU with its limit, and a long data wait."""
+    texts = []
+    watts = metrics.energy.watts_per_gpu(window)
+    if watts is not None:
+        limit_w, gpus = window.constants.power_limit_w, window.constants.gpus
+        limit = f" of {limit_w / gpus:.0f} W" if limit_w and gpus else " W"
+        texts.append(f"{watts:.0f}{limit} per GPU")
+    wait = metrics.throughput.data_wait_ratio(window)
+    if wait is not None and wait >= DATA_WAIT_FROM:
+        texts.append(f"{100 * wait:.0f} % of the time waiting for data")
+    return texts
+
+
+class EnergyWatch:
+    """Reports iterations that are synchronous with power sensors, and windows that are too short for the sensors.
+
+    Args:
+        is_reported: returns whether the job already has an event of this kind, also from an earlier aggregator.
+        report: is called with each event.
+    """
+
+    def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
+        self._is_reported, self._report = is_reported, report
+        self._held = 0
+        self._unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
+
+    def close(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
+        self._judge_rhythm(rows, report.time_s)
+        if not report.final:
+            self._judge_length(report)
+
+    def _judge_rhythm(self, rows: Sequence[RankReport], time_s: float) -> None:
+        errors = [row.aliasing_error for row in rows if row.aliasing_error is not None]
+        self._held = self._held + 1 if errors else 0
+        if self._held < HELD_WINDOWS or self._is_reported("energy_aliasing"):
+            return
+        percent = min(math.ceil(100 * max(errors)), 100)
+        text = (
+            f"on {len(errors)} of {len(rows)} ranks iterations are synchronous with the power sensor, which measures "
+            f"only a part of each tick: the energy of a GPU may be wrong by up to {percent} % in the run to date; "
+            "the error is the same in every window, and averages out over many GPUs"
+        )
+        self._report(Event(time_s, "energy_aliasing", text))
+
+    def _judge_length(self, report: ClusterReport) -> None:
+        if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
+            return
+        self._unknown.append(not metrics.ratios.is_energy_known(report.last))
+        if len(self._unknown) < MIN_JUDGED or 2 * sum(self._unknown) <= len(self._unknown):
+            return
+        text = (
+            f"most windows are too short for the power sensors: the error of their energy exceeds "
+            f"±{100 * metrics.ratios.MAX_SHOWN_ERROR:.0f} %, so it is not shown; windows four times as long "
+            "(EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to date are not affected"
+        )
+        self._report(Event(report.time_s, "energy_doubtful", text))
+
+
+class StragglerWatch:
+    """Judges closed windows, and records the results in the ledger.
+
+    Args:
+        ledger: the job's state.
+        report: is called with each event.
+    """
+
+    def __init__(self, ledger: Ledger, report: Callable[[Event], None]) -> None:
+        self._ledger, self._report = ledger, report
+        self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
+
+    def hello(self, message: Hello) -> None:
+        """Store the peer group of a rank."""
+        own = next((device for device in message.devices if not device.only_power), None)
+        self._stragglers.meet(
+            message.rank,
+            Peer(
+                group=f"{message.role} {message.peer_group}".rstrip(),
+                host=message.host,
+                device=own.key if own is not None else "",
+                replica=f"{message.role} {message.replica}" if message.replica else "",
+                is_gpu=own is not None and own.is_gpu,
+            ),
+        )
+
+    def close(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost]) -> Sequence[Lost]:
+        """Judge the next window; return the waits of the ranks for each other.  Windows come in ascending order."""
+        ledger, found = self._ledger, self._stragglers.close(rows, matrix, lost)
+        ledger.last_ranks = self._stragglers.waits.last_ranks
+        ledger.waited = Waited(
+            seconds=found.seconds,
+            rank_seconds=found.rank_seconds,
+            joules=found.joules,
+            verdicts=self._stragglers.verdicts,
+            num_named=len(self._stragglers.named_ranks),
+            slowest=found.slowest,
+        )
+        if found.seconds is not None:
+            ledger.straggling_s = (ledger.straggling_s or 0.0) + found.seconds
+        if found.rank_seconds:
+            known = ledger.straggling_j is not None and found.joules is not None
+            ledger.straggling_j = ledger.straggling_j + found.joules if known else None  # type: ignore[operator]
+            ledger.straggling_gpu_s += found.rank_seconds
+        for event in found.events:
+            self._report(event)
+        return found.lost
