@@ -175,7 +175,8 @@ class Agent:
             silence_stderr()
             self._send_rest(measuring, conversation, began_s + MAX_REST_S, is_extended=True)
         conversation.report_undelivered()
-        while self._is_aggregator_ending and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
+        children, until_s = self._children, began_s + AGGREGATOR_ENDS_S
+        while children.has_aggregator and not children.is_aggregator_done and time.monotonic() < until_s:
             self._poller.poll(20)
             self._look(measuring, conversation)
         self._children.inspection.stop()
@@ -196,10 +197,6 @@ class Agent:
             if conversation.is_over(time.monotonic()):
                 break
             self._poller.poll(50)
-
-    @property
-    def _is_aggregator_ending(self) -> bool:
-        return self._children.has_aggregator and not self._children.is_aggregator_done
 
 
 def main(arguments: list[str]) -> int:

@@ -155,12 +155,13 @@ class Conversation:
         if link is None:
             self._warn_without_aggregator(now_s)
             return
+        has_answer = self._welcome or self.refused or self._is_put_off
         if link.is_new():
             self._welcome = None
             self._outbox.send_again()
             self._bye_sent = self._bye_seen = False
             self._send_hello(now_s)
-        elif link.connected and self._may_ask and now_s - self._hello_s > HELLO_AGAIN_S:
+        elif link.connected and not has_answer and now_s - self._hello_s > HELLO_AGAIN_S:
             self._send_hello(now_s)
         for message in link.receive():
             self._handle(message)
@@ -229,10 +230,6 @@ class Conversation:
             self._notices.undelivered(len(self._outbox))
 
     # --- sent messages ---
-
-    @property
-    def _may_ask(self) -> bool:
-        return not self._welcome and not self.refused and not self._is_put_off
 
     def _warn_without_aggregator(self, now_s: float) -> None:
         if not self.refused:

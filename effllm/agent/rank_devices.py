@@ -76,7 +76,8 @@ class RankDevices:
         if (used := _used(self._trainer.facts)) != self._used:
             self._used = used
             self._stop(self._candidates)
-            self._candidates = self._new_tracks([self._key_of(track) for track in self._tracks])
+            series = [track.series for track in self._tracks]
+            self._candidates = self._new_tracks([one.device.key if one is not None else "" for one in series])
             for track in self._candidates:
                 track.sampler.start()
 
@@ -187,10 +188,6 @@ class RankDevices:
         first, *others = zip(at, [*open_keys, "", *("" for _ in gpus)], strict=False)
         openers = [partial(self._open, *first), *(partial(self._open_other, *one) for one in others)]
         return list(map(self._track, openers))
-
-    @staticmethod
-    def _key_of(track: DeviceTrack) -> str:
-        return track.series.device.key if track.series is not None else ""
 
     def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
         sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from effllm.agent.driver_time import FULL_SHARE, DriverTime
 from effllm.devices import DeviceUnavailable, Reader
+from effllm.energy.readings import NS
 from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
-
-NS = 1e-9
 
 #: Period of the power readings of GPUs without an energy counter.
 POWER_EVERY_S = 0.09

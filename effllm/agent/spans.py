@@ -161,7 +161,7 @@ class Spans:
 def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPart:
     number, num_devices, start_ns, end_ns = about
     wall, energy = sums.window.wall, sums.window.wall.energy
-    heat = _of_gauge(sums.window.gauges.get("temperature_c"))
+    heat = sums.window.gauges.get("temperature_c") or Gauge(NAN, 0.0, NAN, NAN)
     return SpanPart(
         number,
         device,
@@ -177,9 +177,9 @@ def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPar
         estimated_j=energy.estimated_j,
         power_min_w=_number(sums.min_w),
         power_max_w=_number(sums.max_w),
-        temperature_c_seconds=heat[0],
-        temperature_covered_s=heat[1],
-        temperature_max_c=heat[2],
+        temperature_c_seconds=heat.value_seconds,
+        temperature_covered_s=heat.covered_s,
+        temperature_max_c=heat.most,
         utilization_seconds=_number(wall.utilization_seconds),
         utilization_covered_s=wall.utilization_covered_s,
         memory_byte_seconds=_number(wall.memory_byte_seconds),
@@ -187,10 +187,6 @@ def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPar
         memory_max_bytes=_number(sums.window.memory_peak_bytes),
         num_readings=sums.num_readings,
     )
-
-
-def _of_gauge(gauge: Gauge | None) -> tuple[float, float, float]:
-    return (gauge.value_seconds, gauge.covered_s, gauge.most) if gauge is not None else (NAN, 0.0, NAN)
 
 
 def _number(value: float | None) -> float:

@@ -303,11 +303,11 @@ class Ledger(Struct):
                 return word
         return "completed" if ends else without_bye
 
-    def ends(self, without_bye: str = "killed") -> dict[str, list[int]]:
-        """Return the ranks by their final status."""
+    def ends(self) -> dict[str, list[int]]:
+        """Return the ranks by their final status; a rank without a BYE was killed."""
         found: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
-            found.setdefault(rank.bye or without_bye, []).append(number)
+            found.setdefault(rank.bye or "killed", []).append(number)
         return found
 
     def encode(self, safe: Mapping[int, int]) -> bytes:

@@ -10,6 +10,7 @@ import heapq
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -38,13 +39,12 @@ class OpenWindow(Struct):
     gathered: Gathered = field(default_factory=Gathered)
 
 
+@dataclass(slots=True)
 class _Held:
     """Number and encoded bytes of a rank's reports whose windows are still open."""
 
-    __slots__ = ("num_bytes", "num_rows")
-
-    def __init__(self) -> None:
-        self.num_rows = self.num_bytes = 0
+    num_rows: int = 0
+    num_bytes: int = 0
 
     def release(self, num_rows: int = 1) -> None:
         """Subtract reports of mean size."""

@@ -222,14 +222,14 @@ class StepBlocks:
     in_flight: int = 1  # micro-batches of a pipeline stage that wait for their backward pass
 
 
+@dataclass
 class _Walk:
     """Tracks live bytes and their peaks."""
 
-    def __init__(self, gradients: float) -> None:
-        self.live = 0.0
-        self.gradients = gradients
-        self.peak = StepMemory()
-        self.most = 0.0
+    gradients: float
+    live: float = 0.0
+    peak: StepMemory = StepMemory()
+    most: float = 0.0
 
     def at(self, extra: float, logits: float = 0.0, gradient: float = 0.0) -> None:
         found = StepMemory(self.live + extra, logits, self.gradients + gradient)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
@@ -83,21 +83,6 @@ def openness(endpoint: str) -> str:
     )
 
 
-class RecordSource(Protocol):
-    """A place where rank 0 publishes its record and other ranks read the record."""
-
-    key: str  # a part of the signed text, so that the record is valid only in this place
-
-    def connect(self) -> bool:
-        """Connect without a long wait; ``False`` if a connection is not possible now."""
-
-    def publish(self, record: dict[str, str]) -> bool:
-        """Publish the record; ``False`` if this is not possible now."""
-
-    def read(self) -> dict[str, str] | None:
-        """Return the record, if it exists."""
-
-
 class Store:
     """A client of torchrun's key-value store.
 
@@ -108,6 +93,7 @@ class Store:
     def __init__(self, place: Place, generation: int) -> None:
         # torchrun's restart count is per node, so it identifies an attempt only in a job of one node.
         attempt = place.restart_count if place.one_host else 0
+        #: A part of the signed text, so that a record is valid only in this place.
         self.key = f"efficientllm/{place.restart_id}/{attempt}/{generation}/endpoint"
         self._place = place
         self._store: Any = None
@@ -116,6 +102,7 @@ class Store:
             raise DiscoveryError("torchrun's store needs torch: import torch first, or set EFFICIENTLLM_ENDPOINT")
 
     def connect(self) -> bool:
+        """Connect without a long wait; ``False`` if a connection is not possible now."""
         address, port = self._place.master_addr, self._place.master_port
         try:
             socket.create_connection((address, port), PROBE_S).close()  # TCPStore would wait for minutes
@@ -127,6 +114,7 @@ class Store:
         return True
 
     def publish(self, record: dict[str, str]) -> bool:
+        """Publish the record; ``False`` if this is not possible now."""
         try:
             self._store.set(self.key, json.dumps(record))
         except RuntimeError:
@@ -134,6 +122,7 @@ class Store:
         return True
 
     def read(self) -> dict[str, str] | None:
+        """Return the record, if it exists."""
         try:
             if not self._store.check([self.key]):
                 return None
@@ -175,6 +164,10 @@ class SharedFile:
     def read(self) -> dict[str, str] | None:
         """Return the record if rank 0 has written it; files of other users are ignored."""
         return _read(self.path)
+
+
+#: A place where rank 0 publishes its record and other ranks read the record.
+RecordSource: TypeAlias = Store | SharedFile
 
 
 def remove(path: Path, job: str) -> None:

@@ -35,10 +35,12 @@ class RunFacts:
     """Facts from the start of the aggregator, from ranks, and from git."""
 
     def __init__(self, orders: Orders) -> None:
+        config = msgspec.to_builtins(orders.config)
         self.values: dict[str, Any] = {
             **gather(),
             **orders.facts,
-            "config": _without_users(msgspec.to_builtins(orders.config)),
+            # URLs of sinks may contain users and passwords.
+            "config": {**config, "sinks": [without_user(sink) for sink in config["sinks"]]},
             "job": orders.job,
         }
         self._tags = read_tags(orders.config.tags)
@@ -137,8 +139,3 @@ class RunFacts:
         self._identify()
         ranks = dict(self.values.get("ranks", {}))
         return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}
-
-
-def _without_users(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without users and passwords in the URLs of sinks."""
-    return {**config, "sinks": [without_user(sink) for sink in config["sinks"]]}

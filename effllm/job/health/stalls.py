@@ -171,28 +171,19 @@ def _numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-class Names:
-    """Names of ranks and iterations.
+class Names(NamedTuple):
+    """Names of ranks and iterations."""
 
-    Args:
-        where: returns host and device of a rank.
-        shown_minus_ordinal: displayed number of an iteration minus its ordinal.
-    """
-
-    def __init__(self, where: Callable[[int], str], shown_minus_ordinal: int) -> None:
-        self.where = where
-        self.shown_minus_ordinal = shown_minus_ordinal
+    where: Callable[[int], str]  # returns host and device of a rank
+    shown_minus_ordinal: int  # displayed number of an iteration minus its ordinal
 
     def place(self, position: RankPosition) -> str:
         """Return the current or last iteration of a rank, and its state."""
         if position.state == STARTUP or (position.state == STEP and not position.ordinal):
             return "in start-up"
         number = str(position.ordinal + self.shown_minus_ordinal)
-        return (
-            number
-            if position.state == STEP
-            else f"{number} ({'ended' if position.state == BETWEEN else position.state})"
-        )
+        state = "ended" if position.state == BETWEEN else position.state
+        return number if position.state == STEP else f"{number} ({state})"
 
 
 def stall_text(
