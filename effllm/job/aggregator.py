@@ -119,10 +119,7 @@ class Aggregator:
         self._stragglers.hello(message)
         self._hear(number, self.ledger.ranks[number], now)
         self._pass_time(now.mono_s, now.unix_s)
-        self.ledger.goodput.join(
-            number, message.world_size, message.offset, message.is_numbered, is_new, message.time_s,
-            message.start_time_s,
-        )  # fmt: skip
+        self.ledger.goodput.join(message, is_new)
         for device in message.devices:
             for sentence in device.not_measured:
                 self.events.record_once(Event(now.unix_s, "not_measured", sentence))
@@ -149,7 +146,7 @@ class Aggregator:
                 continue
             hear(number, rank, now)
             if row is rows[-1]:
-                rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s, message.core_wait_s)
+                rank.spend(message)
             if message.lost > rank.lost:
                 self._statements.lose(number, rank, message.lost, rows[-1].sequence, now.unix_s)
             if sequence <= rank.last_sequence:
@@ -209,7 +206,7 @@ class Aggregator:
         rank.last_ordinal = message.last_ordinal
         self._statements.lose(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
         self._note_gpus(now)  # the devices of a short job may be known only since the last tick
-        rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s, message.core_wait_s)
+        rank.spend(message)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
         if self.presence.leave(rank, message.status, now.mono_s):

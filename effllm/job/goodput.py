@@ -15,6 +15,7 @@ from effllm.job.goodput_tiles import Axis
 from effllm.records.job import AttemptSummary, GoodputSummary
 from effllm.records.rank import GENERATION, STARTUP
 from effllm.records.verdict import OF_GPUS, OF_RANKS, LossWindows
+from effllm.records.wire import Hello
 
 #: The classes of productive time.
 PRODUCTIVE = (KEPT, GENERATION)
@@ -47,36 +48,17 @@ class Goodput(Struct):
             attempt.begin_s = at_s
         attempt.heard_s = max(attempt.heard_s, at_s)
 
-    def join(
-        self,
-        rank: int,
-        world_size: int,
-        offset: int,
-        is_numbered: bool,
-        is_new: bool,
-        time_s: float | None = None,
-        start_time_s: float | None = None,
-    ) -> None:
-        """Record the first message of a connection.
-
-        Args:
-            rank: rank that sent the message.
-            world_size: number of ranks of the job.
-            offset: iteration number minus ordinal.
-            is_numbered: whether the offset was given, not assumed.
-            is_new: whether the agent is new.
-            time_s: time of sending, on the agent's clock.
-            start_time_s: start of the rank's first report, on the agent's clock.
-        """
-        attempt = self.attempt
-        attempt.world_size = max(attempt.world_size, world_size)
-        attempt.is_numbered = attempt.is_numbered or is_numbered
+    def join(self, message: Hello, is_new: bool) -> None:
+        """Record the HELLO of a connection; ``is_new`` means that the agent is new."""
+        attempt, rank = self.attempt, message.rank
+        attempt.world_size = max(attempt.world_size, message.world_size)
+        attempt.is_numbered = attempt.is_numbered or message.is_numbered
         if not attempt.last:
-            attempt.offset = attempt.offset_at_start = offset
+            attempt.offset = attempt.offset_at_start = message.offset
         if is_new:
             attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
-        self.hear_rank(rank, time_s)
-        begin_s = attempt.ranks.begin(rank, start_time_s)
+        self.hear_rank(rank, message.time_s)
+        begin_s = attempt.ranks.begin(rank, message.start_time_s)
         if attempt.begin_s is not None and begin_s < attempt.begin_s:
             attempt.begin_s = begin_s
 

@@ -23,6 +23,7 @@ from effllm.records.columns import from_json, to_json
 from effllm.records.job import SCHEMA_VERSION, LastRanks, Overhead, Straggler, StragglerVerdict, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
 from effllm.records.values import merged_by_name
+from effllm.records.wire import Bye, Reports
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
@@ -54,18 +55,16 @@ class RankState(Struct):
         """Whether the reports up to the rank's last iteration were accepted."""
         return self.is_over or (self.last_ordinal is not None and self.iteration >= self.last_ordinal)
 
-    def spend(
-        self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None, core_wait_s: float | None
-    ) -> None:
+    def spend(self, message: Reports | Bye) -> None:
         """Update the costs of the rank's agent and recorder, and its wait for a core; an older message lowers none."""
-        if agent_cpu_s > self.agent_cpu_s:
-            self.agent_cpu_s = agent_cpu_s
-        if sent_bytes > self.sent_bytes:
-            self.sent_bytes = sent_bytes
-        if recorder_cpu_s is not None:
-            self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
-        if core_wait_s is not None:
-            self.core_wait_s = max(self.core_wait_s or 0.0, core_wait_s)
+        if message.agent_cpu_s > self.agent_cpu_s:
+            self.agent_cpu_s = message.agent_cpu_s
+        if message.sent_bytes > self.sent_bytes:
+            self.sent_bytes = message.sent_bytes
+        if message.recorder_cpu_s is not None:
+            self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, message.recorder_cpu_s)
+        if message.core_wait_s is not None:
+            self.core_wait_s = max(self.core_wait_s or 0.0, message.core_wait_s)
 
     def take(self, sequence: int, final: bool = False) -> None:
         """Record a report, and the number of missing reports before it."""

@@ -505,7 +505,7 @@ def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
     goodput.hear()
-    goodput.join(0, 1, 0, True, True)
+    goodput.join(hello(0, 1, is_numbered=True), is_new=True)
     for number in range(1, 5001):
         goodput.clock.advance(10.0 * number, 10.0 * number)
         goodput.hear()
@@ -517,7 +517,7 @@ def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     assert sum(span.last - span.first + 1 for span in spans) == 50_000
     assert all(span.window_first == span.window_last for span in spans[-MAX_SPANS // 2 :])
     goodput.end_attempt("killed")
-    goodput.join(0, 1, 49_000, True, True)
+    goodput.join(hello(0, 1, offset=49_000, is_numbered=True), is_new=True)
     goodput.hear()
     assert goodput.summary().redone_iterations == 1000
     assert goodput.summary().seconds["redone"] == pytest.approx(900.0)
@@ -529,7 +529,7 @@ def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
     for attempt in range(1100):
         goodput.clock.advance(100.0 * attempt, 100.0 * attempt)
         goodput.hear()
-        goodput.join(0, 1, 10 * attempt, True, True)
+        goodput.join(hello(0, 1, offset=10 * attempt, is_numbered=True), is_new=True)
         goodput.clock.advance(100.0 * attempt + 50, 100.0 * attempt + 50)
         goodput.hear()
         goodput.attempt.count_rows(1, Rows([row(0, 1, iteration_shown=10 * attempt + 10)]))
