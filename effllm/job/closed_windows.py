@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
-from effllm.job.audit.watch import AuditWatch
+from effllm.job.audit import AuditWatch
 from effllm.job.event_log import EventLog
 from effllm.job.gathered import Gathered
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch

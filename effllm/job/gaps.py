@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from msgspec import Struct
 
-from effllm.job.audit.watch import unchecked_mfu
+from effllm.job.audit import unchecked_mfu
 from effllm.job.goodput_attempt import RESTART_GAP
 from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster

@@ -10,7 +10,7 @@ from effllm.config.settings import Config
 from effllm.devices.known import hardware
 from effllm.devices.known.hardware import peak_clock_hz
 from effllm.energy.sensor_timing import is_share_open
-from effllm.job.audit.watch import KnownJob
+from effllm.job.audit import KnownJob
 from effllm.job.ledger import Ledger
 from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
 from effllm.records.plain_text import one_line

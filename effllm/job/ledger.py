@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.job.account import Account
-from effllm.job.audit.watch import AuditState
+from effllm.job.audit import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.gathered import add_to
 from effllm.job.goodput import Goodput

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from effllm import metrics
 from effllm.job.account import Account
-from effllm.job.audit.watch import audit_of, doubtful_tags
+from effllm.job.audit import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.job.gaps import (
     CountGaps,

@@ -1,1 +1,0 @@
-"""The audit: numbers of a job are checked against each other at every window. No I/O."""
