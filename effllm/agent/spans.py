@@ -81,12 +81,6 @@ class Spans:
         known = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
         return known + [chain.from_ns for chain in self._chains.values()]
 
-    def hold(self, series: Sequence[Series]) -> None:
-        """Keep the samples that a later answer may need."""
-        held_ns = min(self.moments_ns, default=None)
-        for one in series:
-            one.held_ns = held_ns
-
     def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
         """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
         patience_s = devices.patience_s
@@ -101,7 +95,9 @@ class Spans:
                 self._chains[request.what] = _Chain(request.end_ns, request.end_ns)
             self._pending.popleft()
         self._roll(devices, now_s)
-        self.hold(devices.series)
+        held_ns = min(self.moments_ns, default=None)
+        for one in devices.series:  # they keep the samples that a later answer may need
+            one.held_ns = held_ns
 
     def _answer(self, request: Slot, devices: RankDevices) -> None:
         self._write_devices(devices)

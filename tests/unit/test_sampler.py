@@ -9,7 +9,6 @@ import pytest
 from builders import NS
 from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 
-from effllm.agent import driver_time
 from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
@@ -217,7 +216,7 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
 def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, expected):
     # The limit is 0.5 % of a core, which is 4 wake-ups of 110 us within 0.1 s, including the first and the last
     # wake-up.
-    monkeypatch.setattr(driver_time, "WAKE_S", 110e-6)
+    monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
     woken(wake)
     sampler.driver.energy_s = 0.0
