@@ -10,6 +10,7 @@ from effllm.memory.blocks import FULL, TensorSizes
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.states import (
+    ADAPTER_BYTES,
     ParameterCounts,
     RankTensor,
     Stage,
@@ -177,7 +178,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         *_of_quantized_base(plan, held, peak.activations - once.activations),
         _CONTEXT,
     ]
-    basis = f"{4 if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
+    basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
     forward_backward = [
         replace(_static("gradients", gradients, shape, basis), largest=max(held_gradients, gradients)),
         MemoryPart(
@@ -188,9 +189,11 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         _logits(shape, plan, peak.logits, limits),
         _fragmentation(peak.activations + peak.logits + gradients),
     ]
+    size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
+    copy = ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
         _static("gradients", held_gradients, shape, basis),
-        MemoryPart("optimizer workspace", _workspace(plan, trained), "fused: none; foreach: a copy of the weights"),
+        MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
         _fragmentation(held_gradients),
     ]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
@@ -276,11 +279,6 @@ def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 
     high = max(2 * largest_matrix(held) * size, expected) + again
     basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
     return [MemoryPart("beside a quantized base", ByteRange(0.0, expected, high), basis)]
-
-
-def _workspace(plan: MemoryPlan, trained: list[RankTensor]) -> ByteRange:
-    size = 4 if plan.lora_rank else plan.numbers.states
-    return ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)
 
 
 def nccl_buffers(plan: MemoryPlan) -> ByteRange:

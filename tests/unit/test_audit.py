@@ -4,7 +4,7 @@ import pytest
 from audited import AuditedJob, value
 from builders import reports, row
 
-from effllm.job.audit.watch import (
+from effllm.job.audit import (
     FigureSums,
     KnownJob,
     above_tensor_activity,

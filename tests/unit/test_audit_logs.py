@@ -6,7 +6,7 @@ import pytest
 from audited import AuditedJob
 from builders import reports, row
 
-from effllm.job.audit.watch import excess_of_mean
+from effllm.job.audit import excess_of_mean
 from effllm.records.clock import Now
 from effllm.records.framework_figures import TOKENS_PER_ITERATION, TOKENS_PER_S
 from effllm.records.moments import Moments

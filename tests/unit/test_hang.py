@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from builders import row
+from builders import hello, row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +16,11 @@ class Job:
     """Ranks with heartbeats chosen by the test; checks are as frequent as in the aggregator."""
 
     def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
+        """Let ranks join; `changes` are of their HELLOs."""
         self.hang = Hang(stall_s)
         self.lost: set[int] = set()
         for rank in range(ranks):
-            self.hang.join(
-                rank, **{"role": "trainer", "last_iteration": None, "is_new": True, "now_s": at_s, **changes}
-            )
+            self.hang.join(hello(rank, ranks, **changes), is_new=True, now_s=at_s)
 
     def heartbeat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
         self.hang.heartbeat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
@@ -122,7 +121,7 @@ def test_new_aggregator_finds_a_stall_by_heartbeats():
 def test_new_aggregator_uses_the_saved_iteration_time():
     job = Job(ranks=1, at_s=1000)
     job.hang = Hang(30.0, earlier_s=300.0)
-    job.hang.join(0, "trainer", None, True, 1000)
+    job.hang.join(hello(0, 1), is_new=True, now_s=1000)
     job.heartbeat(0, 71, STEP, 600.0, 1000.5)
 
     assert job.check(1001) == []
@@ -188,7 +187,7 @@ def test_start_up_may_take_half_an_hour():
 
 
 def test_pause_after_the_last_iteration_is_not_a_stall():
-    job = Job(last_iteration=101)
+    job = Job(total_iterations=101)
     job.run(100)
 
     assert job.reported(105, 690, dict.fromkeys(range(4), (101, BETWEEN, 100))) == []

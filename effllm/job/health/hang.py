@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from effllm.records import ring
 from effllm.records.rank import RankReport
-from effllm.records.wire import Heartbeat
+from effllm.records.wire import Heartbeat, Hello
 
 STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations, the longer of the two
 ITERATIONS = 3
@@ -40,7 +40,7 @@ STOPPED = "T"  # state of a process that a signal or a debugger has stopped
 class RankPosition(Struct):
     """The position of a rank's loop, from its agent's heartbeats."""
 
-    role: str = ""
+    role: str = ""  # iterations of different roles take different times
     last_iteration: int | None = None  # ordinal of the loop's last iteration, if known
     ordinal: int = 0
     state: str = ""  # empty before the first heartbeat
@@ -113,20 +113,13 @@ class Hang:
 
     # --- inputs ---
 
-    def join(self, rank: int, role: str, last_iteration: int | None, is_new: bool, now_s: float) -> None:
-        """Add a rank after its HELLO.
-
-        Args:
-            rank: the rank.
-            role: role of the rank; iterations of different roles take different times.
-            last_iteration: ordinal of the loop's last iteration, if known.
-            is_new: whether the rank has a new agent.
-            now_s: current time.
-        """
+    def join(self, message: Hello, is_new: bool, now_s: float) -> None:
+        """Add a rank after its HELLO; ``is_new`` means that it has a new agent."""
+        rank, total = message.rank, message.total_iterations
         if is_new or rank not in self.ranks:
             self.ranks[rank] = RankPosition(since_s=now_s, seen_s=now_s, joined_s=now_s, ended_s=now_s)
         position = self.ranks[rank]
-        position.role, position.last_iteration = role, last_iteration
+        position.role, position.last_iteration = message.role, total - message.offset if total else None
 
     def leave(self, rank: int, completed: bool, now_s: float) -> None:
         """Remove a rank after its BYE; only completion of the rank counts as progress."""

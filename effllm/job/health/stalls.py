@@ -56,8 +56,7 @@ class Stalls:
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
         if is_new:
             self._left.pop(message.rank, None)
-        last = message.total_iterations - message.offset if message.total_iterations else None
-        self._hang.join(message.rank, message.role, last, is_new, now_s)
+        self._hang.join(message, is_new, now_s)
 
     def heartbeat(self, message: Heartbeat, now_s: float) -> None:
         self._hang.heartbeat(message, now_s)
