@@ -74,7 +74,8 @@ class SynchronousJob:
         self._totals: dict[str, StragglerVerdict] = {}
         self.stragglers, self.losses = Stragglers(self._totals, LastRanks()), IterationLosses()
         for rank in range(self.ranks):
-            self.stragglers.meet(rank, Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True))
+            peer = Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True)
+            self.stragglers.peers.meet(rank, peer)
 
     def run(self, windows: int) -> SynchronousJob:
         """Train for this many windows."""

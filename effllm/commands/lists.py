@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from effllm.metrics import METRICS
-from effllm.metrics.charts import chart_tag
+from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS, Kind
 
 

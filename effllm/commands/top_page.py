@@ -9,7 +9,7 @@ from pathlib import Path
 from effllm.commands.metrics_page import address, fetch_text, labels_of, samples_of
 from effllm.commands.top_reader import SourceError
 from effllm.metrics import METRICS
-from effllm.metrics.base_units import name_of
+from effllm.metrics.output_names import name_of
 from effllm.records.job import Coverage, Straggler, WindowReport
 from effllm.store.own_files import read_private
 from effllm.views.top.event_history import RankStates

@@ -229,9 +229,8 @@ class ClosedWindows:
         rows, merged = window.ordered, window.merged
         has_one_gpu_each = merged is not None and rows.gathered_of(len(merged)) is not None
         coverage = merged.energy_coverage if merged is not None and has_one_gpu_each and merged.has_all_energy else None
-        return Closed(
-            report, rows, KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
-        )
+        kept = KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
+        return Closed(report, rows, kept)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

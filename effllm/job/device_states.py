@@ -48,7 +48,7 @@ def _state(
     levels = _levels(device, merged) if merged is not None else {}
     return DeviceState(
         key,
-        _kind(device),
+        GPU_KIND if device.is_gpu else NODE_KIND if device.power_scope == NODE_PSU else CPU_KIND,
         host,
         device.name,
         device.driver,
@@ -82,10 +82,6 @@ def _temperatures(rows: Sequence[RankReport]) -> Iterator[tuple[str, float]]:
             gauge = one.gauges.get("temperature_c")
             if gauge is not None and gauge.covered_s > MIN_COVERED_S:
                 yield one.device, gauge.value_seconds / gauge.covered_s
-
-
-def _kind(device: Device) -> str:
-    return GPU_KIND if device.is_gpu else NODE_KIND if device.power_scope == NODE_PSU else CPU_KIND
 
 
 def _kind_of_key(key: str, owner: Device | None, scope: str) -> str:

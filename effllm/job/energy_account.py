@@ -84,7 +84,7 @@ class EnergyTotals(Table):
         self._touch(window - 1, 1, rows, amounts[:, _START_J2], sign)
         self._touch(window, 0, rows, amounts[:, _END_J2], sign)
         self._newest = max(self._newest, window)
-        for boundary in [one for one in self._edges if one < self._oldest]:
+        for boundary in [one for one in self._edges if one < self._newest - OPEN_WINDOWS]:
             self._end(self._edges.pop(boundary))
 
     def close(self) -> None:
@@ -124,10 +124,6 @@ class EnergyTotals(Table):
             raise ValueError(f"not a table of energies: {error}") from error
         return table
 
-    @property
-    def _oldest(self) -> int:
-        return self._newest - OPEN_WINDOWS
-
     def _by_key(self, values: Array) -> dict[str, float]:
         return dict(zip(cast("list[str]", list(self.keys)), values.tolist(), strict=True))
 
@@ -143,7 +139,7 @@ class EnergyTotals(Table):
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
     def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
-        if boundary < self._oldest:  # old boundaries are final
+        if boundary < self._newest - OPEN_WINDOWS:  # old boundaries are final
             self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
             return
         edge = self._edges.get(boundary)

@@ -76,8 +76,12 @@ class JobFacts:
         return sum(shares) or None
 
     @cached_property
+    def _gpus(self) -> list[Device]:
+        return [device for device in self._devices.values() if device.is_gpu]
+
+    @property
     def num_gpus(self) -> int:
-        return sum(device.is_gpu for device in self._devices.values())
+        return len(self._gpus)
 
     @cached_property
     def shared_gpu(self) -> str:
@@ -130,7 +134,7 @@ class JobFacts:
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
-        peaks = [peak_of(device.name) for device in self._devices.values() if device.is_gpu]
+        peaks = [peak_of(device.name) for device in self._gpus]
         known = [one.flops_per_s for one in peaks if one]
         return sum(known) if known and len(known) == len(peaks) else None
 
@@ -141,30 +145,29 @@ class JobFacts:
             return ""
         if self._config.peak_tflops:
             return f"{self._config.peak_tflops:g} TFLOP/s per device, as configured"
-        peaks = {peak_of(device.name) for device in self._devices.values() if device.is_gpu}
+        peaks = {peak_of(device.name) for device in self._gpus}
         return "; ".join(sorted(one.text for one in peaks if one))
 
     @cached_property
     def power_limit_w(self) -> float | None:
         """Sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
-        return self._sum_of_limits({key: device.power_limit_w for key, device in self._devices.items()})
+        return self._sum_of_limits("power_limit_w")
 
     @cached_property
     def power_limit_default_w(self) -> float | None:
         """Sum of the default power limits of all GPUs, if all are known."""
-        return self._sum_of_limits({key: device.power_limit_default_w for key, device in self._devices.items()})
+        return self._sum_of_limits("power_limit_default_w")
 
-    def _sum_of_limits(self, limits_w: Mapping[str, float | None]) -> float | None:
+    def _sum_of_limits(self, name: str) -> float | None:
         owners: dict[str, float] = {}
-        for key, device in self._devices.items():
-            if device.is_gpu:
-                owner = device.energy_key or key
-                owners[owner] = owners.get(owner, 0.0) + (limits_w[key] or 0.0)
+        for device in self._gpus:
+            owner = device.energy_key or device.key
+            owners[owner] = owners.get(owner, 0.0) + (getattr(device, name) or 0.0)
         return sum(owners.values()) if owners and all(owners.values()) else None
 
     @cached_property
     def gpus_with_clock(self) -> int:
-        return sum(device.is_gpu and bool(device.sm_clock_reference_hz) for device in self._devices.values())
+        return sum(bool(device.sm_clock_reference_hz) for device in self._gpus)
 
     @cached_property
     def baseline_w(self) -> float | None:
@@ -190,7 +193,7 @@ class JobFacts:
         """The constants that the audit uses; the facts are those of the first rank."""
         facts = self._hellos[min(self._hellos)].facts if self._hellos else {}
         max_positions = facts.get("max_positions_per_iteration")
-        clocks = {peak_clock_hz(device.name) for device in self._devices.values() if device.is_gpu}
+        clocks = {peak_clock_hz(device.name) for device in self._gpus}
         return KnownJob(
             reading_s=self._config.collection_interval_s,
             devices=self.num_gpus or self._ledger.world_size or 1,
@@ -259,8 +262,7 @@ class JobFacts:
             for text in device.not_measured
         }
         if self.flops_per_token and not self._config.peak_tflops:
-            gpus = [device for device in self._devices.values() if device.is_gpu and not device.simulated]
-            whys = {hardware.why_no_peak(device.name) for device in gpus}
+            whys = {hardware.why_no_peak(device.name) for device in self._gpus if not device.simulated}
             sentences |= {one_line(f"MFU: {why}; EFFICIENTLLM_PEAK_TFLOPS sets the peak") for why in whys if why}
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from effllm.config.setting_values import number
 from effllm.config.switches import set_default, this_process
-from effllm.metrics.charts import chart_tag, has_chart
+from effllm.metrics.output_names import chart_tag, has_chart
 from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import without_user

@@ -30,7 +30,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
 from effllm.config.switches import this_process
-from effllm.metrics.base_units import UCUM, name_of
+from effllm.metrics.output_names import UCUM, name_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
 from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values

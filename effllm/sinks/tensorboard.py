@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from effllm import metrics
 from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
-from effllm.metrics.charts import AT_A_GLANCE, chart_tag, has_chart
+from effllm.metrics.output_names import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import JOB_VALUES, Option, RunInfo, SinkUnavailable, job_values

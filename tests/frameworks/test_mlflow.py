@@ -18,7 +18,7 @@ pytest.importorskip("mlflow", reason="needs mlflow")
 
 from mlflow.tracking.client import MlflowClient
 
-from effllm.metrics.charts import chart_tag, has_chart
+from effllm.metrics.output_names import chart_tag, has_chart
 
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "GIT_PYTHON_REFRESH": "quiet", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 #: A loop that writes its own metric; "before" starts the run before torch is imported.

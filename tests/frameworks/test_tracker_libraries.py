@@ -10,7 +10,7 @@ import sys
 import pytest
 from wandb_history import OFFLINE, rows
 
-from effllm.metrics.charts import chart_tag
+from effllm.metrics.output_names import chart_tag
 from effllm.records.board import TRACKED
 
 pytest.importorskip("wandb", reason="needs wandb")

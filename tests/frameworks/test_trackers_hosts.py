@@ -8,7 +8,7 @@ import jobs
 import pytest
 from wandb_history import OFFLINE, rows
 
-from effllm.metrics.charts import chart_tag
+from effllm.metrics.output_names import chart_tag
 
 pytest.importorskip("wandb", reason="needs wandb")
 pytest.importorskip("mlflow", reason="needs mlflow")

@@ -6,7 +6,7 @@ from run_folders import write_run
 
 from effllm import __version__
 from effllm.metrics import METRICS
-from effllm.metrics.charts import chart_tag
+from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS
 
 COMMANDS = [

@@ -19,7 +19,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from effllm import metrics
-from effllm.metrics.charts import chart_tag, has_chart
+from effllm.metrics.output_names import chart_tag, has_chart
 from effllm.records.job import SPREADS, Coverage, Spread
 from effllm.sinks import SinkUnavailable, open_sink
 

@@ -157,17 +157,14 @@ class Stalls:
         texts: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
             texts.setdefault(top or "unknown", []).append(rank)
-        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in texts.items()]
+        numbers = {top: ", ".join(map(str, sorted(ranks))) for top, ranks in texts.items()}
+        parts = [f"rank{'s' if len(texts[top]) > 1 else ''} {ranks}: {top}" for top, ranks in numbers.items()]
         self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
 
     def _where(self, rank: int) -> str:
         hello = self._roster.hellos[rank]
         device = next((device.key for device in hello.devices if not device.only_power), "")
         return f"node {hello.host}, {device}" if device else f"node {hello.host}"
-
-
-def _numbers(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 class Names(NamedTuple):

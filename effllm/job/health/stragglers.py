@@ -69,16 +69,13 @@ class Stragglers:
 
     def __init__(self, totals: dict[str, StragglerVerdict], last_ranks: LastRanks) -> None:
         self._totals, self.waits = totals, CountedWaits(last_ranks)
-        self._peers = PeerGroups()
+        self.peers = PeerGroups()
         self._comparisons: dict[tuple[str, str], RankComparison] = {}  # by group and evidence
         self._named: dict[Unit, _Named] = {}
         self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
-        self._reasons = Reasons(self._peers)
+        self._reasons = Reasons(self.peers)
         # Of the last windows: number, displayed number of the last iteration, numbers of iterations and ranks, time.
         self._last: deque[tuple[int, int, int, int, float]] = deque(maxlen=MAX_WINDOWS)
-
-    def meet(self, rank: int, peer: Peer) -> None:
-        self._peers.meet(rank, peer)
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
@@ -100,12 +97,12 @@ class Stragglers:
             matrix: the times of its iterations; ``None`` if they are not known.
             lost: the windows whose long iterations are known now; a window waits until they are known.
         """
-        worked, found = self._peers.at_work(rows), Straggling()
+        worked, found = self.peers.at_work(rows), Straggling()
         if matrix is not None and len(worked) == len(rows) > 1:
             self._pending[matrix.window] = matrix, worked
             if len(self._pending) > MAX_PENDING:
                 del self._pending[min(self._pending)]
-            found = Straggling(0.0 if (matrix.own is not None and self._peers.has_peers) or self._named else None)
+            found = Straggling(0.0 if (matrix.own is not None and self.peers.has_peers) or self._named else None)
         elif len(worked) > 1:
             found = self._judge(worked, None, ())
         for one in lost:
@@ -137,17 +134,17 @@ class Stragglers:
         self._update()
         straggling = self._count(rows, own, fresh)
         if profiles is not None:
-            groups = list(self._peers.grouped(profiles.ranks).values())
+            groups = list(self.peers.grouped(profiles.ranks).values())
             self.waits.count_profiles(profiles, rows, groups, self.named_ranks, any(is_long))
         self._count_data(rows, matrix, fresh)
-        named, hosts = self.named_ranks, self._peers.hosts
-        has_gpus, time_s = self._peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
+        named, hosts = self.named_ranks, self.peers.hosts
+        has_gpus, time_s = self.peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
         recovered = [one.verdict for one in cleared.values()]
         events = [
             *events_of("recovered", recovered, named, hosts, has_gpus, time_s),
             *events_of("straggler", [self._named[unit].verdict for unit in fresh], named, hosts, has_gpus, time_s),
         ]
-        is_known = (own is not None and self._peers.has_peers) or bool(self._named)
+        is_known = (own is not None and self.peers.has_peers) or bool(self._named)
         return straggling._replace(
             seconds=straggling.seconds if is_known else None, events=events, slowest=self._slowest()
         )
@@ -162,7 +159,7 @@ class Stragglers:
 
     def _compare(self, evidence: str, times: Times) -> list[Slow]:
         found: list[Slow] = []
-        for group, places in self._peers.grouped(times.ranks).items():
+        for group, places in self.peers.grouped(times.ranks).items():
             key = group, evidence
             if key not in self._comparisons:
                 self._comparisons[key] = COMPARISONS[evidence]()
@@ -173,7 +170,7 @@ class Stragglers:
         return found
 
     def _comparison(self, rank: int, evidence: str) -> RankComparison:
-        return self._comparisons[self._peers.known[rank].group, evidence]
+        return self._comparisons[self.peers.known[rank].group, evidence]
 
     def _name(self, slow: Mapping[str, Sequence[Slow]]) -> list[Unit]:
         """Name slow ranks; return the newly named ones.
@@ -185,13 +182,13 @@ class Stragglers:
         for evidence, found in slow.items():
             units: dict[Unit, dict[int, Slow]] = {}
             for one in self._with_nodes(found, evidence):
-                unit = tuple(sorted(self._peers.mates(one.rank))) if evidence == OWN_TIME else (one.rank,)
+                unit = tuple(sorted(self.peers.mates(one.rank))) if evidence == OWN_TIME else (one.rank,)
                 units.setdefault(unit, {})[one.rank] = one
             taken = self.named_ranks
             for unit, ranks in units.items():
-                if not any(taken & self._peers.mates(rank) for rank in unit):
-                    group = self._peers.groups[self._peers.known[min(ranks)].group]
-                    verdict = _verdict(self._peers.known, unit, ranks, evidence, len(group) - 1)
+                if not any(taken & self.peers.mates(rank) for rank in unit):
+                    group = self.peers.groups[self.peers.known[min(ranks)].group]
+                    verdict = _verdict(self.peers.known, unit, ranks, evidence, len(group) - 1)
                     self._named[unit] = _Named(verdict, ranks)
                     fresh.append(unit)
         return fresh
@@ -203,8 +200,8 @@ class Stragglers:
         """
         found = {one.rank: one for one in slow}
         for one in slow:
-            peer = self._peers.known[one.rank]
-            mates = self._peers.hosts[peer.host] & self._peers.groups[peer.group]
+            peer = self.peers.known[one.rank]
+            mates = self.peers.hosts[peer.host] & self.peers.groups[peer.group]
             comparison = self._comparison(one.rank, evidence)
             now = [comparison.now(rank, one.level, one.since) for rank in sorted(mates - found.keys())]
             if all(mate is not None and comparison.share(mate) >= SLOW for mate in now):
@@ -243,7 +240,7 @@ class Stragglers:
         if own is not None:
             slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
             since = min((self._named[unit].verdict.since_iteration for unit in fresh), default=None)
-            groups = list(self._peers.grouped(own.ranks).values())
+            groups = list(self.peers.grouped(own.ranks).values())
             lost, seconds, bound_s = self.waits.count(own, groups, len(rows), slow, since)
             for unit, named in self._named.items():
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
@@ -273,7 +270,7 @@ class Stragglers:
 
     def _profiled_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
-        comparison = self._comparisons.get((self._peers.known[slow.rank].group, PROFILE))
+        comparison = self._comparisons.get((self.peers.known[slow.rank].group, PROFILE))
         found = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
         return found.excess_s if found is not None and self._is_usual(found) else 0.0
 
@@ -312,7 +309,7 @@ class Stragglers:
         excess = {unit: max(max(one.excess_s for one in named.slow.values()), 0.0) for unit, named in for_work.items()}
         num_named = sum(map(len, excess))
         others, whole_s = max(len(rows) - num_named, 0), sum(excess.values())
-        power = waiting_w(self._peers, rows, self.named_ranks) if for_work else None
+        power = waiting_w(self.peers, rows, self.named_ranks) if for_work else None
         self._reasons.open(rows, self._named)
         for unit, named in for_work.items():
             share = excess[unit] / whole_s if whole_s else 0.0

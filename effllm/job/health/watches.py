@@ -180,7 +180,7 @@ class StragglerWatch:
     def hello(self, message: Hello) -> None:
         """Store the peer group of a rank."""
         own = next((device for device in message.devices if not device.only_power), None)
-        self._stragglers.meet(
+        self._stragglers.peers.meet(
             message.rank,
             Peer(
                 group=f"{message.role} {message.peer_group}".rstrip(),

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from effllm import metrics
-from effllm.metrics.base_units import name_of
+from effllm.metrics.output_names import name_of
 from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
