@@ -14,8 +14,8 @@ import typer
 
 from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
+from effllm.commands.output import complain
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.commands.messages import complain
 from effllm.memory.changes import FITS, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
