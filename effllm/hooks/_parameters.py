@@ -112,7 +112,8 @@ def model_of(parameters: Sequence[Any]) -> Any:
     found = next(owned, None)
     while found is not None and not wanted <= {id(own) for own in found.parameters()}:
         found = next((one for one in modules if any(child is found for child in one.children())), None)
-    return next((one for one in modules if vars(one).get("_modules", {}).get("_fsdp_wrapped_module") is found), found)
+    wrapped = ((one, vars(one).get("_modules", {}).get("_fsdp_wrapped_module")) for one in modules)
+    return next((one for one, inner in wrapped if inner is not None and inner is found), found)
 
 
 def vocabulary_of(model: Any) -> int | None:
