@@ -14,7 +14,7 @@ from typing import Any
 from effllm.hooks._parameters import Parameters, convention_of, flops_per_token, vocabulary_of
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
-from effllm.trainer.batch import PACKED, UNKNOWN, Batch, read_batch
+from effllm.trainer.batch import MASK, PACKED, UNKNOWN, Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
 
 _DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type
@@ -230,7 +230,8 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
         inputs: the batch.
         vocabulary: of a language model; then the ids of a batch need no name.
     """
-    seen = read_batch(inputs)
+    seen = next((one for part in _named(inputs, _DEPTH) if (one := read_batch(part)) is not None and one.source), None)
+    seen = seen or read_batch(inputs)
     if (seen is None or not seen.source) and vocabulary is not None:
         seen = _of_ids(inputs) or seen
     if seen is None or not seen.source:
@@ -239,16 +240,47 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
     return seen
 
 
+def _named(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the tensors with names in a batch: a mapping, also one in another one, or the fields of an object."""
+    found = (
+        inputs if isinstance(inputs, Mapping) else {} if hasattr(inputs, "numel") else getattr(inputs, "__dict__", {})
+    )
+    if found:
+        yield found
+    for one in found.values() if depth else ():
+        yield from _named(one, depth - 1)
+
+
 def _of_ids(inputs: Any) -> Batch | None:
-    """Return the counts of a batch that has only ids and labels: tensors of whole numbers of one shape, in rows."""
+    """Return the counts of a batch without names: rows of ids, perhaps with their labels and a mask of 0 and 1.
+
+    Labels are the ids, or the next ids; so the two texts of a pair and the columns of a table are no ids with labels.
+    """
     tensors = list(_tensors(inputs, _DEPTH))
-    if not tensors or any(one.is_floating_point() or one.is_complex() for one in tensors):
+    if not 0 < len(tensors) <= 3 or any(one.is_floating_point() or one.is_complex() for one in tensors):
         return None
     first = tensors[0]
     if first.dim() != 2 or first.shape[1] < 2 or any(one.shape != first.shape for one in tensors):
         return None
+    masks = [one for one in tensors if len(tensors) > 1 and _is_mask(one)]
+    texts = [one for one in tensors if not any(one is mask for mask in masks)]
+    if len(masks) > 1 or not texts or (len(texts) > 1 and not _are_labels(*texts)):
+        return None
     rows, width = map(int, first.shape)
-    return Batch(rows * width, rows, rows * width, source=UNKNOWN, width=width)
+    tokens = (masks[0] != 0).sum() if masks else rows * width
+    return Batch(rows * width, rows, tokens, source=MASK if masks else UNKNOWN, width=width)
+
+
+def _is_mask(tensor: Any) -> bool:
+    return tensor.device.type == "cpu" and bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _are_labels(ids: Any, labels: Any) -> bool:
+    if ids.device.type != "cpu" or labels.device.type != "cpu":
+        return False
+    ignored = labels < 0
+    pairs = ((labels == ids, ignored), (labels[:, :-1] == ids[:, 1:], ignored[:, :-1]))
+    return any(bool(same.any()) and bool((same | left_out).all()) for same, left_out in pairs)
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 #: What a rank of data parallelism has: the whole model (SINGLE: there is only one rank), or with FSDP and ZERO a part.
@@ -53,7 +52,7 @@ def is_sharded_over_all_ranks(model: Any) -> bool:
     meshes = [one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")]
     meshes += [one._device_mesh for one in wrappers if getattr(one, "_device_mesh", None) is not None]
     sizes = {_replicas(one) for one in wrappers} | {mesh.size() for mesh in meshes}
-    return is_sharded and sizes == {world} and all(is_for_data(mesh.mesh_dim_names) for mesh in meshes)
+    return is_sharded and sizes == {world} and all(map(is_for_data, meshes))
 
 
 def _replicas(wrapper: Any) -> int:
@@ -62,6 +61,11 @@ def _replicas(wrapper: Any) -> int:
     return int(wrapper.process_group.size()) * (int(between.size()) if between is not None else 1)
 
 
-def is_for_data(names: Iterable[str] | None) -> bool:
-    """Whether a mesh with these dimensions divides only the data; ``None`` is the mesh that FSDP itself makes."""
-    return all(_DATA_DIMENSION.fullmatch(name) for name in names or ())
+def is_for_data(mesh: Any) -> bool:
+    """Whether a mesh, and the one from which it was made, divides only the data; that of FSDP itself has no names."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    named = [
+        *(mesh.mesh_dim_names or ()),
+        *(name for i, name in enumerate(root.mesh_dim_names or ()) if root.size(i) > 1),
+    ]
+    return all(_DATA_DIMENSION.fullmatch(name) for name in named)

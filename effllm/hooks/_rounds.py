@@ -20,6 +20,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from effllm.hooks._batches import Batches, batch_of
@@ -38,6 +39,7 @@ _COUNTING = Guard("the parameter count of the model")
 _listeners: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
+MAX_AHEAD = 64  # batches that are kept for later backward passes
 PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
 
@@ -88,6 +90,11 @@ class EvalMode:
             self._steps.evaluated(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model is in eval mode, and no optimizer has stepped in it."""
+        return bool(self._since_ns)
 
     def stepped(self, is_end: bool) -> None:
         """Drop a possible evaluation at an optimizer's step: the model is being trained in eval mode."""
@@ -178,18 +185,20 @@ class OptimizerGpus:
 class BatchCounter:
     """Counts the batches of torch's DataLoader that are followed by a backward pass.
 
-    A batch that another batch follows before a backward pass belongs to an evaluation, or the loader fetches a batch
-    ahead.  In the second case there is one more backward pass after the last batch: then the skipped batch is counted.
+    A backward pass takes the newest batch of each loader that has returned one since the backward pass before.  Other
+    batches were skipped, or are trained by the next backward passes (all micro-batches are fetched at first), or after
+    the last batch of the loader (which fetches some ahead): then there are as many backward passes without a batch.
 
     Args:
         steps: the loop's steps.
+        evaluation: the evaluations between the steps; their batches are not trained.
     """
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps, self._batches = steps, Batches(steps)
-        self._fresh: Batch | None = None  # the newest batch, until a backward pass
-        self._skipped: Batch | None = None  # the batch that another batch followed
-        self._is_at_end = self._is_on = False
+    def __init__(self, steps: Steps, evaluation: EvalMode) -> None:
+        self._steps, self._evaluation, self._batches = steps, evaluation, Batches(steps)
+        self._fresh: dict[int, list[Batch]] = {}  # by loader: the batches since the last backward pass, newest last
+        self._ahead: list[Batch] = []  # earlier batches without a backward pass
+        self._is_used = self._is_at_end = self._is_on = False
 
     def follow(self, parameters: Sequence[Any]) -> None:
         """Begin a training; batches are counted if the ranks are known to have different batches.
@@ -204,23 +213,31 @@ class BatchCounter:
         if model is not None:
             self._batches.of_model(model, _COUNTING(parameters_of, model))
 
-    def fetched(self, batch: Any) -> None:
-        """Keep a batch, or the end of the loader (``None``)."""
+    def fetched(self, batch: Any, loader: Any) -> None:
+        """Keep the counts of a batch, or the end of the loader (``None``)."""
         if not self._steps.is_owner and get_metrics_collector().recorder is not None:
             return
+        if self._evaluation.is_on or not sys.modules["torch"].is_grad_enabled():
+            return
         self._is_at_end = batch is None
-        if self._fresh is not None:
-            self._skipped = self._fresh
-        self._fresh = (
-            None if batch is None else batch_of(batch, self._batches.vocabulary)
-        )  # the counts: the batch itself is not kept
+        if batch is None:
+            return
+        if self._is_used:
+            self._is_used = False
+            self._ahead = [*self._ahead, *chain(*self._fresh.values())][-MAX_AHEAD:]
+            self._fresh = {}
+        kept = self._fresh.setdefault(id(loader), [])
+        kept.append(batch_of(batch, self._batches.vocabulary))  # the batch itself is not kept
+        del kept[:-MAX_AHEAD]
 
     def backward(self) -> None:
-        batch, self._fresh = self._fresh, None
-        if batch is None and self._is_at_end:
-            batch, self._skipped, self._is_at_end = self._skipped, None, False
-        if batch is not None and self._is_on and self._steps.recorder is not None:
-            self._batches.add(batch)
+        self._is_used = True
+        found = [batches.pop() for batches in self._fresh.values() if batches]
+        if not found and self._is_at_end and self._ahead:
+            found = [self._ahead.pop()]
+        if self._is_on and self._steps.recorder is not None:
+            for batch in found:
+                self._batches.add(batch)
 
     def end(self) -> None:
         """End the iteration with the counts."""
@@ -247,7 +264,7 @@ class Rounds:
         self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
         self._gpus = OptimizerGpus()
-        self._counter = BatchCounter(self._steps)
+        self._counter = BatchCounter(self._steps, self.EvalMode)
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)

@@ -274,10 +274,10 @@ def waited(spent_ns: int) -> bool:
     return bool(_wait_listeners)
 
 
-def fetched(batch: Any) -> None:
-    """Pass a batch of torch's DataLoader to the hooks that count batches; ``None`` if there are no more."""
+def fetched(batch: Any, loader: Any) -> None:
+    """Pass a batch of an iterator of torch's DataLoader to the hooks that count batches; ``None`` if it has no more."""
     for listener in _batch_listeners:
-        listener.fetched(batch)
+        listener.fetched(batch, loader)
 
 
 def backward() -> None:

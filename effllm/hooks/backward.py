@@ -4,12 +4,14 @@
 synchronisation is a sync point, and so is the broadcast of buffers in a forward pass.  Only the outermost call in the
 thread of the loop counts: checkpointing calls it inside of a backward pass, and other threads may train other models.
 
-The loss is read once in a window, without a wait for a GPU.  Its scale is not known if an iteration has several calls,
-because the loop may divide it, and in loops of frameworks that scale it themselves: then only NaN and infinity count.
+The loss is read once in a window and at the end, without a wait for a GPU.  Its scale is not known if an iteration has
+several calls, because the loop may divide it, and in loops of frameworks that scale it themselves: then only NaN and
+infinity count.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import sys
@@ -149,43 +151,69 @@ def model_with(parameter: Any) -> Any:
 
 
 class _Loss:
-    """The loss of the last iteration of each window."""
+    """The loss of the last iteration of each window and of the loop; on the CPU, each loss that is not finite."""
 
     def __init__(self) -> None:
         self._recorder: Any = None
         self._ordinal = self._calls = self._calls_before = 0  # number of calls in this iteration and the one before
-        self._coming: Any = None  # the newest loss, which may not have arrived yet
-        self._has_scale = False  # whether its scale is known
+        self._coming: Any = None  # the newest loss of a window, which may not have arrived yet
+        self._newest: Any = None  # the loss of this iteration: a number, or a tensor on a GPU
+        self._has_scale = False  # whether the scale of losses is known
+        self._recorded = 0  # number of the newest iteration whose loss was recorded
 
     def seen(self, recorder: Any, tensor: Any) -> None:
         """Read the loss that has arrived, and take the loss of the last iteration of a window."""
         if recorder is not self._recorder:
             self.__init__()  # type: ignore[misc]
             self._recorder = recorder
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)  # handlers run in reverse order: this one runs before the session's handler
         if recorder.ordinal != self._ordinal:
             self._calls_before, self._calls, self._ordinal = self._calls, 0, recorder.ordinal
+            self._newest = None
             self._read()
         self._calls += 1
-        is_wanted = recorder.is_last_of_window and self._calls == 1 and self._coming is None
-        if is_wanted and _is_scalar(tensor) and not _is_captured(tensor):
-            self._take(tensor)
-
-    def _take(self, tensor: Any) -> None:
-        from effllm.hooks._batches import LazyNumber
-
-        loss = _scaled[1] if _scaled[0]() is tensor else tensor
+        if self._calls > 1 or not _is_scalar(tensor) or _is_captured(tensor):
+            return
+        loss = (_scaled[1] if _scaled[0]() is tensor else tensor).detach()
         framework = _collector().declared.facts.run.get("framework", "")
         self._has_scale = self._calls_before == 1 and framework in UNSCALED
-        self._coming = LazyNumber(self._recorder.shown_next, loss)
-        self._read()  # on the CPU it is there
+        self._newest = loss if loss.is_cuda else float(loss) if loss.device.type == "cpu" else None
+        if isinstance(self._newest, float) and (recorder.is_last_of_window or not math.isfinite(self._newest)):
+            self._record(recorder.shown_next, self._newest)
+        elif recorder.is_last_of_window and self._coming is None:
+            from effllm.hooks._batches import LazyNumber
+
+            self._coming = LazyNumber(recorder.shown_next, loss)
+
+    def end(self) -> None:
+        """Record the loss of the last iteration, if this needs no wait for a GPU."""
+        recorder, loss = self._recorder, self._newest
+        if recorder is None or not recorder.is_on or recorder.ordinal == self._ordinal:
+            return  # the iteration of this loss has not ended
+        self._read()
+        if loss is not None and not isinstance(loss, float):
+            is_there = sys.modules["torch"].cuda.current_stream(loss.device).query()
+            loss = float(loss) if is_there else None
+        if loss is not None:
+            self._record(recorder.shown_next - 1, loss, is_over=True)
 
     def _read(self) -> None:
         value = self._coming.read() if self._coming is not None else None
         if value is not None:
-            # A loop or a framework that gives its loss sees NaN itself: it is counted once.
-            if not self._recorder.has_loss and (self._has_scale or not math.isfinite(value)):
-                self._recorder.seen_loss(self._coming.iteration, value)
+            self._record(self._coming.iteration, value)
             self._coming = None
+
+    def _record(self, number: int, value: float, is_over: bool = False) -> None:
+        # A loop or a framework that gives its loss sees NaN itself: it is counted once.
+        has_use = self._has_scale or not math.isfinite(value)
+        if number > self._recorded and has_use and not self._recorder.has_loss:
+            self._recorded = number
+            self._recorder.seen_loss(number, value, is_over)
+
+
+def _at_exit() -> None:
+    _LOSS_GUARD(_LOSS.end)
 
 
 def _is_scalar(tensor: Any) -> bool:

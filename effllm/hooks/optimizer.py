@@ -85,6 +85,7 @@ class _Fetch:
         self._start_ns = 0
         self._batches = 0  # batches before the first step, counted up to MIN_BATCHES
         self._early: Any = None  # the newest of these batches, which a loop may train after the first step
+        self._early_of: Any = None  # the loader that returned it
 
     def start(self, _call: Any) -> bool:
         if self._start_ns:
@@ -99,21 +100,21 @@ class _Fetch:
     def failed(self, is_outer: bool | None) -> None:
         """End a call without a batch: there are no more."""
         if is_outer and (steps := self._waited()) is not None:
-            steps.fetched(None)
+            steps.fetched(None, None)
 
-    def batch(self, is_outer: bool | None, _call: Any, batch: Any) -> None:
+    def batch(self, is_outer: bool | None, call: Any, batch: Any) -> None:
         if not is_outer:
             return
         steps = self._waited()
         if steps is not None:
             if self._early is not None:
-                steps.fetched(self._early)
-            self._early = None
-            steps.fetched(batch)
+                steps.fetched(self._early, self._early_of)
+            self._early = self._early_of = None
+            steps.fetched(batch, call.args[0])
         elif self._batches < MIN_BATCHES:
-            self._batches, self._early = self._batches + 1, batch
+            self._batches, self._early, self._early_of = self._batches + 1, batch, call.args[0]
             if self._batches == MIN_BATCHES:
-                self._early = None
+                self._early = self._early_of = None
                 no_metrics("a DataLoader returned batches, but no step of a torch optimizer was detected")
 
     def _waited(self) -> Any:

@@ -342,10 +342,16 @@ class Recorder:
         """Displayed number of the running iteration."""
         return self.ordinal + 1 + self._offset
 
-    def seen_loss(self, number: int, loss: float) -> None:
-        """Record a loss that a hook has seen, in the running iteration; ``number`` is that of its iteration."""
+    def seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
+        """Record a loss that a hook has seen, in the running iteration or, with ``is_over``, after the last one.
+
+        Args:
+            number: displayed number of its iteration.
+            loss: the loss.
+            is_over: whether the loop has ended.
+        """
         if self.is_on:
-            self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + 1)
+            self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))
 
     def _values_due(self) -> None:
         self._values.write(self.ordinal + (self._start_ns > 0))

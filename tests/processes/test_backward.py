@@ -132,6 +132,42 @@ def test_loss_of_a_loop_is_that_of_its_last_iteration(launch):
     assert job.ledger.summary.losses_not_finite == 0
 
 
+@pytest.mark.parametrize(("steps", "is_last_nan"), [(37, False), (37, True), (11, False), (40, True)])
+def test_loss_of_the_last_iteration_is_seen_in_a_window_that_is_not_full(launch, steps, is_last_nan):
+    job = alone(
+        launch,
+        f"""
+        for at in range({steps}):
+            scale = float("nan") if {is_last_nan} and at == {steps} - 1 else 1.0
+            loss = model(torch.ones(2, 8)).square().mean() * scale
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print("last", loss.item())
+        """,
+    )
+
+    summary = job.ledger.summary
+    assert summary.losses_not_finite == is_last_nan
+    assert summary.loss == (None if is_last_nan else float(job.stdout.split("last ")[1].split()[0]))
+
+
+def test_single_infinite_loss_is_counted(launch):
+    job = alone(
+        launch,
+        """
+        for at in range(40):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            (loss if at != 13 else loss * float("inf")).backward()
+            if at != 13:
+                optimizer.step()
+        """,
+    )
+
+    assert (job.ledger.summary.losses_not_finite, job.ledger.summary.loss is not None) == (1, True)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -296,6 +332,111 @@ def test_tokens_of_a_plain_loop_are_those_of_its_batches(launch, name):
     assert summary.samples == 29 * 3
     assert job.ledger.facts["token_source"] == summary.token_source == "attention mask"
     assert f"{summary.tokens:,}, from the batches (attention mask)" in (job.ledger.folder / "summary.txt").read_text()
+
+
+#: Loops that take several batches, or other batches, before a backward pass; each appends (samples, tokens) of a step.
+ORDERS = {
+    "evaluation at the top": """
+small = DataLoader(rows[:4], batch_size=2)
+for at, batch in enumerate(loader):
+    if at % 2:
+        with torch.no_grad():
+            for other in small:
+                model(other["input_ids"])
+    step([batch])
+""",
+    "evaluation in eval mode at the top": """
+small = DataLoader(rows[:4], batch_size=2)
+for at, batch in enumerate(loader):
+    if at % 2:
+        model.eval()
+        for other in small:
+            model(other["input_ids"])
+        model.train()
+    step([batch])
+""",
+    "all micro-batches first": """
+batches = iter(loader)
+while len(micro := list(islice(batches, 2))) == 2:
+    step(micro)
+""",
+    "two loaders": """
+for pair in zip(loader, DataLoader(rows, batch_size=2)):
+    step(pair, is_one=True)
+""",
+    "two batches ahead": """
+batches, ahead = iter(loader), deque()
+for _ in range(len(loader)):
+    while len(ahead) < 3 and (batch := next(batches, None)) is not None:
+        ahead.append(batch)
+    step([ahead.popleft()])
+""",
+    "skipped batches": """
+for at, batch in enumerate(loader):
+    if at % 3:
+        step([batch])
+""",
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_tokens_are_those_of_the_batches_with_a_backward_pass(launch, name):
+    code = """
+from collections import deque
+from itertools import islice
+rows = [{"input_ids": torch.arange(6) % 50, "attention_mask": torch.ones(6).long()} for i in range(60)]
+loader, counts = DataLoader(rows, batch_size=3), []
+
+def step(batches, is_one=False):
+    optimizer.zero_grad()
+    losses = [model(batch["input_ids"]).square().mean() for batch in batches]
+    for loss in [sum(losses)] if is_one else losses:
+        loss.backward()
+    optimizer.step()
+    counts.append(sum(len(batch["input_ids"]) for batch in batches))
+"""
+    job = alone(launch, dedent(BATCHES) + code + ORDERS[name] + 'print("counts", len(counts), sum(counts[1:]))')
+
+    steps, samples = map(int, job.stdout.split("counts ")[1].split()[:2])
+    left_out = 3 if name == "two batches ahead" else 0  # fetched before the first step, which starts the metrics
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.samples) == (steps - 1, samples - left_out)
+    assert summary.tokens == 6 * summary.samples
+
+
+def test_ids_without_names_are_counted_only_if_the_labels_are_the_ids():
+    import torch
+
+    from effllm.hooks._batches import batch_of
+
+    x = torch.arange(18).reshape(3, 6)
+    shifted = torch.cat([x[:, 1:], torch.full((3, 1), -100)], 1)
+    mask = torch.ones(3, 6).long()
+    mask[0, 4:] = 0
+    for batch, tokens in (
+        ((x, shifted), 18),
+        ([x, x.masked_fill(x < 9, -100)], 18),
+        ((x, mask, x), 16),
+        ((x,), 18),
+        ((x, x.flip(1)), 0),
+        ((x, shifted[:, :4]), 0),
+        ((x, mask, shifted, x), 0),
+        ((x.float(), x), 0),
+    ):
+        assert int(batch_of(batch, 50).tokens) == tokens, batch
+
+
+def test_fields_of_an_object_and_nested_names_are_names():
+    import torch
+
+    from effllm.hooks._batches import batch_of
+
+    class Fields:
+        def __init__(self):
+            self.input_ids, self.attention_mask = torch.ones(3, 6).long(), torch.ones(3, 6).long().tril()
+
+    for batch in (Fields(), {"text": vars(Fields()), "image": torch.ones(3, 4)}):
+        assert (int(batch_of(batch).tokens), batch_of(batch).samples) == (6, 3)
 
 
 LANGUAGE = """

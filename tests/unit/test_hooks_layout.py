@@ -28,7 +28,17 @@ def test_precision_of_a_framework_has_its_short_name(name, precision):
     ],
 )  # fmt: skip
 def test_ranks_of_a_mesh_for_data_have_batches_of_their_own(names, is_for_them):
-    assert is_for_data(names) == is_for_them
+    assert is_for_data(SimpleNamespace(mesh_dim_names=names, size=lambda _: 2)) == is_for_them
+
+
+def test_mesh_that_was_made_of_one_for_context_parallelism_is_not_for_data():
+    sizes = {}
+    root = SimpleNamespace(mesh_dim_names=("dp_shard", "cp"), size=sizes.get)
+    made = SimpleNamespace(mesh_dim_names=("fsdp",), size=lambda _: 2, _get_root_mesh=lambda: root)
+
+    for size, is_for_them in ((2, False), (1, True)):
+        sizes.update({0: 2, 1: size})
+        assert is_for_data(made) == is_for_them
 
 
 @pytest.mark.parametrize(
