@@ -117,7 +117,7 @@ class Agent:
         for event in measuring.memory.take_events(time.time()):
             self._events.add(event)
         measuring.cut(now_s)
-        self._children.look(now_s)
+        self._children.look(now_s, measuring.cutter.last_ordinal)
         conversation.talk(now_s)
         measuring.fold(now_s)
 
@@ -164,8 +164,11 @@ class Agent:
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)
         self._stop_waking()
-        while time.monotonic() - began_s < LOSS_WAIT_S and not measuring.is_end_settled():
+        self._children.recording.finish()
+        recording = self._children.recording
+        while time.monotonic() - began_s < LOSS_WAIT_S and not (measuring.is_end_settled() and recording.is_over):
             self._poller.poll(20)
+            self._children.look(time.monotonic(), 0)
         measuring.finish()
         self._events.end()
         self._send_rest(measuring, conversation, began_s + SEND_REST_S)
@@ -180,6 +183,7 @@ class Agent:
             self._poller.poll(20)
             self._look(measuring, conversation)
         self._children.inspection.stop()
+        recording.stop()
         self._devices.stop()
         self._events.log.close()
         if path := self._trainer.facts.address_file:

@@ -15,10 +15,12 @@ import zmq
 
 from effllm.agent.events import AgentEvents, Notices
 from effllm.agent.inspection import InspectionOrders, InspectionResult
+from effllm.agent.stack_recording import StackRecording
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
+from effllm.records.wire import HostSamples
 from effllm.store.run_lock import restart_id_of
 
 INSPECTION_LIMIT_S = 25.0
@@ -166,7 +168,9 @@ class Children:
         self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
         self._aggregator: AggregatorChild | None = None
         self.inspection = InspectionChild()  # the agent stops it; the aggregator ends when the job is over
-        self._watched = {"aggregator": -1, "inspection": -1}  # descriptors in the poller
+        self.recording = StackRecording(trainer)  # the agent stops it, too
+        self.host_samples: HostSamples | None = None  # result of a recording, until it is sent
+        self._watched = {"aggregator": -1, "inspection": -1, "recording": -1}  # descriptors in the poller
         self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
 
     def start_aggregator(self) -> None:
@@ -210,16 +214,24 @@ class Children:
     @property
     def due_s(self) -> float:
         """Time of the next check of the children."""
-        return min(self._aggregator.due_s, self.inspection.due_s) if self._aggregator else self.inspection.due_s
+        children = (self._aggregator, self.inspection, self.recording)
+        return min(one.due_s for one in children if one is not None)
 
-    def look(self, now_s: float) -> None:
-        """Replace a dead aggregator, and read the result of a finished inspection."""
+    def look(self, now_s: float, ordinal: int) -> None:
+        """Replace a dead aggregator, and read the result of a finished inspection or recording.
+
+        Args:
+            now_s: time on the monotonic clock.
+            ordinal: number of the trainer's iterations.
+        """
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch("aggregator", self._aggregator.descriptor)
         if (finding := self.inspection.look(now_s)) is not None:
             self._watch("inspection", -1)
             self.finding = finding
+        self.host_samples = self.recording.look(now_s, ordinal) or self.host_samples
+        self._watch("recording", self.recording.descriptor)
 
     def inspect(self, run_folder: str) -> None:
         """Start an inspection of the agent's own trainer in a separate process, after a stall of the job."""

@@ -127,7 +127,8 @@ class Conversation:
     ) -> None:
         self._trainer, self._measuring, self._connection = trainer, measuring, connection
         self._children, self._events, self._notices = children, events, notices
-        self._outbox, self._core_wait = measuring.outbox, CoreWait(trainer.pid)
+        self._outbox = measuring.outbox
+        self._core_wait: CoreWait | None = None  # since the first iterations: the start of a process waits, too
         self._welcome: Welcome | None = None
         self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
@@ -151,6 +152,8 @@ class Conversation:
     def talk(self, now_s: float) -> None:
         """Handle received messages, and send messages that are due."""
         self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
+        if self._core_wait is None and self._measuring.cutter.last_ordinal:
+            self._core_wait = CoreWait(self._trainer.pid)
         link = self._connection.link
         if link is None:
             self._warn_without_aggregator(now_s)
@@ -195,7 +198,7 @@ class Conversation:
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
         measuring, status = self._measuring, self._measuring.status or ENDED
-        ends = (self._outbox.lost, *self._cost(), measuring.end_time_s, self._core_wait.seconds())
+        ends = (self._outbox.lost, *self._cost(), measuring.end_time_s, self._core_wait_s())
         bye = Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
         self._bye_sent = link.send(bye)
 
@@ -245,7 +248,7 @@ class Conversation:
         if now_s < self._next_frame_s and self._measuring.status is None:
             return
         while rows := self._outbox.unsent():
-            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait.seconds())):
+            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait_s())):
                 self._next_frame_s = now_s + SEND_AGAIN_S
                 return
             self._outbox.sent(len(rows))
@@ -262,6 +265,11 @@ class Conversation:
             ordinal = self._trainer.ring.state()[1]
             if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
+        if (samples := self._children.host_samples) is not None and link.send(samples):
+            self._children.host_samples = None
+
+    def _core_wait_s(self) -> float | None:
+        return self._core_wait.seconds() if self._core_wait is not None else None
 
     def _cost(self) -> tuple[float, int, float | None]:
         """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""

@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import re
 import select
-import shutil
 import stat
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from effllm.agent.proc import content, process_state
+from effllm.agent.proc import INSTALL, content, process_state, py_spy
 from effllm.config.switches import this_process
 from effllm.records.wire import MAX_STACK
 from effllm.store import own_files
@@ -45,7 +43,6 @@ STATES = {
 }
 MAX_THREADS = 2000
 PY_SPY_S = 10.0
-INSTALL = "pip install 'effllm[forensics]'"
 MAX_TOP = 200
 
 
@@ -104,9 +101,7 @@ def has_ended(trainer: int) -> bool:
 
 
 def _stacks(pid: int) -> tuple[str, str]:
-    beside = Path(sys.executable).parent / "py-spy"
-    program = shutil.which("py-spy") or (str(beside) if beside.exists() else "")
-    if not program:
+    if not (program := py_spy()):
         return f"no stacks: py-spy is not installed ({INSTALL})", ""
     try:
         # Without --nonblocking, py-spy stops the process while it reads, and afterwards continues it. A process

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from effllm.energy.readings import NS
 
+INSTALL = "pip install 'effllm[forensics]'"
 ENDED = "ended"  #: the process has ended, and its exit status is not visible
 
 # linux/pidfd.h, from Linux 6.15 on: struct pidfd_info begins with `mask` and ends with `exit_code`.
@@ -114,6 +117,12 @@ class CoreWait:
             run_ns, wait_ns, _ = map(int, content(self._path).split())
             return wait_ns if run_ns else None  # a kernel that does not count has zeros
         return None
+
+
+def py_spy() -> str:
+    """Return the path of py-spy, which reads the stacks of a process; "" if it is not installed."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
 
 
 def private_bytes(pid: int) -> float | None:

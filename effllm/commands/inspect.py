@@ -18,6 +18,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
 from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
+from effllm.views.host_lines_text import host_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
@@ -107,6 +108,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
         console.print(Text(line))
     for line in audit_texts(summary.audit) if summary.audit is not None else ():
         console.print(Text(f"audit: {line}"))
+    for line in host_lines(summary.host, summary.verdict.cause if summary.verdict else "") if summary.host else ():
+        console.print(Text(line))
     if summary.verdict is not None:
         for one in summary.verdict.evidence:
             console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))

@@ -180,6 +180,13 @@ class Config:
         whole(0),
         "Every Nth iteration is profiled, to separate communication from computation. With 0, there are no profiles.",
     )
+    stacks: str = _setting(
+        "auto",
+        MEASURED,
+        one_of("off", "auto", "always"),
+        "Whether py-spy records for 5 s, from outside, in which lines of code the host is: with auto after the start "
+        "and every 10 minutes, with always every minute.",
+    )
     role: str = _setting("trainer", MEASURED, values.ROLE, "Role of this process in the job.")
 
     power_scope: str = _setting(

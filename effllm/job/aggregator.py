@@ -22,7 +22,7 @@ from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.job import Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event, RankReport
-from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, HostSamples, Reports, Stack
 
 MAX_BACKLOG_S = 15.0  # a processing delay of the aggregator up to this limit makes no rank late
 
@@ -186,6 +186,12 @@ class Aggregator:
             self.garbage += 1
         else:
             self._hear(message.rank, rank, now)
+
+    def host_samples(self, message: HostSamples, now: Now) -> None:
+        """Add the lines of code of a recording."""
+        if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
+            self._hear(message.rank, rank, now)
+            self.ledger.host_lines.add(message)
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""

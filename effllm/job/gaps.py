@@ -126,6 +126,8 @@ def not_measured(
     if ended and (text := unchecked_mfu(whole, roster.job.known)):
         yield text
     yield from roster.job.open_shares
+    if ledger.host_lines.failed:
+        yield f"lines of code: {ledger.host_lines.failed}"
 
 
 def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> Iterator[str]:

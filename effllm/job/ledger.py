@@ -14,6 +14,7 @@ from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.gathered import add_to
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
+from effllm.job.host_lines import HostLines
 from effllm.job.iteration_losses import IterationLosses
 from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.merged import Merged
@@ -133,6 +134,7 @@ class Ledger(Struct):
     devices: EnergyTotals = msgspec.field(default_factory=EnergyTotals)
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
+    host_lines: HostLines = msgspec.field(default_factory=HostLines)
     late: int = 0
     loss: float | None = None  # the last finite loss
     is_loss_finite: bool = True  # whether the losses of the last window with a loss were finite

@@ -315,6 +315,7 @@ def summary_of(
         goodput=goodput,
         instruments=summaries(ledger.values),
         waterfall=waterfall(goodput, whole, sources, ledger.last_ranks.profiled_uneven_share),
+        host=ledger.host_lines.summary(),
         slow_clocks=ledger.slow_clocks.summary(),
         slow_iterations=ledger.iteration_losses.summary(),
         rare_waits=ledger.iteration_losses.rare_waits(),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
+from effllm.job.host_lines import where
 from effllm.job.losses import (
     LOSS_PARTS,
     MIN_ITERATIONS,
@@ -267,12 +268,13 @@ def _accuse(
 ) -> Verdict:
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
+    lines = [text] if (text := where(summary.host, loss.cause)) else []
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
-        why="; ".join([loss.why + _where(windows_of(loss, summary, seen), summary.iterations), *cores]),
+        why="; ".join([loss.why + _where(windows_of(loss, summary, seen), summary.iterations), *lines, *cores]),
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,

@@ -10,6 +10,7 @@ from msgspec.structs import fields, replace
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
+from effllm.records.host_lines import HostTime
 from effllm.records.identity import Identity
 from effllm.records.rank import Count, Duration, Ordinal, Profile
 from effllm.records.values import ValueSummary
@@ -443,6 +444,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     goodput: GoodputSummary | None = None
     instruments: dict[str, ValueSummary] = {}  # values of instruments in the whole run, by name
     waterfall: Waterfall | None = None
+    host: HostTime | None = None  # lines of code in which the hosts were; None without a recording of stacks
     # Losses by low SM clocks with a reason: throttled, power_limit; without one, and without a known loss: locked.
     slow_clocks: dict[str, ClockLoss] = {}
     slow_iterations: SlowIterations | None = None  # None without long iterations

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from effllm.config.place import MAX_NODE_GPUS
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
+from effllm.records.host_lines import MAX_LINES, HostLine
 from effllm.records.identity import Submission
 from effllm.records.rank import (
     MAX_DEVICES,
@@ -170,5 +171,16 @@ class Stack(Struct, frozen=True, array_like=True, tag=13):
     top: Sentence = ""  # short form of the position of the main thread
 
 
-FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack
+class HostSamples(Struct, frozen=True, array_like=True, tag=14):
+    """The lines of code in which a recording of a trainer's stacks has found its host, or why it failed."""
+
+    agent: Word
+    rank: Count
+    samples: Count = 0
+    torn: Count = 0  # samples that could not be read while the stack changed
+    lines: Annotated[tuple[HostLine, ...], Meta(max_length=MAX_LINES)] = ()
+    failed: Sentence = ""
+
+
+FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack | HostSamples
 FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect

@@ -20,6 +20,7 @@ from effllm.records.wire import (
     FromAgent,
     Heartbeat,
     Hello,
+    HostSamples,
     Inspect,
     Rejected,
     Reports,
@@ -137,6 +138,8 @@ class Messages:
             aggregator.heartbeat(message, now)
         elif isinstance(message, AgentEvent):
             aggregator.agent_event(message, now)
+        elif isinstance(message, HostSamples):
+            aggregator.host_samples(message, now)
         elif isinstance(message, Stack):
             aggregator.stack(message, now)
         elif isinstance(message, Bye) and aggregator.bye(message, now):

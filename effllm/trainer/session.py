@@ -16,6 +16,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -193,6 +194,7 @@ class Session:
             "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
             "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
             "recorder_pair_s": pair_s(),
+            "thread_id": threading.get_ident(),
             # The following values remove those of an earlier session.
             "job": "",
             "endpoint": "",

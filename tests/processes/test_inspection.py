@@ -15,7 +15,7 @@ import jobs
 import pytest
 from jobs import needs_py_spy
 
-from effllm.agent import inspection
+from effllm.agent import inspection, proc
 from effllm.agent.children import InspectionChild
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
 from effllm.agent.proc import process_state
@@ -77,8 +77,8 @@ def test_stack_of_a_hanging_trainer_is_reported(no_recorder, body, stopped):
 
 def test_missing_py_spy_is_reported_with_the_state_of_the_trainer(no_recorder, monkeypatch):
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
-        monkeypatch.setattr(inspection.shutil, "which", lambda _: None)
-        monkeypatch.setattr(inspection.sys, "executable", "/nowhere/python")
+        monkeypatch.setattr(proc.shutil, "which", lambda _: None)
+        monkeypatch.setattr(proc.sys, "executable", "/nowhere/python")
         found = inspect(orders(pid, descriptor))
 
     assert "no stacks: py-spy is not installed (pip install 'effllm[forensics]')" in found.text
@@ -89,7 +89,7 @@ def test_missing_permission_of_py_spy_is_reported(no_recorder, monkeypatch, tmp_
     refusing = tmp_path / "py-spy"
     refusing.write_text("#!/bin/sh\necho 'Permission Denied: try as root' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(inspection.shutil, "which", lambda _: str(refusing))
+    monkeypatch.setattr(proc.shutil, "which", lambda _: str(refusing))
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
 

@@ -1,0 +1,204 @@
+"""Where a training loop was, from a recording of py-spy: names of functions, files and lines, and nothing else.
+
+py-spy reads the memory of the process from outside and does not stop it.  Its form ``chrometrace`` has the time of each
+change of a stack, so the samples of a stack are its time, at the rate of the recording.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from effllm.records.host_lines import MAX_LINES, HostLine
+from effllm.store.regular_file import read_regular
+
+RATE_HZ = 50
+MAX_SOURCE_BYTES = 2 * 2**20
+MAX_FRAMES = 64  # the innermost ones of a stack
+MAX_NAME = 160
+OTHER = "other"
+#: Kinds to which everything belongs that they call, the first of them first.
+WHOLE = ("data", "compilation", "checkpoint", "logging")
+
+_CALL = re.compile(r"(\w+)\s*\(")
+_LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
+_OWN = str(Path(__file__).parents[1])  # effllm's wrappers are in the stacks of the loop
+_STANDARD = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
+#: Code that Python itself and torch's compiler make.
+_MADE = ("<frozen ", "<eval_with_key>", "<built-in")
+
+
+class _Place(Struct, frozen=True):
+    filename: str = ""
+    line: int = 0
+
+
+class _Change(Struct):
+    """A frame that begins (``B``) or ends (``E``)."""
+
+    ph: str
+    tid: int  # as ``threading.get_ident``
+    ts: int  # us since the start of the recording
+    name: str = ""
+    args: _Place = _Place()
+
+
+class Frame(NamedTuple):
+    """A frame of Python; ``path`` is its file as Python names it."""
+
+    function: str
+    path: str
+    line: int
+
+
+class _Row(Struct, frozen=True):
+    """A row of frames.toml."""
+
+    kind: str
+    file: str
+    source: str
+    function: str = ".*"
+
+
+class _Table(Struct, frozen=True):
+    frame: tuple[_Row, ...]
+
+
+Stacks = dict[tuple[Frame, ...], int]  # stack, outermost frame first -> number of samples
+
+
+def stacks_of(recording: bytes, thread: int) -> Stacks:
+    """Return the samples of a thread's stacks.
+
+    Args:
+        recording: the output of ``py-spy record --format chrometrace --rate RATE_HZ``.
+        thread: the thread, as ``threading.get_ident``; 0: the thread that runs the script.
+
+    Raises:
+        msgspec.MsgspecError: the recording has another form.
+    """
+    stacks: dict[int, list[Frame]] = {}
+    since_us: dict[int, int] = {}
+    spent_us: Counter[tuple[int, tuple[Frame, ...]]] = Counter()
+    for change in msgspec.json.decode(recording, type=list[_Change]):
+        stack = stacks.setdefault(change.tid, [])
+        if stack and change.ts > since_us[change.tid]:
+            spent_us[change.tid, tuple(stack)] += change.ts - since_us[change.tid]
+        since_us[change.tid] = change.ts
+        if change.ph == "B":
+            stack.append(Frame(change.name, change.args.filename, change.args.line))
+        elif stack:
+            stack.pop()
+    # The other threads begin in threading.py.
+    mains = {tid for tid, frames in spent_us if frames[0].function != "Thread._bootstrap"}
+    wanted = {thread} if thread in stacks else mains
+    found: Counter[tuple[Frame, ...]] = Counter()
+    for (tid, frames), us in spent_us.items():
+        if tid in wanted:
+            found[frames[-MAX_FRAMES:]] += us
+    return {frames: count for frames, us in found.items() if (count := round(us * 1e-6 * RATE_HZ))}
+
+
+class HostLines:
+    """Gives stacks the lines of the user's code.
+
+    Args:
+        folder: the folder of the training script; its files are named relative to it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._calls: dict[tuple[str, int], str] = {}
+
+    def of(self, stacks: Stacks) -> tuple[HostLine, ...]:
+        """Return the lines with the most samples."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        for frames, samples in stacks.items():
+            found[self._line(frames)] += samples
+        return tuple(HostLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
+
+    def folded(self, stacks: Stacks) -> dict[str, int]:
+        """Return stacks as ``outer (train.py:1);inner (data.py:2)``, the form of speedscope and flamegraph.pl."""
+        found: Counter[str] = Counter()
+        for frames, samples in stacks.items():
+            found[";".join(f"{_clean(one.function)} ({self._file(one.path)}:{one.line})" for one in frames)] += samples
+        return dict(found.most_common())
+
+    def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
+        user = next((one for one in reversed(frames) if not is_library(one.path)), frames[-1])
+        call = self._call(frames[-1])
+        names = [(self._file(one.path), _clean(one.function)) for one in frames]
+        kinds = [kind for one in (*names, (f"[{call}]", "")) if (kind := kind_of(*one))]
+        kind = next((one for one in WHOLE if one in kinds), (kinds or [OTHER])[-1])
+        function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
+        return kind, f"{_clean(user.function)} ({self._file(user.path)}:{user.line})", function
+
+    def _call(self, frame: Frame) -> str:
+        """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
+        place = frame.path, frame.line
+        if place not in self._calls:
+            found = _CALL.findall(_text_of_line(*place))
+            self._calls[place] = found[0] if len(found) == 1 and kind_of(f"[{found[0]}]") else ""
+        return self._calls[place]
+
+    def _file(self, path: str) -> str:
+        short = _of_library(path)
+        if short is None:
+            short = path[len(self._folder) + 1 :] if self._folder and path.startswith(f"{self._folder}/") else path
+        return _clean(short)
+
+
+@functools.lru_cache(maxsize=4096)
+def kind_of(file: str, function: str = "") -> str:
+    """Return what a library's function does, by frames.toml; "" if it has no row."""
+    if file.startswith("["):
+        rows = (one for one in _rows() if one.file[:1] == "[" and file[1:-1] in one.file[1:-1].split("|"))
+    else:
+        rows = (one for one in _rows() if file.startswith(one.file) and re.fullmatch(one.function, function))
+    return next((one.kind for one in rows), "")
+
+
+def is_library(path: str) -> bool:
+    return path.startswith(_MADE) or _of_library(path) is not None
+
+
+def _of_library(path: str) -> str | None:
+    """Return the name of a library's file without the folder of libraries; ``None`` for the user's own file."""
+    if (packages := _LIBRARIES.match(path)) is not None:
+        return path[packages.end() :]
+    folder = next((one for one in (*_STANDARD, str(Path(_OWN).parent)) if path.startswith(f"{one}/")), None)
+    is_own = folder is not None and (folder in _STANDARD or path.startswith(f"{_OWN}/"))
+    return path[len(folder) + 1 :] if folder is not None and is_own else None
+
+
+def _text_of_line(path: str, line: int) -> str:
+    """Return the source of a line; "" if it cannot be read. It is used at once, and not kept."""
+    try:
+        lines = read_regular(Path(path), MAX_SOURCE_BYTES).decode(errors="replace").splitlines()
+    except (OSError, ValueError):  # ValueError: a null byte in the name
+        return ""
+    return lines[line - 1] if 0 < line <= len(lines) else ""
+
+
+@functools.lru_cache(maxsize=1)
+def _rows() -> Iterable[_Row]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    text = (Path(__file__).parent / "frames.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _Table).frame
+
+
+def _clean(text: str) -> str:
+    """Return a name without what separates frames and lines."""
+    return re.sub(r"[;\s\x00-\x1f\x7f-\x9f\ud800-\udfff]+", " ", text)[:MAX_NAME]

@@ -1,0 +1,28 @@
+"""Where the hosts of the ranks were while they trained: lines of code, with their numbers of samples."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from effllm.records.rank import Count, Sentence, Word
+
+MAX_LINES = 64  # of one recording
+
+
+class HostLine(Struct, frozen=True, array_like=True):
+    """A line of the user's code, and the function in which it was."""
+
+    kind: Word  #: such as ``data`` or ``logging``, of effllm/agent/frames.toml; ``other`` for unknown functions
+    line: Sentence  #: the function of the user, and its place: ``load (data.py:41)``
+    function: Sentence = ""  #: the function of a library, or ``item (probably)`` for one in C; empty in ``line`` itself
+    samples: Count = 0
+
+
+class HostTime(Struct, frozen=True):
+    """The samples of the stacks of all recorded ranks."""
+
+    samples: int = 0
+    torn: int = 0  # samples that could not be read while the stack changed
+    ranks: tuple[int, ...] = ()
+    by_kind: dict[str, int] = {}
+    lines: tuple[HostLine, ...] = ()  # those with the most samples

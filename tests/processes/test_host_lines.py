@@ -1,0 +1,85 @@
+"""Lines of code in which the host of a real trainer is, by recordings of its stacks."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jobs
+from jobs import needs_py_spy
+
+pytestmark = [*jobs.needs_torch]
+
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
+
+#: A plain loop that works for a given time at one place of its code.
+LOOP = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(1)
+
+def work(seconds):
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+class Rows(Dataset):
+    def __len__(self):
+        return {count}
+
+    def __getitem__(self, at):
+        work({of_item})
+        return torch.ones(8)
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for rows in DataLoader(Rows(), batch_size=4):
+    model(rows).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    work(0.004)
+"""
+
+
+def loop(launch, of_item=0.002, count=4000, **settings):
+    return launch.code(LOOP.format(of_item=of_item, count=count), environ=ON | settings).done(120)
+
+
+@needs_py_spy
+def test_line_of_a_slow_data_set_is_named(launch):
+    job = loop(launch)
+
+    summary = job.ledger.summary
+    assert summary.verdict.cause == "data_loading"
+    assert re.search(r"; in \d\d % of \d+ samples the host was in work \(\S+:\d+\)", summary.verdict.why)
+    assert summary.host.by_kind["data"] > 0.5 * summary.host.samples > 100
+    assert job.our_errors == []
+    assert not job.left()
+
+
+@needs_py_spy
+def test_no_line_is_named_if_the_loss_is_small(launch):
+    job = loop(launch, of_item=0.0)
+
+    summary = job.ledger.summary
+    assert summary.host.samples > 100
+    assert "samples the host was" not in summary.verdict.why
+
+
+def test_nothing_is_recorded_if_it_is_switched_off(launch):
+    job = loop(launch, count=400, EFFICIENTLLM_STACKS="off")
+
+    assert job.ledger.summary.host is None
+    assert not any(line.startswith("lines of code") for line in job.ledger.summary.not_measured)
+
+
+def test_reason_is_stated_once_if_the_kernel_refuses(launch, tmp_path):
+    refusing = tmp_path / "py-spy"
+    refusing.write_text("#!/bin/sh\necho 'Error: Permission Denied: try again as root' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    job = loop(launch, of_item=0.0, PATH=f"{tmp_path}:{os.environ['PATH']}")
+
+    reasons = [line for line in job.ledger.summary.not_measured if line.startswith("lines of code")]
+    assert reasons == ["lines of code: py-spy failed: Error: Permission Denied: try again as root"]
+    assert job.our_errors == []

@@ -1,0 +1,88 @@
+"""effllm/job/host_lines.py and its text: which line of code is named for a loss."""
+
+import pytest
+
+from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, where
+from effllm.records.host_lines import HostLine
+from effllm.records.wire import HostSamples
+from effllm.views.host_lines_text import host_lines, share_interval
+
+
+def summary(*lines, rank=0, torn=0):
+    found = HostLines()
+    found.add(HostSamples("agent", rank, sum(one.samples for one in lines), torn, lines))
+    return found.summary()
+
+
+SLOW = HostLine("tokenization", "collate (data.py:41)", "encode", 61)
+
+
+def test_line_with_the_most_samples_of_the_loss_is_named():
+    found = summary(
+        SLOW, HostLine("forward", "step (train.py:9)", "Linear.forward", 39), HostLine("device", "a (b.py:1)", "", 900)
+    )
+
+    assert where(found, "device_idle") == (
+        "in 61 % of 100 samples the host was in encode, called in collate (data.py:41)"
+    )
+
+
+def test_samples_of_one_line_with_several_functions_are_its_own():
+    found = summary(
+        HostLine("data", "load (data.py:7)", "read", 20),
+        HostLine("data", "load (data.py:7)", "decode", 25),
+        HostLine("data", "other (data.py:9)", "", 30),
+    )
+
+    assert where(found, "data_loading") == "in 60 % of 75 samples the host was in decode, called in load (data.py:7)"
+
+
+@pytest.mark.parametrize("cause", ["straggler", "checkpoint", "healthy", ""])
+def test_no_line_is_named_for_other_causes(cause):
+    assert where(summary(SLOW), cause) == ""
+
+
+def test_no_line_is_named_for_few_samples_of_the_loss():
+    few = HostLine("data", "load (data.py:7)", "", MIN_SAMPLES - 1)
+
+    assert where(summary(few, HostLine("forward", "step (train.py:9)", "", 1000)), "data_loading") == ""
+    assert where(None, "data_loading") == ""
+
+
+def test_no_line_is_named_if_each_has_few_of_the_samples():
+    assert (
+        where(summary(*(HostLine("data", f"f (data.py:{line})", "", 10) for line in range(10))), "data_loading") == ""
+    )
+
+
+def test_recordings_add_up_and_ranks_are_limited():
+    found = HostLines()
+    for rank in range(MAX_RANKS + 4):
+        found.add(HostSamples("agent", rank, 10, 1, (HostLine("data", "load (data.py:7)", "", 10),)))
+
+    assert (found.samples, found.torn, len(found.ranks)) == (10 * MAX_RANKS, MAX_RANKS, MAX_RANKS)
+    assert found.summary().lines == (HostLine("data", "load (data.py:7)", "", 10 * MAX_RANKS),)
+
+
+def test_reason_of_a_failed_recording_is_kept_without_samples():
+    found = HostLines()
+    found.add(HostSamples("agent", 0, failed="py-spy is not installed"))
+
+    assert (found.summary(), found.failed) == (None, "py-spy is not installed")
+
+
+def test_text_has_the_samples_the_interval_and_the_lines():
+    assert list(
+        host_lines(summary(SLOW, HostLine("device", "a (b.py:1)", "item (probably)", 39), torn=2), "device_idle")
+    ) == [
+        "where the host was, in 61 of 100 samples of rank 0 (2 torn):",
+        " 100 % (94 to 100)  encode, called in collate (data.py:41)",
+    ]
+    assert list(host_lines(summary(HostLine("data", "a (b.py:1)", "", 3)), "")) == []
+
+
+def test_interval_of_a_share_contains_it_and_stays_inside_of_zero_and_one():
+    for of in (1, 30, 1000):
+        for count in (0, 1, of // 2, of):
+            least, most = share_interval(count, of)
+            assert -1e-12 <= least <= count / of <= most <= 1 + 1e-12

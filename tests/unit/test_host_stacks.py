@@ -1,0 +1,146 @@
+"""effllm/agent/host_stacks.py: the lines of code of a recording of py-spy."""
+
+import json
+import sysconfig
+
+import msgspec
+import pytest
+
+from effllm.agent.host_stacks import MAX_FRAMES, RATE_HZ, HostLines, _rows, is_library, kind_of, stacks_of
+
+LOOP, OTHER = 77, 88
+SITE = "/venv/lib/python3.11/site-packages"
+
+
+def recording(*spells, thread=LOOP):
+    """Return a recording; a spell is a stack of (function, path, line), outermost first, and its seconds."""
+    events, now_us, before = [], 10_000, ()
+    for stack, seconds in (*spells, ((), 0.0)):
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, stack, strict=False)) if a != b), min(len(before), len(stack))
+        )
+        for kind, frames in (("E", reversed(before[same:])), ("B", stack[same:])):
+            events += [
+                {"ph": kind, "tid": thread, "ts": now_us, "name": name, "args": {"filename": path, "line": line}}
+                for name, path, line in frames
+            ]
+        now_us, before = now_us + round(seconds * 1e6), stack
+    return events
+
+
+def lines(*spells, folder="/job"):
+    stacks = stacks_of(json.dumps(recording(*spells)).encode(), LOOP)
+    return [(one.kind, one.line, one.function, one.samples) for one in HostLines(folder).of(stacks)]
+
+
+MAIN = ("<module>", "/job/train.py", 9)
+
+
+def test_samples_of_a_stack_are_its_time():
+    found = lines(
+        ((MAIN, ("load", "/job/data.py", 4)), 1.0), ((MAIN,), 0.5), ((MAIN, ("load", "/job/data.py", 4)), 2.0)
+    )
+
+    assert found == [
+        ("other", "load (data.py:4)", "", 3 * RATE_HZ),
+        ("other", "<module> (train.py:9)", "", RATE_HZ // 2),
+    ]
+
+
+def test_only_the_thread_of_the_loop_is_counted():
+    events = recording(((MAIN,), 1.0)) + recording(((("run", "/job/worker.py", 3),), 5.0), thread=OTHER)
+
+    assert sum(stacks_of(json.dumps(events).encode(), LOOP).values()) == RATE_HZ
+
+
+def test_unknown_thread_of_the_loop_is_the_one_that_runs_the_script():
+    background = (("Thread._bootstrap", f"{sysconfig.get_path('stdlib')}/threading.py", 1002),)
+    events = recording(((MAIN,), 1.0)) + recording((background, 5.0), thread=OTHER)
+
+    assert list(stacks_of(json.dumps(events).encode(), 0)) == [(MAIN,)]
+
+
+@pytest.mark.parametrize(
+    ("innermost", "kind", "function"),
+    [
+        ((f"{SITE}/torch/utils/data/dataloader.py", "_next_data"), "data", "_next_data"),
+        ((f"{SITE}/torch/cuda/__init__.py", "synchronize"), "device", "synchronize"),
+        ((f"{SITE}/torch/distributed/distributed_c10d.py", "all_reduce"), "ranks", "all_reduce"),
+        ((f"{SITE}/torch/distributed/distributed_c10d.py", "get_rank"), "other", "get_rank"),
+        ((f"{SITE}/torch/serialization.py", "_save"), "checkpoint", "_save"),
+        ((f"{SITE}/tokenizers/implementations.py", "encode"), "tokenization", "encode"),
+        ((f"{SITE}/torch/optim/adamw.py", "AdamW.step"), "optimizer", "AdamW.step"),
+        ((f"{sysconfig.get_path('stdlib')}/logging/__init__.py", "Logger.info"), "logging", "Logger.info"),
+        ((f"{SITE}/pandas/io/parsers.py", "read_csv"), "other", "read_csv"),
+    ],
+)
+def test_line_of_the_user_is_named_with_the_function_that_it_is_in(innermost, kind, function):
+    path, name = innermost
+
+    assert lines(((MAIN, ("step", "/job/loop.py", 7), (name, path, 1)), 1.0)) == [
+        (kind, "step (loop.py:7)", function, RATE_HZ)
+    ]
+
+
+def test_code_of_the_user_inside_a_loader_is_a_wait_for_data():
+    inside = ((f"{SITE}/torch/utils/data/_utils/fetch.py", "fetch"), ("/job/data.py", "__getitem__"))
+    stack = (MAIN, *((name, path, 5) for path, name in inside))
+
+    assert lines((stack, 1.0)) == [("data", "__getitem__ (data.py:5)", "", RATE_HZ)]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "function"),
+    [
+        ("total += loss.item()", "device", "item (probably)"),
+        ("gc.collect()", "garbage collection", "collect (probably)"),
+        ("print(step)", "logging", "print (probably)"),
+        ("print(loss.item())", "other", ""),  # which of the two is not known
+        ("x = y", "other", ""),
+    ],
+)
+def test_call_into_c_is_recognised_from_the_line_if_it_is_the_only_call(tmp_path, text, kind, function):
+    (tmp_path / "train.py").write_text(f"import gc\n{text}\n")
+    stack = (("<module>", str(tmp_path / "train.py"), 2),)
+
+    assert lines((stack, 1.0), folder=str(tmp_path)) == [(kind, "<module> (train.py:2)", function, RATE_HZ)]
+
+
+@pytest.mark.parametrize("path", ["/nowhere/train.py", "/dev/zero", "<string>", "a\0b", "/job/zipped.zip/pkg/mod.py"])
+def test_files_that_cannot_be_read_have_names(path):
+    ((kind, line, function, samples),) = lines(((("f", path, 3),), 1.0))
+
+    assert (kind, function, samples) == ("other", "", RATE_HZ)
+    assert line.endswith(":3)")
+
+
+def test_paths_and_names_are_one_word_each_in_folded_stacks():
+    stacks = stacks_of(json.dumps(recording(((("f;\n g", "/job/мой код/a;b.py", 3),), 1.0))).encode(), LOOP)
+
+    assert HostLines("/job").folded(stacks) == {"f g (мой код/a b.py:3)": RATE_HZ}
+
+
+def test_deep_stacks_keep_their_innermost_frames():
+    deep = tuple(("recurse", "/job/tree.py", line) for line in range(1000))
+    (frames,) = stacks_of(json.dumps(recording((deep, 1.0))).encode(), LOOP)
+
+    assert [one.line for one in frames] == list(range(1000 - MAX_FRAMES, 1000))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'[{"ph": "B"}]'])
+def test_damaged_recording_is_an_error(content):
+    with pytest.raises(msgspec.MsgspecError):
+        stacks_of(content, LOOP)
+
+
+def test_effllm_and_made_code_are_libraries():
+    from effllm.agent import host_stacks
+
+    assert [is_library(path) for path in (host_stacks.__file__, "<frozen runpy>", "<eval_with_key>.3")] == [True] * 3
+    assert not is_library("<string>")
+
+
+def test_every_row_of_the_table_is_found_and_has_a_source():
+    assert all(one.source.startswith("https://") for one in _rows())
+    assert kind_of("torch/_dynamo/eval_frame.py", "compile_wrapper") == ""  # a call of compiled code is no compilation
+    assert kind_of("torch/_dynamo/convert_frame.py", "compile_inner") == "compilation"
