@@ -16,7 +16,7 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 4_126,  # lines of code in which the host is; waits for a CPU core; the GPU may become known later
+    "agent": 4_136,  # lines of code in which the host is; waits for a CPU core; the GPU may become known later
     "analysis": 3_546,  # the status ended; impossible numbers are refused
     "commands": 5_767,  # a report names what it could not read
     "config": 828,  # a process without memory or threads ends with one line
@@ -24,18 +24,18 @@ BUDGETS = {
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_117,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_601,  # no event and no read on a GPU that the process does not use
-    "job": 9_343,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
+    "job": 9_411,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
-    "records": 3_344,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
+    "records": 3_349,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
     "sensor_profile": 1_422,
-    "server": 1_368,  # an aggregator without memory or threads ends at once
+    "server": 1_375,  # an aggregator without memory or threads ends at once
     "sinks": 1_617,  # slow connections do not block the metrics page
     "store": 2_992,  # every file of a run folder is read by one reader; a full disk has room for the last summary
     "top level": 192,
     "trainer": 4_066,  # own time between several waits for other ranks; the GPU of a process; pauses
-    "views": 3_192,  # one chart has AMU in GiB and peaks in GB
+    "views": 3_179,  # one chart has AMU in GiB and peaks in GB
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered
 GOALS = {"class": 250, "module": 400, "function": 60}

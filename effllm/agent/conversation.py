@@ -27,6 +27,7 @@ from effllm.records.wire import (
     Bye,
     ByeSeen,
     FromAggregator,
+    Record,
     Rejected,
     Reports,
     Stack,
@@ -293,6 +294,8 @@ class Conversation:
             self._give_up(message)
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
+        elif isinstance(message, Record):
+            self._children.recording.request(time.monotonic())
         else:
             self._children.inspect(self._welcome.run_folder if self._welcome else "")
 

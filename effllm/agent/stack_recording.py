@@ -28,6 +28,7 @@ BURST_S, LIMIT_S = 5, 15.0
 FIRST_ITERATIONS, FIRST_S = 10, 3.0
 #: Time between two recordings, by EFFICIENTLLM_STACKS.
 EVERY_S = {"auto": 600.0, "always": 60.0, "off": math.inf}
+MIN_APART_S = 60.0  # between two recordings, if one is requested
 MAX_RANKS_OF_NODE = 4  # that record
 MAX_BYTES = 16 * 2**20
 _ERRORS = re.compile(rb"Errors: (\d+)")
@@ -45,6 +46,7 @@ class StackRecording:
         self._every_s = EVERY_S[trainer.config.stacks] if trainer.place.local_rank < MAX_RANKS_OF_NODE else math.inf
         self._since_s = time.monotonic()
         self._next_s = -math.inf if self._every_s < math.inf else math.inf
+        self._began_s, self._is_failed = -math.inf, False
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
         self._limit_s = math.inf
@@ -72,12 +74,17 @@ class StackRecording:
         has_warmed_up = ordinal >= FIRST_ITERATIONS and now_s - self._since_s > FIRST_S
         if now_s < self._next_s or not has_warmed_up:
             return None
-        self._next_s = now_s + self._every_s
+        self._next_s, self._began_s = now_s + self._every_s, now_s
         return self._begin(now_s)
+
+    def request(self, now_s: float) -> None:
+        """Record soon, because the rank is slow, or the peer of a slow one; at most once a minute."""
+        if self._trainer.config.stacks != "off" and not self._is_failed:
+            self._next_s = min(self._next_s, max(now_s, self._began_s + MIN_APART_S))
 
     def finish(self) -> None:
         """End a recording now, with its samples, and begin no other one: the loop has ended."""
-        self._next_s = math.inf
+        self._next_s, self._is_failed = math.inf, True
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGINT)  # py-spy then writes what it has
@@ -128,7 +135,7 @@ class StackRecording:
         return HostSamples(self._trainer.agent, self._trainer.rank, sum(stacks.values()), torn, self._lines.of(stacks))
 
     def _failed(self, why: str) -> HostSamples:
-        self._next_s = math.inf  # the reason will be the same
+        self._next_s, self._is_failed = math.inf, True  # the reason will be the same
         return HostSamples(self._trainer.agent, self._trainer.rank, failed=why)
 
     def _folder(self) -> str:

@@ -193,6 +193,11 @@ class Aggregator:
             self._hear(message.rank, rank, now)
             self.ledger.host_lines.add(message)
 
+    def take_to_record(self) -> list[int]:
+        """Return the ranks whose stacks are to be recorded now."""
+        ranks, self._stragglers.to_record = self._stragglers.to_record, []
+        return ranks
+
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import MAX_LINES, HostLine, HostTime
+from effllm.records.host_lines import HostLine, HostTime
 from effllm.records.wire import HostSamples
 
 #: Ranks whose lines are kept, and lines in the summary.
-MAX_RANKS, MAX_SHOWN = 16, 40
+MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 #: With fewer samples of a loss, and for lines with a smaller share of them, no line is named.
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
+#: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
+MIN_MORE = 0.05
+_Z = 1.96  # of a 95 % interval
 
-#: Cause, or "" for the whole job -> whether a kind of samples belongs to its loss.  A host that waits for the device or
-#: for other ranks does not keep the device waiting.
+#: Kinds in which the host waits for others, so that no line of Python keeps the device waiting.
+WAITING = ("device", "ranks")
+#: Cause, or "" for the whole job -> whether a kind of samples belongs to its loss.
 KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "data_loading": lambda kind: kind == "data",
-        "between_iterations": lambda kind: kind not in ("device", "ranks", "forward", "backward", "optimizer"),
-        "device_idle": lambda kind: kind not in ("device", "ranks"),
+        "between_iterations": lambda kind: kind not in (*WAITING, "forward", "backward", "optimizer"),
+        "device_idle": lambda kind: kind not in WAITING,
         "": lambda _kind: True,
     }
 )
@@ -32,32 +37,36 @@ KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
 class HostLines(Struct):
     """The sums of all recordings of a job."""
 
-    samples: int = 0
     torn: int = 0
     failed: str = ""  # why there is no recording
-    ranks: list[int] = []
+    by_rank: dict[int, int] = {}
     by_kind: dict[str, int] = {}
-    counts: dict[str, int] = {}  # samples by kind, line and function, as JSON
+    counts: dict[str, dict[int, int]] = {}  # kind, line and function as JSON -> rank -> samples
 
     def add(self, message: HostSamples) -> None:
         self.failed = message.failed or self.failed
-        if not message.samples or (message.rank not in self.ranks and len(self.ranks) >= MAX_RANKS):
+        rank = message.rank
+        if not message.samples or (rank not in self.by_rank and len(self.by_rank) >= MAX_RANKS):
             return
-        self.ranks = sorted({*self.ranks, message.rank})
-        self.samples, self.torn = self.samples + message.samples, self.torn + message.torn
+        self.by_rank[rank] = self.by_rank.get(rank, 0) + message.samples
+        self.torn += message.torn
         for one in message.lines:
             self.by_kind[one.kind] = self.by_kind.get(one.kind, 0) + one.samples
             key = msgspec.json.encode((one.kind, one.line, one.function)).decode()
-            if key in self.counts or len(self.counts) < MAX_RANKS * MAX_LINES:
-                self.counts[key] = self.counts.get(key, 0) + one.samples
+            if key in self.counts or len(self.counts) < MAX_COUNTS:
+                of_line = self.counts.setdefault(key, {})
+                of_line[rank] = of_line.get(rank, 0) + one.samples
 
     def summary(self) -> HostTime | None:
         """Return the samples; ``None`` without a recording."""
-        if not self.samples:
+        if not self.by_rank:
             return None
-        ordered = Counter(self.counts).most_common(MAX_SHOWN)
-        lines = (HostLine(*msgspec.json.decode(key, type=tuple[str, str, str]), count) for key, count in ordered)
-        return HostTime(self.samples, self.torn, tuple(self.ranks), dict(self.by_kind), tuple(lines))
+        lines = (
+            HostLine(*msgspec.json.decode(key, type=tuple[str, str, str]), sum(by_rank.values()), dict(by_rank))
+            for key, by_rank in self.counts.items()
+        )
+        shown = tuple(sorted(lines, key=lambda one: -one.samples)[:MAX_SHOWN])
+        return HostTime(sum(self.by_rank.values()), self.torn, dict(self.by_rank), dict(self.by_kind), shown)
 
 
 def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int]]]:
@@ -86,3 +95,50 @@ def where(found: HostTime | None, cause: str) -> str:
     line, function, count = lines[0]
     place = f"{function}, called in {line}" if function else line
     return f"in {100 * count / samples:.0f} % of {samples:,} samples the host was in {place}"
+
+
+def where_slow(found: HostTime | None, slow: Collection[int]) -> str:
+    """Return the line in which slow ranks are more often than the others, in words; "" if too few samples show it.
+
+    Args:
+        found: the samples.
+        slow: the slow ranks.
+    """
+    if found is None:
+        return ""
+    ranks = [rank for rank in found.by_rank if rank in slow]
+    others = [rank for rank in found.by_rank if rank not in slow]
+    of, of_others = (sum(found.by_rank[rank] for rank in group) for group in (ranks, others))
+    if min(of, of_others) < MIN_SAMPLES:
+        return ""
+    more: dict[str, float] = {}
+    counts = {}
+    for line in {one.line for one in found.lines if one.kind not in WAITING}:
+        parts = [one.by_rank for one in found.lines if one.line == line and one.kind not in WAITING]
+        counts[line] = count, count_of_others = _samples(parts, ranks), _samples(parts, others)
+        if share_interval(count, of)[0] > share_interval(count_of_others, of_others)[1]:
+            more[line] = count / of - count_of_others / of_others
+    line = max(more, key=more.__getitem__, default="")
+    if not line or more[line] < MIN_MORE:
+        return ""
+    shares = [f"{100 * count / total:.0f} %" for count, total in zip(counts[line], (of, of_others), strict=True)]
+    return f"{_named(ranks)} is in {line} in {shares[0]} of the samples, {_named(others)} in {shares[1]}"
+
+
+def share_interval(count: int, of: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of samples (Wilson, J. Am. Stat. Assoc. 22, 1927).
+
+    >>> [round(one, 3) for one in share_interval(5, 10)]
+    [0.237, 0.763]
+    """
+    center, square = (count + _Z**2 / 2) / (of + _Z**2), count * (of - count) / of + _Z**2 / 4
+    half = _Z * math.sqrt(square) / (of + _Z**2)
+    return center - half, center + half
+
+
+def _samples(parts: Iterable[Mapping[int, int]], ranks: Collection[int]) -> int:
+    return sum(one.get(rank, 0) for one in parts for rank in ranks)
+
+
+def _named(ranks: Collection[int]) -> str:
+    return f"rank {','.join(map(str, sorted(ranks)[:4]))}"

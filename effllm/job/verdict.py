@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
-from effllm.job.host_lines import where
+from effllm.job.host_lines import where, where_slow
 from effllm.job.losses import (
     LOSS_PARTS,
     MIN_ITERATIONS,
@@ -268,7 +268,9 @@ def _accuse(
 ) -> Verdict:
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
-    lines = [text] if (text := where(summary.host, loss.cause)) else []
+    named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
+    text = where_slow(summary.host, named) if named else where(summary.host, loss.cause)
+    lines = [text] if text else []
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(

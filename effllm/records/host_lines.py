@@ -16,6 +16,7 @@ class HostLine(Struct, frozen=True, array_like=True):
     line: Sentence  #: the function of the user, and its place: ``load (data.py:41)``
     function: Sentence = ""  #: the function of a library, or ``item (probably)`` for one in C; empty in ``line`` itself
     samples: Count = 0
+    by_rank: dict[int, Count] = {}  # of a job; empty in the message of a rank
 
 
 class HostTime(Struct, frozen=True):
@@ -23,6 +24,6 @@ class HostTime(Struct, frozen=True):
 
     samples: int = 0
     torn: int = 0  # samples that could not be read while the stack changed
-    ranks: tuple[int, ...] = ()
+    by_rank: dict[int, int] = {}  # samples of each rank; at most 16 ranks
     by_kind: dict[str, int] = {}
     lines: tuple[HostLine, ...] = ()  # those with the most samples

@@ -182,5 +182,9 @@ class HostSamples(Struct, frozen=True, array_like=True, tag=14):
     failed: Sentence = ""
 
 
+class Record(Struct, frozen=True, array_like=True, tag=15):
+    """A request for a recording of the trainer's stacks; the answer is `HostSamples`."""
+
+
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack | HostSamples
-FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect
+FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect | Record

@@ -22,6 +22,7 @@ from effllm.records.wire import (
     Hello,
     HostSamples,
     Inspect,
+    Record,
     Rejected,
     Reports,
     Stack,
@@ -106,6 +107,11 @@ class Messages:
         for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
                 self._socket.send(peer, Inspect("the job has stalled"))
+
+    def request_recordings(self) -> None:
+        for rank in self._aggregator.take_to_record():
+            if (peer := self._peers.of_rank(rank)) is not None:
+                self._socket.send(peer, Record())
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""

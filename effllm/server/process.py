@@ -275,6 +275,7 @@ class Server:
         if events := self._aggregator.events.take():
             self._outputs.write_events(events)
         self._messages.request_stacks()
+        self._messages.request_recordings()
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
 

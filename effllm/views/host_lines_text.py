@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from effllm.job.host_lines import KINDS, MIN_SAMPLES, lines_of
+from effllm.job.host_lines import KINDS, MIN_SAMPLES, lines_of, share_interval
 from effllm.records.host_lines import HostTime
 from effllm.records.plain_text import one_line
 
 MAX_SHOWN = 5
-_Z = 1.96  # of a 95 % interval
-
-
-def share_interval(count: int, of: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of samples (Wilson, J. Am. Stat. Assoc. 22, 1927).
-
-    >>> [round(one, 3) for one in share_interval(5, 10)]
-    [0.237, 0.763]
-    """
-    center, square = (count + _Z**2 / 2) / (of + _Z**2), count * (of - count) / of + _Z**2 / 4
-    half = _Z * math.sqrt(square) / (of + _Z**2)
-    return center - half, center + half
 
 
 def host_lines(found: HostTime, cause: str) -> Iterator[str]:
@@ -36,7 +23,7 @@ def host_lines(found: HostTime, cause: str) -> Iterator[str]:
         return
     of = f" of {found.samples:,}" if samples < found.samples else ""
     torn = f" ({found.torn:,} torn)" if found.torn else ""
-    yield f"where the host was, in {samples:,}{of} samples of {_ranks(found.ranks)}{torn}:"
+    yield f"where the host was, in {samples:,}{of} samples of {_ranks(tuple(found.by_rank))}{torn}:"
     for line, function, count in lines[:MAX_SHOWN]:
         least, most = (100 * one for one in share_interval(count, samples))
         place = f"{function}, called in {line}" if function else line

@@ -83,3 +83,40 @@ def test_reason_is_stated_once_if_the_kernel_refuses(launch, tmp_path):
     reasons = [line for line in job.ledger.summary.not_measured if line.startswith("lines of code")]
     assert reasons == ["lines of code: py-spy failed: Error: Permission Denied: try again as root"]
     assert job.our_errors == []
+
+
+#: Two ranks of DistributedDataParallel, the second of which makes statistics in each step.
+RANKS = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def statistics():
+    until = time.perf_counter() + 0.03
+    while time.perf_counter() < until:
+        pass
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = DDP(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(300):
+    time.sleep(0.01)
+    if dist.get_rank() == 1:
+        statistics()
+    model(torch.ones(4, 64)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@needs_py_spy
+def test_line_of_a_slow_rank_is_named_beside_its_peer(launch, tmp_path):
+    (tmp_path / "train.py").write_text(RANKS)
+    start = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
+    job = launch.torchrun(start, tmp_path / "train.py", environ=ON).done(120)
+
+    verdict = job.ledger.summary.verdict
+    assert verdict.cause == "straggler"
+    named = re.search(r"rank 1 is in statistics \(train.py:\d+\) in (\d+) % of the samples, rank 0 in 0 %", verdict.why)
+    assert named is not None and int(named[1]) > 40, verdict.why

@@ -2,10 +2,10 @@
 
 import pytest
 
-from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, where
+from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
 from effllm.records.host_lines import HostLine
 from effllm.records.wire import HostSamples
-from effllm.views.host_lines_text import host_lines, share_interval
+from effllm.views.host_lines_text import host_lines
 
 
 def summary(*lines, rank=0, torn=0):
@@ -60,8 +60,11 @@ def test_recordings_add_up_and_ranks_are_limited():
     for rank in range(MAX_RANKS + 4):
         found.add(HostSamples("agent", rank, 10, 1, (HostLine("data", "load (data.py:7)", "", 10),)))
 
-    assert (found.samples, found.torn, len(found.ranks)) == (10 * MAX_RANKS, MAX_RANKS, MAX_RANKS)
-    assert found.summary().lines == (HostLine("data", "load (data.py:7)", "", 10 * MAX_RANKS),)
+    summary = found.summary()
+    assert (summary.samples, summary.torn, len(summary.by_rank)) == (10 * MAX_RANKS, MAX_RANKS, MAX_RANKS)
+    assert summary.lines == (
+        HostLine("data", "load (data.py:7)", "", 10 * MAX_RANKS, dict.fromkeys(range(MAX_RANKS), 10)),
+    )
 
 
 def test_reason_of_a_failed_recording_is_kept_without_samples():
@@ -86,3 +89,30 @@ def test_interval_of_a_share_contains_it_and_stays_inside_of_zero_and_one():
         for count in (0, 1, of // 2, of):
             least, most = share_interval(count, of)
             assert -1e-12 <= least <= count / of <= most <= 1 + 1e-12
+
+
+def of_ranks(*shares, samples=200):
+    """Return the samples of ranks that are in one line for a share of their samples, and else in another one."""
+    found = HostLines()
+    for rank, share in enumerate(shares):
+        count = round(share * samples)
+        lines = (
+            HostLine("other", "log_grads (train.py:120)", "", count),
+            HostLine("backward", "step (train.py:9)", "backward", samples - count),
+        )
+        found.add(HostSamples("agent", rank, samples, 0, lines))
+    return found.summary()
+
+
+def test_line_of_a_slow_rank_is_the_one_with_more_samples_than_its_peers():
+    assert where_slow(of_ranks(0.02, 0.02, 0.44), [2]) == (
+        "rank 2 is in log_grads (train.py:120) in 44 % of the samples, rank 0,1 in 2 %"
+    )
+
+
+@pytest.mark.parametrize("shares", [(0.40, 0.44), (0.02, 0.05)])
+def test_no_line_is_named_for_small_differences_of_ranks(shares):
+    assert where_slow(of_ranks(*shares), [1]) == ""
+    assert where_slow(of_ranks(*shares[:1]), [0]) == "", "no peer was recorded"
+    assert where_slow(of_ranks(*shares, samples=20), [1]) == ""
+    assert where_slow(None, [1]) == ""

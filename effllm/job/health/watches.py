@@ -176,6 +176,7 @@ class StragglerWatch:
     def __init__(self, ledger: Ledger, report: Callable[[Event], None]) -> None:
         self._ledger, self._report = ledger, report
         self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
+        self.to_record: list[int] = []  # slow ranks, each with a peer, whose stacks are to be recorded
 
     def hello(self, message: Hello) -> None:
         """Store the peer group of a rank."""
@@ -211,4 +212,8 @@ class StragglerWatch:
             ledger.straggling_gpu_s += found.rank_seconds
         for event in found.events:
             self._report(event)
+        if any(event.kind == "straggler" for event in found.events) and (verdicts := self._stragglers.verdicts):
+            slow, peers = verdicts[0].ranks[0], self._stragglers.peers
+            others = peers.groups[peers.known[slow].group] - self._stragglers.named_ranks
+            self.to_record += [slow, *sorted(others)[:1]]
         return found.lost
