@@ -27,7 +27,7 @@ from effllm.records.wire import (
     Bye,
     ByeSeen,
     FromAggregator,
-    Record,
+    RecordStacks,
     Rejected,
     Reports,
     Stack,
@@ -294,7 +294,7 @@ class Conversation:
             self._give_up(message)
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
-        elif isinstance(message, Record):
+        elif isinstance(message, RecordStacks):
             self._children.recording.request(time.monotonic())
         else:
             self._children.inspect(self._welcome.run_folder if self._welcome else "")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import MAX_LINES, HostLine
+from effllm.records.host_lines import MAX_LINES, CodeLine
 from effllm.store.regular_file import read_regular
 
 RATE_HZ = 50
@@ -42,7 +42,7 @@ class _Place(Struct, frozen=True):
     line: int = 0
 
 
-class _Change(Struct):
+class _StackChange(Struct):
     """A frame that begins (``B``) or ends (``E``)."""
 
     ph: str
@@ -69,7 +69,7 @@ class _Row(Struct, frozen=True):
     function: str = ".*"
 
 
-class _Table(Struct, frozen=True):
+class _FrameTable(Struct, frozen=True):
     frame: tuple[_Row, ...]
 
 
@@ -89,7 +89,7 @@ def stacks_of(recording: bytes, thread: int) -> Stacks:
     stacks: dict[int, list[Frame]] = {}
     since_us: dict[int, int] = {}
     spent_us: Counter[tuple[int, tuple[Frame, ...]]] = Counter()
-    for change in msgspec.json.decode(recording, type=list[_Change]):
+    for change in msgspec.json.decode(recording, type=list[_StackChange]):
         stack = stacks.setdefault(change.tid, [])
         if stack and change.ts > since_us[change.tid]:
             spent_us[change.tid, tuple(stack)] += change.ts - since_us[change.tid]
@@ -108,7 +108,7 @@ def stacks_of(recording: bytes, thread: int) -> Stacks:
     return {frames: count for frames, us in found.items() if (count := round(us * 1e-6 * RATE_HZ))}
 
 
-class HostLines:
+class LineNames:
     """Gives stacks the lines of the user's code.
 
     Args:
@@ -119,12 +119,12 @@ class HostLines:
         self._folder = folder
         self._calls: dict[tuple[str, int], str] = {}
 
-    def of(self, stacks: Stacks) -> tuple[HostLine, ...]:
+    def of(self, stacks: Stacks) -> tuple[CodeLine, ...]:
         """Return the lines with the most samples."""
         found: Counter[tuple[str, str, str]] = Counter()
         for frames, samples in stacks.items():
             found[self._line(frames)] += samples
-        return tuple(HostLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
+        return tuple(CodeLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
 
     def folded(self, stacks: Stacks) -> dict[str, int]:
         """Return stacks as ``outer (train.py:1);inner (data.py:2)``, the form of speedscope and flamegraph.pl."""
@@ -196,7 +196,7 @@ def _rows() -> Iterable[_Row]:
     else:
         import tomli as tomllib
     text = (Path(__file__).parent / "frames.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _Table).frame
+    return msgspec.convert(tomllib.loads(text), _FrameTable).frame
 
 
 def _clean(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.agent.host_stacks import RATE_HZ, HostLines, stacks_of
+from effllm.agent.host_stacks import RATE_HZ, LineNames, stacks_of
 from effllm.agent.proc import INSTALL, process_state, py_spy
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import pidfd
@@ -50,7 +50,7 @@ class StackRecording:
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
         self._limit_s = math.inf
-        self._lines: HostLines | None = None
+        self._lines: LineNames | None = None
         self.descriptor = -1  # pidfd of py-spy; readable after its end
 
     @property
@@ -130,7 +130,7 @@ class StackRecording:
         except msgspec.MsgspecError:
             return None  # the trainer has ended
         if self._lines is None:
-            self._lines = HostLines(self._folder())
+            self._lines = LineNames(self._folder())
         torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
         return HostSamples(self._trainer.agent, self._trainer.rank, sum(stacks.values()), torn, self._lines.of(stacks))
 

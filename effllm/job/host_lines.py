@@ -10,7 +10,7 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import HostLine, HostTime
+from effllm.records.host_lines import CodeLine, HostTime
 from effllm.records.wire import HostSamples
 
 #: Ranks whose lines are kept, and lines in the summary.
@@ -62,7 +62,7 @@ class HostLines(Struct):
         if not self.by_rank:
             return None
         lines = (
-            HostLine(*msgspec.json.decode(key, type=tuple[str, str, str]), sum(by_rank.values()), dict(by_rank))
+            CodeLine(*msgspec.json.decode(key, type=tuple[str, str, str]), sum(by_rank.values()), dict(by_rank))
             for key, by_rank in self.counts.items()
         )
         shown = tuple(sorted(lines, key=lambda one: -one.samples)[:MAX_SHOWN])

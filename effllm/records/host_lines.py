@@ -9,7 +9,7 @@ from effllm.records.rank import Count, Sentence, Word
 MAX_LINES = 64  # of one recording
 
 
-class HostLine(Struct, frozen=True, array_like=True):
+class CodeLine(Struct, frozen=True, array_like=True):
     """A line of the user's code, and the function in which it was."""
 
     kind: Word  #: such as ``data`` or ``logging``, of effllm/agent/frames.toml; ``other`` for unknown functions
@@ -26,4 +26,4 @@ class HostTime(Struct, frozen=True):
     torn: int = 0  # samples that could not be read while the stack changed
     by_rank: dict[int, int] = {}  # samples of each rank; at most 16 ranks
     by_kind: dict[str, int] = {}
-    lines: tuple[HostLine, ...] = ()  # those with the most samples
+    lines: tuple[CodeLine, ...] = ()  # those with the most samples

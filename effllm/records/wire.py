@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from effllm.config.place import MAX_NODE_GPUS
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
-from effllm.records.host_lines import MAX_LINES, HostLine
+from effllm.records.host_lines import MAX_LINES, CodeLine
 from effllm.records.identity import Submission
 from effllm.records.rank import (
     MAX_DEVICES,
@@ -178,13 +178,13 @@ class HostSamples(Struct, frozen=True, array_like=True, tag=14):
     rank: Count
     samples: Count = 0
     torn: Count = 0  # samples that could not be read while the stack changed
-    lines: Annotated[tuple[HostLine, ...], Meta(max_length=MAX_LINES)] = ()
+    lines: Annotated[tuple[CodeLine, ...], Meta(max_length=MAX_LINES)] = ()
     failed: Sentence = ""
 
 
-class Record(Struct, frozen=True, array_like=True, tag=15):
+class RecordStacks(Struct, frozen=True, array_like=True, tag=15):
     """A request for a recording of the trainer's stacks; the answer is `HostSamples`."""
 
 
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack | HostSamples
-FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect | Record
+FromAggregator = Welcome | Ack | Rejected | ByeSeen | Inspect | RecordStacks

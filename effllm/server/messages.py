@@ -22,7 +22,7 @@ from effllm.records.wire import (
     Hello,
     HostSamples,
     Inspect,
-    Record,
+    RecordStacks,
     Rejected,
     Reports,
     Stack,
@@ -111,7 +111,7 @@ class Messages:
     def request_recordings(self) -> None:
         for rank in self._aggregator.take_to_record():
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, Record())
+                self._socket.send(peer, RecordStacks())
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""

@@ -3,7 +3,7 @@
 import pytest
 
 from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
-from effllm.records.host_lines import HostLine
+from effllm.records.host_lines import CodeLine
 from effllm.records.wire import HostSamples
 from effllm.views.host_lines_text import host_lines
 
@@ -14,12 +14,12 @@ def summary(*lines, rank=0, torn=0):
     return found.summary()
 
 
-SLOW = HostLine("tokenization", "collate (data.py:41)", "encode", 61)
+SLOW = CodeLine("tokenization", "collate (data.py:41)", "encode", 61)
 
 
 def test_line_with_the_most_samples_of_the_loss_is_named():
     found = summary(
-        SLOW, HostLine("forward", "step (train.py:9)", "Linear.forward", 39), HostLine("device", "a (b.py:1)", "", 900)
+        SLOW, CodeLine("forward", "step (train.py:9)", "Linear.forward", 39), CodeLine("device", "a (b.py:1)", "", 900)
     )
 
     assert where(found, "device_idle") == (
@@ -29,9 +29,9 @@ def test_line_with_the_most_samples_of_the_loss_is_named():
 
 def test_samples_of_one_line_with_several_functions_are_its_own():
     found = summary(
-        HostLine("data", "load (data.py:7)", "read", 20),
-        HostLine("data", "load (data.py:7)", "decode", 25),
-        HostLine("data", "other (data.py:9)", "", 30),
+        CodeLine("data", "load (data.py:7)", "read", 20),
+        CodeLine("data", "load (data.py:7)", "decode", 25),
+        CodeLine("data", "other (data.py:9)", "", 30),
     )
 
     assert where(found, "data_loading") == "in 60 % of 75 samples the host was in decode, called in load (data.py:7)"
@@ -43,27 +43,27 @@ def test_no_line_is_named_for_other_causes(cause):
 
 
 def test_no_line_is_named_for_few_samples_of_the_loss():
-    few = HostLine("data", "load (data.py:7)", "", MIN_SAMPLES - 1)
+    few = CodeLine("data", "load (data.py:7)", "", MIN_SAMPLES - 1)
 
-    assert where(summary(few, HostLine("forward", "step (train.py:9)", "", 1000)), "data_loading") == ""
+    assert where(summary(few, CodeLine("forward", "step (train.py:9)", "", 1000)), "data_loading") == ""
     assert where(None, "data_loading") == ""
 
 
 def test_no_line_is_named_if_each_has_few_of_the_samples():
     assert (
-        where(summary(*(HostLine("data", f"f (data.py:{line})", "", 10) for line in range(10))), "data_loading") == ""
+        where(summary(*(CodeLine("data", f"f (data.py:{line})", "", 10) for line in range(10))), "data_loading") == ""
     )
 
 
 def test_recordings_add_up_and_ranks_are_limited():
     found = HostLines()
     for rank in range(MAX_RANKS + 4):
-        found.add(HostSamples("agent", rank, 10, 1, (HostLine("data", "load (data.py:7)", "", 10),)))
+        found.add(HostSamples("agent", rank, 10, 1, (CodeLine("data", "load (data.py:7)", "", 10),)))
 
     summary = found.summary()
     assert (summary.samples, summary.torn, len(summary.by_rank)) == (10 * MAX_RANKS, MAX_RANKS, MAX_RANKS)
     assert summary.lines == (
-        HostLine("data", "load (data.py:7)", "", 10 * MAX_RANKS, dict.fromkeys(range(MAX_RANKS), 10)),
+        CodeLine("data", "load (data.py:7)", "", 10 * MAX_RANKS, dict.fromkeys(range(MAX_RANKS), 10)),
     )
 
 
@@ -76,12 +76,12 @@ def test_reason_of_a_failed_recording_is_kept_without_samples():
 
 def test_text_has_the_samples_the_interval_and_the_lines():
     assert list(
-        host_lines(summary(SLOW, HostLine("device", "a (b.py:1)", "item (probably)", 39), torn=2), "device_idle")
+        host_lines(summary(SLOW, CodeLine("device", "a (b.py:1)", "item (probably)", 39), torn=2), "device_idle")
     ) == [
         "where the host was, in 61 of 100 samples of rank 0 (2 torn):",
         " 100 % (94 to 100)  encode, called in collate (data.py:41)",
     ]
-    assert list(host_lines(summary(HostLine("data", "a (b.py:1)", "", 3)), "")) == []
+    assert list(host_lines(summary(CodeLine("data", "a (b.py:1)", "", 3)), "")) == []
 
 
 def test_interval_of_a_share_contains_it_and_stays_inside_of_zero_and_one():
@@ -97,8 +97,8 @@ def of_ranks(*shares, samples=200):
     for rank, share in enumerate(shares):
         count = round(share * samples)
         lines = (
-            HostLine("other", "log_grads (train.py:120)", "", count),
-            HostLine("backward", "step (train.py:9)", "backward", samples - count),
+            CodeLine("other", "log_grads (train.py:120)", "", count),
+            CodeLine("backward", "step (train.py:9)", "backward", samples - count),
         )
         found.add(HostSamples("agent", rank, samples, 0, lines))
     return found.summary()

@@ -6,7 +6,7 @@ import sysconfig
 import msgspec
 import pytest
 
-from effllm.agent.host_stacks import MAX_FRAMES, RATE_HZ, HostLines, _rows, is_library, kind_of, stacks_of
+from effllm.agent.host_stacks import MAX_FRAMES, RATE_HZ, LineNames, _rows, is_library, kind_of, stacks_of
 
 LOOP, OTHER = 77, 88
 SITE = "/venv/lib/python3.11/site-packages"
@@ -30,7 +30,7 @@ def recording(*spells, thread=LOOP):
 
 def lines(*spells, folder="/job"):
     stacks = stacks_of(json.dumps(recording(*spells)).encode(), LOOP)
-    return [(one.kind, one.line, one.function, one.samples) for one in HostLines(folder).of(stacks)]
+    return [(one.kind, one.line, one.function, one.samples) for one in LineNames(folder).of(stacks)]
 
 
 MAIN = ("<module>", "/job/train.py", 9)
@@ -117,7 +117,7 @@ def test_files_that_cannot_be_read_have_names(path):
 def test_paths_and_names_are_one_word_each_in_folded_stacks():
     stacks = stacks_of(json.dumps(recording(((("f;\n g", "/job/мой код/a;b.py", 3),), 1.0))).encode(), LOOP)
 
-    assert HostLines("/job").folded(stacks) == {"f g (мой код/a b.py:3)": RATE_HZ}
+    assert LineNames("/job").folded(stacks) == {"f g (мой код/a b.py:3)": RATE_HZ}
 
 
 def test_deep_stacks_keep_their_innermost_frames():
