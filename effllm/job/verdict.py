@@ -269,14 +269,14 @@ def _accuse(
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
-    text = where_slow(summary.host, named) if named else where(summary.host, loss.cause)
-    lines = [text] if text else []
+    line, line_of_slow = where(summary.host, loss.cause), where_slow(summary.host, named) if named else ""
+    why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
-        why="; ".join([loss.why + _where(windows_of(loss, summary, seen), summary.iterations), *lines, *cores]),
+        why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,

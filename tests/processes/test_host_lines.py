@@ -52,7 +52,7 @@ def test_line_of_a_slow_data_set_is_named(launch):
 
     summary = job.ledger.summary
     assert summary.verdict.cause == "data_loading"
-    assert re.search(r"; in \d\d % of \d+ samples the host was in work \(\S+:\d+\)", summary.verdict.why)
+    assert re.match(r"in \d\d % of \d+ samples the host was in work \(\S+:\d+\); data wait ", summary.verdict.why)
     assert summary.host.by_kind["data"] > 0.5 * summary.host.samples > 100
     assert job.our_errors == []
     assert not job.left()
