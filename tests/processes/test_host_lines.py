@@ -99,7 +99,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 model = DDP(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(300):
+for _ in range(200):
     time.sleep(0.01)
     if dist.get_rank() == 1:
         statistics()
