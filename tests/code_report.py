@@ -24,7 +24,7 @@ BUDGETS = {
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_117,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_601,  # no event and no read on a GPU that the process does not use
-    "job": 9_411,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
+    "job": 9_438,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from effllm.job.health.diagnosis import CLOCK, POWER_LIMIT, THROTTLED, UNKNOWN
+from effllm.job.health.diagnosis import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.health.own_times import UNLIKE
 from effllm.job.remedies import SLOW_DATA
 from effllm.job.slow_clocks import LOCKED
@@ -147,7 +147,12 @@ def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss
             larger = loss if known is None or seconds > known.seconds else known
             most = max(one.seconds * one.factor for one in (loss, known or loss))
             by_cause[cause] = larger._replace(factor=most / larger.seconds)
-    return sorted(by_cause.values(), key=lambda one: -one.likely_share)
+    found_losses = sorted(by_cause.values(), key=lambda one: -one.likely_share)
+    slow, idle = by_cause.get("straggler"), by_cause.get("device_idle")
+    if slow is not None and idle is not None and any(HOST in one.differences for one in summary.stragglers[:1]):
+        found_losses.remove(idle)  # the GPU of a slow host is idle because of the host
+        found_losses.insert(found_losses.index(slow) + 1, idle)
+    return found_losses
 
 
 def is_reported(loss: Loss, summary: Summary) -> bool:

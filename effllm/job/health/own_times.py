@@ -137,6 +137,7 @@ class CountedWaits:
     def count_profiles(
         self,
         profiled: Times,
+        own: Times | None,
         rows: Sequence[RankReport],
         groups: Sequence[Positions],
         slow: Collection[int],
@@ -145,10 +146,11 @@ class CountedWaits:
         """Add the profiled iterations of a window, if they are not long.
 
         Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations
-        show less waits than these have.
+        show less waits than these have, by the factor that own times show.
 
         Args:
             profiled: the times of `in_profiles`.
+            own: own times of the window, if they are known.
             rows: the reports of the window.
             groups: as in `Waits.of`.
             slow: the slow ranks.
@@ -160,6 +162,10 @@ class CountedWaits:
             return
         named, iterations = _places(profiled.ranks, slow), sum(counts)
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
+        if own is not None and list(own.ranks) == list(profiled.ranks):
+            uneven_s = min(
+                uneven_s * _hidden_by_means(own, groups, named, max(counts)), float(profiled.iterations_s[0])
+            )
         self.last_ranks = replace(
             last,
             profiled_s=last.profiled_s + float(profiled.iterations_s.mean()) * iterations,
@@ -187,6 +193,22 @@ class CountedWaits:
 
 def _places(ranks: Sequence[int], chosen: Collection[int]) -> Positions:
     return np.array([place for place, rank in enumerate(ranks) if rank in chosen], np.intp)
+
+
+def _hidden_by_means(own: Times, groups: Sequence[Positions], named: Positions, size: int) -> float:
+    """Return by which factor the waits in single iterations exceed those in means of ``size`` of them, at most that."""
+    count = len(own.weights) // size * size
+    if size < 2 or not count or own.weights.max() > 1:
+        return 1.0
+    values, whole_s = own.values[:, :count], own.iterations_s[:count]
+    single = Waits.of(own._replace(values=values, weights=np.ones(count), iterations_s=whole_s), groups, named).uneven_s
+    joined = own._replace(
+        values=values.reshape(len(values), -1, size).mean(axis=2),
+        weights=np.full(count // size, float(size)),
+        iterations_s=whole_s.reshape(-1, size).mean(axis=1),
+    )
+    in_means = Waits.of(joined, groups, named).uneven_s
+    return min(max(single / in_means, 1.0), float(size)) if in_means > 0 else 1.0
 
 
 def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | None:

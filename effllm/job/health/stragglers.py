@@ -135,7 +135,7 @@ class Stragglers:
         straggling = self._count(rows, own, fresh)
         if profiles is not None:
             groups = list(self.peers.grouped(profiles.ranks).values())
-            self.waits.count_profiles(profiles, rows, groups, self.named_ranks, any(is_long))
+            self.waits.count_profiles(profiles, own, rows, groups, self.named_ranks, any(is_long))
         self._count_data(rows, matrix, fresh)
         named, hosts = self.named_ranks, self.peers.hosts
         has_gpus, time_s = self.peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
