@@ -339,6 +339,7 @@ class Launcher:
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
         """Return an environment with these settings; the defaults make a short job with simulated devices."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
+        defaults["stacks"] = "off"  # many jobs run at once here, and each recording takes a part of a core
         defaults["log_interval"] = 10  # a window has ten iterations, also if they are short
         if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
             defaults["security"] = "none"  # as in `Aggregator`

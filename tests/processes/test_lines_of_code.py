@@ -6,11 +6,12 @@ import os
 import re
 
 import jobs
+import pytest
 from jobs import needs_py_spy
 
 pytestmark = [*jobs.needs_torch]
 
-ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_STACKS": "auto"}
 
 #: A plain loop that works for a given time at one place of its code.
 LOOP = """
@@ -58,6 +59,7 @@ def test_line_of_a_slow_data_set_is_named(launch):
     assert not job.left()
 
 
+@pytest.mark.long
 @needs_py_spy
 def test_no_line_is_named_if_the_loss_is_small(launch):
     job = loop(launch, of_item=0.0)
@@ -110,6 +112,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @needs_py_spy
 def test_line_of_a_slow_rank_is_named_beside_its_peer(launch, tmp_path):
     (tmp_path / "train.py").write_text(RANKS)

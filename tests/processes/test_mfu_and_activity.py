@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, square
 
@@ -45,9 +47,16 @@ def doubts(launch, library, tmp_path, *, steps=0.5, factor=1, seconds=10):
             sm_clock_mhz=square(345.0, 1830.0, PERIOD_S, steps), utilization=flat(1.0),
         )
     )  # fmt: skip
+    # On a slow machine the limit of the time in the driver allows fewer readings, and too few lie wholly in iterations.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\nif any('effllm.agent.agent' in one for one in sys.orig_argv):\n"
+        "    import effllm.agent.sampler\n    effllm.agent.sampler.OWN_S = 1.0\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
     job = launch.code(
         LOOP.format(factor=factor, steps=steps, seconds=seconds),
-        environ=trace.environment(), device="nvml", collection_interval=0.1,
+        environ={**trace.environment(), "PYTHONPATH": path}, device="nvml", collection_interval=0.1,
     ).done()  # fmt: skip
     summary = job.ledger.summary
     assert summary.metrics["run_throughput/mfu_ratio"].value == pytest.approx(
