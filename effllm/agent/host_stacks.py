@@ -126,13 +126,6 @@ class LineNames:
             found[self._line(frames)] += samples
         return tuple(CodeLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
 
-    def folded(self, stacks: Stacks) -> dict[str, int]:
-        """Return stacks as ``outer (train.py:1);inner (data.py:2)``, the form of speedscope and flamegraph.pl."""
-        found: Counter[str] = Counter()
-        for frames, samples in stacks.items():
-            found[";".join(f"{_clean(one.function)} ({self._file(one.path)}:{one.line})" for one in frames)] += samples
-        return dict(found.most_common())
-
     def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
         user = next((one for one in reversed(frames) if not is_library(one.path)), frames[-1])
         call = self._call(frames[-1])

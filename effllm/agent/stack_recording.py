@@ -97,11 +97,12 @@ class StackRecording:
     def _begin(self, now_s: float) -> HostSamples | None:
         if not (program := py_spy()):
             return self._failed(f"py-spy is not installed ({INSTALL})")
-        self._files = tuple(os.fdopen(os.memfd_create(f"effllm-{name}"), "w+b") for name in ("stacks", "messages"))
-        recording, messages = self._files
         options = ["--nonblocking", "--idle", "--rate", str(RATE_HZ), "--duration", str(BURST_S)]
-        output = ["--format", "chrometrace", "--output", f"/proc/self/fd/{recording.fileno()}"]
         try:
+            for name in ("stacks", "messages"):
+                self._files = (*self._files, os.fdopen(os.memfd_create(f"effllm-{name}"), "w+b"))
+            recording, messages = self._files
+            output = ["--format", "chrometrace", "--output", f"/proc/self/fd/{recording.fileno()}"]
             self._process = subprocess.Popen(
                 [program, "record", *options, *output, "--pid", str(self._trainer.pid)],
                 stdin=subprocess.DEVNULL,
@@ -127,7 +128,7 @@ class StackRecording:
             return self._failed(f"py-spy failed: {_reason(messages)}")
         try:
             stacks = stacks_of(recording, self._trainer.facts.thread_id)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return None  # the trainer has ended
         if self._lines is None:
             self._lines = LineNames(self._folder())

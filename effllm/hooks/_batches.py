@@ -242,9 +242,8 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
 
 def _named(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield the tensors with names in a batch: a mapping, also one in another one, or the fields of an object."""
-    found = (
-        inputs if isinstance(inputs, Mapping) else {} if hasattr(inputs, "numel") else getattr(inputs, "__dict__", {})
-    )
+    is_object = depth == _DEPTH and not hasattr(inputs, "numel")  # objects in a batch may refer to anything
+    found = inputs if isinstance(inputs, Mapping) else getattr(inputs, "__dict__", {}) if is_object else {}
     if found:
         yield found
     for one in found.values() if depth else ():

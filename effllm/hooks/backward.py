@@ -217,7 +217,9 @@ def _at_exit() -> None:
 
 
 def _is_scalar(tensor: Any) -> bool:
-    return hasattr(tensor, "numel") and tensor.numel() == 1 and tensor.is_floating_point()
+    """Whether a tensor is one number on this rank; to read a DTensor would be a collective."""
+    is_tensor = hasattr(tensor, "numel") and not hasattr(tensor, "device_mesh")
+    return is_tensor and tensor.numel() == 1 and bool(tensor.is_floating_point())
 
 
 def _is_captured(tensor: Any) -> bool:

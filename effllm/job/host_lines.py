@@ -19,6 +19,7 @@ MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
 #: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
 MIN_MORE = 0.05
+MAX_NAMED = 4  # ranks
 _Z = 1.96  # of a 95 % interval
 
 #: Kinds in which the host waits for others, so that no line of Python keeps the device waiting.
@@ -141,4 +142,4 @@ def _samples(parts: Iterable[Mapping[int, int]], ranks: Collection[int]) -> int:
 
 
 def _named(ranks: Collection[int]) -> str:
-    return f"rank {','.join(map(str, sorted(ranks)[:4]))}"
+    return f"rank {','.join(map(str, sorted(ranks)))}" if len(ranks) <= MAX_NAMED else f"{len(ranks)} ranks"

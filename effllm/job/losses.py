@@ -149,7 +149,8 @@ def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss
             by_cause[cause] = larger._replace(factor=most / larger.seconds)
     found_losses = sorted(by_cause.values(), key=lambda one: -one.likely_share)
     slow, idle = by_cause.get("straggler"), by_cause.get("device_idle")
-    if slow is not None and idle is not None and any(HOST in one.differences for one in summary.stragglers[:1]):
+    is_of_host = any(HOST in one.differences for one in summary.stragglers[:1])
+    if slow is not None and idle is not None and is_of_host and found_losses.index(idle) < found_losses.index(slow):
         found_losses.remove(idle)  # the GPU of a slow host is idle because of the host
         found_losses.insert(found_losses.index(slow) + 1, idle)
     return found_losses

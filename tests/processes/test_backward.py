@@ -152,6 +152,27 @@ def test_loss_of_the_last_iteration_is_seen_in_a_window_that_is_not_full(launch,
     assert summary.loss == (None if is_last_nan else float(job.stdout.split("last ")[1].split()[0]))
 
 
+def test_loss_of_several_ranks_is_not_read(launch):
+    """To read a DTensor would be a collective."""
+    job = alone(
+        launch,
+        """
+        class Distributed(torch.Tensor):
+            device_mesh = "a mesh"
+            def __float__(self):
+                raise SystemExit("a collective")
+
+        for _ in range(20):
+            loss = model(torch.ones(2, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.as_subclass(Distributed).backward()
+            optimizer.step()
+        """,
+    )
+
+    assert (job.ledger.summary.loss, job.ledger.summary.iterations) == (None, 19)
+
+
 def test_single_infinite_loss_is_counted(launch):
     job = alone(
         launch,

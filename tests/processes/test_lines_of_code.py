@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import time
+from types import SimpleNamespace
 
 import jobs
 import pytest
 from jobs import needs_py_spy
+
+from effllm.agent.stack_recording import StackRecording
 
 pytestmark = [*jobs.needs_torch]
 
@@ -123,3 +128,20 @@ def test_line_of_a_slow_rank_is_named_beside_its_peer(launch, tmp_path):
     assert verdict.cause == "straggler"
     named = re.search(r"rank 1 is in statistics \(train.py:\d+\) in (\d+) % of the samples, rank 0 in 0 %", verdict.why)
     assert named is not None and int(named[1]) > 40, verdict.why
+
+
+def test_recording_without_a_free_descriptor_has_a_reason(monkeypatch):
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(stacks="auto"), place=SimpleNamespace(local_rank=0), agent="agent", rank=3, pid=1
+    )
+    recording = StackRecording(trainer)
+    monkeypatch.setattr("effllm.agent.stack_recording.py_spy", lambda: "/bin/true")
+
+    def refuse(_name):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    found = recording.look(time.monotonic() + 100.0, 100)
+
+    assert (found.rank, found.samples) == (3, 0)
+    assert found.failed.startswith("py-spy cannot be started: ") and recording.is_over

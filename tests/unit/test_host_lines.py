@@ -110,6 +110,10 @@ def test_line_of_a_slow_rank_is_the_one_with_more_samples_than_its_peers():
     )
 
 
+def test_many_peers_of_a_slow_rank_are_a_number():
+    assert where_slow(of_ranks(0.44, *[0.02] * 7), [0]).endswith(", 7 ranks in 2 %")
+
+
 @pytest.mark.parametrize("shares", [(0.40, 0.44), (0.02, 0.05)])
 def test_no_line_is_named_for_small_differences_of_ranks(shares):
     assert where_slow(of_ranks(*shares), [1]) == ""

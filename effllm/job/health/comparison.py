@@ -104,6 +104,8 @@ class _Spells:
 
     def add(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
         """Add a block; return the ranks that are slow again and again, if a spell has begun."""
+        if block.iteration_s <= 0:
+            return []
         means = _of_ranks(block, self.ranks)
         excess = means - medians_of_others(means)
         share = excess / base_s(means - excess, block.iteration_s)
