@@ -1,11 +1,14 @@
 """effllm/agent/host_stacks.py: the lines of code of a recording of py-spy."""
 
 import json
+import re
 import sysconfig
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from effllm.agent import host_stacks
 from effllm.agent.host_stacks import MAX_FRAMES, RATE_HZ, LineNames, _rows, is_library, kind_of, stacks_of
 
 LOOP, OTHER = 77, 88
@@ -132,8 +135,6 @@ def test_damaged_recording_is_an_error(content):
 
 
 def test_effllm_and_made_code_are_libraries():
-    from effllm.agent import host_stacks
-
     assert [is_library(path) for path in (host_stacks.__file__, "<frozen runpy>", "<eval_with_key>.3")] == [True] * 3
     assert not is_library("<string>")
 
@@ -142,3 +143,14 @@ def test_every_row_of_the_table_is_found_and_has_a_source():
     assert all(one.source.startswith("https://") for one in _rows())
     assert kind_of("torch/_dynamo/eval_frame.py", "compile_wrapper") == ""  # a call of compiled code is no compilation
     assert kind_of("torch/_dynamo/convert_frame.py", "compile_inner") == "compilation"
+
+
+def test_every_file_of_the_package_that_is_no_code_is_installed():
+    root = Path(host_stacks.__file__).parents[2]
+    settings = (root / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"(?m)^\[tool\.setuptools\.package-data\]\neffllm = (\[.*\])$", settings)
+    package = root / "effllm"
+    found = (one for one in package.rglob("*") if one.is_file() and one.suffix not in (".py", ".pyc", ".so"))
+    files = {str(one.relative_to(package)) for one in found}
+
+    assert files == set(json.loads(listed))
