@@ -142,10 +142,16 @@ def test_gpu_shared_by_two_ranks_is_counted_once(shared):
 
     assert set(summary.energy.by_device) == {A.uuid}
     assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
-    # The ranks start at different times; the energy of the job covers the time of only one rank.
-    truths_j = [shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1)]
-    assert 0.995 * min(truths_j) <= summary.energy.total_joules <= 1.005 * max(truths_j)
-    assert max(truths_j) < 1.2 * min(truths_j)
+    # The ranks start and end at different times: the energy is that of one rank at least, and at most that of the time
+    # in which any rank has run.
+    least_j = min(shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1))
+    of_job = (
+        min(shared.ledger.ranks, key=lambda row: row.start_time_s),
+        max(shared.ledger.ranks, key=lambda row: row.end_time_s),
+    )
+    most_j = shared.truth_j(A, *of_job)
+    assert 0.995 * least_j <= summary.energy.total_joules <= 1.005 * most_j
+    assert most_j < 1.2 * least_j
     assert summary.tokens == 2 * 300 * 100  # sum of the tokens of two ranks
 
 
