@@ -18,13 +18,14 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import MAX_LINES, CodeLine
+from effllm.records.host_lines import MAX_LINES, MAX_STACKS, CodeLine
 from effllm.store.regular_file import read_regular
 
 RATE_HZ = 50
 MAX_SOURCE_BYTES = 2 * 2**20
 MAX_FRAMES = 64  # the innermost ones of a stack
 MAX_NAME = 160
+MAX_STACK, MAX_STACKS_BYTES = 4000, 100_000  # of the text of a stack, and of all stacks of a recording
 OTHER = "other"
 #: Kinds to which everything belongs that they call, the first of them first.
 WHOLE = ("data", "compilation", "checkpoint", "logging")
@@ -125,6 +126,21 @@ class LineNames:
         for frames, samples in stacks.items():
             found[self._line(frames)] += samples
         return tuple(CodeLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
+
+    def folded(self, stacks: Stacks) -> dict[str, int]:
+        """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
+        found: Counter[str] = Counter()
+        for frames, samples in stacks.items():
+            places = ";".join(f"{_clean(one.function)} ({self._file(one.path)}:{one.line})" for one in frames)
+            if len(places) > MAX_STACK:
+                places = places[-MAX_STACK:].partition(";")[2]
+            found[f"{self._line(frames)[0]};{places}"] += samples
+        kept, left = {}, MAX_STACKS_BYTES
+        for text, samples in found.most_common(MAX_STACKS):
+            left -= len(text.encode())
+            if left >= 0:
+                kept[text] = samples
+        return kept
 
     def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
         user = next((one for one in reversed(frames) if not is_library(one.path)), frames[-1])

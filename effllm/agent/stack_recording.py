@@ -133,7 +133,14 @@ class StackRecording:
         if self._lines is None:
             self._lines = LineNames(self._folder())
         torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
-        return HostSamples(self._trainer.agent, self._trainer.rank, sum(stacks.values()), torn, self._lines.of(stacks))
+        return HostSamples(
+            self._trainer.agent,
+            self._trainer.rank,
+            sum(stacks.values()),
+            torn,
+            self._lines.of(stacks),
+            stacks=self._lines.folded(stacks),
+        )
 
     def _failed(self, why: str) -> HostSamples:
         self._next_s, self._is_failed = math.inf, True  # the reason will be the same

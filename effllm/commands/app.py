@@ -309,17 +309,22 @@ def watch(
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its summary.json.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    stacks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recorded stacks for speedscope or flamegraph.pl.")
+    ] = None,
 ) -> None:
     """Print the verdict on a run, and the parts of its device time and energy, which add up to the whole.
 
     The verdict names the largest avoidable loss with its evidence and the next action, or "healthy", or "unknown".
-    For a running job, it covers the time so far. `effllm inspect` reads only summary.json of the run folder.
+    For a running job, it covers the time so far. `effllm inspect` reads only summary.json of the run folder, and with
+    --stacks only stacks.jsonl.
 
     \b
     Examples:
       effllm inspect efficientllm_runs/20260101-120000-1a2b3c4d
       effllm inspect RUN --json | jq -r .verdict.cause
       effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
+      effllm inspect RUN --stacks job.folded && flamegraph.pl job.folded >job.svg
 
     Exit status: 0 success, 1 no summary can be read, 2 wrong use.
     """

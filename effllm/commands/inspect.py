@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from rich.text import Text
 
 from effllm import __version__
 from effllm.commands.output import complain
+from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
+from effllm.store.own_files import replace_file
 from effllm.store.regular_file import read_regular
+from effllm.store.run_folder import STACKS
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
 from effllm.views.host_lines_text import host_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
@@ -30,8 +34,10 @@ MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 
-def main(run: Path, as_json: bool) -> int:
-    """Print the waterfall of a run; return the exit status."""
+def main(run: Path, as_json: bool, stacks: Path | None) -> int:
+    """Print the waterfall of a run, or write its stacks; return the exit status."""
+    if stacks is not None:
+        return _write_stacks(run, stacks)
     path = run / "summary.json" if run.is_dir() else run
     try:
         summary = msgspec.json.decode(read_regular(path), type=Summary)
@@ -48,6 +54,30 @@ def main(run: Path, as_json: bool) -> int:
         print(_fitted(_document(summary, summary.waterfall)))
     else:
         _print(summary, summary.waterfall)
+    return 0
+
+
+def _write_stacks(run: Path, to: Path) -> int:
+    """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
+    samples: Counter[str] = Counter()
+    path, ranks = run / STACKS, set()
+    try:
+        files = [one for one in (run / f"{STACKS}.1", path) if one.exists()] or [path]
+        for line in (line for one in files for line in read_regular(one).splitlines()):
+            recorded = msgspec.json.decode(line, type=RecordedStacks)
+            if problem := version_error(recorded.schema_version):
+                return complain("inspect", f"{path} cannot be read: {problem}", 1)
+            ranks.add(recorded.rank)
+            for stack, count in recorded.stacks.items():
+                samples[f"rank {recorded.rank};{one_line(stack)}"] += count
+        text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
+        replace_file(to, text.encode(errors="replace"), durable=False)
+    except OSError as error:
+        advice = "; docs/lines-of-code.md has what is needed" if error.filename == str(path) else ""
+        return complain("inspect", f"{error.filename or to}: {error.strerror or error}{advice}", 1)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return complain("inspect", f"{path} has no stacks of effllm: {error}", 1)
+    print(f"{one_line(str(to))}: {samples.total():,} samples of {len(ranks)} rank{'s' * (len(ranks) != 1)}")
     return 0
 
 

@@ -20,10 +20,12 @@ from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
 from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
-from effllm.records.job import Summary
+from effllm.records.host_lines import RecordedStacks
+from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event, RankReport
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, HostSamples, Reports, Stack
 
+MAX_RECORDED = 16  # recordings that wait for the run folder
 MAX_BACKLOG_S = 15.0  # a processing delay of the aggregator up to this limit makes no rank late
 
 
@@ -98,6 +100,7 @@ class Aggregator:
         self._stragglers = StragglerWatch(ledger, self.events.record)
         self.open = OpenWindows(config, ledger, self.presence)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
+        self._recorded: list[RecordedStacks] = []
         self._heard_s: float | None = None  # time of the last message of any rank
         self.garbage = 0  # number of frames that were not messages
         self.duplicates = 0
@@ -192,6 +195,14 @@ class Aggregator:
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
             self._hear(message.rank, rank, now)
             self.ledger.host_lines.add(message)
+            if message.stacks and len(self._recorded) < MAX_RECORDED:
+                about = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
+                self._recorded.append(RecordedStacks(*about, message.samples, message.torn, message.stacks))
+
+    def take_recorded(self) -> list[RecordedStacks]:
+        """Return the recordings since the last call."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
 
     def take_to_record(self) -> list[int]:
         """Return the ranks whose stacks are to be recorded now."""

@@ -7,6 +7,7 @@ from msgspec import Struct
 from effllm.records.rank import Count, Sentence, Word
 
 MAX_LINES = 64  # of one recording
+MAX_STACKS = 250  # in the message of a recording
 
 
 class CodeLine(Struct, frozen=True, array_like=True):
@@ -17,6 +18,19 @@ class CodeLine(Struct, frozen=True, array_like=True):
     function: Sentence = ""  #: the function of a library, or ``item (probably)`` for one in C; empty in ``line`` itself
     samples: Count = 0
     by_rank: dict[int, Count] = {}  # of a job; empty in the message of a rank
+
+
+class RecordedStacks(Struct, frozen=True):
+    """A line of ``stacks.jsonl``: one recording of a rank."""
+
+    schema_version: int
+    time_s: float  #: unix time at which the aggregator received it
+    rank: int
+    attempt: int
+    samples: int
+    torn: int
+    #: Kind and functions, outermost first, separated by ``;``, and the number of samples: the lines of flamegraph.pl.
+    stacks: dict[str, int] = {}
 
 
 class HostTime(Struct, frozen=True):

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from effllm.config.place import MAX_NODE_GPUS
 from effllm.records.energy import Amount
 from effllm.records.facts import Fact
-from effllm.records.host_lines import MAX_LINES, CodeLine
+from effllm.records.host_lines import MAX_LINES, MAX_STACKS, CodeLine
 from effllm.records.identity import Submission
 from effllm.records.rank import (
     MAX_DEVICES,
@@ -180,6 +180,7 @@ class HostSamples(Struct, frozen=True, array_like=True, tag=14):
     torn: Count = 0  # samples that could not be read while the stack changed
     lines: Annotated[tuple[CodeLine, ...], Meta(max_length=MAX_LINES)] = ()
     failed: Sentence = ""
+    stacks: Annotated[dict[Sentence, Count], Meta(max_length=MAX_STACKS)] = {}  # as in `RecordedStacks`
 
 
 class RecordStacks(Struct, frozen=True, array_like=True, tag=15):

@@ -11,6 +11,7 @@ from typing import Any
 
 from effllm.job.closed_windows import Closed
 from effllm.job.health.stalls import StackFile
+from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.server.writer import Writer
@@ -97,6 +98,9 @@ class Outputs:
                 store.write_file(f"stacks/{file.name}", file.text)
 
         self._to_store(write)
+
+    def write_recorded(self, recorded: Sequence[RecordedStacks]) -> None:
+        self._to_store(lambda store: store.write_recorded(recorded))
 
     def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
         """Write a state after all earlier items, then call `on_saved` in the store's thread."""

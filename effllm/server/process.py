@@ -278,6 +278,8 @@ class Server:
         self._messages.request_recordings()
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
+        if recorded := self._aggregator.take_recorded():
+            self._outputs.write_recorded(recorded)
 
     def _write(self, closed: Sequence[Closed]) -> None:
         # The rows of a rank contain its host, which the run folder reads from the rank's facts.

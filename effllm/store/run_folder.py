@@ -11,7 +11,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from effllm.records.columns import Array, fields_of
+from effllm.records.host_lines import RecordedStacks
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
@@ -48,6 +49,7 @@ LOG_EVERY_S = 1.0
 #: Maximum size of console.log, and of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 #: File that is removed for the last summary if the disk is full, and its size.
+STACKS, MAX_STACKS_BYTES = "stacks.jsonl", 2**20
 RESERVE, RESERVE_BYTES = ".reserve", 128 * 1024
 
 
@@ -194,6 +196,11 @@ class RunFolder:
             own_files.replace_file(path, text.encode(), durable=False)
 
         self._do(write)
+
+    def write_recorded(self, recorded: Iterable[RecordedStacks]) -> None:
+        """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
+        text = "".join(f"{msgspec.json.encode(one).decode()}\n" for one in recorded)
+        self._do(lambda: own_files.append_text(self._folder / STACKS, text, MAX_STACKS_BYTES // 2))
 
     def close(self) -> None:
         self._write_log()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
+from cli_process import CommandLine
 from jobs import needs_py_spy
 
 from effllm.agent.stack_recording import StackRecording
@@ -53,15 +54,21 @@ def loop(launch, of_item=0.002, count=4000, **settings):
 
 
 @needs_py_spy
-def test_line_of_a_slow_data_set_is_named(launch):
+def test_line_of_a_slow_data_set_is_named(launch, tmp_path):
     job = loop(launch)
 
     summary = job.ledger.summary
     assert summary.verdict.cause == "data_loading"
-    assert re.match(r"in \d\d % of \d+ samples the host was in work \(\S+:\d+\); data wait ", summary.verdict.why)
+    assert re.match(r"in \d+ % of \d+ samples the host was in work \(\S+:\d+\); data wait ", summary.verdict.why)
     assert summary.host.by_kind["data"] > 0.5 * summary.host.samples > 100
     assert job.our_errors == []
     assert not job.left()
+    folded = tmp_path / "job.folded"
+    inspected = CommandLine(tmp_path).run("inspect", str(job.ledger.folder), "--stacks", str(folded))
+    counts = dict(line.rsplit(" ", 1) for line in folded.read_text().splitlines())
+    assert inspected.stdout == f"{folded}: {summary.host.samples:,} samples of 1 rank\n"
+    assert sum(map(int, counts.values())) == summary.host.samples
+    assert any(re.match(r"rank 0;data;.*__getitem__ \(\S+:\d+\);work \(\S+:\d+\)$", stack) for stack in counts)
 
 
 @pytest.mark.long

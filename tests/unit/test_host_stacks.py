@@ -9,7 +9,17 @@ import msgspec
 import pytest
 
 from effllm.agent import host_stacks
-from effllm.agent.host_stacks import MAX_FRAMES, RATE_HZ, LineNames, _rows, is_library, kind_of, stacks_of
+from effllm.agent.host_stacks import (
+    MAX_FRAMES,
+    MAX_STACK,
+    RATE_HZ,
+    Frame,
+    LineNames,
+    _rows,
+    is_library,
+    kind_of,
+    stacks_of,
+)
 
 LOOP, OTHER = 77, 88
 SITE = "/venv/lib/python3.11/site-packages"
@@ -48,6 +58,25 @@ def test_samples_of_a_stack_are_its_time():
         ("other", "load (data.py:4)", "", 3 * RATE_HZ),
         ("other", "<module> (train.py:9)", "", RATE_HZ // 2),
     ]
+
+
+def test_folded_stacks_begin_with_their_kind_and_keep_the_innermost_functions():
+    long = [("f" * 150, f"/job/{'d' * 150}.py", 1)] * MAX_FRAMES
+    events = recording(((MAIN,), 1.0), ((MAIN, ("f0", "/job/a;b.py", 0)), 2.0), (tuple(long), 3.0))
+    stacks = stacks_of(json.dumps(events).encode(), LOOP)
+
+    *short, whole = sorted(LineNames("/job").folded(stacks).items(), key=lambda one: one[1])
+    assert short == [("other;<module> (train.py:9)", 50), ("other;<module> (train.py:9);f0 (a b.py:0)", 100)]
+    assert whole[1] == 150
+    assert len(whole[0]) <= MAX_STACK + len("other;")
+    assert re.fullmatch(r"other(;f{150} \(d{150}.py:1\))+", whole[0])
+
+
+def test_stacks_of_a_recording_have_a_limited_size(monkeypatch):
+    monkeypatch.setattr(host_stacks, "MAX_STACKS_BYTES", 60)
+    stacks = {((Frame("f", f"/job/{i}.py", 1)),): i for i in range(1, 10)}
+
+    assert LineNames("/job").folded(stacks) == {"other;f (9.py:1)": 9, "other;f (8.py:1)": 8, "other;f (7.py:1)": 7}
 
 
 def test_only_the_thread_of_the_loop_is_counted():
