@@ -209,7 +209,7 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
     # The duration of the first reading is not counted.
     assert [sample.energy_only for sample in sampler.take()] == [False, False, True]
     sampler._interval_s = 1.0
-    assert sampler.slowed_s == pytest.approx(20.0, rel=0.3), "20 ms are 0.1 % of 20 s"
+    assert sampler.slowed_s >= 14.0, "20 ms are 0.1 % of 20 s; on a busy machine a reading takes longer"
 
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
