@@ -24,13 +24,13 @@ _Z = 1.96  # of a 95 % interval
 
 #: Kinds in which the host waits for others, so that no line of Python keeps the device waiting.
 WAITING = ("device", "ranks")
-#: Cause, or "" for the whole job -> whether a kind of samples belongs to its loss.
+#: Cause -> whether a kind of samples belongs to its loss.
 KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "data_loading": lambda kind: kind == "data",
         "between_iterations": lambda kind: kind not in (*WAITING, "forward", "backward", "optimizer"),
         "device_idle": lambda kind: kind not in WAITING,
-        "": lambda _kind: True,
+        "checkpoint": lambda kind: kind == "checkpoint",
     }
 )
 
@@ -88,7 +88,7 @@ def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int
 
 def where(found: HostTime | None, cause: str) -> str:
     """Return where the host was during a loss, in words; "" if too few samples show it."""
-    if found is None or not cause or cause not in KINDS:
+    if found is None or cause not in KINDS:
         return ""
     samples, lines = lines_of(found, cause)
     if samples < MIN_SAMPLES or not lines or lines[0][2] < MIN_SHARE * samples:

@@ -12,13 +12,13 @@ MAX_SHOWN = 5
 
 
 def host_lines(found: HostTime, cause: str) -> Iterator[str]:
-    """Yield the first lines of a loss; those of the whole job for a loss to which no samples belong.
+    """Yield the first lines of a loss; nothing for a loss to which no samples belong, or a healthy job.
 
     Args:
         found: the samples.
         cause: the cause of the verdict.
     """
-    samples, lines = lines_of(found, cause if cause in KINDS else "")
+    samples, lines = lines_of(found, cause) if cause in KINDS else (0, [])
     if samples < MIN_SAMPLES:
         return
     of = f" of {found.samples:,}" if samples < found.samples else ""

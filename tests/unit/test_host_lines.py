@@ -37,9 +37,16 @@ def test_samples_of_one_line_with_several_functions_are_its_own():
     assert where(found, "data_loading") == "in 60 % of 75 samples the host was in decode, called in load (data.py:7)"
 
 
-@pytest.mark.parametrize("cause", ["straggler", "checkpoint", "healthy", ""])
+@pytest.mark.parametrize("cause", ["straggler", "evaluation", "healthy", "unknown", ""])
 def test_no_line_is_named_for_other_causes(cause):
     assert where(summary(SLOW), cause) == ""
+    assert list(host_lines(summary(SLOW), cause)) == []
+
+
+def test_line_that_saves_is_named_for_checkpoints():
+    found = summary(SLOW, CodeLine("checkpoint", "save (train.py:30)", "_save", 40))
+
+    assert where(found, "checkpoint") == "in 100 % of 40 samples the host was in _save, called in save (train.py:30)"
 
 
 def test_no_line_is_named_for_few_samples_of_the_loss():
@@ -81,7 +88,7 @@ def test_text_has_the_samples_the_interval_and_the_lines():
         "where the host was, in 61 of 100 samples of rank 0 (2 torn):",
         " 100 % (94 to 100)  encode, called in collate (data.py:41)",
     ]
-    assert list(host_lines(summary(CodeLine("data", "a (b.py:1)", "", 3)), "")) == []
+    assert list(host_lines(summary(CodeLine("data", "a (b.py:1)", "", 3)), "data_loading")) == []
 
 
 def test_interval_of_a_share_contains_it_and_stays_inside_of_zero_and_one():
