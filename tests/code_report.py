@@ -18,7 +18,7 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_153,  # lines of code in which the host is; waits for a CPU core; the GPU may become known later
     "analysis": 3_546,  # the status ended; impossible numbers are refused
-    "commands": 5_802,  # a report names what it could not read; stacks for flamegraph.pl
+    "commands": 5_808,  # a report names what it could not read; stacks for flamegraph.pl
     "config": 828,  # a process without memory or threads ends with one line
     "devices": 3_925,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
@@ -28,7 +28,7 @@ BUDGETS = {
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
-    "records": 3_364,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
+    "records": 3_365,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks
     "sensor_profile": 1_422,
     "server": 1_381,  # an aggregator without memory or threads ends at once
     "sinks": 1_617,  # slow connections do not block the metrics page

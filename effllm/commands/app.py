@@ -326,7 +326,7 @@ def inspect(
       effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
       effllm inspect RUN --stacks job.folded && flamegraph.pl job.folded >job.svg
 
-    Exit status: 0 success, 1 no summary can be read, 2 wrong use.
+    Exit status: 0 success, 1 no summary or no stacks can be read, 2 wrong use.
     """
 
 

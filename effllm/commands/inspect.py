@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
-from effllm.commands.output import complain
-from effllm.records.host_lines import RecordedStacks
+from effllm.commands.output import complain, form_of
+from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
 from effllm.store.own_files import replace_file
 from effllm.store.regular_file import read_regular
-from effllm.store.run_folder import STACKS
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
 from effllm.views.host_lines_text import host_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
@@ -36,8 +35,9 @@ _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 def main(run: Path, as_json: bool, stacks: Path | None) -> int:
     """Print the waterfall of a run, or write its stacks; return the exit status."""
-    if stacks is not None:
-        return _write_stacks(run, stacks)
+    if form_of(json=as_json, stacks=stacks is not None) == "stacks":
+        assert stacks is not None
+        return _write_stacks(run if run.is_dir() else run.parent, stacks)
     path = run / "summary.json" if run.is_dir() else run
     try:
         summary = msgspec.json.decode(read_regular(path), type=Summary)
@@ -57,26 +57,32 @@ def main(run: Path, as_json: bool, stacks: Path | None) -> int:
     return 0
 
 
-def _write_stacks(run: Path, to: Path) -> int:
+def _write_stacks(folder: Path, to: Path) -> int:
     """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
     samples: Counter[str] = Counter()
-    path, ranks = run / STACKS, set()
+    path, ranks, unreadable = folder / STACKS_FILE, set(), 0
     try:
-        files = [one for one in (run / f"{STACKS}.1", path) if one.exists()] or [path]
+        files = [one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path]
         for line in (line for one in files for line in read_regular(one).splitlines()):
-            recorded = msgspec.json.decode(line, type=RecordedStacks)
+            try:
+                recorded = msgspec.json.decode(line, type=RecordedStacks)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # a killed aggregator, or a full disk
+                unreadable += 1
+                continue
             if problem := version_error(recorded.schema_version):
                 return complain("inspect", f"{path} cannot be read: {problem}", 1)
             ranks.add(recorded.rank)
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
+        if unreadable:
+            complain("inspect", f"{path}: {unreadable:,} line{'s' * (unreadable != 1)} cannot be read")
+        if not samples:
+            return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
         replace_file(to, text.encode(errors="replace"), durable=False)
     except OSError as error:
         advice = "; docs/lines-of-code.md has what is needed" if error.filename == str(path) else ""
         return complain("inspect", f"{error.filename or to}: {error.strerror or error}{advice}", 1)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return complain("inspect", f"{path} has no stacks of effllm: {error}", 1)
     print(f"{one_line(str(to))}: {samples.total():,} samples of {len(ranks)} rank{'s' * (len(ranks) != 1)}")
     return 0
 

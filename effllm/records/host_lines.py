@@ -8,6 +8,7 @@ from effllm.records.rank import Count, Sentence, Word
 
 MAX_LINES = 64  # of one recording
 MAX_STACKS = 250  # in the message of a recording
+STACKS_FILE = "stacks.jsonl"  # in the run folder; older recordings are in stacks.jsonl.1
 
 
 class CodeLine(Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from effllm.records.columns import Array, fields_of
-from effllm.records.host_lines import RecordedStacks
+from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
@@ -49,7 +49,7 @@ LOG_EVERY_S = 1.0
 #: Maximum size of console.log, and of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 #: File that is removed for the last summary if the disk is full, and its size.
-STACKS, MAX_STACKS_BYTES = "stacks.jsonl", 2**20
+MAX_STACKS_BYTES = 2**20
 RESERVE, RESERVE_BYTES = ".reserve", 128 * 1024
 
 
@@ -200,7 +200,7 @@ class RunFolder:
     def write_recorded(self, recorded: Iterable[RecordedStacks]) -> None:
         """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
         text = "".join(f"{msgspec.json.encode(one).decode()}\n" for one in recorded)
-        self._do(lambda: own_files.append_text(self._folder / STACKS, text, MAX_STACKS_BYTES // 2))
+        self._do(lambda: own_files.append_text(self._folder / STACKS_FILE, text, MAX_STACKS_BYTES // 2))
 
     def close(self) -> None:
         self._write_log()

@@ -144,14 +144,14 @@ def test_gpu_shared_by_two_ranks_is_counted_once(shared):
     assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
     # The ranks start and end at different times: the energy is that of one rank at least, and at most that of the time
     # in which any rank has run.
-    least_j = min(shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1))
+    min_j = min(shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1))
     of_job = (
         min(shared.ledger.ranks, key=lambda row: row.start_time_s),
         max(shared.ledger.ranks, key=lambda row: row.end_time_s),
     )
-    most_j = shared.truth_j(A, *of_job)
-    assert 0.995 * least_j <= summary.energy.total_joules <= 1.005 * most_j
-    assert most_j < 1.2 * least_j
+    max_j = shared.truth_j(A, *of_job)
+    assert 0.995 * min_j <= summary.energy.total_joules <= 1.005 * max_j
+    assert max_j < 1.2 * min_j
     assert summary.tokens == 2 * 300 * 100  # sum of the tokens of two ranks
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import typer
 
 from effllm.commands import inspect
 from effllm.records.host_lines import RecordedStacks
@@ -28,7 +29,7 @@ def test_samples_of_all_recordings_are_added_by_rank(tmp_path, capsys):
     ("content", "problem"),
     [
         (None, "stacks.jsonl: No such file or directory; docs/lines-of-code.md has what is needed"),
-        ("{", "stacks.jsonl has no stacks of effllm: Input data was truncated"),
+        ("{\n", "stacks.jsonl has no stacks"),
         (recorded(0, version=1, data_load=5), "stacks.jsonl cannot be read: "),
     ],
 )
@@ -39,6 +40,19 @@ def test_file_that_cannot_be_read_is_refused_with_one_line(tmp_path, capsys, con
     assert inspect.main(tmp_path, False, tmp_path / "job.folded") == 1
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "job.folded").exists()
+
+
+def test_lines_that_cannot_be_read_are_counted_and_the_others_are_written(tmp_path, capsys):
+    (tmp_path / "stacks.jsonl").write_text(recorded(0, data_load=3)[:20] + "\n" + recorded(1, data_load=1))
+
+    assert inspect.main(tmp_path / "summary.json", False, tmp_path / "job.folded") == 0
+    assert (tmp_path / "job.folded").read_text() == "rank 1;data;load 1\n"
+    assert "stacks.jsonl: 1 line cannot be read" in capsys.readouterr().err
+
+
+def test_json_and_stacks_are_two_forms(tmp_path):
+    with pytest.raises(typer.BadParameter, match="--json and --stacks are two forms"):
+        inspect.main(tmp_path, True, tmp_path / "job.folded")
 
 
 def test_recordings_have_at_most_a_megabyte_and_the_newest_are_kept(tmp_path):
