@@ -117,7 +117,7 @@ class Agent:
         for event in measuring.memory.take_events(time.time()):
             self._events.add(event)
         measuring.cut(now_s)
-        self._children.look(now_s, measuring.cutter.last_ordinal)
+        self._children.look(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
         conversation.talk(now_s)
         measuring.fold(now_s)
 
@@ -168,7 +168,7 @@ class Agent:
         recording = self._children.recording
         while time.monotonic() - began_s < LOSS_WAIT_S and not (measuring.is_end_settled() and recording.is_over):
             self._poller.poll(20)
-            self._children.look(time.monotonic(), 0)
+            self._children.look(time.monotonic(), 0, measuring.cutter.iterations_ns)
         measuring.finish()
         self._events.end()
         self._send_rest(measuring, conversation, began_s + SEND_REST_S)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -169,7 +169,7 @@ class Children:
         self._aggregator: AggregatorChild | None = None
         self.inspection = InspectionChild()  # the agent stops it; the aggregator ends when the job is over
         self.recording = StackRecording(trainer)  # the agent stops it, too
-        self.host_samples: HostSamples | None = None  # result of a recording, until it is sent
+        self.host_samples: list[HostSamples] = []  # results of recordings, until they are sent
         self._watched = {"aggregator": -1, "inspection": -1, "recording": -1}  # descriptors in the poller
         self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
 
@@ -217,12 +217,13 @@ class Children:
         children = (self._aggregator, self.inspection, self.recording)
         return min(one.due_s for one in children if one is not None)
 
-    def look(self, now_s: float, ordinal: int) -> None:
+    def look(self, now_s: float, ordinal: int, iterations_ns: Iterable[tuple[int, int]] = ()) -> None:
         """Replace a dead aggregator, and read the result of a finished inspection or recording.
 
         Args:
             now_s: time on the monotonic clock.
             ordinal: number of the trainer's iterations.
+            iterations_ns: start and end of the newest ones.
         """
         if self._aggregator:
             self._aggregator.look(now_s)
@@ -230,7 +231,8 @@ class Children:
         if (finding := self.inspection.look(now_s)) is not None:
             self._watch("inspection", -1)
             self.finding = finding
-        self.host_samples = self.recording.look(now_s, ordinal) or self.host_samples
+        if (samples := self.recording.look(now_s, ordinal, iterations_ns)) is not None:
+            self.host_samples = [*self.host_samples[-1:], samples]
         self._watch("recording", self.recording.descriptor)
 
     def inspect(self, run_folder: str) -> None:

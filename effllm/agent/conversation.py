@@ -266,8 +266,9 @@ class Conversation:
             ordinal = self._trainer.ring.state()[1]
             if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
-        if (samples := self._children.host_samples) is not None and link.send(samples):
-            self._children.host_samples = None
+        samples = self._children.host_samples
+        while samples and link.send(samples[0]):
+            del samples[0]
 
     def _core_wait_s(self) -> float | None:
         return self._core_wait.seconds() if self._core_wait is not None else None

@@ -7,6 +7,8 @@ change of a stack, so the samples of a stack are its time, at the rate of the re
 from __future__ import annotations
 
 import functools
+import math
+import os
 import re
 import sys
 import sysconfig
@@ -18,7 +20,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import MAX_LINES, MAX_STACKS, CodeLine
+from effllm.records.host_lines import COMPUTE, MAX_LINES, MAX_STACKS, CodeLine
+from effllm.records.iteration_times import long_ones
 from effllm.store.regular_file import read_regular
 
 RATE_HZ = 50
@@ -29,6 +32,14 @@ MAX_STACK, MAX_STACKS_BYTES = 4000, 100_000  # of the text of a stack, and of al
 OTHER = "other"
 #: Kinds to which everything belongs that they call, the first of them first.
 WHOLE = ("data", "compilation", "checkpoint", "logging")
+
+#: Where a loop waits for a DataLoader worker, and where a worker fetches a batch, in torch/utils/data.
+WAIT_FOR_WORKER, FETCH = ("dataloader.py", "_try_get_data"), ("_utils/fetch.py", "fetch")
+
+#: Packages whose own functions in forward, backward and optimizer give the device its work, or are the work of a CPU.
+COMPUTING = ("torch/", "transformer_engine/", "megatron/core/", "apex/", "flash_attn/", "deepspeed/")
+PHASES = ("forward", "backward", "optimizer")
+COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 _CALL = re.compile(r"(\w+)\s*\(")
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
@@ -75,25 +86,29 @@ class _FrameTable(Struct, frozen=True):
 
 
 Stacks = dict[tuple[Frame, ...], int]  # stack, outermost frame first -> number of samples
+Spans = Sequence[tuple[float, float]]
 
 
-def stacks_of(recording: bytes, thread: int) -> Stacks:
+def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf),)) -> Stacks:
     """Return the samples of a thread's stacks.
 
     Args:
         recording: the output of ``py-spy record --format chrometrace --rate RATE_HZ``.
         thread: the thread, as ``threading.get_ident``; 0: the thread that runs the script.
+        within_us: spans of the recording; samples outside of them do not count.
 
     Raises:
         msgspec.MsgspecError: the recording has another form.
     """
     stacks: dict[int, list[Frame]] = {}
     since_us: dict[int, int] = {}
-    spent_us: Counter[tuple[int, tuple[Frame, ...]]] = Counter()
+    spent_us: dict[tuple[int, tuple[Frame, ...]], float] = {}
     for change in msgspec.json.decode(recording, type=list[_StackChange]):
         stack = stacks.setdefault(change.tid, [])
         if stack and change.ts > since_us[change.tid]:
-            spent_us[change.tid, tuple(stack)] += change.ts - since_us[change.tid]
+            inside_us = (min(change.ts, end) - max(since_us[change.tid], start) for start, end in within_us)
+            key = change.tid, tuple(stack)
+            spent_us[key] = spent_us.get(key, 0.0) + sum(max(one, 0.0) for one in inside_us)
         since_us[change.tid] = change.ts
         if change.ph == "B":
             stack.append(Frame(change.name, change.args.filename, change.args.line))
@@ -102,11 +117,47 @@ def stacks_of(recording: bytes, thread: int) -> Stacks:
     # The other threads begin in threading.py.
     mains = {tid for tid, frames in spent_us if frames[0].function != "Thread._bootstrap"}
     wanted = {thread} if thread in stacks else mains
-    found: Counter[tuple[Frame, ...]] = Counter()
+    found: dict[tuple[Frame, ...], float] = {}
     for (tid, frames), us in spent_us.items():
         if tid in wanted:
-            found[frames[-MAX_FRAMES:]] += us
+            found[frames[-MAX_FRAMES:]] = found.get(frames[-MAX_FRAMES:], 0.0) + us
     return {frames: count for frames, us in found.items() if (count := round(us * 1e-6 * RATE_HZ))}
+
+
+def with_frame(place: tuple[str, str], stacks: Stacks) -> Stacks:
+    """Return the stacks with a frame of torch/utils/data.
+
+    Args:
+        place: end of the name of its file, and its function without the class.
+        stacks: all stacks.
+    """
+    file, function = f"torch/utils/data/{place[0]}", place[1]
+    return {
+        frames: count
+        for frames, count in stacks.items()
+        if any(one.path.endswith(file) and one.function.rpartition(".")[2] == function for one in frames)
+    }
+
+
+class LongIterations(NamedTuple):
+    """The long iterations during a recording."""
+
+    within_us: Spans = ()  # since the start of the recording
+    usual: float = 0.0  # their number per iteration that is not long
+
+    @classmethod
+    def of(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
+        """Return those of iterations that are long.
+
+        Args:
+            iterations_ns: start and end of each iteration on the monotonic clock.
+            began_ns: start of the recording.
+        """
+        spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
+        is_long = long_ones([end - start for start, end in spans])
+        during = [(span, is_one) for span, is_one in zip(spans, is_long, strict=True) if span[1] > 0]
+        found = [span for span, is_one in during if is_one]
+        return cls(found, len(found) / max(len(during) - len(found), 1))
 
 
 class LineNames:
@@ -114,18 +165,32 @@ class LineNames:
 
     Args:
         folder: the folder of the training script; its files are named relative to it.
+        kind: the kind of all samples; empty: by frames.toml.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, kind: str = "") -> None:
+        self._folder, self._kind = folder, kind
         self._calls: dict[tuple[str, int], str] = {}
 
-    def of(self, stacks: Stacks) -> tuple[CodeLine, ...]:
-        """Return the lines with the most samples."""
+    def of(self, stacks: Stacks, in_long: Stacks | None = None, usual: float = 0.0) -> tuple[CodeLine, ...]:
+        """Return the lines with the most samples.
+
+        Args:
+            stacks: all samples.
+            in_long: those in long iterations.
+            usual: number of long iterations per other iteration.
+        """
+        found, long = self._count(stacks), self._count(in_long or {})
+        return tuple(
+            CodeLine(*line, samples, long=max(round(long[line] - usual * (samples - long[line])), 0))
+            for line, samples in found.most_common(MAX_LINES)
+        )
+
+    def _count(self, stacks: Stacks) -> Counter[tuple[str, str, str]]:
         found: Counter[tuple[str, str, str]] = Counter()
         for frames, samples in stacks.items():
             found[self._line(frames)] += samples
-        return tuple(CodeLine(*line, samples) for line, samples in found.most_common(MAX_LINES))
+        return found
 
     def folded(self, stacks: Stacks) -> dict[str, int]:
         """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
@@ -143,13 +208,18 @@ class LineNames:
         return kept
 
     def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
-        user = next((one for one in reversed(frames) if not is_library(one.path)), frames[-1])
+        while len(frames) > 1 and frames[-1].function.endswith(COMPREHENSIONS) and not is_library(frames[-1].path):
+            frames = frames[:-1]  # it belongs to the line that reads it
+        users = [one for one in frames if not is_library(one.path)]
+        user = next((one for one in reversed(users) if not one.function.endswith(COMPREHENSIONS)), frames[-1])
         call = self._call(frames[-1])
         names = [(self._file(one.path), _clean(one.function)) for one in frames]
         kinds = [kind for one in (*names, (f"[{call}]", "")) if (kind := kind_of(*one))]
         kind = next((one for one in WHOLE if one in kinds), (kinds or [OTHER])[-1])
+        if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
+            kind = COMPUTE
         function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
-        return kind, f"{_clean(user.function)} ({self._file(user.path)}:{user.line})", function
+        return self._kind or kind, f"{_clean(user.function)} ({self._file(user.path)}:{user.line})", function
 
     def _call(self, frame: Frame) -> str:
         """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
@@ -160,6 +230,7 @@ class LineNames:
         return self._calls[place]
 
     def _file(self, path: str) -> str:
+        path = os.path.normpath(path) if path.startswith("/") else path
         short = _of_library(path)
         if short is None:
             short = path[len(self._folder) + 1 :] if self._folder and path.startswith(f"{self._folder}/") else path

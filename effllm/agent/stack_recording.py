@@ -11,16 +11,29 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
-from effllm.agent.host_stacks import RATE_HZ, LineNames, stacks_of
+from effllm.agent.host_stacks import (
+    FETCH,
+    RATE_HZ,
+    WAIT_FOR_WORKER,
+    LineNames,
+    LongIterations,
+    Stacks,
+    stacks_of,
+    with_frame,
+)
 from effllm.agent.proc import INSTALL, process_state, py_spy
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import pidfd
+from effllm.records.host_lines import WORKER
+from effllm.records.ring import STEP
 from effllm.records.wire import HostSamples
 
 BURST_S, LIMIT_S = 5, 15.0
@@ -28,7 +41,11 @@ BURST_S, LIMIT_S = 5, 15.0
 FIRST_ITERATIONS, FIRST_S = 10, 3.0
 #: Time between two recordings, by EFFICIENTLLM_STACKS.
 EVERY_S = {"auto": 600.0, "always": 60.0, "off": math.inf}
-MIN_APART_S = 60.0  # between two recordings, if one is requested
+#: Recordings that may be requested at once, and the time between further ones: 0.1 % of a core in an hour.
+MAX_AT_ONCE, APART_S = 3, 150.0
+#: If so much of the samples is a wait for DataLoader workers, one of them is recorded, too.
+MIN_WAIT = 0.2
+WORKER_NAME = "pt_data_worker"  # by torch 2.6 and newer
 MAX_RANKS_OF_NODE = 4  # that record
 MAX_BYTES = 16 * 2**20
 _ERRORS = re.compile(rb"Errors: (\d+)")
@@ -46,45 +63,50 @@ class StackRecording:
         self._every_s = EVERY_S[trainer.config.stacks] if trainer.place.local_rank < MAX_RANKS_OF_NODE else math.inf
         self._since_s = time.monotonic()
         self._next_s = -math.inf if self._every_s < math.inf else math.inf
-        self._began_s, self._is_failed = -math.inf, False
+        self._count, self._is_failed, self._reads_workers = 0, False, True
+        self._pid, self._began_ns = trainer.pid, 0  # of the recording
+        self._worker = 0  # pid of a DataLoader worker that is recorded next
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
         self._limit_s = math.inf
-        self._lines: LineNames | None = None
         self.descriptor = -1  # pidfd of py-spy; readable after its end
 
     @property
     def due_s(self) -> float:
-        return self._limit_s
+        return 0.0 if self._worker else self._limit_s
 
     @property
     def is_over(self) -> bool:
         return self._process is None
 
-    def look(self, now_s: float, ordinal: int) -> HostSamples | None:
+    def look(self, now_s: float, ordinal: int, iterations_ns: Iterable[tuple[int, int]] = ()) -> HostSamples | None:
         """Begin a recording when it is time; return the samples of a recording that has ended.
 
         Args:
             now_s: time on the monotonic clock.
             ordinal: number of the trainer's iterations.
+            iterations_ns: start and end of the newest iterations on the monotonic clock.
         """
         if self._process is not None:
             is_late = now_s > self._limit_s
-            return self._end(is_late) if is_late or self._process.poll() is not None else None
+            return self._end(now_s, iterations_ns) if is_late or self._process.poll() is not None else None
+        if worker := self._worker:
+            self._worker = 0
+            return self._begin(now_s, worker)
         has_warmed_up = ordinal >= FIRST_ITERATIONS and now_s - self._since_s > FIRST_S
         if now_s < self._next_s or not has_warmed_up:
             return None
-        self._next_s, self._began_s = now_s + self._every_s, now_s
-        return self._begin(now_s)
+        self._next_s, self._count = now_s + self._every_s, self._count + 1
+        return self._begin(now_s, self._trainer.pid)
 
     def request(self, now_s: float) -> None:
-        """Record soon, because the rank is slow, or the peer of a slow one; at most once a minute."""
+        """Record as soon as the limit of the cost permits, because the job has a new loss."""
         if self._trainer.config.stacks != "off" and not self._is_failed:
-            self._next_s = min(self._next_s, max(now_s, self._began_s + MIN_APART_S))
+            self._next_s = min(self._next_s, max(now_s, self._since_s + APART_S * (self._count - MAX_AT_ONCE)))
 
     def finish(self) -> None:
         """End a recording now, with its samples, and begin no other one: the loop has ended."""
-        self._next_s, self._is_failed = math.inf, True
+        self._next_s, self._is_failed, self._worker = math.inf, True, 0
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGINT)  # py-spy then writes what it has
@@ -94,7 +116,8 @@ class StackRecording:
         if self._process is not None:
             self._kill()
 
-    def _begin(self, now_s: float) -> HostSamples | None:
+    def _begin(self, now_s: float, pid: int) -> HostSamples | None:
+        self._pid = pid
         if not (program := py_spy()):
             return self._failed(f"py-spy is not installed ({INSTALL})")
         options = ["--nonblocking", "--idle", "--rate", str(RATE_HZ), "--duration", str(BURST_S)]
@@ -104,7 +127,7 @@ class StackRecording:
             recording, messages = self._files
             output = ["--format", "chrometrace", "--output", f"/proc/self/fd/{recording.fileno()}"]
             self._process = subprocess.Popen(
-                [program, "record", *options, *output, "--pid", str(self._trainer.pid)],
+                [program, "record", *options, *output, "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=messages,
                 stderr=messages,
@@ -114,36 +137,54 @@ class StackRecording:
         except OSError as error:
             self._close()
             return self._failed(f"py-spy cannot be started: {error}")
+        self._began_ns = time.monotonic_ns()  # the times of py-spy begin here, within some milliseconds
         self.descriptor, self._limit_s = pidfd(self._process.pid), now_s + LIMIT_S
         return None
 
-    def _end(self, is_late: bool) -> HostSamples | None:
+    def _end(self, now_s: float, iterations_ns: Iterable[tuple[int, int]]) -> HostSamples | None:
         assert self._process is not None
-        code = self._process.poll()
+        code, is_late = self._process.poll(), now_s > self._limit_s
         recording, messages = (os.pread(one.fileno(), MAX_BYTES, 0) for one in self._files)
         self._kill()
         if is_late:
             return self._failed(f"py-spy took more than {LIMIT_S:.0f} s")
-        if code and process_state(self._trainer.pid) not in ("", "Z", "X"):
+        if code and process_state(self._pid) not in ("", "Z", "X"):
             return self._failed(f"py-spy failed: {_reason(messages)}")
+        is_worker = self._pid != self._trainer.pid
         try:
-            stacks = stacks_of(recording, self._trainer.facts.thread_id)
+            stacks = stacks_of(recording, 0 if is_worker else self._trainer.facts.thread_id)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None  # the trainer has ended
-        if self._lines is None:
-            self._lines = LineNames(self._folder())
+            return None  # the process has ended
         torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
+        if is_worker:
+            return self._samples(LineNames(self._folder(), WORKER), with_frame(FETCH, stacks), torn)
+        state, _, since_ns, _ = self._trainer.ring.state()
+        running = [(since_ns, time.monotonic_ns())] if state == STEP else []
+        long = LongIterations.of([*iterations_ns, *running], self._began_ns)
+        in_long = stacks_of(recording, self._trainer.facts.thread_id, long.within_us)
+        waits = sum(with_frame(WAIT_FOR_WORKER, stacks).values())
+        if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):
+            self._worker = _worker_of(self._pid)
+        return self._samples(LineNames(self._folder()), stacks, torn, in_long, long.usual)
+
+    def _samples(
+        self, names: LineNames, stacks: Stacks, torn: int, in_long: Stacks | None = None, usual: float = 0.0
+    ) -> HostSamples:
         return HostSamples(
             self._trainer.agent,
             self._trainer.rank,
             sum(stacks.values()),
             torn,
-            self._lines.of(stacks),
-            stacks=self._lines.folded(stacks),
+            names.of(stacks, in_long, usual),
+            stacks=names.folded(stacks),
+            is_worker=self._pid != self._trainer.pid,
         )
 
     def _failed(self, why: str) -> HostSamples:
-        self._next_s, self._is_failed = math.inf, True  # the reason will be the same
+        if self._pid != self._trainer.pid:
+            self._reads_workers, why = False, f"DataLoader workers: {why}"
+        else:
+            self._next_s, self._is_failed = math.inf, True  # the reason will be the same
         return HostSamples(self._trainer.agent, self._trainer.rank, failed=why)
 
     def _folder(self) -> str:
@@ -151,7 +192,8 @@ class StackRecording:
         command = self._trainer.facts.run.get("command")
         script = str(command[0]) if isinstance(command, list | tuple) and command else ""
         with suppress(OSError):
-            return str(Path(Path(f"/proc/{self._trainer.pid}/cwd").readlink(), script).parent)
+            script_path = Path(Path(f"/proc/{self._trainer.pid}/cwd").readlink(), script)
+            return str(Path(os.path.normpath(script_path)).parent)
         return ""
 
     def _kill(self) -> None:
@@ -170,6 +212,17 @@ class StackRecording:
         for file in self._files:
             file.close()
         self._files = ()
+
+
+def _worker_of(pid: int) -> int:
+    """Return the pid of the DataLoader worker with the most work; 0 without a worker."""
+    found: dict[int, float] = {}
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):  # a fork server may be the parent
+            with suppress(psutil.Error):
+                if child.name() == WORKER_NAME:
+                    found[child.pid] = sum(child.cpu_times()[:2])
+    return max(found, key=found.__getitem__, default=0)
 
 
 def _reason(messages: bytes) -> str:

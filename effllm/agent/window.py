@@ -27,6 +27,7 @@ from effllm.records.rank import (
 )
 from effllm.records.timeline import KINDS
 
+MAX_KEPT = 8192  # iterations whose start and end are kept
 #: The totals before the first record.
 _NO_TOTALS = ring.Slot(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, (0,) * len(MARKED_PHASES), 0, (0,) * len(FIELDS))
 
@@ -183,6 +184,8 @@ class WindowCutter:
         self._overrun = 0  # number of iterations with an overwritten record
         self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait
         self._last_wait_ns = 0
+        #: Start and end of the newest iterations.
+        self.iterations_ns: deque[tuple[int, int]] = deque(maxlen=MAX_KEPT)
 
     def unix_s(self, time_ns: int) -> float:
         """Return a monotonic time as unix time, by the clock of reports."""
@@ -244,6 +247,7 @@ class WindowCutter:
         wait_s = max(slot.wait_ns - self._last_wait_ns, 0) * NS
         self._durations_s.append((slot.end_ns - slot.start_ns) * NS + wait_s)
         self._values.add_times(slot, (slot.step_ns - self._newest_totals.step_ns) * NS, wait_s)
+        self.iterations_ns.append((slot.start_ns, slot.end_ns))
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = slot.ordinal - self._seen

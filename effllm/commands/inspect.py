@@ -14,6 +14,7 @@ from rich.text import Text
 
 from effllm import __version__
 from effllm.commands.output import complain, form_of
+from effllm.job.host_lines import KINDS, is_of_worker, lines_of
 from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
@@ -21,7 +22,7 @@ from effllm.records.verdict import Waterfall
 from effllm.store.own_files import replace_file
 from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import audit_texts, duration, verdict_lines
-from effllm.views.host_lines_text import host_lines
+from effllm.views.host_lines_text import MAX_SHOWN, host_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
@@ -97,8 +98,19 @@ def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
         "waterfall": msgspec.to_builtins(found),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
+        "host": _host(summary),
         "versions": {"schema": SCHEMA_VERSION, "effllm": __version__},
     }
+
+
+def _host(summary: Summary) -> dict[str, Any] | None:
+    """Return the first lines of code of the verdict's loss."""
+    cause = summary.verdict.cause if summary.verdict else ""
+    if summary.host is None or cause not in KINDS:
+        return None
+    samples, lines = lines_of(summary.host, cause)
+    shown = [{"line": line, "function": function, "samples": count} for line, function, count in lines[:MAX_SHOWN]]
+    return {"samples": samples, "is_of_worker": is_of_worker(summary.host, cause), "lines": shown}
 
 
 def _fitted(document: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from effllm.config.settings import Config
 from effllm.job.audit import AuditWatch
 from effllm.job.event_log import EventLog
 from effllm.job.gathered import Gathered
+from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS
 from effllm.job.iteration_matrix import IterationMatrix
@@ -31,6 +32,10 @@ from effllm.store.run_folder import KeptReports
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # number of closed windows that a late report can still complete
+#: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
+RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
+#: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
+RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
 MAX_SCOPE_COVERAGE = 0.5  # of all scopes with a higher coverage, the widest scope is used
 MAX_NAMED = 8  # maximum number of ranks in the text of an event
 
@@ -65,6 +70,7 @@ class ClosedWindows:
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
+        self._share = 0.0  # of the losses `RECORDED` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
 
@@ -114,6 +120,9 @@ class ClosedWindows:
             ledger.goodput.attempt.note_phase(one.window, one.phase, one.phase_s)
             seconds = {name: getattr(one, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.note_lost(one.window, **seconds)
+        if (share := ledger.goodput.attempt.share_of_newest(RECORDED)) > MIN_LOSS and self._share <= MIN_LOSS:
+            self._stragglers.to_record.append(rows[0].rank)  # the loss is new
+        self._share = share
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -193,6 +193,12 @@ class Attempt(Struct):
                 span.kept_s -= taken_s
                 setattr(span, name, known_s + taken_s)
             self._tally(span, 1)
+
+    def share_of_newest(self, classes: Collection[str]) -> float:
+        """Return the share of classes of `PARTS` in the newest window."""
+        seconds = dict(zip(PARTS, self.spans[-1].seconds if self.spans else (), strict=False))
+        total = sum(seconds.values())
+        return sum(seconds.get(name, 0.0) for name in classes) / total if total > 0 else 0.0
 
     def note_phase(self, window: int, name: str, seconds: float) -> None:
         """Move rank-seconds of a closed window, in which ranks waited for a phase of few ranks, to this phase."""

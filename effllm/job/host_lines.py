@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 
 import msgspec
 from msgspec import Struct
 
-from effllm.records.host_lines import CodeLine, HostTime
+from effllm.records.host_lines import COMPUTE, WORKER, CodeLine, HostTime
 from effllm.records.wire import HostSamples
 
 #: Ranks whose lines are kept, and lines in the summary.
@@ -19,17 +19,19 @@ MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
 #: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
 MIN_MORE = 0.05
-MAX_NAMED = 4  # ranks
+MAX_NAMED, MAX_DIGITS = 4, 10  # ranks; digits of a line's number
 _Z = 1.96  # of a 95 % interval
+SLOW = "slow_iterations"
 
-#: Kinds in which the host waits for others, so that no line of Python keeps the device waiting.
-WAITING = ("device", "ranks")
-#: Cause -> whether a kind of samples belongs to its loss.
+#: Kinds in which the host waits for others, or is another process, so that no line of Python keeps the device waiting.
+NOT_OF_HOST = ("device", "ranks", WORKER)
+#: Cause -> whether a kind of samples belongs to its loss; of `SLOW`, only samples in long iterations.
 KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "data_loading": lambda kind: kind == "data",
-        "between_iterations": lambda kind: kind not in (*WAITING, "forward", "backward", "optimizer"),
-        "device_idle": lambda kind: kind not in WAITING,
+        "between_iterations": lambda kind: kind not in (*NOT_OF_HOST, COMPUTE, "forward", "backward", "optimizer"),
+        "device_idle": lambda kind: kind not in NOT_OF_HOST,
+        SLOW: lambda kind: kind not in NOT_OF_HOST,
         "checkpoint": lambda kind: kind == "checkpoint",
     }
 )
@@ -43,47 +45,76 @@ class HostLines(Struct):
     by_rank: dict[int, int] = {}
     by_kind: dict[str, int] = {}
     counts: dict[str, dict[int, int]] = {}  # kind, line and function as JSON -> rank -> samples
+    long: dict[str, int] = {}  # the same key -> samples in long iterations
 
     def add(self, message: HostSamples) -> None:
         self.failed = message.failed or self.failed
         rank = message.rank
         if not message.samples or (rank not in self.by_rank and len(self.by_rank) >= MAX_RANKS):
             return
-        self.by_rank[rank] = self.by_rank.get(rank, 0) + message.samples
-        self.torn += message.torn
+        if not message.is_worker:
+            self.by_rank[rank] = self.by_rank.get(rank, 0) + message.samples
+            self.torn += message.torn
         for one in message.lines:
             self.by_kind[one.kind] = self.by_kind.get(one.kind, 0) + one.samples
             key = msgspec.json.encode((one.kind, one.line, one.function)).decode()
             if key in self.counts or len(self.counts) < MAX_COUNTS:
                 of_line = self.counts.setdefault(key, {})
                 of_line[rank] = of_line.get(rank, 0) + one.samples
+                self.long[key] = self.long.get(key, 0) + one.long
 
     def summary(self) -> HostTime | None:
         """Return the samples; ``None`` without a recording."""
         if not self.by_rank:
             return None
         lines = (
-            CodeLine(*msgspec.json.decode(key, type=tuple[str, str, str]), sum(by_rank.values()), dict(by_rank))
+            CodeLine(
+                *msgspec.json.decode(key, type=tuple[str, str, str]),
+                samples=sum(by_rank.values()),
+                long=self.long.get(key, 0),
+                by_rank=dict(by_rank),
+            )
             for key, by_rank in self.counts.items()
         )
-        shown = tuple(sorted(lines, key=lambda one: -one.samples)[:MAX_SHOWN])
+        shown = tuple(sorted(lines, key=lambda one: (-one.long, -one.samples))[:MAX_SHOWN])
         return HostTime(sum(self.by_rank.values()), self.torn, dict(self.by_rank), dict(self.by_kind), shown)
 
 
 def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int]]]:
-    """Return the samples of a loss, and its lines with their most frequent function, most samples first.
+    """Return the samples of a loss, and its places with their most frequent function, most samples first.
+
+    A place is a line; but lines in which a function runs its own code, and calls nothing, are one place.  If the loop
+    waits for DataLoader workers, the samples are those of a worker.
 
     Args:
         found: the samples.
         cause: a cause in `KINDS`.
     """
-    belongs = KINDS[cause]
-    by_line: dict[str, Counter[str]] = {}
-    for one in found.lines:
-        if belongs(one.kind):
-            by_line.setdefault(one.line, Counter())[one.function] += one.samples
-    lines = [(line, functions.most_common(1)[0][0], functions.total()) for line, functions in by_line.items()]
-    return sum(count for kind, count in found.by_kind.items() if belongs(kind)), sorted(lines, key=lambda one: -one[2])
+    kinds = _kinds(found, cause)
+    count = attrgetter("long" if cause == SLOW else "samples")
+    lines = [
+        (text, function, sum(map(count, parts)))
+        for text, function, parts in _places(one for one in found.lines if one.kind in kinds and count(one))
+    ]
+    total = sum(samples for _, _, samples in lines) if cause == SLOW else _samples_of(found, kinds)
+    return total, sorted(lines, key=lambda one: -one[2])
+
+
+def is_of_worker(found: HostTime, cause: str) -> bool:
+    return cause == "data_loading" and found.by_kind.get(WORKER, 0) >= MIN_SAMPLES
+
+
+def _kinds(found: HostTime, cause: str) -> set[str]:
+    if is_of_worker(found, cause):
+        return {WORKER}
+    kinds = {kind for kind in found.by_kind if KINDS[cause](kind)}
+    # While torch gives the device its work, the device is rather busy; unless the host does hardly anything else.
+    others = kinds - {COMPUTE} if cause == "device_idle" else kinds
+    return others if _samples_of(found, others) >= MIN_SHARE * found.samples else kinds
+
+
+def _samples_of(found: HostTime, kinds: Collection[str]) -> int:
+    return sum(found.by_kind.get(kind, 0) for kind in kinds)
 
 
 def where(found: HostTime | None, cause: str) -> str:
@@ -95,7 +126,9 @@ def where(found: HostTime | None, cause: str) -> str:
         return ""
     line, function, count = lines[0]
     place = f"{function}, called in {line}" if function else line
-    return f"in {100 * count / samples:.0f} % of {samples:,} samples the host was in {place}"
+    of = " of long iterations" if cause == SLOW else ""
+    who = "a DataLoader worker" if is_of_worker(found, cause) else "the host"
+    return f"in {100 * count / samples:.0f} % of {samples:,} samples{of} {who} was in {place}"
 
 
 def where_slow(found: HostTime | None, slow: Collection[int]) -> str:
@@ -114,8 +147,7 @@ def where_slow(found: HostTime | None, slow: Collection[int]) -> str:
         return ""
     more: dict[str, float] = {}
     counts = {}
-    for line in {one.line for one in found.lines if one.kind not in WAITING}:
-        parts = [one.by_rank for one in found.lines if one.line == line and one.kind not in WAITING]
+    for line, _, parts in _places(one for one in found.lines if one.kind not in NOT_OF_HOST):
         counts[line] = count, count_of_others = _samples(parts, ranks), _samples(parts, others)
         if share_interval(count, of)[0] > share_interval(count_of_others, of_others)[1]:
             more[line] = count / of - count_of_others / of_others
@@ -137,8 +169,36 @@ def share_interval(count: int, of: int) -> tuple[float, float]:
     return center - half, center + half
 
 
-def _samples(parts: Iterable[Mapping[int, int]], ranks: Collection[int]) -> int:
-    return sum(one.get(rank, 0) for one in parts for rank in ranks)
+def _places(lines: Iterable[CodeLine]) -> Iterator[tuple[str, str, list[CodeLine]]]:
+    """Yield places as text, with their most frequent function and their parts."""
+    by_line: dict[str, list[CodeLine]] = {}
+    for one in lines:
+        by_line.setdefault(one.line, []).append(one)
+    places: dict[tuple[str, str], list[CodeLine]] = {}
+    for line, parts in by_line.items():
+        function = max(parts, key=lambda one: one.samples).function
+        places.setdefault((line if function else line.rpartition(":")[0], function), []).extend(parts)
+    for (_, function), parts in places.items():
+        yield _as_one([one.line for one in parts]), function, parts
+
+
+def _as_one(lines: Sequence[str]) -> str:
+    """Return lines of a function as one text.
+
+    >>> _as_one(["f (a.py:7)", "f (a.py:12)"])
+    'f (a.py:7-12)'
+    """
+    first, last = min(lines, key=_number), max(lines, key=_number)
+    return first if first == last else f"{first[:-1]}-{_number(last)})"
+
+
+def _number(line: str) -> int:
+    digits = line.rpartition(":")[2].rstrip(")")
+    return int(digits) if digits.isdecimal() and len(digits) < MAX_DIGITS else 0
+
+
+def _samples(parts: Iterable[CodeLine], ranks: Collection[int]) -> int:
+    return sum(one.by_rank.get(rank, 0) for one in parts for rank in ranks)
 
 
 def _named(ranks: Collection[int]) -> str:

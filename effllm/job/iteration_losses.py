@@ -18,12 +18,10 @@ from msgspec import Struct
 
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.columns import Array
+from effllm.records.iteration_times import LONG
 from effllm.records.rank import CHECKPOINT, EVALUATION, OTHER
 from effllm.records.verdict import SlowIterations
 
-#: An iteration is long if it takes more than this multiple of the median.  Iterations of a healthy job differ by a
-#: standard deviation of up to 0.4 (log-normal), with which 1 % of them are longer.
-LONG = 2.5
 #: At most, iterations of more than this multiple of the median are long, too.
 NEARLY_LONG = 1.25
 #: Number of the newest iterations of which the median is taken, and the smallest number.

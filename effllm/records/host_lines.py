@@ -6,6 +6,8 @@ from msgspec import Struct
 
 from effllm.records.rank import Count, Sentence, Word
 
+COMPUTE = "compute"  # kind of the samples in functions of torch that give the device its work
+WORKER = "worker"  # kind of the samples of DataLoader workers that fetch
 MAX_LINES = 64  # of one recording
 MAX_STACKS = 250  # in the message of a recording
 STACKS_FILE = "stacks.jsonl"  # in the run folder; older recordings are in stacks.jsonl.1
@@ -19,6 +21,7 @@ class CodeLine(Struct, frozen=True, array_like=True):
     function: Sentence = ""  #: the function of a library, or ``item (probably)`` for one in C; empty in ``line`` itself
     samples: Count = 0
     by_rank: dict[int, Count] = {}  # of a job; empty in the message of a rank
+    long: Count = 0  #: samples in long iterations, above the number that other iterations have
 
 
 class RecordedStacks(Struct, frozen=True):
@@ -40,5 +43,5 @@ class HostTime(Struct, frozen=True):
     samples: int = 0
     torn: int = 0  # samples that could not be read while the stack changed
     by_rank: dict[int, int] = {}  # samples of each rank; at most 16 ranks
-    by_kind: dict[str, int] = {}
+    by_kind: dict[str, int] = {}  # also `WORKER`, which is not in `samples`
     lines: tuple[CodeLine, ...] = ()  # those with the most samples

@@ -7,6 +7,7 @@ several iterations.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,21 @@ _MIN_S, _MAX_S, _CODES = 1e-6, 1e6, 65535
 _EACH = (_CODES - 1) / math.log(_MAX_S / _MIN_S)  # codes per e-fold
 MAX_ERROR = 0.5 / _EACH
 
+#: An iteration is long if it takes more than this multiple of the median.  Iterations of a healthy job differ by a
+#: standard deviation of up to 0.4 (log-normal), with which 1 % of them are longer.
+LONG = 2.5
+
 Codes = Annotated[bytes, Meta(max_length=2 * MAX_ITERATIONS)]
+
+
+def long_ones(times: Sequence[float]) -> list[bool]:
+    """Return which iterations are long.
+
+    >>> long_ones([1, 1, 9])
+    [False, False, True]
+    """
+    limit = LONG * statistics.median(times) if times else 0.0
+    return [time > limit for time in times]
 
 
 class IterationTimes(Struct, frozen=True, array_like=True, gc=False):

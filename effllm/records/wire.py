@@ -181,6 +181,7 @@ class HostSamples(Struct, frozen=True, array_like=True, tag=14):
     lines: Annotated[tuple[CodeLine, ...], Meta(max_length=MAX_LINES)] = ()
     failed: Sentence = ""
     stacks: Annotated[dict[Sentence, Count], Meta(max_length=MAX_STACKS)] = {}  # as in `RecordedStacks`
+    is_worker: bool = False  # whether they are of a DataLoader worker of the trainer
 
 
 class RecordStacks(Struct, frozen=True, array_like=True, tag=15):

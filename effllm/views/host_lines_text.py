@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from effllm.job.host_lines import KINDS, MIN_SAMPLES, lines_of, share_interval
+from effllm.job.host_lines import KINDS, MIN_SAMPLES, is_of_worker, lines_of, share_interval
 from effllm.records.host_lines import HostTime
 from effllm.records.plain_text import one_line
 
@@ -21,9 +21,11 @@ def host_lines(found: HostTime, cause: str) -> Iterator[str]:
     samples, lines = lines_of(found, cause) if cause in KINDS else (0, [])
     if samples < MIN_SAMPLES:
         return
-    of = f" of {found.samples:,}" if samples < found.samples else ""
-    torn = f" ({found.torn:,} torn)" if found.torn else ""
-    yield f"where the host was, in {samples:,}{of} samples of {_ranks(tuple(found.by_rank))}{torn}:"
+    is_worker = is_of_worker(found, cause)
+    of = f" of {found.samples:,}" if samples < found.samples and not is_worker else ""
+    torn = f" ({found.torn:,} torn)" if found.torn and not is_worker else ""
+    who = "a DataLoader worker" if is_worker else "the host"
+    yield f"where {who} was, in {samples:,}{of} samples of {_ranks(tuple(found.by_rank))}{torn}:"
     for line, function, count in lines[:MAX_SHOWN]:
         least, most = (100 * one for one in share_interval(count, samples))
         place = f"{function}, called in {line}" if function else line

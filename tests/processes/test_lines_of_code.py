@@ -99,6 +99,82 @@ def test_reason_is_stated_once_if_the_kernel_refuses(launch, tmp_path):
     assert job.our_errors == []
 
 
+#: A loop of which every fortieth iteration has a pause, at a place where all iterations are.
+PAUSES = """
+import time, torch
+
+def refresh(seconds):
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for number in range(1200):
+    model(torch.ones(4, 8)).mean().backward()
+    refresh(0.004)
+    if number % 40 == 39:
+        refresh(0.15)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@needs_py_spy
+def test_line_of_long_iterations_is_named(launch):
+    verdict = launch.code(PAUSES, environ=ON).done(120).ledger.summary.verdict
+
+    assert verdict.cause == "slow_iterations"
+    named = re.match(r"in (\d+) % of (\d+) samples of long iterations the host was in refresh \(", verdict.why)
+    assert named is not None and int(named[1]) > 80, verdict.why
+
+
+WORKERS = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+def tokenize():
+    until = time.perf_counter() + 0.012
+    while time.perf_counter() < until:
+        pass
+
+class Rows(Dataset):
+    def __len__(self):
+        return 1400
+
+    def __getitem__(self, at):
+        tokenize()
+        return torch.ones(8)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for rows in DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1]):
+        model(rows).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@needs_py_spy
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_line_of_dataloader_workers_is_named(launch, tmp_path, start):
+    (tmp_path / "train.py").write_text(WORKERS)
+    job = launch.python(tmp_path / "train.py", start, environ=ON).done(120)
+
+    verdict = job.ledger.summary.verdict
+    assert verdict.cause == "data_loading"
+    assert re.match(r"in \d+ % of \d+ samples a DataLoader worker was in tokenize \(train.py:", verdict.why), (
+        verdict.why
+    )
+    assert job.our_errors == []
+    assert not job.left()
+
+
 #: Two ranks of DistributedDataParallel, the second of which makes statistics in each step.
 RANKS = """
 import time, torch, torch.distributed as dist

@@ -1,5 +1,6 @@
 """effllm/job/host_lines.py and its text: which line of code is named for a loss."""
 
+import msgspec
 import pytest
 
 from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
@@ -25,6 +26,17 @@ def test_line_with_the_most_samples_of_the_loss_is_named():
     assert where(found, "device_idle") == (
         "in 61 % of 100 samples the host was in encode, called in collate (data.py:41)"
     )
+
+
+def test_torch_is_named_for_an_idle_device_only_if_the_host_does_hardly_anything_else():
+    torch = CodeLine("compute", "step (train.py:9)", "_engine_run_backward", 300)
+    few = msgspec.structs.replace(SLOW, samples=60)
+
+    assert where(summary(torch, SLOW), "device_idle").startswith("in 83 % of 361 samples the host was in _engine_run")
+    assert where(summary(torch, msgspec.structs.replace(SLOW, samples=90)), "device_idle").startswith(
+        "in 100 % of 90 samples the host was in encode"
+    )
+    assert "_engine_run_backward" not in where(summary(torch, few), "between_iterations")
 
 
 def test_samples_of_one_line_with_several_functions_are_its_own():
@@ -57,9 +69,47 @@ def test_no_line_is_named_for_few_samples_of_the_loss():
 
 
 def test_no_line_is_named_if_each_has_few_of_the_samples():
-    assert (
-        where(summary(*(CodeLine("data", f"f (data.py:{line})", "", 10) for line in range(10))), "data_loading") == ""
+    lines = [CodeLine("data", f"f{number} (data.py:{number})", "", 10) for number in range(10)]
+
+    assert where(summary(*lines), "data_loading") == ""
+
+
+def test_lines_of_a_function_that_calls_nothing_are_one_place():
+    own = [CodeLine("data", f"f (data.py:{number})", "", 10) for number in (7, 12, 9)]
+    found = summary(*own, CodeLine("data", "f (data.py:20)", "read", 10))
+
+    assert where(found, "data_loading") == "in 75 % of 40 samples the host was in f (data.py:7-12)"
+
+
+@pytest.mark.parametrize(
+    "line", ["f", "f (a.py:)", "f (a.py:-3)", "f (a.py:" + "9" * 99 + ")", ":)", "f (a.py:\u00b2)"]
+)
+def test_a_line_without_a_number_is_shown_as_it_is(line):
+    assert where(summary(CodeLine("data", line, "", 40)), "data_loading").endswith(f"was in {line}")
+
+
+def test_only_the_additional_samples_of_long_iterations_count_for_them():
+    found = summary(
+        CodeLine("other", "refresh (train.py:5)", "", 100, long=60), CodeLine("backward", "step (train.py:9)", "", 400)
     )
+
+    assert where(found, "slow_iterations") == (
+        "in 100 % of 60 samples of long iterations the host was in refresh (train.py:5)"
+    )
+    assert next(host_lines(found, "slow_iterations")) == "where the host was, in 60 of 500 samples of rank 0:"
+
+
+def test_waits_for_dataloader_workers_name_the_line_of_a_worker():
+    found = HostLines()
+    found.add(HostSamples("agent", 0, 100, 0, (CodeLine("data", "<module> (train.py:3)", "select", 100),)))
+    worker = CodeLine("worker", "tokenize (data.py:9)", "", 80), CodeLine("worker", "pad (data.py:30)", "", 20)
+    found.add(HostSamples("agent", 0, 100, 0, worker, is_worker=True))
+
+    summary = found.summary()
+    assert (summary.samples, summary.by_rank) == (100, {0: 100})
+    assert where(summary, "data_loading") == ("in 80 % of 100 samples a DataLoader worker was in tokenize (data.py:9)")
+    assert next(host_lines(summary, "data_loading")) == "where a DataLoader worker was, in 100 samples of rank 0:"
+    assert where(summary, "device_idle").endswith("the host was in select, called in <module> (train.py:3)")
 
 
 def test_recordings_add_up_and_ranks_are_limited():

@@ -1,5 +1,6 @@
 """effllm/agent/host_stacks.py: the lines of code of a recording of py-spy."""
 
+import itertools
 import json
 import re
 import sysconfig
@@ -15,6 +16,7 @@ from effllm.agent.host_stacks import (
     RATE_HZ,
     Frame,
     LineNames,
+    LongIterations,
     _rows,
     is_library,
     kind_of,
@@ -101,7 +103,7 @@ def test_unknown_thread_of_the_loop_is_the_one_that_runs_the_script():
         ((f"{SITE}/torch/distributed/distributed_c10d.py", "get_rank"), "other", "get_rank"),
         ((f"{SITE}/torch/serialization.py", "_save"), "checkpoint", "_save"),
         ((f"{SITE}/tokenizers/implementations.py", "encode"), "tokenization", "encode"),
-        ((f"{SITE}/torch/optim/adamw.py", "AdamW.step"), "optimizer", "AdamW.step"),
+        ((f"{SITE}/torch/optim/adamw.py", "AdamW.step"), "compute", "AdamW.step"),
         ((f"{sysconfig.get_path('stdlib')}/logging/__init__.py", "Logger.info"), "logging", "Logger.info"),
         ((f"{SITE}/pandas/io/parsers.py", "read_csv"), "other", "read_csv"),
     ],
@@ -111,6 +113,56 @@ def test_line_of_the_user_is_named_with_the_function_that_it_is_in(innermost, ki
 
     assert lines(((MAIN, ("step", "/job/loop.py", 7), (name, path, 1)), 1.0)) == [
         (kind, "step (loop.py:7)", function, RATE_HZ)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("innermost", "kind", "function"),
+    [
+        (f"{SITE}/torch/nn/modules/linear.py", "compute", "f"),
+        (f"{sysconfig.get_path('stdlib')}/collections/__init__.py", "forward", "f"),
+        ("/job/model.py", "forward", ""),
+    ],
+)
+def test_what_torch_does_in_forward_is_not_python_of_the_user(innermost, kind, function):
+    inside = (f"{SITE}/torch/nn/modules/module.py", "Module._call_impl")
+    stack = MAIN, (inside[1], inside[0], 9), ("Net.forward", "/job/model.py", 3), ("f", innermost, 5)
+
+    [(found, line, in_function, _)] = lines((stack, 1.0))
+    assert (found, line.partition(" ")[0], in_function) == (kind, "Net.forward" if function else "f", function)
+
+
+@pytest.mark.parametrize("name", ["count.<locals>.<genexpr>", "<listcomp>"])
+def test_comprehension_belongs_to_the_line_that_reads_it(name):
+    inside = ("count", "/job/data.py", 7), (name, "/job/data.py", 8)
+    library = (*inside, ("get", f"{SITE}/pandas/core.py", 9))
+
+    assert lines(((MAIN, *inside), 1.0)) == [("other", "count (data.py:7)", "", RATE_HZ)]
+    assert lines(((MAIN, *library), 1.0)) == [("other", "count (data.py:7)", "get", RATE_HZ)]
+
+
+def long_ones(durations_ms, began_ms=0.0):
+    """Return the long iterations of a loop whose iterations follow each other."""
+    edges = [0, *itertools.accumulate(durations_ms)]
+    spans = [(round(1e6 * start), round(1e6 * end)) for start, end in itertools.pairwise(edges)]
+    return LongIterations.of(spans, round(1e6 * began_ms))
+
+
+def test_long_iterations_are_those_of_several_medians_during_the_recording():
+    assert long_ones([10] * 9 + [100]) == ([(90e3, 190e3)], 1 / 9)
+    assert long_ones([100] + [10] * 9, began_ms=100) == ([], 0.0)
+    assert long_ones([]) == ([], 0.0)
+
+
+def test_only_more_samples_than_in_other_iterations_count_for_long_ones():
+    pause, work = (MAIN, ("pause", "/job/a.py", 2)), (MAIN, ("work", "/job/a.py", 9))
+    content = json.dumps(recording((work, 0.9), (pause, 0.5), (work, 0.1))).encode()
+    in_long = stacks_of(content, LOOP, [(0.9e6, 1.5e6)])
+
+    found = LineNames("/job").of(stacks_of(content, LOOP), in_long, 1 / 9)
+    assert [(one.line, one.samples, one.long) for one in found] == [
+        ("work (a.py:9)", RATE_HZ, 0),
+        ("pause (a.py:2)", RATE_HZ // 2, RATE_HZ // 2),
     ]
 
 

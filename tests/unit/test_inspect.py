@@ -84,7 +84,7 @@ def test_verdict_is_the_end_of_the_screen_after_its_evidence(inspect):
 def test_json_has_the_stable_names_and_the_whole_verdict(inspect):
     done = json.loads(inspect(of(("data", 1.0, 1.0)), "--json", verdict=make_summary().verdict).stdout)
 
-    assert list(done) == ["run", "verdict", "waterfall", "evidence", "audit", "versions"]
+    assert list(done) == ["run", "verdict", "waterfall", "evidence", "audit", "host", "versions"]
     assert list(done["verdict"]) == ["cause", "text", "why", "next", "bound", "confidence"]
     assert done["evidence"][0]["share"] == 0.08
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
-from effllm.job.iteration_losses import LONG, MIN_KEPT, IterationLosses
+from effllm.job.iteration_losses import MIN_KEPT, IterationLosses
 from effllm.job.iteration_matrix import IterationMatrix
-from effllm.records.iteration_times import IterationTimes, codes_of
+from effllm.records.iteration_times import LONG, IterationTimes, codes_of
 from effllm.records.job import MAX_LAST, LastRanks
 
 

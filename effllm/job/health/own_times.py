@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from effllm.job.iteration_losses import LONG, Lost
+from effllm.job.iteration_losses import Lost
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.records.columns import Array, Positions, fields_of
+from effllm.records.iteration_times import LONG
 from effllm.records.job import LastRanks
 from effllm.records.rank import RankReport
 

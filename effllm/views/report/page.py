@@ -20,6 +20,7 @@ from effllm.records.job import Summary
 from effllm.store.summary_text import outcome
 from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
+from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
 from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
 
@@ -80,6 +81,7 @@ def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, 
         of_runs("ranks", "Ranks", details.ranks),
         of_runs("goodput", "Time and energy by class", details.goodput),
         of_runs("stragglers", "Stragglers", details.stragglers),
+        of_runs("host", "Where the host was", host_time),
         of_runs("stalls", "Stalls", details.stalls),
         of_runs("events", "Events", details.events),
         of_runs("not-measured", "Not measured, and why", lambda run: sentences(verdicts.not_measured(run, without))),
@@ -127,6 +129,7 @@ _SECTIONS = {
     "ranks": "Ranks",
     "goodput": "Time and energy",
     "stragglers": "Stragglers",
+    "host": "Host",
     "stalls": "Stalls",
     "events": "Events",
     "not-measured": "Not measured",

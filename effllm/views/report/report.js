@@ -45,6 +45,16 @@
     canvas.addEventListener("pointerdown", move);
   }
 
+  // The whole name of a box of an icicle, also of one without room for it.
+  for (const icicle of document.querySelectorAll(".icicle")) {
+    const output = icicle.querySelector("output");
+    for (const box of icicle.querySelectorAll("g")) {
+      const show = () => { output.textContent = box.getAttribute("aria-label"); };
+      box.addEventListener("focus", show);
+      box.addEventListener("pointerenter", show);
+    }
+  }
+
   // A print has everything open.
   const closed = [];
   addEventListener("beforeprint", () => {

@@ -1,0 +1,99 @@
+"""Where the host was: its samples by kind, line and function as an icicle, and the lines as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from effllm.analysis.recorded_run import RecordedRun
+from effllm.job.host_lines import KINDS, share_interval
+from effllm.records.host_lines import WORKER, CodeLine, HostTime
+from effllm.views.report.markup import Child, Markup, element, table, together
+from effllm.views.report.plot import WIDTH
+
+MAX_ROWS = 20  # of the table
+COLORS = 8
+_HEIGHT, _LETTER, _SMALLEST = 24, 6.6, 1.0  # of a row, of a letter, and of a box that is drawn
+_LEVELS: Sequence[Callable[[CodeLine], str]] = (lambda one: one.kind, lambda one: one.line, lambda one: one.function)
+
+
+class _Box(NamedTuple):
+    level: int
+    begin: int  # in samples
+    samples: int
+    text: str
+    color: int
+
+
+def host_time(run: RecordedRun) -> Child:
+    """Return the samples of the host, if the verdict is on a loss that the host may cause."""
+    summary = run.summary
+    if summary is None or summary.host is None:
+        return element("p", "No stacks were recorded; Not measured has the reason.")
+    cause = summary.verdict.cause if summary.verdict is not None else ""
+    if cause not in (*KINDS, "straggler"):
+        return element("p", "Not shown: the host causes no loss. effllm inspect RUN --stacks FILE has all samples.")
+    found = summary.host
+    workers = [one for one in found.lines if one.kind == WORKER]
+    of_host = [one for one in found.lines if one.kind != WORKER]
+    return together(
+        _icicle("the host", of_host, found.samples),
+        _icicle("DataLoader workers", workers, found.by_kind[WORKER]) if workers else None,
+        _table(found),
+    )
+
+
+def _table(found: HostTime) -> Markup:
+    lines = sorted(found.lines, key=lambda one: -one.samples)[:MAX_ROWS]
+    rows = []
+    for one in lines:
+        of = found.by_kind[WORKER] if one.kind == WORKER else found.samples
+        low, high = (100 * share for share in share_interval(one.samples, of))
+        share = f"{100 * one.samples / of:.0f} % ({low:.0f} to {high:.0f})"
+        rows.append([one.line, one.function, one.kind, f"{one.samples:,}", share])
+    caption = f"The {len(rows)} lines with the most samples, with the 95 % interval of their share"
+    return table(caption, ("line", "in function", "kind", "samples", "share"), rows, range(3))
+
+
+def _icicle(of: str, lines: Sequence[CodeLine], total: int) -> Markup:
+    boxes = [_Box(0, 0, total, f"{of}: {total:,} samples", 0), *_boxes(lines, 0, 0)]
+    drawn = [_drawn(box, total) for box in boxes if WIDTH * box.samples >= _SMALLEST * total]
+    size = f"0 0 {WIDTH} {_HEIGHT * (len(_LEVELS) + 1)}"
+    drawing = element(
+        "svg", drawn, viewBox=size, role="group", aria_label=f"Samples of {of} by kind, line and function"
+    )
+    return element("div", drawing, element("output", class_="readout"), class_="icicle")
+
+
+def _boxes(lines: Iterable[CodeLine], level: int, begin: int, color: int = 0) -> Iterator[_Box]:
+    """Yield the boxes of a level and of those below it, the largest first."""
+    groups: dict[str, list[CodeLine]] = {}
+    for one in lines:
+        groups.setdefault(_LEVELS[level](one), []).append(one)
+    sizes = {text: sum(one.samples for one in parts) for text, parts in groups.items()}
+    for at, text in enumerate(sorted(groups, key=lambda one: -sizes[one])):
+        color = color if level else at % COLORS
+        if text:
+            yield _Box(level + 1, begin, sizes[text], text, color)
+        if level + 1 < len(_LEVELS):
+            yield from _boxes(groups[text], level + 1, begin, color)
+        begin += sizes[text]
+
+
+def _drawn(box: _Box, total: int) -> Markup:
+    x, width, y = WIDTH * box.begin / total, WIDTH * box.samples / total, _HEIGHT * box.level
+    text = f"{box.text}: {100 * box.samples / total:.0f} %" if box.level else box.text
+    letters = int((width - 8) / _LETTER)
+    label = text if len(text) <= letters else f"{text[: letters - 1]}…" if letters > 3 else ""
+    return element(
+        "g",
+        element("title", text),
+        element(
+            "rect", x=f"{x:.5g}", y=y, width=f"{width:.5g}", height=_HEIGHT - 1,
+            class_=f"c{box.color}" if box.level else "all",
+        ),
+        element("text", label, x=f"{x + 4:.5g}", y=y + 16) if label else None,
+        tabindex=0,
+        role="img",
+        aria_label=text,
+    )  # fmt: skip
