@@ -139,6 +139,15 @@ def with_frame(place: tuple[str, str], stacks: Stacks) -> Stacks:
     }
 
 
+def folder_of(stacks: Stacks) -> str:
+    """Return the folder of the training script: of the outermost frame that is not a library's; "" if it is unknown."""
+    scripts: Counter[str] = Counter()
+    for frames, samples in stacks.items():
+        path = next((one.path for one in frames if one.path.startswith("/") and not is_library(one.path)), "")
+        scripts[os.path.normpath(path)] += samples if path else 0
+    return str(Path(scripts.most_common(1)[0][0]).parent) if scripts.total() else ""
+
+
 class LongIterations(NamedTuple):
     """The long iterations during a recording."""
 

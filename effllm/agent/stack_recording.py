@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from effllm.agent.host_stacks import (
     LineNames,
     LongIterations,
     Stacks,
+    folder_of,
     stacks_of,
     with_frame,
 )
@@ -65,6 +65,7 @@ class StackRecording:
         self._next_s = -math.inf if self._every_s < math.inf else math.inf
         self._count, self._is_failed, self._reads_workers = 0, False, True
         self._pid, self._began_ns = trainer.pid, 0  # of the recording
+        self._folder = ""  # of the training script
         self._worker = 0  # pid of a DataLoader worker that is recorded next
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
@@ -157,7 +158,8 @@ class StackRecording:
             return None  # the process has ended
         torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
         if is_worker:
-            return self._samples(LineNames(self._folder(), WORKER), with_frame(FETCH, stacks), torn)
+            return self._samples(LineNames(self._folder, WORKER), with_frame(FETCH, stacks), torn)
+        self._folder = folder_of(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
         long = LongIterations.of([*iterations_ns, *running], self._began_ns)
@@ -165,7 +167,7 @@ class StackRecording:
         waits = sum(with_frame(WAIT_FOR_WORKER, stacks).values())
         if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):
             self._worker = _worker_of(self._pid)
-        return self._samples(LineNames(self._folder()), stacks, torn, in_long, long.usual)
+        return self._samples(LineNames(self._folder), stacks, torn, in_long, long.usual)
 
     def _samples(
         self, names: LineNames, stacks: Stacks, torn: int, in_long: Stacks | None = None, usual: float = 0.0
@@ -186,15 +188,6 @@ class StackRecording:
         else:
             self._next_s, self._is_failed = math.inf, True  # the reason will be the same
         return HostSamples(self._trainer.agent, self._trainer.rank, failed=why)
-
-    def _folder(self) -> str:
-        """Return the folder of the training script."""
-        command = self._trainer.facts.run.get("command")
-        script = str(command[0]) if isinstance(command, list | tuple) and command else ""
-        with suppress(OSError):
-            script_path = Path(Path(f"/proc/{self._trainer.pid}/cwd").readlink(), script)
-            return str(Path(os.path.normpath(script_path)).parent)
-        return ""
 
     def _kill(self) -> None:
         assert self._process is not None

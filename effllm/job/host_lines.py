@@ -17,6 +17,7 @@ from effllm.records.wire import HostSamples
 MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 #: With fewer samples of a loss, and for lines with a smaller share of them, no line is named.
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
+MIN_MOST = 0.5  # of the samples in functions of torch, so that they are said to be the place
 #: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
 MIN_MORE = 0.05
 MAX_NAMED, MAX_DIGITS = 4, 10  # ranks; digits of a line's number
@@ -31,7 +32,7 @@ KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "data_loading": lambda kind: kind == "data",
         "between_iterations": lambda kind: kind not in (*NOT_OF_HOST, COMPUTE, "forward", "backward", "optimizer"),
         "device_idle": lambda kind: kind not in NOT_OF_HOST,
-        SLOW: lambda kind: kind not in NOT_OF_HOST,
+        SLOW: lambda kind: kind not in ("ranks", WORKER),  # a long wait for the device is an answer
         "checkpoint": lambda kind: kind == "checkpoint",
     }
 )
@@ -122,6 +123,11 @@ def where(found: HostTime | None, cause: str) -> str:
     if found is None or cause not in KINDS:
         return ""
     samples, lines = lines_of(found, cause)
+    computing = found.by_kind.get(COMPUTE, 0)
+    is_of_torch = cause == "device_idle" and COMPUTE in _kinds(found, cause)
+    if is_of_torch and computing >= max(MIN_MOST * found.samples, MIN_SAMPLES):
+        share = 100 * computing / found.samples
+        return f"in {share:.0f} % of {found.samples:,} samples the host was in functions of torch, which start kernels"
     if samples < MIN_SAMPLES or not lines or lines[0][2] < MIN_SHARE * samples:
         return ""
     line, function, count = lines[0]

@@ -32,7 +32,9 @@ def test_torch_is_named_for_an_idle_device_only_if_the_host_does_hardly_anything
     torch = CodeLine("compute", "step (train.py:9)", "_engine_run_backward", 300)
     few = msgspec.structs.replace(SLOW, samples=60)
 
-    assert where(summary(torch, SLOW), "device_idle").startswith("in 83 % of 361 samples the host was in _engine_run")
+    assert where(summary(torch, SLOW), "device_idle") == (
+        "in 83 % of 361 samples the host was in functions of torch, which start kernels"
+    )
     assert where(summary(torch, msgspec.structs.replace(SLOW, samples=90)), "device_idle").startswith(
         "in 100 % of 90 samples the host was in encode"
     )

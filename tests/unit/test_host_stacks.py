@@ -18,6 +18,7 @@ from effllm.agent.host_stacks import (
     LineNames,
     LongIterations,
     _rows,
+    folder_of,
     is_library,
     kind_of,
     stacks_of,
@@ -139,6 +140,14 @@ def test_comprehension_belongs_to_the_line_that_reads_it(name):
 
     assert lines(((MAIN, *inside), 1.0)) == [("other", "count (data.py:7)", "", RATE_HZ)]
     assert lines(((MAIN, *library), 1.0)) == [("other", "count (data.py:7)", "get", RATE_HZ)]
+
+
+def test_folder_of_the_script_is_that_of_the_outermost_frame_of_the_user():
+    runpy = Frame("_run_code", "<frozen runpy>", 88), Frame("main", f"{SITE}/effllm/commands/run.py", 5)
+    script, data = Frame("<module>", "/job/a/../b/train.py", 9), Frame("load", "/data/lib.py", 3)
+
+    assert folder_of({(*runpy, script, data): 5, (data,): 1}) == "/job/b"
+    assert folder_of({runpy: 5, (): 3}) == folder_of({}) == ""
 
 
 def long_ones(durations_ms, began_ms=0.0):
