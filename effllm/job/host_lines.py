@@ -108,7 +108,9 @@ def is_of_worker(found: HostTime, cause: str) -> bool:
 def _kinds(found: HostTime, cause: str) -> set[str]:
     if is_of_worker(found, cause):
         return {WORKER}
-    kinds = {kind for kind in found.by_kind if KINDS[cause](kind)}
+    # A loop may fetch its batches itself, without a function that is known to fetch.
+    is_known = cause != "data_loading" or found.by_kind.get("data", 0) >= max(MIN_SAMPLES, MIN_MORE * found.samples)
+    kinds = {kind for kind in found.by_kind if KINDS[cause if is_known else "between_iterations"](kind)}
     # While torch gives the device its work, the device is rather busy; unless the host does hardly anything else.
     others = kinds - {COMPUTE} if cause == "device_idle" else kinds
     return others if _samples_of(found, others) >= MIN_SHARE * found.samples else kinds

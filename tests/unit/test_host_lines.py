@@ -51,6 +51,12 @@ def test_samples_of_one_line_with_several_functions_are_its_own():
     assert where(found, "data_loading") == "in 60 % of 75 samples the host was in decode, called in load (data.py:7)"
 
 
+def test_loop_that_fetches_its_batches_itself_is_named_for_waits_for_data():
+    own, step = CodeLine("other", "rows (corpus.py:33)", "", 80), CodeLine("compute", "step (train.py:9)", "f", 100)
+
+    assert where(summary(own, step), "data_loading") == ("in 100 % of 80 samples the host was in rows (corpus.py:33)")
+
+
 @pytest.mark.parametrize("cause", ["straggler", "evaluation", "healthy", "unknown", ""])
 def test_no_line_is_named_for_other_causes(cause):
     assert where(summary(SLOW), cause) == ""
@@ -66,7 +72,7 @@ def test_line_that_saves_is_named_for_checkpoints():
 def test_no_line_is_named_for_few_samples_of_the_loss():
     few = CodeLine("data", "load (data.py:7)", "", MIN_SAMPLES - 1)
 
-    assert where(summary(few, CodeLine("forward", "step (train.py:9)", "", 1000)), "data_loading") == ""
+    assert where(summary(few, CodeLine("compute", "step (train.py:9)", "", 1000)), "data_loading") == ""
     assert where(None, "data_loading") == ""
 
 
