@@ -115,7 +115,7 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
         elif stack:
             stack.pop()
     # The other threads begin in threading.py.
-    mains = {tid for tid, frames in spent_us if frames[0].function != "Thread._bootstrap"}
+    mains = {tid for tid, frames in spent_us if not frames[0].function.endswith("_bootstrap")}
     wanted = {thread} if thread in stacks else mains
     found: dict[tuple[Frame, ...], float] = {}
     for (tid, frames), us in spent_us.items():
@@ -217,8 +217,8 @@ class LineNames:
         return kept
 
     def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
-        while len(frames) > 1 and frames[-1].function.endswith(COMPREHENSIONS) and not is_library(frames[-1].path):
-            frames = frames[:-1]  # it belongs to the line that reads it
+        while len(frames) > 1 and _belongs_to_caller(frames[-1]):
+            frames = frames[:-1]
         users = [one for one in frames if not is_library(one.path)]
         user = next((one for one in reversed(users) if not one.function.endswith(COMPREHENSIONS)), frames[-1])
         call = self._call(frames[-1])
@@ -228,7 +228,9 @@ class LineNames:
         if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
             kind = COMPUTE
         function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
-        return self._kind or kind, f"{_clean(user.function)} ({self._file(user.path)}:{user.line})", function
+        # Some versions of Python show a generator without its callers.
+        name = _clean(re.sub(r"(\.<locals>\.<\w+>)+$", "", user.function))
+        return self._kind or kind, f"{name} ({self._file(user.path)}:{user.line})", function
 
     def _call(self, frame: Frame) -> str:
         """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
@@ -244,6 +246,12 @@ class LineNames:
         if short is None:
             short = path[len(self._folder) + 1 :] if self._folder and path.startswith(f"{self._folder}/") else path
         return _clean(short)
+
+
+def _belongs_to_caller(frame: Frame) -> bool:
+    """Whether a frame is a comprehension, which belongs to the line that reads it, or effllm's own."""
+    is_comprehension = frame.function.endswith(COMPREHENSIONS) and not is_library(frame.path)
+    return is_comprehension or frame.path.startswith(f"{_OWN}/")
 
 
 @functools.lru_cache(maxsize=4096)

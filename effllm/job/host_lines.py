@@ -25,13 +25,14 @@ _Z = 1.96  # of a 95 % interval
 SLOW = "slow_iterations"
 
 #: Kinds in which the host waits for others, or is another process, so that no line of Python keeps the device waiting.
-NOT_OF_HOST = ("device", "ranks", WORKER)
+DEVICE = "device"
+NOT_OF_HOST = (DEVICE, "ranks", WORKER)
 #: Cause -> whether a kind of samples belongs to its loss; of `SLOW`, only samples in long iterations.
 KINDS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "data_loading": lambda kind: kind == "data",
         "between_iterations": lambda kind: kind not in (*NOT_OF_HOST, COMPUTE, "forward", "backward", "optimizer"),
-        "device_idle": lambda kind: kind not in NOT_OF_HOST,
+        "device_idle": lambda kind: kind not in ("ranks", WORKER),
         SLOW: lambda kind: kind not in ("ranks", WORKER),  # a long wait for the device is an answer
         "checkpoint": lambda kind: kind == "checkpoint",
     }
@@ -111,9 +112,12 @@ def _kinds(found: HostTime, cause: str) -> set[str]:
     # A loop may fetch its batches itself, without a function that is known to fetch.
     is_known = cause != "data_loading" or found.by_kind.get("data", 0) >= max(MIN_SAMPLES, MIN_MORE * found.samples)
     kinds = {kind for kind in found.by_kind if KINDS[cause if is_known else "between_iterations"](kind)}
-    # While torch gives the device its work, the device is rather busy; unless the host does hardly anything else.
-    others = kinds - {COMPUTE} if cause == "device_idle" else kinds
-    return others if _samples_of(found, others) >= MIN_SHARE * found.samples else kinds
+    if cause == "device_idle":
+        # While torch starts kernels, or the host waits for the device, the device is rather busy.  But after a wait it
+        # is idle until the next kernels.
+        ways = (kinds - {COMPUTE, DEVICE}, kinds & {DEVICE})
+        return next((one for one in ways if _samples_of(found, one) >= MIN_SHARE * found.samples), kinds & {COMPUTE})
+    return kinds
 
 
 def _samples_of(found: HostTime, kinds: Collection[str]) -> int:
@@ -125,18 +129,23 @@ def where(found: HostTime | None, cause: str) -> str:
     if found is None or cause not in KINDS:
         return ""
     samples, lines = lines_of(found, cause)
-    computing = found.by_kind.get(COMPUTE, 0)
-    is_of_torch = cause == "device_idle" and COMPUTE in _kinds(found, cause)
-    if is_of_torch and computing >= max(MIN_MOST * found.samples, MIN_SAMPLES):
-        share = 100 * computing / found.samples
-        return f"in {share:.0f} % of {found.samples:,} samples the host was in functions of torch, which start kernels"
+    kinds = _kinds(found, cause)
+    if cause == "device_idle" and kinds <= {COMPUTE}:
+        said = f"{_percent(samples, found.samples)} samples the host was in functions of torch, which start kernels"
+        return said if samples >= max(MIN_MOST * found.samples, MIN_SAMPLES) else ""
     if samples < MIN_SAMPLES or not lines or lines[0][2] < MIN_SHARE * samples:
         return ""
     line, function, count = lines[0]
     place = f"{function}, called in {line}" if function else line
+    if cause == "device_idle" and kinds == {DEVICE}:
+        return f"{_percent(samples, found.samples)} samples the host waited for the device, most in {place}"
     of = " of long iterations" if cause == SLOW else ""
     who = "a DataLoader worker" if is_of_worker(found, cause) else "the host"
-    return f"in {100 * count / samples:.0f} % of {samples:,} samples{of} {who} was in {place}"
+    return f"{_percent(count, samples)} samples{of} {who} was in {place}"
+
+
+def _percent(count: int, of: int) -> str:
+    return f"in {100 * count / of:.0f} % of {of:,}"
 
 
 def where_slow(found: HostTime | None, slow: Collection[int]) -> str:

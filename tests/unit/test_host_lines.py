@@ -20,7 +20,7 @@ SLOW = CodeLine("tokenization", "collate (data.py:41)", "encode", 61)
 
 def test_line_with_the_most_samples_of_the_loss_is_named():
     found = summary(
-        SLOW, CodeLine("forward", "step (train.py:9)", "Linear.forward", 39), CodeLine("device", "a (b.py:1)", "", 900)
+        SLOW, CodeLine("forward", "step (train.py:9)", "Linear.forward", 39), CodeLine("device", "a (b.py:1)", "", 390)
     )
 
     assert where(found, "device_idle") == (
@@ -39,6 +39,18 @@ def test_torch_is_named_for_an_idle_device_only_if_the_host_does_hardly_anything
         "in 100 % of 90 samples the host was in encode"
     )
     assert "_engine_run_backward" not in where(summary(torch, few), "between_iterations")
+
+
+def test_line_that_waits_for_the_device_is_named_if_the_host_does_hardly_anything_else():
+    waits = CodeLine("device", "norm (train.py:30)", "item (probably)", 100)
+    torch, few = CodeLine("compute", "step (train.py:9)", "f", 90), msgspec.structs.replace(SLOW, samples=10)
+
+    assert where(summary(waits, torch, few), "device_idle") == (
+        "in 50 % of 200 samples the host waited for the device, most in item (probably), called in norm (train.py:30)"
+    )
+    assert where(summary(waits, torch, SLOW), "device_idle").startswith("in 100 % of 61 samples the host was in encode")
+    assert where(summary(msgspec.structs.replace(waits, samples=9), torch), "device_idle").endswith("start kernels")
+    assert where(summary(CodeLine("ranks", "step (train.py:9)", "", 100), few), "device_idle") == ""
 
 
 def test_samples_of_one_line_with_several_functions_are_its_own():
