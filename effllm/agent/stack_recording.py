@@ -103,7 +103,7 @@ class StackRecording:
     def request(self, now_s: float) -> None:
         """Record as soon as the limit of the cost permits, because the job has a new loss."""
         if self._trainer.config.stacks != "off" and not self._is_failed:
-            self._next_s = min(self._next_s, max(now_s, self._since_s + APART_S * (self._count - MAX_AT_ONCE)))
+            self._next_s = min(self._next_s, max(now_s, self._since_s + APART_S * (self._count + 1 - MAX_AT_ONCE)))
 
     def finish(self) -> None:
         """End a recording now, with its samples, and begin no other one: the loop has ended."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jobs
@@ -13,7 +16,7 @@ import pytest
 from cli_process import CommandLine
 from jobs import needs_py_spy
 
-from effllm.agent.stack_recording import StackRecording
+from effllm.agent.stack_recording import APART_S, MAX_AT_ONCE, StackRecording
 
 pytestmark = [*jobs.needs_torch]
 
@@ -175,6 +178,25 @@ def test_line_of_dataloader_workers_is_named(launch, tmp_path, start):
     assert not job.left()
 
 
+@pytest.mark.long
+@needs_py_spy
+def test_reason_is_stated_if_workers_cannot_be_read(launch, tmp_path):
+    """As with kernel.yama.ptrace_scope=1, where only the trainer has named its tracer."""
+    refusing, real = tmp_path / "bin" / "py-spy", shutil.which("py-spy") or Path(sys.executable).parent / "py-spy"
+    refusing.parent.mkdir()
+    refused = "echo 'Error: Permission Denied' >&2; exit 1"
+    refusing.write_text(f'#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null || {{ {refused}; }}\nexec {real} "$@"\n')
+    refusing.chmod(0o755)
+    (tmp_path / "train.py").write_text(WORKERS)
+    environ = ON | {"PATH": f"{refusing.parent}:{os.environ['PATH']}"}
+    job = launch.python(tmp_path / "train.py", "fork", environ=environ).done(120)
+
+    reasons = [line for line in job.ledger.summary.not_measured if line.startswith("lines of code")]
+    assert reasons == ["lines of code: DataLoader workers: py-spy failed: Error: Permission Denied"]
+    assert re.search(r"samples the host was in .*, called in <module> \(train.py:\d+\)", job.ledger.summary.verdict.why)
+    assert job.our_errors == []
+
+
 #: Two ranks of DistributedDataParallel, the second of which makes statistics in each step.
 RANKS = """
 import time, torch, torch.distributed as dist
@@ -213,6 +235,19 @@ def test_line_of_a_slow_rank_is_named_beside_its_peer(launch, tmp_path):
         r"rank 1 is in statistics \(train.py:[\d-]+\) in (\d+) % of the samples, rank 0 in 0 %", verdict.why
     )
     assert named is not None and int(named[1]) > 40, verdict.why
+
+
+def test_requests_are_served_at_once_until_the_limit_of_the_cost():
+    trainer = SimpleNamespace(config=SimpleNamespace(stacks="auto"), place=SimpleNamespace(local_rank=0), pid=1)
+    recording, began_s = StackRecording(trainer), time.monotonic()
+    begun = []
+    recording._begin = lambda now_s, pid: begun.append(now_s)
+    for second in range(4, 3600):
+        recording.request(began_s + second)
+        recording.look(began_s + second, 100)
+
+    assert len([one for one in begun if one < began_s + 10]) == MAX_AT_ONCE
+    assert MAX_AT_ONCE < len(begun) < MAX_AT_ONCE + 3600 / APART_S + 1
 
 
 def test_recording_without_a_free_descriptor_has_a_reason(monkeypatch):

@@ -323,6 +323,16 @@ def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     assert adds_up(goodput)
 
 
+def test_stacks_are_requested_when_waits_for_data_begin():
+    run, asked = Run().join(), []
+    for number in range(1, 7):
+        wait_s = 2.0 if number in (3, 4) else 0.0
+        run.window(number, busy_s=9.0 - wait_s, wait_s=wait_s)
+        asked.append(run.aggregator.take_to_record())
+
+    assert asked == [[], [], [0], [], [], []]
+
+
 @pytest.mark.parametrize("joined", [1, 3])
 def test_hang_counts_in_a_window_with_a_larger_number(joined):
     """A later attempt begins with window 3; three windows can be reported as one, with the number of the last."""
