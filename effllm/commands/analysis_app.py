@@ -106,6 +106,12 @@ def compare(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print the table of configurations for LaTeX.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table of configurations with all digits.")] = False,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Print the table of the EfficientLLM paper, with its score."),
+    ] = False,
 ) -> None:
     """Compare configurations: B is better or worse than A, not distinguishable, or unknown.
 
@@ -125,6 +131,8 @@ def compare(
       effllm compare runs --by git_commit --markdown
       effllm compare main new --fail-if 'joules_per_token > +2%'
       effllm compare A B --json | jq '.comparisons[].metrics[].outcome'
+      effllm compare runs --by config --latex       # means with 95 % intervals
+      effllm compare runs --paper                   # AMU to AEC, and the score
 
     Exit status: 0 compared, and no condition is true; 1 a condition is true; 2 wrong use, or no runs; 3 no condition is
     true, and one is unknown.
@@ -195,38 +203,6 @@ def ledger(
       effllm ledger efficientllm_runs --by month --csv > months.csv
 
     Exit status: 0 printed, 1 no runs, 2 wrong use.
-    """
-
-
-def leaderboard(
-    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, globs or tags.")],
-    by: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="Tag, identity or fact of a configuration. [default: config, else each run]"),
-    ] = "",
-    weight: Annotated[
-        list[str] | None, typer.Option(metavar="METRIC=N", help="Weight in the score, 1 by default; can be repeated.")
-    ] = None,
-    quality: Annotated[str, typer.Option(metavar="NAME", help="Tag or fact with the quality of the model.")] = "",
-    floor: Annotated[float, typer.Option(min=0.0, max=0.5, help="Smallest normalised value; 0 is the paper's.")] = 0.0,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all digits.")] = False,
-) -> None:
-    """Rank configurations by the metrics of the EfficientLLM paper.
-
-    The table has AMU, PCU, AL, TT, ST, IT and AEC as means over runs, MCR for compressed models
-    (PerformanceMonitor.set_compression_info), and the score of the paper: each metric from 0 (worst) to 1 (best) by
-    min-max normalisation, then the weighted harmonic mean. Models with different kinds of parameters (total, trainable,
-    active) have tables of their own. Each configuration is compared with the next one, as by effllm compare.
-
-    \b
-    Examples:
-      effllm leaderboard efficientllm_runs/lr-study
-      effllm leaderboard runs --by model --weight AEC=2 --floor 0.05
-      effllm leaderboard runs --by model --quality accuracy --markdown
-      effllm leaderboard runs --csv > table.csv
-
-    Exit status: 0 success, 2 wrong use, or no runs.
     """
 
 
@@ -340,4 +316,4 @@ def top(
     raise typer.Exit(command.main([run] * bool(run) + options + ["--once"] * once + ["--json"] * as_json))
 
 
-COMMANDS = (report, compare, campaign, leaderboard, ledger, sql, export)
+COMMANDS = (report, compare, campaign, ledger, sql, export)

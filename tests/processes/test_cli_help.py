@@ -23,7 +23,6 @@ COMMANDS = [
     "inspect",
     "compare",
     "campaign",
-    "leaderboard",
     "ledger",
     "sql",
     "export",
@@ -97,7 +96,7 @@ def test_a_table_is_printed_in_every_encoding_of_the_terminal(cli, encoding):
     for at in range(2):
         write_run(cli.folder / f"runs/{at}", {"al_seconds": 1.0 + at})
 
-    done = cli.run("leaderboard", "runs", PYTHONIOENCODING=encoding)
+    done = cli.run("compare", "runs", "--paper", PYTHONIOENCODING=encoding)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "AL ?" in done.stdout  # an arrow

@@ -1,0 +1,102 @@
+"""The table of configurations as text, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from effllm.analysis.configurations import Cell, Configurations, label
+from effllm.records.plain_text import one_line
+from effllm.store import csv_file
+from effllm.store.summary_text import readable
+from effllm.views.comparison_text import markdown_table, markdown_text
+
+MAX_WIDTH = 1000
+_LATEX = re.compile(r"[&%$#_{}~^\\]")
+_LATEX_NAMES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def rows_of(table: Configurations) -> list[list[str]]:
+    """Return the table with its header, each cell as ``12.3 ± 0.4 %``."""
+    arrows = [f"{label(one)} {'↑' if one.higher_is_better else '↓'}" for one in table.metrics]
+    rows = [["configuration", "runs", *arrows, *(["score"] if table.scores else [])]]
+    for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
+        score = table.scores[at] if table.scores else None
+        scores = ["-" if score is None else f"{score:.3f}"] if table.scores else []
+        rows.append([one_line(side.name), str(len(side.runs)), *map(_text, cells), *scores])
+    return rows
+
+
+def _text(cell: Cell) -> str:
+    if cell.mean is None:
+        return "-"
+    mean = f"{cell.mean:.2e}" if 0 < abs(cell.mean) < 0.01 else readable(cell.mean)
+    interval = f" ± {100 * cell.half / abs(cell.mean):.2g} %" if cell.half is not None and cell.mean else ""
+    return mean + interval + "!" * cell.is_in_doubt
+
+
+class ConfigurationsScreen:
+    """The table for rich's console; if it is too wide, each configuration is a column."""
+
+    def __init__(self, table: Configurations) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = rows_of(self._table)
+        wide = _rich(rows)
+        is_wide = Measurement.get(console, options.update(max_width=MAX_WIDTH), wide).maximum > options.max_width
+        yield _rich([list(column) for column in zip(*rows, strict=True)]) if is_wide else wide
+        yield from map(Text, self._table.notes)
+
+
+def _rich(rows: list[list[str]]) -> Table:
+    found = Table(*map(escape, rows[0]), box=None, pad_edge=False)
+    found.columns[0].overflow = "fold"
+    for column in found.columns[1:]:
+        column.justify, column.overflow = "right", "fold"
+    for row in rows[1:]:
+        found.add_row(*map(Text, row))
+    return found
+
+
+def markdown(table: Configurations) -> str:
+    header, *rows = rows_of(table)
+    return "\n".join([*markdown_table(header, rows), "", *(f"- {markdown_text(note)}" for note in table.notes)])
+
+
+def latex(table: Configurations) -> str:
+    """Return a tabular for LaTeX's package booktabs."""
+    header, *rows = ([_latex(cell) for cell in row] for row in rows_of(table))
+    lines = [" & ".join(row) + r" \\" for row in (header, *rows)]
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"
+    notes = [f"% {one_line(note)}" for note in table.notes]
+    return "\n".join([*notes, begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"])
+
+
+def _latex(text: str) -> str:
+    escaped = _LATEX.sub(lambda found: _LATEX_NAMES.get(found[0], f"\\{found[0]}"), text)
+    return escaped.replace("±", r"$\pm$").replace("↑", r"$\uparrow$").replace("↓", r"$\downarrow$")
+
+
+def csv_text(table: Configurations) -> str:
+    """Return the table with all digits: of each metric the mean and the ends of its interval."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [f"{one.name}{end}" for one in table.metrics for end in ("", "_low", "_high")]
+    writer.writerow(["configuration", "runs", *names, "score", "in_doubt"])
+    for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
+        numbers: list[float | None] = []
+        for cell in cells:
+            ends = (None, None) if cell.mean is None or cell.half is None else (-cell.half, cell.half)
+            numbers += [cell.mean, *(None if end is None else (cell.mean or 0.0) + end for end in ends)]
+        doubts = " ".join(one.name for one, cell in zip(table.metrics, cells, strict=True) if cell.is_in_doubt)
+        score = table.scores[at] if table.scores else None
+        writer.writerow([csv_file.cell(side.name), len(side.runs), *map(csv_file.cell, numbers), score, doubts])
+    return out.getvalue().rstrip("\n")
