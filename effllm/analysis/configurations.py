@@ -37,7 +37,7 @@ COMPRESSION_FACTS = ("original_size", "compressed_size", "original_perf", "compr
 MIN_SCORED = 3  # configurations: of two, each metric has only the normalised values 0 and 1
 
 
-class Cell(NamedTuple):
+class MeanOfRuns(NamedTuple):
     """A metric of a configuration."""
 
     mean: float | None = None  # None if a run has no value
@@ -50,7 +50,7 @@ class Configurations(NamedTuple):
 
     sides: Sequence[Side]
     metrics: Sequence[ComparedMetric]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[MeanOfRuns]]
     scores: Sequence[float | None]  # weighted harmonic mean of normalised values, 0 to 1; empty without a score
     notes: Sequence[str]
 
@@ -114,21 +114,21 @@ def _check(sides: Sequence[Side], *, is_paper: bool) -> None:
         raise UnreadableRun(f"the runs have different kinds of parameters: {', '.join(kinds)}; compare them apart")
 
 
-def _cell(side: Side, metric: ComparedMetric) -> Cell:
+def _cell(side: Side, metric: ComparedMetric) -> MeanOfRuns:
     get: Callable[[ComparedRun], float | None] = compression if metric is MCR else lambda run: run.value(metric.column)
     values = [value for run in side.runs if (value := get(run)) is not None and math.isfinite(value)]
     if not values or len(values) < len(side.runs):
-        return Cell()
+        return MeanOfRuns()
     half = None
     if len(values) > 1:
         from scipy.stats import t  # the extra analysis
 
         half = float(t.isf(ALPHA / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Cell(statistics.fmean(values), half, any(metric.column in run.doubts for run in side.runs))
+    return MeanOfRuns(statistics.fmean(values), half, any(metric.column in run.doubts for run in side.runs))
 
 
-def _normalised(metric: ComparedMetric, column: Sequence[Cell], sides: Sequence[Side]) -> list[float] | str:
-    """Return values from 0 (worst) to 1 (best) by equations 10 and 11, or why there are none."""
+def _normalised(metric: ComparedMetric, column: Sequence[MeanOfRuns], sides: Sequence[Side]) -> list[float] | str:
+    """Return values from 0 (worst) to 1 (best) by equations 10 and 11, or the reason why they are missing."""
     values = [one.mean for one in column if one.mean is not None]
     scopes = {run.row.get("energy_scope") for side in sides for run in side.runs}
     if len(values) < len(column):

@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.configurations import Cell, Configurations, label
+from effllm.analysis.configurations import Configurations, MeanOfRuns, label
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable
@@ -34,7 +34,7 @@ def rows_of(table: Configurations) -> list[list[str]]:
     return rows
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: MeanOfRuns) -> str:
     if cell.mean is None:
         return "-"
     mean = f"{cell.mean:.2e}" if 0 < abs(cell.mean) < 0.01 else readable(cell.mean)
