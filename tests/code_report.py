@@ -16,7 +16,7 @@ from pathlib import Path
 # Lines of the Python files of each package. A budget is raised only in a line with a comment: the reason, which a user
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
-    "agent": 4_294,  # lines of code in which the host is, also of long iterations and DataLoader workers; waits for a CPU core
+    "agent": 4_294,  # lines of code of the host, also of long iterations and DataLoader workers; waits for a core
     "analysis": 3_489,  # the status ended; impossible numbers are refused
     "commands": 5_779,  # a report names what it could not read; stacks for flamegraph.pl
     "config": 828,  # a process without memory or threads ends with one line
@@ -24,11 +24,11 @@ BUDGETS = {
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_118,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_601,  # no event and no read on a GPU that the process does not use
-    "job": 9_544,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code of each loss
+    "job": 9_544,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
-    "records": 3_384,  # the times of single iterations; rejected counts; the GPU of a rank; waits for last ranks; lines of code
+    "records": 3_384,  # times of single iterations; rejected counts; the GPU of a rank; last ranks; lines of code
     "sensor_profile": 1_422,
     "server": 1_381,  # an aggregator without memory or threads ends at once
     "sinks": 1_617,  # slow connections do not block the metrics page
