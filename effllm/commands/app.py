@@ -336,35 +336,25 @@ for _declared in analysis_app.COMMANDS:
     _command(_declared)
 
 
-@app.command()
-def events(
+@_command
+def explain(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Metrics, events, causes and settings. [default: all]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """List every kind of event with its output and meaning.
+    """Explain a metric, a kind of event, a cause of a verdict, or a setting.
 
-    Each event of a run is counted, and written to events.jsonl in the run folder.
-
-    \b
-    Examples:
-      effllm events
-      effllm events | grep -A1 xid
-
-    Exit status: 0 success, 2 wrong use.
-    """
-    from effllm.commands import lists
-
-    lists.print_events(as_markdown=as_markdown)
-
-
-@app.command()
-def metrics() -> None:
-    """List every metric with its unit, tag and meaning.
+    Without a name, all are listed. A name may be a tag of a chart.
 
     \b
     Examples:
-      effllm metrics
-      effllm metrics | grep energy
-    """
-    from effllm.commands import lists
+      effllm explain mfu_ratio
+      effllm explain efficientllm/al_seconds device_idle xid LOG_INTERVAL
+      effllm explain | grep -A1 energy
+      effllm explain --json | jq '.[] | select(.what == "metric") | .name'
 
-    lists.print_metrics()
+    Exit status: 0 success, 1 a name has no entry, 2 wrong use.
+    """

@@ -1,5 +1,7 @@
 """Help and version of the command line, and the tables of metrics and events."""
 
+import json
+
 import pytest
 from cases import cases
 from run_folders import write_run
@@ -26,8 +28,7 @@ COMMANDS = [
     "ledger",
     "sql",
     "export",
-    "events",
-    "metrics",
+    "explain",
 ]
 
 
@@ -65,30 +66,35 @@ def test_unknown_command_exits_with_a_usage_error(cli):
     assert "dmeo" in done.stderr
 
 
-def test_metrics_are_listed_with_unit_bases_and_meaning(cli):
-    done = cli.call("metrics")
+def test_everything_that_effllm_shows_is_explained(cli):
+    done = cli.call("explain")
 
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
     for entry in METRICS.values():
         bases = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
-        assert f"{chart_tag(entry.tag(entry.bases[0]))} {entry.unit} ({bases}) {entry.help}" in shown
-
-
-def test_event_kinds_are_listed_with_their_meaning(cli):
-    done = cli.call("events")
-
-    shown = " ".join(done.stdout.split())
-    assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= 80
+        assert f"{chart_tag(entry.tag(entry.bases[0]))} (metric, {entry.unit}) {entry.help} Of: {bases}." in shown
     for name, kind in KINDS.items():
-        assert f"{name} ({kind.level}" in shown
+        assert f"{name} (event, {kind.level}" in shown
         assert kind.help in shown
+    assert "device_idle (cause) devices without work inside the steps. Next: " in shown
+    assert "EFFICIENTLLM_LOG_INTERVAL (setting, Common settings) Number of iterations" in shown
 
 
-def test_metrics_command_takes_no_argument(cli):
-    assert cli.call("metrics", "amu").returncode == 2
+@cases("name", ["mfu_ratio", "efficientllm-at-a-glance/mfu_ratio", "MFU-RATIO", "throughput/mfu_ratio"])
+def test_a_metric_is_explained_by_its_name_or_a_tag(cli, name):
+    done = cli.call("explain", name, "--json")
+
+    [entry] = json.loads(done.stdout)
+    assert (entry["what"], "Model FLOPs utilization" in entry["text"]) == ("metric", True)
+
+
+def test_a_wrong_name_has_the_nearest_ones(cli):
+    done = cli.call("explain", "mfu_rato")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("effllm explain: 'mfu_rato' has no entry; near: mfu_ratio")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -203,7 +203,7 @@ def test_new_metric_is_listed_and_drawn_in_a_chart(run, tree):
 
 
 def test_new_event_kind_is_listed_and_recorded(run, tree):
-    assert "swapping (console, each text once, coloured)" in effllm(tree, run, "events").stdout
+    assert "swapping (event, console, each text once, coloured)" in effllm(tree, run, "explain").stdout
     event = next(event for event in lines(run, "events") if event["kind"] == "swapping")
     assert re.fullmatch(r"rank 0: MEMORY-.*: \d+ pages were written to swap", event["text"])
     assert (event["rank"], event["device"][:7]) == (0, "MEMORY-")

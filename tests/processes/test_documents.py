@@ -44,10 +44,10 @@ def test_metrics_page_lists_every_metric_of_a_group():
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
 
 
-def test_events_page_ends_with_the_table_of_effllm_events(cli):
-    """After a change, copy the output of ``effllm events --markdown``."""
+def test_events_page_ends_with_the_table_of_its_kinds(cli):
+    """After a change, copy the output of ``effllm explain --markdown``."""
     page = (ROOT / "docs" / "events.md").read_text()
-    table = cli.run("events", "--markdown").stdout
+    table = cli.run("explain", "--markdown").stdout
 
     assert page.endswith(f"\n\n{table}")
     assert [name for name in KINDS if f"| `{name}` |" not in table] == []
