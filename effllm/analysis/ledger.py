@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,6 +62,9 @@ class LedgerRun(msgspec.Struct):
     gpu_cost: Number | None = None
     electricity_cost: Number | None = None
     co2_kg: Number | None = None
+    tokens_per_second_per_gpu: Number | None = None
+    mfu_ratio: Number | None = None
+    joules_per_token: Number | None = None
 
     @property
     def joules(self) -> float | None:
@@ -105,34 +108,25 @@ class Totals(NamedTuple):
     skipped: list[str]
 
 
-def totals(
-    path: Path, by: str, since_s: float | None = None, wasted: bool = False, progress: Progress = lambda *_: None
-) -> Totals:
-    """Return the totals of the runs at a path by a key.
+def totals(runs: Sequence[LedgerRun], by: str, skipped: Sequence[str] = (), wasted: bool = False) -> Totals:
+    """Return the totals of runs by a key.
 
     A run on several hosts belongs to the group of each host, in equal parts.
 
     Args:
-        path: a folder of runs, or a file or a folder of ``EFFICIENTLLM_LEDGER``.
+        runs: the runs.
         by: a name in `KEYS`.
-        since_s: unix time; only later starts are counted.
+        skipped: a line for each file that was not read.
         wasted: order the groups by wasted GPU-hours instead of all GPU-hours.
-        progress: called with the number of run folders that were read, and of all that are not in the cache.
-
-    Raises:
-        UnreadableRun: the path has neither run folders nor lines of runs.
-        ImportError: DuckDB is not installed.
     """
-    runs, skipped = _read_runs(path, progress)
-    chosen = [run for run in runs if since_s is None or (run.started_time_s or 0.0) >= since_s]
     groups: dict[str, list[tuple[LedgerRun, float]]] = {}
-    for run in chosen:
+    for run in runs:
         names = [one_line(text) for text in KEYS[by](run) if text] or [NOTHING]
         for name in names:
             groups.setdefault(name, []).append((run, 1.0 / len(names)))
     rows = [_row(name, members) for name, members in groups.items()]
     rows.sort(key=lambda row: (-(row.wasted_gpu_hours if wasted else row.gpu_hours), -row.runs, row.group))
-    return Totals(rows, _row("total", [(run, 1.0) for run in chosen]), skipped)
+    return Totals(rows, _row("total", [(run, 1.0) for run in runs]), list(skipped))
 
 
 def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
@@ -174,12 +168,30 @@ def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
     return sum(known) if known else None
 
 
-def _read_runs(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[str]]:
+def read_runs(
+    paths: Sequence[Path], since_s: float | None = None, progress: Progress = lambda *_: None
+) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
 
+    Args:
+        paths: folders of runs, and files or folders of ``EFFICIENTLLM_LEDGER``.
+        since_s: unix time; only later starts are returned.
+        progress: called with the number of run folders that were read, and of all that are not in the cache.
+
     Raises:
-        UnreadableRun: the path has neither.
+        UnreadableRun: a path has neither.
+        ImportError: DuckDB is not installed.
     """
+    runs: list[LedgerRun] = []
+    skipped: list[str] = []
+    for path in paths:
+        of_path, problems = _read_path(path, progress)
+        runs, skipped = [*runs, *of_path], [*skipped, *problems]
+    known = {run.folder or id(run): run for run in runs}  # two paths may have the same run
+    return [run for run in known.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
+
+
+def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[str]]:
     lines, skipped = _ledger_lines(path)
     try:
         found = find_runs(path)
@@ -198,7 +210,7 @@ def _read_runs(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[st
 
 #: Field of `LedgerRun` -> its value in the table `runs`. Maps and JSON are slow in Python.
 _VALUES = {
-    **{name: name for name in ("run_id", "folder", "project", "gpu_models", "model", "started_time_s")},
+    **{name: name for name in ("run_id", "folder", "project", "account", "gpu_models", "model", "started_time_s")},
     "user": '"user"',
     # A summary that says "running" and is old is of a killed run.
     "status": "CASE WHEN status = 'running' AND epoch(now()) - coalesce(updated_time_s, 0) > "
@@ -220,6 +232,8 @@ _VALUES = {
     "error_joules": "metric_errors['energy_total_joules']",
     "gain_error": "energy_gain_error",
     **{name: f"energy_{name}" for name in ("gpu_cost", "electricity_cost", "co2_kg")},
+    **{name: f"run_throughput_{name}" for name in ("tokens_per_second_per_gpu", "mfu_ratio")},
+    "joules_per_token": "run_energy_joules_per_token",
 }
 _COLUMNS = sorted({word for sql in _VALUES.values() for word in re.findall(r"\w+", sql)})
 
@@ -276,6 +290,7 @@ KEYS: dict[str, Callable[[LedgerRun], Iterable[str | None]]] = {
     "outcome": lambda run: [run.status],
     "project": lambda run: [run.project],
     "user": lambda run: [run.user],
+    "account": lambda run: [run.account],
     "config": lambda run: [_configuration(run)],
     "node": lambda run: run.hosts,
     "month": lambda run: [(utc(run.started_time_s) or "")[: len("2026-01")]],

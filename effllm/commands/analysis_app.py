@@ -176,80 +176,48 @@ def campaign(
     """
 
 
-def ledger(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder of runs, or the folder or a file of EFFICIENTLLM_LEDGER.")
-    ],
-    by: Annotated[str, typer.Option(metavar="KEY", help="outcome, project, user, config, node or month.")] = "outcome",
+def runs(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Run folders, folders of runs, globs, or the folder or a file of "
+            "EFFICIENTLLM_LEDGER. [default: RUN_DIR]",
+        ),
+    ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="Sum by outcome, project, user, account, config, node or month.")
+    ] = "",
     since: Annotated[
         str, typer.Option(metavar="TIME", help="Only runs that started since: 36h, 7d, 4w, or a date.")
     ] = "",
-    wasted: Annotated[bool, typer.Option("--wasted", help="Order by wasted GPU-hours.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with all columns.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all columns.")] = False,
-) -> None:
-    """Sum the GPU-hours, energy, cost and goodput of many runs, failed and killed runs included.
-
-    A project is the value of the tag project, else the account of the scheduler. A configuration is the value of the
-    tag config, else the model and the devices. With --by node, a run on several hosts is divided equally between its
-    hosts, and the number of runs in which the host was a straggler is shown. The needed packages are in the extra
-    analysis.
-
-    \b
-    Examples:
-      effllm ledger efficientllm_runs                        # by outcome
-      effllm ledger /project/ledger --by user --since 7d --wasted
-      effllm ledger efficientllm_runs --by node              # always the same?
-      effllm ledger efficientllm_runs --by month --csv > months.csv
-
-    Exit status: 0 printed, 1 no runs, 2 wrong use.
-    """
-
-
-def sql(
-    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="A query of DuckDB over the tables.")],
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all rows.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects with all rows.")] = False,
-) -> None:
-    """Print the result of a SQL query over runs.
-
-    The tables are runs (one row per run), windows, ranks and events; docs/run-folder.md lists all columns. The query
-    can only read these tables: it cannot read or write files. Needs: pip install 'effllm[analysis]'
-
-    \b
-    Examples:
-      effllm sql efficientllm_runs "SELECT run_id, status, iterations FROM runs"
-      effllm sql 'a/*' "SELECT host, sum(busy_s) FROM ranks GROUP BY 1" --csv
-      effllm sql RUN "SELECT text FROM events WHERE kind = 'straggler'" --json
-      effllm sql RUN "DESCRIBE windows"             # the columns of a table
-
-    Exit status: 0 success, 1 no run or a wrong query, 2 wrong use.
-    """
-
-
-def export(
-    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
-    parquet: Annotated[
-        str, typer.Option(metavar="DIR", help="Add all tables to a Parquet dataset, partitioned by project and month.")
+    wasted: Annotated[bool, typer.Option("--wasted", help="With --by: order by wasted GPU-hours.")] = False,
+    sql: Annotated[str, typer.Option(metavar="QUERY", help="Print the result of a query of DuckDB.")] = "",
+    export: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the runs: FILE.csv, FILE.jsonl, or a folder of Parquet files.")
     ] = "",
-    csv: Annotated[str, typer.Option(metavar="FILE", help="Append one row per run to a CSV file.")] = "",
-    json: Annotated[str, typer.Option(metavar="FILE", help="Write a JSON object per run, one per line.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with all columns and digits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all columns and digits.")] = False,
 ) -> None:
-    """Write runs to files for other programs: Parquet, CSV or JSON Lines.
+    """List runs, the newest first; or sum, query or export them.
 
-    A Parquet dataset has the tables runs, windows, ranks and events; docs/run-folder.md lists all columns, and how
-    DuckDB, Spark, Trino, ClickHouse and BigQuery read the dataset. Runs that the dataset already contains are
-    replaced. Several processes may append to one CSV file. Files are complete or absent, also on a full disk.
-    Needs: pip install 'effllm[analysis]'
+    Failed and killed runs are included. A project is the value of the tag project, else the account of the scheduler. A
+    configuration is the value of the tag config, else the model and the devices. With --by node, a run on several hosts
+    is divided equally between its hosts.
+
+    The tables of --sql are runs (one row per run), windows, ranks and events; docs/run-folder.md lists all columns. The
+    query can only read these tables. --export adds the runs to a CSV file or a Parquet dataset, in which known runs are
+    replaced, or writes JSON Lines. Needs: pip install 'effllm[analysis]'
 
     \b
     Examples:
-      effllm export efficientllm_runs --parquet /data/effllm
-      effllm export RUN --csv all_runs.csv          # at the end of each job
-      effllm export 'runs/llama-*' --json llama.jsonl
+      effllm runs                                   # of EFFICIENTLLM_RUN_DIR
+      effllm runs /project/ledger --by user --since 7d --wasted
+      effllm runs efficientllm_runs --by node       # always the same?
+      effllm runs RUN --sql "SELECT text FROM events WHERE kind = 'xid'"
+      effllm runs 'runs/llama-*' --export llama.csv
 
-    Exit status: 0 success, 1 no run or a file that cannot be written, 2 wrong use.
+    Exit status: 0 success, 1 no runs, a wrong query, or a file that cannot be written, 2 wrong use.
     """
 
 
@@ -316,4 +284,4 @@ def top(
     raise typer.Exit(command.main([run] * bool(run) + options + ["--once"] * once + ["--json"] * as_json))
 
 
-COMMANDS = (report, compare, campaign, ledger, sql, export)
+COMMANDS = (report, runs, compare, campaign)

@@ -1,4 +1,4 @@
-"""A dataset of `effllm export --parquet` is read by Spark: `make test-spark`."""
+"""A dataset of `effllm runs --export DIR` is read by Spark: `make test-spark`."""
 
 import pytest
 

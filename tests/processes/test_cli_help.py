@@ -25,9 +25,7 @@ COMMANDS = [
     "inspect",
     "compare",
     "campaign",
-    "ledger",
-    "sql",
-    "export",
+    "runs",
     "explain",
 ]
 

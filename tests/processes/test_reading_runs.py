@@ -24,7 +24,9 @@ def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
     path = tmp_path / "all.csv"
     for name in "abc":
         copy_golden(tmp_path / name)
-    commands = [[sys.executable, "-m", "effllm", "export", str(tmp_path / one), "--csv", str(path)] for one in "aabbcc"]
+    commands = [
+        [sys.executable, "-m", "effllm", "runs", str(tmp_path / one), "--export", str(path)] for one in "aabbcc"
+    ]
     writers = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
 
     assert [writer.wait(120) for writer in writers] == [0] * 6
@@ -36,8 +38,9 @@ def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
 def test_ledger_loads_no_pandas():
     """DuckDB imports pandas for the first parameter of a query: half of the time of a ledger of 10,000 runs."""
     code = (
-        "import sys, pathlib; from effllm.analysis.ledger import totals\n"
-        f"assert totals(pathlib.Path({str(GOLDEN)!r}), 'node').total.runs == 1; print('pandas' in sys.modules)"
+        "import sys, pathlib; from effllm.analysis.ledger import read_runs, totals\n"
+        f"runs, _ = read_runs([pathlib.Path({str(GOLDEN)!r})])\n"
+        "assert totals(runs, 'node').total.runs == 1; print('pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -25,4 +25,4 @@ def test_every_option_of_a_command_is_a_parameter_of_its_module(command):
 
 def test_commands_that_start_without_typer_have_no_declared_module():
     assert not {"env", "run", "top"} & set(DECLARED)
-    assert {"demo", "fit", "compare", "ledger", "simulate"} <= set(DECLARED)
+    assert {"demo", "fit", "compare", "runs", "simulate"} <= set(DECLARED)

@@ -1,4 +1,4 @@
-"""`effllm export`: Parquet, CSV and JSON Lines of runs."""
+"""`effllm runs --export`: Parquet, CSV and JSON Lines of runs."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from run_folders import GOLDEN, copy_golden
 import effllm
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.export import export_parquet
-from effllm.commands import export
+from effllm.commands.run_export import export
 
 
 def make_run(folder, **fields):
@@ -33,8 +33,8 @@ def dataset(folder, table, columns="*"):
 def run(capsys):
     """Return a function that runs the command and returns the exit status, stdout and stderr."""
 
-    def run(*paths, **files):
-        status = export.main([str(path) for path in paths], **{"parquet": "", "csv": "", "json": "", **files})
+    def run(*paths, to):
+        status = export([str(path) for path in paths], str(to))
         return status, *capsys.readouterr()
 
     return run
@@ -46,7 +46,7 @@ def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
     make_run(tmp_path / "runs/c", started_time_s=None, account=None)
     out = tmp_path / "out"
 
-    assert run(tmp_path / "runs", parquet=str(out))[::2] == (0, "")
+    assert run(tmp_path / "runs", to=out)[::2] == (0, "")
     assert dataset(out, "runs", "run_id, project, month") == [
         ("a", "llama", "2023-11"), ("b", "a/b=c ü", "2023-11"), ("c", None, None)
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_export_again_replaces_rows_of_the_same_runs(tmp_path, run):
     make_run(tmp_path / "runs/a")
     make_run(tmp_path / "runs/b")
     for path in (tmp_path / "runs", tmp_path / "runs/a", tmp_path / "runs"):
-        assert run(path, parquet=str(tmp_path / "out"))[0] == 0
+        assert run(path, to=tmp_path / "out")[0] == 0
 
     assert [row[:2] for row in dataset(tmp_path / "out", "runs", "run_id, status")] == [
         ("a", "completed"), ("b", "completed")
@@ -87,7 +87,7 @@ def test_names_of_projects_stay_inside_the_dataset(tmp_path, run):
     for number, project in enumerate(["../../x", "/etc", ".", "a\nb", "'; DROP", "[*?]", "%2e", "ü" * 200, ""]):
         make_run(tmp_path / f"runs/{number}", account=project)
 
-    assert run(tmp_path / "runs", parquet=str(tmp_path / "out"))[0] == 0
+    assert run(tmp_path / "runs", to=tmp_path / "out")[0] == 0
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "out", "cache"} & {
         path.name for path in tmp_path.iterdir()
     }
@@ -101,9 +101,9 @@ def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
     path = tmp_path / "all.csv"
     make_run(tmp_path / "a", user="=HYPERLINK(1)", job_name="x\x1b[2J\ny")
 
-    assert run(tmp_path / "a", csv=str(path)) == (0, f"1 row was appended to {path}\n", "")
-    assert run(tmp_path / "a", csv=str(path))[1] == f"0 rows were appended to {path}; 1 was in the file already\n"
-    assert run(GOLDEN, csv=str(path))[0] == 0
+    assert run(tmp_path / "a", to=path) == (0, f"1 row was appended to {path}\n", "")
+    assert run(tmp_path / "a", to=path)[1] == f"0 rows were appended to {path}; 1 was in the file already\n"
+    assert run(GOLDEN, to=path)[0] == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [one.name for one in columns_of("runs")]
@@ -117,40 +117,40 @@ def test_csv_with_other_columns_is_not_changed(tmp_path, run):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
 
-    status, out, err = run(GOLDEN, csv=str(path))
+    status, out, err = run(GOLDEN, to=path)
     assert (status, out) == (1, "")
-    assert err == f"effllm export: {path} has other columns (without run_id)\n"
+    assert err == f"effllm runs: {path} has other columns (without run_id)\n"
     assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_json_has_one_object_per_run(tmp_path, run):
     path = tmp_path / "runs.jsonl"
 
-    assert run(GOLDEN, json=str(path))[0] == run(GOLDEN, json=str(path))[0] == 0
+    assert run(GOLDEN, to=path)[0] == run(GOLDEN, to=path)[0] == 0
     [line] = path.read_text().splitlines()
     document = json.loads(line)
     assert (document["run_id"], document["account"], document["hosts"]) == ("run_folder_5", "nlp", ["vm"])
     assert document["config"]["device"] == "nvml"
 
 
-@pytest.mark.parametrize("form", ["parquet", "json"])
+@pytest.mark.parametrize("form", ["", ".jsonl"])
 def test_place_that_is_no_file_or_folder_is_one_line(tmp_path, run, form):
     (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "x" if form == "json" else tmp_path / "file"
-    status, out, err = run(GOLDEN, **{form: str(path)})
+    path = tmp_path / "file" / "x.jsonl" if form else tmp_path / "file"
+    status, out, err = run(GOLDEN, to=path)
 
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert run(GOLDEN, json="/dev/null")[0] == 1
+    assert run(GOLDEN, to="/dev/null")[0] == 1
     assert not Path("/dev/null").is_file()
 
 
-@pytest.mark.parametrize("form", ["parquet", "json", "csv"])
+@pytest.mark.parametrize("form", ["", ".jsonl", ".csv"])
 def test_names_with_glob_characters_and_quotes_are_places(tmp_path, run, form):
     place = tmp_path / "it's [1]*?"
     place.mkdir()
 
-    assert [run(GOLDEN, **{form: str(place / "out")})[0] for _ in range(2)] == [0, 0]
+    assert [run(GOLDEN, to=place / f"out{form}")[0] for _ in range(2)] == [0, 0]
     assert list(tmp_path.iterdir()) == [place]
     place.rename(tmp_path / "plain")
-    if form == "parquet":
+    if not form:
         assert len(dataset(tmp_path / "plain/out", "runs")) == 1

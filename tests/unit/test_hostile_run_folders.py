@@ -30,10 +30,16 @@ def folder(tmp_path):
 def commands(run, other):
     """Return the arguments of each command."""
     out = run.parent / "out"
-    tables = [["sql", run, f"SELECT * FROM {table}"] for table in ("runs", "windows", "ranks", "events")]
+    tables = [["runs", run, "--sql", f"SELECT * FROM {table}"] for table in ("runs", "windows", "ranks", "events")]
     views = [["inspect", run], ["inspect", run, "--json"], ["top", run, "--once"], ["report", run, "-o", f"{out}.html"]]
-    sides = [["compare", run, other], ["compare", other, run], ["ledger", run], ["compare", run, "--paper"]]
-    return [*views, *sides, *tables, ["export", run, "--json", f"{out}.jsonl"]]
+    sides = [
+        ["compare", run, other],
+        ["compare", other, run],
+        ["runs", run, "--by", "outcome"],
+        ["runs", run],
+        ["compare", run, "--paper"],
+    ]
+    return [*views, *sides, *tables, ["runs", run, "--export", f"{out}.jsonl"]]
 
 
 def invoked(arguments):

@@ -1,5 +1,6 @@
-"""``effllm ledger``: totals over many runs by a key, with failed and killed runs and with lines of ledger files."""
+"""``effllm runs``: the list, and totals by a key, with failed and killed runs and with lines of ledger files."""
 
+import csv
 import io
 import json
 import os
@@ -10,15 +11,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("duckdb", reason="needs the extra analysis")
 
-from effllm.analysis import database
-from effllm.analysis.ledger import totals
+from effllm.analysis import database, ledger
 from effllm.analysis.load import load
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.run_row import read_document
-from effllm.commands import ledger
+from effllm.commands import runs
 from effllm.commands.app import app
-from effllm.commands.ledger import start_of
 from effllm.commands.output import ReadingProgress
+from effllm.commands.run_totals import start_of
 
 HOUR_J = 3.6e6
 
@@ -50,8 +50,19 @@ def run(tmp_path):
     return write
 
 
+def totals(path, by, since_s=None, wasted=False):
+    found, skipped = ledger.read_runs([path], since_s)
+    return ledger.totals(found, by, skipped, wasted)
+
+
 def rows(tmp_path, by, **options):
     return {row.group: row for row in totals(tmp_path / "runs", by, **options).rows}
+
+
+def shown(*paths, **options):
+    """Run the command; return its exit status."""
+    usual = {"by": "", "since": "", "wasted": False, "sql": "", "export": "", "as_csv": False, "as_json": False}
+    return runs.main([str(path) for path in paths], **{**usual, **options})
 
 
 def test_failed_and_killed_runs_are_in_the_totals(run, tmp_path):
@@ -102,8 +113,11 @@ def test_energy_of_a_group_with_a_hole_is_no_total(run, tmp_path):
     total = totals(tmp_path / "runs", "outcome").total
 
     assert (total.joules, total.incomplete) == (pytest.approx(1.5 * HOUR_J), 1)
-    assert "\n≥ kWh: no total energy in 1 run;" in CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
-    assert "≥1.50" in CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+    assert (
+        "\n≥ kWh: no total energy in 1 run;"
+        in CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
+    )
+    assert "≥1.50" in CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
 
 
 def test_goodput_of_a_group_is_weighted_by_device_time(run, tmp_path):
@@ -240,7 +254,7 @@ def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
     line = {"run_id": "line", "gpus": 2, "gpu_hours": value, "error_joules": value, "started_time_s": value}
     (tmp_path / "runs/alice.jsonl").write_text(json.dumps(line) + "\n")
 
-    assert ledger.main(tmp_path / "runs", by, "", wasted=False, as_csv=False, as_json=True) == 0
+    assert shown(tmp_path / "runs", by=by, as_json=True) == 0
 
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (found["total"]["gpu_hours"], found["total"]["joules"]) == (pytest.approx(2.0), pytest.approx(HOUR_J))
@@ -280,7 +294,7 @@ def test_unknown_gpu_hours_are_not_zero_hours(run, tmp_path):
     run("cpu", waterfall=None, coverage={"gpus_expected": 0, "ranks_expected": 2})
 
     total = totals(tmp_path / "runs", "outcome").total
-    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
 
     assert (total.gpu_hours, total.without_hours) == (pytest.approx(2.0), 1)
     assert "≥2.00" in text and "\n≥ GPU-h: unknown in 1 run (" in text
@@ -290,7 +304,7 @@ def test_simulated_runs_are_named(run, tmp_path):
     run("real")
     run("demo", simulated=True)
 
-    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs")]).stdout
+    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
 
     assert "simulated: the GPUs of 1 run were simulated" in text
     assert totals(tmp_path / "runs", "outcome").total.simulated == 1
@@ -314,7 +328,7 @@ def test_one_ledger_file_is_read_and_other_files_are_not_opened(run, tmp_path):
 def test_folder_without_runs_is_reported_in_one_line(tmp_path):
     with pytest.raises(UnreadableRun):
         totals(tmp_path, "outcome")
-    done = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    done = CliRunner().invoke(app, ["runs", str(tmp_path), "--by", "outcome"])
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
 
 
@@ -323,8 +337,8 @@ def test_names_can_neither_move_the_cursor_nor_be_a_formula(run, tmp_path):
     run("b", user="=1+2")
     run("c")
 
-    text = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user"]).stdout
-    table = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
+    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "user"]).stdout
+    table = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
 
     assert "\x1b" not in text + table and "[red]=cmd" in text
     assert "\n'=1+2," in table
@@ -339,7 +353,7 @@ def test_table_has_at_most_80_columns(run, tmp_path, by, cause):
         "energy/gpu_cost": {"value": 12345.6, "unit": "money"}, "energy/co2_kg": {"value": 1234.5, "unit": "kg"},
     })  # fmt: skip
 
-    lines = CliRunner().invoke(app, ["ledger", str(tmp_path / "runs"), "--by", by]).stdout.splitlines()
+    lines = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", by]).stdout.splitlines()
 
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(by) and "cost" in lines[0] and "…" not in "".join(lines)
@@ -356,18 +370,66 @@ def test_on_a_terminal_the_worst_users_fit_on_one_screen(run, tmp_path, monkeypa
     for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
 
-    status = ledger.main(tmp_path / "runs", "user", "", wasted=True, as_csv=False, as_json=False)
+    status = shown(tmp_path / "runs", by="user", wasted=True)
     lines = capsys.readouterr().out.splitlines()
 
     assert status == 0
     assert 20 <= len(lines) <= 23 and max(map(len, lines)) <= 80, "one line is left for the prompt"
     assert [line.split()[0] for line in lines[1:4]] == ["user-00", "user-01", "user-02"]
-    shown = sum(line.startswith("user-") for line in lines)
-    assert f"{60 - shown} more groups: --csv and --json print all groups" in lines
+    count = sum(line.startswith("user-") for line in lines)
+    assert f"{60 - count} more groups: --csv and --json print all groups" in lines
 
 
 def test_unknown_key_is_refused_with_the_known_keys(tmp_path):
-    done = CliRunner().invoke(app, ["ledger", str(tmp_path), "--by", "colour"])
+    done = CliRunner().invoke(app, ["runs", str(tmp_path), "--by", "colour"])
 
     assert done.exit_code == 2
-    assert "outcome, project, user, config, node, month" in " ".join(done.stderr.replace("│", " ").split())
+    assert "outcome, project, user, account, config, node, month" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_runs_are_listed_the_newest_first_with_their_figures(run, tmp_path, capsys):
+    metrics = {
+        "run_throughput/tokens_per_second_per_gpu": {"value": 3120.0, "unit": "tokens/s"},
+        "run_throughput/mfu_ratio": {"value": 0.312, "unit": "ratio"},
+        "run_energy/joules_per_token": {"value": 0.25, "unit": "J/token"},
+        "energy/total_joules": {"value": HOUR_J, "unit": "J"},
+    }
+    run("20260101-120000-1a2b3c4d", started_time_s=1_790_000_000.0)
+    run("20260102-120000-1a2b3c4d", started_time_s=1_790_090_000.0, metrics=metrics, verdict={"cause": "data_loading"})
+    run("20260103-120000-1a2b3c4d", started_time_s=1_789_990_000.0, status="failed")
+
+    assert shown(tmp_path / "runs") == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, (header, *lines))) <= 80
+    assert header.split() == ["run", "status", "verdict", "tok/s/GPU", "MFU", "kWh"]
+    assert [line.split()[0][:8] for line in lines[:3]] == ["20260102", "20260101", "20260103"]
+    assert lines[0].split()[1:] == ["completed", "data", "loading", "3,120", "31.2", "%", "1.00"]
+    assert lines[3:] == ["not shown: started (UTC), GPU-h, J/token; --csv and --json print all columns"]
+
+
+def test_list_as_csv_and_json_has_all_runs_and_columns(run, tmp_path, capsys):
+    run("a", facts={"user": "=1+1"})
+    run("b")
+
+    assert shown(tmp_path / "runs", as_csv=True) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert shown(tmp_path / "runs", as_json=True) == 0
+    objects = json.loads(capsys.readouterr().out)
+    assert [row["run_id"] for row in rows] == [one["run_id"] for one in objects] == ["a", "b"]
+    assert (rows[0]["user"], objects[0]["gpu_hours"]) == ("'=1+1", 2.0)
+
+
+def test_runs_of_the_folder_of_the_settings_are_listed_without_a_path(run, tmp_path, capsys, monkeypatch):
+    run("a")
+    monkeypatch.setenv("EFFICIENTLLM_RUN_DIR", str(tmp_path / "runs"))
+
+    assert shown() == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("a ")
+
+
+def test_options_that_exclude_each_other_are_wrong_use(tmp_path):
+    for options in (["--by", "user", "--sql", "SELECT 1"], ["--sql", "SELECT 1", "--export", "a.csv"]):
+        done = CliRunner().invoke(app, ["runs", str(tmp_path), *options])
+        assert (done.exit_code, "are two forms" in done.stderr) == (2, True)
+    for options in (["--export", "a.csv", "--json"], ["--sql", "SELECT 1", "--since", "7d"]):
+        assert CliRunner().invoke(app, ["runs", str(tmp_path), *options]).exit_code == 2

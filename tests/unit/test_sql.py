@@ -1,4 +1,4 @@
-"""`effllm sql`: queries that can only read the tables of runs."""
+"""`effllm runs --sql`: queries that can only read the tables of runs."""
 
 import csv
 import io
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from run_folders import GOLDEN, copy_golden
 
-from effllm.commands import sql
+from effllm.commands.run_query import print_query
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def ask(capsys):
     """Return a function that runs a query and returns the exit status, stdout and stderr."""
 
     def ask(query, form="text", runs=GOLDEN):
-        status = sql.main([str(runs)], query, as_csv=form == "csv", as_json=form == "json")
+        status = print_query([str(runs)], query, form)
         return status, *capsys.readouterr()
 
     return ask
@@ -93,7 +93,7 @@ def test_query_cannot_change_or_read_anything_else(ask, tmp_path, query):
     status, out, err = ask(query.format(path=path))
 
     assert (status, out) == (1, "")
-    assert err.startswith("effllm sql: ")
+    assert err.startswith("effllm runs: ")
     assert err.count("\n") == 1
     assert "root:" not in err
     assert not path.exists()
@@ -114,7 +114,7 @@ def test_unknown_table_is_reported_with_the_names_of_the_tables(ask):
 
 
 def test_missing_folder_is_one_line(ask, tmp_path):
-    assert ask("SELECT 1", runs=tmp_path / "none") == (1, "", f"effllm sql: {tmp_path / 'none'} does not exist\n")
+    assert ask("SELECT 1", runs=tmp_path / "none") == (1, "", f"effllm runs: {tmp_path / 'none'} does not exist\n")
 
 
 def test_terminal_escapes_in_files_are_never_printed(ask, tmp_path):

@@ -114,6 +114,6 @@ def _labels(identity: Identity) -> dict[str, str]:
     tags = dict(tag.partition("=")[::2] for tag in identity.tags)
     # The page ends before the run, so its identity has no end.
     facts = {name: value for name, value in asdict(identity).items() if name not in ("run_id", "ended_time_s")}
-    facts["project"] = tags.get("project") or identity.account  # as in effllm ledger
+    facts["project"] = tags.get("project") or identity.account  # as in effllm runs
     texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in facts.items()}
     return {name: "" if value is None else str(value)[:MAX_LABEL_LETTERS] for name, value in texts.items()}

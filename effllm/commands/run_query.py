@@ -1,4 +1,4 @@
-"""``effllm sql``: a query over the tables of runs."""
+"""``effllm runs --sql QUERY``: a query over the tables of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
-from effllm.commands.output import ReadingProgress, complain, form_of
+from effllm.commands.output import ReadingProgress, complain
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import readable
@@ -22,9 +22,8 @@ MAX_CELL = 40
 MAX_ROWS = 1000
 
 
-def main(runs: Sequence[str], query: str, as_csv: bool, as_json: bool) -> int:
+def print_query(runs: Sequence[str], query: str, form: str) -> int:
     """Print the result of a query as text, csv or json; return the exit status."""
-    form = form_of(csv=as_csv, json=as_json)
     errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
         loaded = load(runs, progress=ReadingProgress())
@@ -33,17 +32,17 @@ def main(runs: Sequence[str], query: str, as_csv: bool, as_json: bool) -> int:
     except BrokenPipeError:
         raise
     except errors as error:
-        return complain("sql", str(error), 1)
-    warn_of_skipped(loaded, "sql")
+        return complain("runs", str(error), 1)
+    warn_of_skipped(loaded)
     return 0
 
 
-def warn_of_skipped(runs: Runs, command: str) -> None:
+def warn_of_skipped(runs: Runs) -> None:
     """Print the files that were not read, or not completely, on stderr."""
     for path, reason in runs.skipped[:5]:
-        complain(command, f"skipped {path}: {reason}")
+        complain("runs", f"skipped {path}: {reason}")
     if (more := len(runs.skipped) - 5) > 0:
-        complain(command, f"skipped {more} more files")
+        complain("runs", f"skipped {more} more files")
 
 
 def _print_text(found: Answer) -> None:

@@ -1,4 +1,4 @@
-"""``effllm ledger``: totals over many runs by outcome, project, user, configuration, node or month."""
+"""``effllm runs --by KEY``: totals over many runs by outcome, project, user, account, configuration, node or month."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import json
 import math
 import re
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.ledger import KEYS, NOTHING, LedgerRow, Totals, totals
-from effllm.analysis.load import load_errors
-from effllm.commands.output import ReadingProgress, complain, form_of
+from effllm.analysis.ledger import NOTHING, LedgerRow, Totals
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
@@ -30,35 +25,23 @@ WIDTH = 80
 MIN_GROUP, MAX_LOSS = 10, 24  # letters
 #: Columns that a narrow table leaves out, in this order.
 _DISPENSABLE = ("largest loss", "kg CO2", "cost", "±")
+_TEXTS = ("largest loss", "started (UTC)", "status", "verdict")
 MAX_ROWS, MAX_SKIPPED = 40, 5
 MIN_ROWS = 3  # on a terminal, the table has as many rows as fit on one screen
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
-def main(folder: Path, by: str, since: str, wasted: bool, as_csv: bool, as_json: bool) -> int:
-    """Print the totals; return the exit status."""
-    form = form_of(csv=as_csv, json=as_json)
-    if by not in KEYS:
-        raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
-    try:
-        since_s = start_of(since, time.time()) if since else None
-    except ValueError:
-        expected = "a number of hours, days or weeks (36h, 7d, 4w), or a date"
-        return complain("ledger", f"--since {since}: expected {expected}", 2)
-    try:
-        found = totals(folder, by, since_s, wasted, ReadingProgress())
-    except load_errors() as error:
-        return complain("ledger", str(error), 1)
+def print_totals(found: Totals, by: str, form: str) -> None:
+    """Print totals as text, csv or json."""
     if form == "json":
         rows = [row._asdict() for row in found.rows]
         print(json.dumps({"by": by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
     elif form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(LedgerRow._fields)
-        writer.writerows(map(_cell, row) for row in found.rows)
+        writer.writerows(map(csv_cell, row) for row in found.rows)
     else:
         _print(found, by)
-    return 0
 
 
 def start_of(text: str, now_s: float) -> float:
@@ -72,7 +55,7 @@ def start_of(text: str, now_s: float) -> float:
     return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()
 
 
-def _cell(value: str | float | None) -> str | float | None:
+def csv_cell(value: str | float | None) -> str | float | None:
     return csv_file.cell(value) if isinstance(value, str) and value != NOTHING else value
 
 
@@ -104,28 +87,49 @@ def _show(console: Console, found: Totals, by: str, count: int) -> None:
         "cost": [readable(_cost(row)) for row in everything],
         "kg CO2": [readable(row.co2_kg) for row in everything],
         "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
-        "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
+        "largest loss": [short((row.cause or "-").replace("_", " ")) for row in everything],
     }
     columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
-    left_out = [name for name in _DISPENSABLE if _is_too_wide(columns, console.width) and columns.pop(name, [])]
-    table = Table(box=None, pad_edge=False)
-    table.add_column(by, overflow="fold", min_width=MIN_GROUP)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "largest loss" else "right", no_wrap=True)
-    for index, row in enumerate(everything):
-        table.add_row(Text(row.group), *(Text(cells[index]) for cells in columns.values()))
-    console.print(table)
-    if left_out:
-        console.print(Text(f"not shown: {', '.join(left_out)}; --csv and --json print all columns"))
+    print_columns(console, by, [row.group for row in everything], columns, _DISPENSABLE)
     for line in _notes(found, columns, count):
         console.print(Text(line), soft_wrap=True)
 
 
-def _is_too_wide(columns: Mapping[str, list[str]], width: int) -> bool:
-    return MIN_GROUP + sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items()) > width
+def print_columns(
+    console: Console,
+    first: str,
+    names: Sequence[str],
+    columns: dict[str, list[str]],
+    dispensable: Sequence[str],
+    min_width: int = MIN_GROUP,
+) -> None:
+    """Print a table; if it is too wide, columns are left out in the order of ``dispensable``.
+
+    Args:
+        console: where to print.
+        first: header of the first column, whose cells are ``names``.
+        names: names of the rows.
+        columns: the cells of the other columns.
+        dispensable: columns that may be left out.
+        min_width: of the first column, which is folded.
+    """
+    left_out = [name for name in dispensable if min_width + _width(columns) > console.width and columns.pop(name, [])]
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, overflow="fold", min_width=min_width)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+    for index, name in enumerate(names):
+        table.add_row(Text(name), *(Text(cells[index]) for cells in columns.values()))
+    console.print(table)
+    if left_out:
+        console.print(Text(f"not shown: {', '.join(left_out)}; --csv and --json print all columns"))
 
 
-def _cut(text: str) -> str:
+def _width(columns: Mapping[str, list[str]]) -> int:
+    return sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items())
+
+
+def short(text: str) -> str:
     return text if len(text) <= MAX_LOSS else f"{text[: MAX_LOSS - 1]}…"
 
 
@@ -142,8 +146,12 @@ def _notes(found: Totals, columns: Iterable[str], count: int) -> Iterator[str]:
         yield "wasted: GPU-hours outside of kept steps and generation"
     if "±" in columns:
         yield "±: timing and sensor errors of the energy"
-    yield from (f"skipped: {one_line(line)}" for line in found.skipped[:MAX_SKIPPED])
-    if (more := len(found.skipped) - MAX_SKIPPED) > 0:
+    yield from skipped_lines(found.skipped)
+
+
+def skipped_lines(skipped: Sequence[str]) -> Iterator[str]:
+    yield from (f"skipped: {one_line(line)}" for line in skipped[:MAX_SKIPPED])
+    if (more := len(skipped) - MAX_SKIPPED) > 0:
         yield f"skipped: {more:,} more"
 
 

@@ -1,4 +1,4 @@
-"""``effllm export``: runs as files for other programs."""
+"""``effllm runs --export FILE``: runs as files for other programs."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
 from effllm.analysis.export import export_csv, export_json, export_parquet
 from effllm.analysis.load import load, load_errors
 from effllm.commands.output import ReadingProgress, complain
-from effllm.commands.sql import warn_of_skipped
+from effllm.commands.run_query import warn_of_skipped
 from effllm.records.plain_text import one_line
 from effllm.store.csv_file import OtherColumns
 
 
-def main(runs: Sequence[str], parquet: str, csv: str, json: str) -> int:
-    """Write runs to one of the three; return the exit status."""
-    if sum(map(bool, (parquet, csv, json))) != 1:
-        raise typer.BadParameter("one of --parquet, --csv and --json is needed", param_hint="--parquet")
+def export(runs: Sequence[str], file: str) -> int:
+    """Write runs to a file: CSV, JSON Lines, or else a folder of Parquet; return the exit status."""
+    form = Path(file).suffix
     errors: tuple[type[Exception], ...] = (OtherColumns, *load_errors())
     try:
         loaded = load(runs, progress=ReadingProgress())
-        if parquet:
-            files = export_parquet(loaded, Path(parquet), _progress if sys.stderr.isatty() else lambda *_: None)
-            print(f"{len(loaded):,} runs: {files:,} files in {one_line(parquet)}")
-        elif csv:
-            print(_appended(export_csv(loaded, Path(csv)), len(loaded), csv))
+        if form == ".csv":
+            print(_appended(export_csv(loaded, Path(file)), len(loaded), file))
+        elif form in (".jsonl", ".json"):
+            print(f"{export_json(loaded, Path(file)):,} runs were written to {one_line(file)}")
         else:
-            print(f"{export_json(loaded, Path(json)):,} runs were written to {one_line(json)}")
+            files = export_parquet(loaded, Path(file), _progress if sys.stderr.isatty() else lambda *_: None)
+            print(f"{len(loaded):,} runs: {files:,} files in {one_line(file)}")
     except errors as error:
-        return complain("export", _reason(error), 1)
-    warn_of_skipped(loaded, "export")
+        return complain("runs", _reason(error), 1)
+    warn_of_skipped(loaded)
     return 0
 
 
