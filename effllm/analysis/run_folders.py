@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import glob
 import os
 import re
@@ -10,9 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.analysis.run_row import FILES
+from effllm.config.settings import ConfigError, read_config
+from effllm.config.switches import this_process
 
 #: Run folders are searched in a folder and in this many levels of folders below it.
 MAX_DEPTH = 4
+MAX_NAMES = 3  # in a message
+LAST = "last"  # the name of the run that started last
 LINE_FILES = re.compile(r"(windows|ranks)-\d{4,}\.jsonl|events\.jsonl")
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -52,13 +58,52 @@ def find_runs(paths: Paths) -> list[FoundRun]:
     return list(found.values())
 
 
+def named_run(name: str) -> Path:
+    """Return the path of a run: a path, or the name of a run in the folder of runs, or how only one name begins.
+
+    Args:
+        name: a path, the name of a run folder or its beginning, or `LAST`.
+
+    Raises:
+        UnreadableRun: there is no such run, or several names begin so.
+    """
+    path = Path(name)
+    if path.exists() or os.sep in name:
+        return path
+    try:
+        folder = os.path.realpath(read_config(this_process()).run_dir)
+    except ConfigError as error:
+        raise UnreadableRun(str(error)) from error
+    runs = [run.folder for run in _below(folder, MAX_DEPTH)]
+    names = sorted({one.name for one in runs}, reverse=True)
+    found = [one for one in runs if one.name == name] or [one for one in runs if one.name.startswith(name)]
+    if name == LAST and not found:
+        found = sorted(runs, key=_started_s)[-1:]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = sorted((one.name for one in found), reverse=True)[:MAX_NAMES]
+        raise UnreadableRun(f"{name} is the name of {len(found)} runs in {folder}: {', '.join(some)}")
+    near = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
+    text = f"{name} does not exist, and no run in {folder} has this name"
+    raise UnreadableRun(text + (f"; near: {', '.join(near)}" if near else ""))
+
+
+def _started_s(folder: Path) -> float:
+    """Return the time of run.json, which is written at the start of an attempt; 0 without this file."""
+    with contextlib.suppress(OSError):
+        return (folder / FILES[0]).stat().st_mtime
+    return 0.0
+
+
 def _expanded(path: str) -> list[str]:
     if not path:  # an unset variable of a script, not the current folder
         raise UnreadableRun("the path of the runs is empty")
     if os.path.lexists(path) or not glob.has_magic(path):
-        if not Path(path).exists():
+        found = named_run(path)
+        if not found.exists():
             raise UnreadableRun(f"{path} does not exist")
-        return [path]
+        return [str(found)]
     return sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the glob may be absolute
 
 

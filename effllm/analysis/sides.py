@@ -195,9 +195,12 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
         tagged = read_runs([every[folder] for folder in folders], [])
     except UnreadableRun:
         tagged = []
-    if not tagged:
-        raise UnreadableRun(f"{argument} is neither a path nor a tag of a run in {runs_folder}")
-    return tagged
+    if tagged:
+        return tagged
+    try:
+        return read_runs(find_runs(argument), left_out)
+    except UnreadableRun as error:
+        raise UnreadableRun(f"{argument} is neither a path, a run nor a tag of a run in {runs_folder}") from error
 
 
 def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:

@@ -66,7 +66,7 @@ def fit(
     measured: Annotated[bool, _MEASURE] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
 ) -> None:
-    """Estimate the memory of models before a run: does it fit, and what would make it fit.
+    """Estimate the memory of models before a run, and if it fits.
 
     Each part of the memory is an interval with its basis. Weights, gradients and optimizer states are exact. The
     interval of activations has the errors on configurations whose tensors were counted. Nothing is downloaded, and
@@ -113,7 +113,7 @@ def compare(
         typer.Option("--paper", help="Print the table of the EfficientLLM paper, with its score."),
     ] = False,
 ) -> None:
-    """Compare configurations: B is better or worse than A, not distinguishable, or unknown.
+    """Compare configurations: better, worse, the same, or unknown.
 
     The unit is the run: windows of one run share its node, board and temperature. The values of the runs are compared
     by Welch's test. With one run a side, the outcome is "unknown". Throughput (tokens/s, or what was measured instead)
@@ -144,7 +144,7 @@ def campaign(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start failed runs again.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the order of the runs, and run nothing.")] = False,
 ) -> None:
-    """Run configurations several times, in an interleaved random order.
+    """Run configurations several times, in a random order.
 
     Each repeat is a block with every configuration in random order. Each run has its own run folder with the tags
     campaign, config and repeat. Runs that are complete are not repeated after Ctrl-C or a crash: start the command
@@ -245,7 +245,8 @@ def report(
 
 def top(
     run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="Run folder, or a folder of runs: the newest. [default: RUN_DIR]")
+        str,
+        typer.Argument(metavar="[RUN]", help="Run folder or its name, or a folder: its newest run. [default: RUN_DIR]"),
     ] = "",
     endpoint: Annotated[
         str, typer.Option(metavar="URL", help="Metrics page of a running job, instead of a run folder.")
@@ -259,7 +260,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
 ) -> None:
-    """Show a running, finished or killed job on one terminal screen.
+    """Show a running or finished job on one terminal screen.
 
     The screen has the verdict, the values of the job, and the ranks or hosts, the worst first with the reason. The keys
     are in its last line; the key ? lists all of them. A finished run is replayed with the arrow keys, Home, End and

@@ -18,8 +18,33 @@ import typer
 
 from effllm.commands import analysis_app
 
+#: The commands in the order of the help, in two blocks.
+BLOCKS = (
+    (
+        "Commands",
+        ["demo", "check", "env", "run", "inspect", "top", "report", "runs", "compare", "campaign", "fit", "explain"],
+    ),
+    ("Commands for operators and tests", ["serve", "simulate", "watch", "profile"]),
+)
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands in blocks."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's signature
+        return [name for _, names in BLOCKS for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in BLOCKS:
+            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
+            width = formatter.width - 6 - max(len(name) for name, _ in found)
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in found])
+
+
 app = typer.Typer(
     name="effllm",
+    cls=_Commands,
     help="Show how well training jobs use their GPUs, across all ranks and nodes.",
     epilog="Start with: effllm demo",
     no_args_is_help=True,
@@ -81,7 +106,7 @@ def demo(
         str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
 ) -> None:
-    """Run a small simulated job in a few seconds, without GPU and torch.
+    """Run a small simulated job, without GPU and torch.
 
     Processes, agents and messages are real. GPUs are simulated, and every output is marked as simulated. The last rank
     is 12 % slower than the other ranks. The job has an evaluation in the middle, and its loss decreases.
@@ -155,7 +180,7 @@ def env(
     shell: Annotated[bool, typer.Option("--shell", help="Print only the exports, without comments.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/configuration.md.")] = False,
 ) -> None:
-    """Print the settings as export commands of a shell, or check the settings.
+    """Print the settings as exports of a shell, or check them.
 
     Each setting is printed with its value: the value of its variable, or the default. The most common settings are
     first. For an unknown name, an error with the nearest known name is printed.
@@ -217,7 +242,7 @@ def serve(
         str, typer.Option(metavar="ID", help="Id of the job. In an existing run folder, a new id starts a new attempt.")
     ] = "",
 ) -> None:
-    """Run a separate aggregator, which replaces the aggregator of rank 0.
+    """Run a separate aggregator in place of that of rank 0.
 
     The command prints the variables for the training processes. After the last rank has left, or after Ctrl-C or
     SIGTERM, the aggregator writes the summary and ends. LOG_INTERVAL must have the same value for this command and for
@@ -287,7 +312,7 @@ def watch(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each interval.")] = False,
 ) -> None:
-    """Print the tokens/s of a running vLLM server and the power of its GPUs.
+    """Print tokens/s and GPU power of a running vLLM server.
 
     Tokens are read from the server's metrics page, for all models and engines. Power is read from the GPUs of this
     machine in CUDA_VISIBLE_DEVICES: run the command on the server's machine, with the server's CUDA_VISIBLE_DEVICES.
@@ -307,21 +332,22 @@ def watch(
 
 @_command
 def inspect(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its summary.json.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, its name or how only that begins, or last.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     stacks: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recorded stacks for speedscope or flamegraph.pl.")
     ] = None,
 ) -> None:
-    """Print the verdict on a run, and the parts of its device time and energy, which add up to the whole.
+    """Print the verdict on a run, and the parts of its device time.
 
+    The parts of the time and of the energy add up to the whole.
     The verdict names the largest avoidable loss with its evidence and the next action, or "healthy", or "unknown".
     For a running job, it covers the time so far. `effllm inspect` reads only summary.json of the run folder, and with
     --stacks only stacks.jsonl.
 
     \b
     Examples:
-      effllm inspect efficientllm_runs/20260101-120000-1a2b3c4d
+      effllm inspect last                           # the run that started last
       effllm inspect RUN --json | jq -r .verdict.cause
       effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
       effllm inspect RUN --stacks job.folded && flamegraph.pl job.folded >job.svg
@@ -345,7 +371,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """Explain a metric, a kind of event, a cause of a verdict, or a setting.
+    """Explain a metric, an event, a cause of a verdict, or a setting.
 
     Without a name, all are listed. A name may be a tag of a chart.
 

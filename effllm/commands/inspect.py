@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
+from effllm.analysis.run_folders import UnreadableRun, named_run
 from effllm.commands.output import complain, form_of
 from effllm.job.host_lines import KINDS, is_of_worker, lines_of
 from effllm.records.host_lines import STACKS_FILE, RecordedStacks
@@ -36,6 +37,10 @@ _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 def main(run: Path, as_json: bool, stacks: Path | None) -> int:
     """Print the waterfall of a run, or write its stacks; return the exit status."""
+    try:
+        run = named_run(str(run))
+    except UnreadableRun as error:
+        return complain("inspect", str(error), 1)
     if form_of(json=as_json, stacks=stacks is not None) == "stacks":
         assert stacks is not None
         return _write_stacks(run if run.is_dir() else run.parent, stacks)

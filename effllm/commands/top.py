@@ -78,9 +78,13 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
         from effllm.commands.top_page import PageSource
 
         return PageSource(given.endpoint, given.token_file, given.ca_file), given.endpoint
+    from effllm.analysis.run_folders import UnreadableRun, named_run
     from effllm.commands.top_folder import FolderSource
 
-    path = Path(given.run or _run_dir())
+    try:
+        path = named_run(given.run) if given.run else Path(_run_dir())
+    except UnreadableRun as error:
+        raise SourceError(str(error)) from error
     return FolderSource(path), f"{path}"
 
 

@@ -404,7 +404,7 @@ def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
         (["a", "a"], "same name"),
         (["a", "./a/"], "on two sides"),
         (["a"], "needs two sides"),
-        (["a", "missing"], "neither a path nor a tag"),
+        (["a", "missing"], "neither a path, a run nor a tag"),
         (["a", "empty"], "has no run"),
     ],
 )
