@@ -103,6 +103,8 @@ def test_unknown_thread_of_the_loop_is_the_one_that_runs_the_script():
         ((f"{SITE}/torch/distributed/distributed_c10d.py", "all_reduce"), "ranks", "all_reduce"),
         ((f"{SITE}/torch/distributed/distributed_c10d.py", "get_rank"), "other", "get_rank"),
         ((f"{SITE}/torch/serialization.py", "_save"), "checkpoint", "_save"),
+        ((f"{SITE}/torch/fx/_symbolic_trace.py", "Tracer.trace"), "compilation", "Tracer.trace"),
+        ((f"{SITE}/torch/jit/_trace.py", "trace"), "compilation", "trace"),
         ((f"{SITE}/tokenizers/implementations.py", "encode"), "tokenization", "encode"),
         ((f"{SITE}/torch/optim/adamw.py", "AdamW.step"), "compute", "AdamW.step"),
         ((f"{sysconfig.get_path('stdlib')}/logging/__init__.py", "Logger.info"), "logging", "Logger.info"),
