@@ -20,9 +20,10 @@ from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
+from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
 from effllm.store.regular_file import read_regular
-from effllm.store.summary_text import audit_texts, duration, verdict_lines
+from effllm.store.summary_text import duration, fact_lines
 from effllm.views.host_lines_text import MAX_SHOWN, host_lines
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -148,6 +149,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
     console.print(Text(f"{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
+    for name, text in facts_of(summary, has_both_errors=True):
+        console.print(Text("\n".join(fact_lines(name, text, column=COLUMN))))
     units = WaterfallUnits.of(found)
     table = Table(*waterfall_header(units), box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -159,13 +162,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console.print(table)
     for line in waterfall_notes(found):
         console.print(Text(line))
-    for line in audit_texts(summary.audit) if summary.audit is not None else ():
-        console.print(Text(f"audit: {line}"))
     for line in host_lines(summary.host, summary.verdict.cause if summary.verdict else "") if summary.host else ():
         console.print(Text(line))
     if summary.verdict is not None:
         for one in summary.verdict.evidence:
             console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))
-        # On a terminal, the last lines stay visible.
-        for name, text in verdict_lines(summary.verdict):
-            console.print(Text(f"{name:<9}{text}"))

@@ -82,7 +82,9 @@ class Console:
         summary = None if self._is_closed else self._run.summary()
         self._is_closed = True
         if summary is not None:
-            self._put(closing_text(summary, self._run.folder, self._run.tensorboard_dir).splitlines())
+            self._put(
+                closing_text(summary, self._run.folder, self._run.tensorboard_dir, is_cut=self._terminal).splitlines()
+            )
 
     def _coloured(self, colour: str, line: str) -> str:
         return f"{colour}{line}{_PLAIN}" if self._colour else line

@@ -1,144 +1,207 @@
-"""The closing table of a run on the console: at most 20 lines, the verdict last."""
+"""The end of a run: the verdict, the numbers to copy, what ran, what was not measured, and how to open it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from effllm.records.events import FILE, level_of
+from effllm.records.events import FILE, is_problem, level_of
 from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import (
-    WIDTH,
+    J_PER_KWH,
+    MIN_KWH,
     audit_texts,
     duration,
-    energy_text,
     errors_text,
     fact_lines,
-    goodput_text,
     loss_text,
     outcome,
+    percent,
     readable,
-    shares,
     slowest_text,
     stragglers_text,
-    tensorboard_line,
     value_of,
     verdict_lines,
 )
-from effllm.store.window_text import contract_parts, fitted, scaled
+from effllm.store.window_text import contract_parts, scaled
 
-#: Maximum number of lines about missing measurements and slow ranks; summary.txt has all lines.
-MAX_DOUBTS = 3
+MAX_LINES = 14
+COLUMN = 11  # of the texts
+#: The most harmful gap first; each is the beginning of a sentence of ``not measured``.
+_HARM = ("total tokens", "tokens", "samples", "loss", "MFU", "FLOPs", "peak", "own time", "sync point", "total energy",
+         "energy", "power", "lines of code")  # fmt: skip
 #: A rank that was last in a smaller share of the iterations is only in summary.txt.
 MIN_LAST_SHARE = 0.5
 
-
-def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
-    """Return the closing table of the console; summary.txt in the run folder has all values."""
-    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
+Fact = tuple[str, str]
 
 
-def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
-    yield "=" * WIDTH
-    yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
-    slow = list(_slow_ranks(summary))
-    audit = _audit(summary, folder, max_lines=1 if slow else 2)
-    if (room := MAX_DOUBTS - len(slow) - len(audit)) > 0:
-        yield from _not_measured(summary, folder, room)
-    if problems := _events(summary):
-        yield _fact("events", problems)
-    yield from slow
-    yield from audit
-    yield _fact("ran", _ran(summary), max_lines=2)
+def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None, *, is_cut: bool = False) -> str:
+    """Return the end of a run as text; summary.txt in the run folder has all values.
+
+    Args:
+        summary: the summary of the run.
+        folder: the run folder.
+        tensorboard_dir: folder of the event file.
+        is_cut: whether the text has at most `MAX_LINES` of 80 columns, for a terminal; else nothing is cut.
+    """
+    simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
+    head = f"[EfficientLLM] Run {outcome(summary.status)}{simulated}"
+    facts = list(facts_of(summary))
+    missing = [("Blind", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
+    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir)]
+    if is_cut:
+        after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
+        room = MAX_LINES - 1 - bool(missing) - len(after)
+        for long in _LONG:  # the last one is short enough
+            before = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in long), COLUMN)]
+            if len(before) <= room:
+                break
+        lines = [*before, *_blind(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
+    else:
+        lines = [f"  {name:<9}{text}" for name, text in (*facts, *missing, *last)]
+    return "".join(f"{line}\n" for line in (head, *lines))
+
+
+#: The facts that have two lines on a terminal, by the room that is left.
+_LONG = (("Why", "Paper", "Ran"), ("Why",), ())
+
+
+def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fact]:
+    """Yield the verdict, the numbers to copy, and what ran, each with its name.
+
+    Args:
+        summary: the summary of the run.
+        has_both_errors: whether energies have the errors by timing and by the sensor, else only the larger one.
+    """
+    if summary.verdict is not None:
+        yield from verdict_lines(summary.verdict)
+    for name, parts in (("Result", _result(summary)), ("Energy", _energy(summary, has_both_errors))):
+        if text := ", ".join(parts):
+            yield name, text
     doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
     if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
-        yield fitted(["", *six], "  ", WIDTH)
-    seen = summary.coverage
-    lost = f", {seen.reports_lost:,} reports lost" if seen.reports_lost else ""
-    covered = f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
-    covered += f", {seen.gpus_measured} of {seen.gpus_expected} GPUs" if seen.gpus_expected else ""
-    yield _fact("coverage", covered + lost)
-    if text := loss_text(summary):
-        yield _fact("last loss", text)
-    if summary.goodput is not None and summary.goodput.ratio is not None:
-        yield _fact("goodput", goodput_text(summary.goodput))
-    elif summary.time_by_class:
-        yield _fact("time", shares(summary.time_by_class))
-    if text := energy_text(summary.energy):
-        yield _fact("energy", text)
-    if value := value_of(summary, "joules_per_token"):
-        number, prefix = scaled(value.value)
-        timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
-        yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip() + _mark(value))
-    if text := "; ".join(_throughput(summary)):
-        yield _fact("throughput", text)
-    if tensorboard_dir is not None:
-        yield tensorboard_line(folder, tensorboard_dir)
+        yield "Paper", " ".join(six)
+    yield "Ran", ", ".join(_ran(summary))
+    is_named = summary.verdict is not None and summary.verdict.cause == "straggler"
+    if text := "" if is_named else "; ".join(_slow_ranks(summary)):
+        yield "Slow", text
+    if text := "; ".join(audit_texts(summary.audit)) if summary.audit is not None else "":
+        yield "Doubt", text
+    if text := _events(summary):
+        yield "Events", text
+
+
+def how_to_open(folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
+    """Yield commands that open a run, and its folder."""
     if folder is not None:
-        yield f"  Run folder: {folder}"
-    if summary.verdict is not None:
-        # On a terminal, the last lines stay visible.
-        yield from (_fact(name, text) for name, text in verdict_lines(summary.verdict))
+        here = Path.cwd()
+        shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        yield f"effllm inspect {shlex.quote(str(shown))}"
+    if tensorboard_dir is not None:
+        # TensorBoard names a run by its folder, so that it is shown beside the other runs.
+        events = tensorboard_dir if tensorboard_dir.parent == folder else tensorboard_dir.parent
+        yield f"tensorboard --logdir {shlex.quote(str(events))}"
 
 
-def _throughput(summary: Summary) -> Iterator[str]:
+def _blind(missing: Sequence[Fact], room: int) -> Iterator[str]:
+    """Yield the most harmful gaps, whole, and the number of the others."""
+    shown, rest = 0, room
+    for name, text in missing[:2]:
+        lines = fact_lines(name, text, max(room, 1), COLUMN)
+        is_last = shown + 1 == len(missing)
+        if len(lines) > rest - (not is_last):
+            break
+        yield from lines
+        shown, rest = shown + 1, rest - len(lines)
+    if more := len(missing) - shown:
+        yield f"  {'Blind':<9}{more:,} {'more ' * bool(shown)}in summary.txt, not measured"
+
+
+def _harm(sentence: str) -> int:
+    return next((at for at, start in enumerate(_HARM) if sentence.startswith(start)), len(_HARM))
+
+
+def _result(summary: Summary) -> Iterator[str]:
     if value := value_of(summary, "tokens_per_second_per_gpu"):
         unit = "GPU" if summary.coverage.gpus_expected else "rank"
         yield f"{readable(value.value)} tokens/s per {unit}{_mark(value)}"
     if value := value_of(summary, "mfu_ratio"):
-        yield f"MFU {readable(100 * value.value)} %{_mark(value)}" + (f" of {summary.peak}" if summary.peak else "")
+        peak = f" of {summary.peak.split(' per device')[0]}" if summary.peak else ""
+        yield f"MFU {readable(100 * value.value)} %{_mark(value)}{peak}"
+
+
+def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
+    energy = summary.energy
+    if value := value_of(summary, "joules_per_token"):
+        number, prefix = scaled(value.value)
+        error = _error(value.value, value.error, value.sensor_error, has_both)
+        yield f"{number} {prefix}J per token{error}{_mark(value)}"
+    joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
+    if joules is not None:
+        is_large = joules >= MIN_KWH * J_PER_KWH
+        shown = f"{readable(joules / J_PER_KWH)} kWh" if is_large else f"{readable(joules)} J"
+        error_j = energy.error_joules if energy.total_joules is not None else None
+        part = ", measured only in part" if energy.total_joules is None else ""
+        yield shown + _error(joules, error_j, (energy.gain_error or 0.0) * joules, has_both) + part
+    if value := value_of(summary, "watts_per_gpu"):
+        yield f"{readable(value.value)} W per GPU"
+    if summary.waterfall is not None and summary.coverage.gpus_expected:
+        yield f"{readable(summary.waterfall.device_seconds / 3600)} GPU-h"
+
+
+def _error(value: float, timing: float | None, sensor: float | None, has_both: bool) -> str:
+    """Return the errors, or the larger one, in percent of a value."""
+    ratios = [abs((one or 0.0) / value) if value else 0.0 for one in (timing, sensor)]
+    if has_both:
+        return f" {errors_text(*ratios)}".rstrip()
+    return f" ±{percent(max(ratios))}" if any(ratios) else ""
 
 
 def _mark(value: Value) -> str:
     return " (in doubt)" if value.doubt else ""
 
 
-def _audit(summary: Summary, folder: Path | None, max_lines: int) -> list[str]:
-    """Return lines about the failed check, or the difference from a framework's own figure, or their number."""
-    texts = list(audit_texts(summary.audit)) if summary.audit is not None else []
-    if len(texts) > 1:
-        texts = [f"{len(texts)} differences" + (", see summary.txt" if folder is not None else "")]
-    return _fact("audit", texts[0], max_lines).splitlines() if texts else []
-
-
-def _slow_ranks(summary: Summary) -> Iterator[str]:
-    if summary.stragglers:
-        yield _fact("stragglers", stragglers_text(summary.stragglers))
-    last = summary.last_ranks
-    if summary.coverage.ranks_expected > 2 and last.most[1] > MIN_LAST_SHARE * last.iterations:
-        yield _fact("slowest rank", slowest_text(summary))
-
-
-def _not_measured(summary: Summary, folder: Path | None, max_lines: int) -> Iterator[str]:
-    sentences = summary.not_measured
-    shown = len(sentences) if len(sentences) <= max_lines else max_lines - 1
-    for sentence in sentences[:shown]:
-        yield _fact("not measured", sentence)
-    if more := len(sentences) - shown:
-        text = f"{more} more" if shown else f"{more} quantities"
-        yield _fact("not measured", text + (", see summary.txt" if folder is not None else ""))
-
-
-def _events(summary: Summary) -> str:
-    """Return the counts of the events that are shown on the console."""
-    shown = [kind for kind in summary.events if level_of(kind) != FILE and kind != "not_measured"]
-    return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
-
-
-def _ran(summary: Summary) -> str:
-    parts = [f"{summary.iterations:,} iterations{_numbers(summary)} in {duration(summary.elapsed_s)}"]
+def _ran(summary: Summary) -> Iterator[str]:
+    step = value_of(summary, "seconds_per_iteration")
+    each = f" of {readable(1000 * step.value)} ms" if step is not None else ""
+    yield f"{summary.iterations:,} iterations{_numbers(summary)}{each} in {duration(summary.elapsed_s)}"
     if summary.attempts > 1:
-        parts.append(f"{summary.attempts} attempts")
+        yield f"{summary.attempts} attempts"
     for total, measured, what in (
         (summary.tokens, summary.measured_tokens, "tokens" + " from the batches" * bool(summary.token_source)),
         (summary.samples, summary.measured_samples, "samples"),
     ):
         if measured:
-            parts.append(f"{'at least ' if total is None else ''}{_count(measured)} {what}")
+            yield f"{'at least ' if total is None else ''}{_count(measured)} {what}"
     if summary.parameters:
-        parts.append(f"{_count(summary.parameters)} parameters")
-    return ", ".join(parts)
+        yield f"{_count(summary.parameters)} parameters"
+    seen = summary.coverage
+    yield f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
+    if seen.gpus_expected:
+        yield f"{seen.gpus_measured} of {seen.gpus_expected} GPUs"
+    if seen.reports_lost:
+        yield f"{seen.reports_lost:,} reports lost"
+    if summary.goodput is not None and summary.goodput.ratio is not None:
+        yield f"goodput {100 * summary.goodput.ratio:.1f} %"
+    if text := loss_text(summary):
+        yield f"last loss {text}"
+
+
+def _slow_ranks(summary: Summary) -> Iterator[str]:
+    if summary.stragglers:
+        yield stragglers_text(summary.stragglers)
+    last = summary.last_ranks
+    if summary.coverage.ranks_expected > 2 and last.most[1] > MIN_LAST_SHARE * last.iterations:
+        yield slowest_text(summary)
+
+
+def _events(summary: Summary) -> str:
+    """Return the counts of the problems that were shown on the console."""
+    shown = [kind for kind in summary.events if level_of(kind) != FILE and is_problem(kind) and kind != "straggler"]
+    return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
 
 
 def _numbers(summary: Summary) -> str:
@@ -156,7 +219,3 @@ def _count(number: int) -> str:
     ('160,000', '7.24G')
     """
     return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))
-
-
-def _fact(name: str, text: str, max_lines: int = 1) -> str:
-    return "\n".join(fact_lines(name, one_line(text), max_lines))

@@ -57,10 +57,10 @@ def errors_text(timing: float | None, sensor: float | None, *, brief: bool = Fal
     With ``brief``, two errors are written without their names.
     """
     errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
-    return " ".join(f"±{_percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
+    return " ".join(f"±{percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
 
 
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
     return f"{rounded_up(max(100 * ratio, 0.01))} %"
 
 
@@ -82,21 +82,25 @@ def outcome(status: str) -> str:
     return {"interrupted": "stopped by Ctrl-C", "ended": "ended, exit status not visible"}.get(status, status)
 
 
-def summary_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
-    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
+def summary_text(
+    summary: Summary, folder: Path | None, tensorboard_dir: Path | None, facts: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Return the content of summary.txt; it begins with the facts of the closing text."""
+    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir, facts))
 
 
-def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
+def _lines(
+    summary: Summary, folder: Path | None, tensorboard_dir: Path | None, facts: Iterable[tuple[str, str]]
+) -> Iterator[str]:
     yield f"[EfficientLLM] Run {outcome(summary.status)}"
     yield "=" * WIDTH
     if summary.simulated:
         yield "  SIMULATED: no hardware was measured; these numbers mean nothing beyond a test."
         yield "-" * WIDTH
+    yield from _facts(facts)
+    yield "-" * WIDTH
     yield from _facts(what_ran(summary))
     yield "-" * WIDTH
-    if summary.verdict is not None:
-        yield from _facts(verdict_lines(summary.verdict))
-        yield "-" * WIDTH
     yield from _metrics(summary.metrics)
     yield "-" * WIDTH
     yield from _facts(how_measured(summary))
@@ -234,7 +238,7 @@ def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
     if energy.scope or energy.method:
         yield "power", ", ".join(filter(None, (_named("scope", energy.scope), _named("from", energy.method))))
     if energy.estimated_joules and joules:
-        share = _percent(energy.estimated_joules / joules)
+        share = percent(energy.estimated_joules / joules)
         yield "estimated", f"{share} of the energy, computed from power in gaps of the counter"
     if any(energy.by_class.values()):
         yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
@@ -301,7 +305,7 @@ def _row(name: str, value: Value, over: str) -> str:
         timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
         entry = describe(name.strip())
         is_sampled = entry is not None and entry.error is not None
-        text = f"±{_percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
+        text = f"±{percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
         unit = f"{unit} {text}".rstrip()
     mark = "!" if value.doubt else " "
     return f"{mark} {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
@@ -312,15 +316,16 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield from fact_lines(name, text)
 
 
-def fact_lines(name: str, text: str, max_lines: int | None = None) -> list[str]:
-    """Return a name and a text as lines of `WIDTH`; a text that needs more than ``max_lines`` is cut."""
+def fact_lines(name: str, text: str, max_lines: int | None = None, column: int = 16) -> list[str]:
+    """Return a name and a text, which begins at a column, as lines of `WIDTH`; more than ``max_lines`` are cut."""
     return textwrap.wrap(
         text,
         WIDTH,
-        initial_indent=f"  {name:<14}",
-        subsequent_indent=" " * 16,
+        initial_indent=f"  {name}".ljust(column),
+        subsequent_indent=" " * column,
         max_lines=max_lines,
         placeholder=" …",
+        break_on_hyphens=False,
     )
 
 

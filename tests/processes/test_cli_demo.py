@@ -18,7 +18,7 @@ def test_summary_of_the_demo_counts_all_tokens_as_simulated(cli):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("[EfficientLLM Metrics] Iteration") == 2
     assert "SIMULATED" in done.stdout
-    assert "TensorBoard: tensorboard --logdir" in done.stdout
+    assert "  Open     tensorboard --logdir" in done.stdout
     summary = cli.summary()
     assert (summary["status"], summary["simulated"]) == ("completed", True)
     assert (summary["tokens"], summary["samples"]) == (2 * 20 * TOKENS, 2 * 20 * SAMPLES)
@@ -45,8 +45,8 @@ def test_demo_names_the_slow_rank(cli):
 
     assert "[EfficientLLM] straggler: rank 2 " in shown
     assert "slowest rank 2 +" in shown
-    slowest = [line.split() for line in shown.splitlines() if line.startswith("  slowest rank ")]
-    assert [words[2:5] for words in slowest] == [["rank", "2,", "last"]], "the closing table must have one such line"
+    verdict = [line for line in shown.splitlines() if line.startswith(("  Why ", "  Slow "))]
+    assert ["rank 2" in line for line in verdict][:1] == [True], verdict
 
 
 def test_demo_ignores_settings_of_another_job(cli):

@@ -56,10 +56,10 @@ def test_closing_table_has_a_line_about_the_audit():
     one = closing_text(replace(make_summary(), audit=Audit(figures=(RATE,))), folder, None)
     two = closing_text(replace(make_summary(), audit=Audit(figures=(RATE,), doubts=(DOUBT,))), folder, None)
     clean = closing_text(replace(make_summary(), audit=Audit()), folder, None)
-    stated = "  audit         tokens/s per GPU: framework 358, effllm 1,024, factor 0.350\n"
-    assert stated in one
-    assert lines_with(two, "  audit ") == ["  audit         2 differences, see summary.txt"]
-    assert lines_with(clean, "  audit ") == []
+    stated = "tokens/s per GPU: framework 358, effllm 1,024, factor 0.350"
+    assert lines_with(one, "  Doubt ") == [f"  Doubt    {stated}"]
+    assert lines_with(two, "  Doubt ") == [f"  Doubt    IN DOUBT: {DOUBT}; {stated}"]
+    assert lines_with(clean, "  Doubt ") == []
 
 
 def test_closing_table_marks_values_in_doubt():

@@ -43,41 +43,50 @@ def of(*parts, unknown=()):
     return Waterfall(total, sum(joules for _, _, joules in parts), made, "GPU", unknown)
 
 
+def table(done):
+    """Return the lines from the header of the table on."""
+    lines = done.stdout.splitlines()
+    return lines[next(at for at, line in enumerate(lines) if line.startswith("part ")) :]
+
+
 def test_table_has_a_line_for_each_part_and_each_unknown_quantity(inspect):
     found = of(("data", 3600.0, 7.2e6), ("steps", 10800.0, 3.6e6), unknown=("useful work: no peak",))
 
-    lines = inspect(found).stdout.splitlines()
+    lines = table(inspect(found))
 
-    assert lines[1].split() == ["part", "share", "GPU-hours", "kWh", "gain"]
-    assert lines[2].split() == ["data", "25.0", "%", "1.00", "2.00", "12.5", "%"]
-    assert lines[3].split()[:5] == ["steps", "75.0", "%", "3.00", "1.00"]
+    assert lines[0].split() == ["part", "share", "GPU-hours", "kWh", "gain"]
+    assert lines[1].split() == ["data", "25.0", "%", "1.00", "2.00", "12.5", "%"]
+    assert lines[2].split()[:5] == ["steps", "75.0", "%", "3.00", "1.00"]
     assert lines[-1] == "unknown: useful work: no peak"
 
 
 def test_short_run_is_shown_in_seconds_and_joules(inspect):
-    lines = inspect(of(("data", 1.5, 30.0))).stdout.splitlines()
+    lines = table(inspect(of(("data", 1.5, 30.0))))
 
-    assert lines[1].split() == ["part", "share", "GPU-seconds", "J", "gain"]
-    assert lines[2].split()[3:5] == ["1.50", "30.0"]
+    assert lines[0].split() == ["part", "share", "GPU-seconds", "J", "gain"]
+    assert lines[1].split()[3:5] == ["1.50", "30.0"]
 
 
 def test_table_with_all_parts_has_lines_of_at_most_80_columns(inspect):
     parts = [WaterfallPart(name, 123456.0, 0.05, 9.9e9, True, 99999.0, 12.5) for name in PARTS]
 
     found = Waterfall(1e8, 1e12, tuple(parts), "rank", ("useful work: " + "x " * 60,))
-    lines = inspect(found).stdout.splitlines()
+    done = inspect(found)
+    lines = table(done)
 
-    assert lines[1].split()[:4] == ["part", "share", "rank-hours", "kWh"]
-    assert max(map(len, lines)) <= 80
-    assert [line.split("  ")[0] for line in lines[2 : 2 + len(PARTS)]] == [name.replace("_", " ") for name in PARTS]
+    assert lines[0].split()[:4] == ["part", "share", "rank-hours", "kWh"]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert [line.split("  ")[0] for line in lines[1 : 1 + len(PARTS)]] == [name.replace("_", " ") for name in PARTS]
 
 
-def test_verdict_is_the_end_of_the_screen_after_its_evidence(inspect):
+def test_verdict_is_first_then_the_numbers_and_its_evidence_is_last(inspect):
     lines = inspect(of(("data", 1.0, 1.0)), verdict=make_summary().verdict).stdout.splitlines()
 
-    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Why", "Next"]
-    assert lines[-3] == "Verdict  data loading: 8.0 % of GPU time, gain at most 8.7 %"
-    evidence = " ".join(" ".join(lines[-5:-3]).split())
+    names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    assert names == ["Verdict", "Why", "Next", "Result", "Energy", "Paper", "Ran"]
+    assert lines[1] == "  Verdict  data loading: 8.0 % of GPU time, gain at most 8.7 %"
+    assert "30.8 mJ per token ±0.01 % timing ±5 % sensor, 2.80 kWh " in " ".join(" ".join(lines).split())
+    evidence = " ".join(" ".join(lines[-2:]).split())
     assert evidence == "evidence: data loading 8.0 % of GPU time (summary.json: waterfall.parts, name data)"
 
 

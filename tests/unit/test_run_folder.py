@@ -23,6 +23,7 @@ from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
+from effllm.store.closing_text import facts_of
 from effllm.store.reader import RankRow, keys_of, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 from effllm.store.summary_text import summary_text
@@ -572,9 +573,10 @@ def test_summary_file_is_replaced_atomically(folder):
 
 
 def test_summary_is_written_as_text_too(folder):
-    RunFolder(folder, {}, tensorboard_dir=folder / "tb").write_summary(make_summary("running"))
+    summary = make_summary("running")
+    RunFolder(folder, {}, tensorboard_dir=folder / "tb").write_summary(summary)
 
-    assert (folder / "summary.txt").read_text() == summary_text(make_summary("running"), folder, folder / "tb")
+    assert (folder / "summary.txt").read_text() == summary_text(summary, folder, folder / "tb", facts_of(summary))
     assert mode(folder / "summary.txt") == 0o600
 
 

@@ -23,7 +23,7 @@ from effllm.records.rank import Event, Profile
 from effllm.records.verdict import HIGH, Audit, Verdict
 from effllm.sinks import open_sink
 from effllm.store import window_text
-from effllm.store.closing_text import closing_text
+from effllm.store.closing_text import closing_text, facts_of
 from effllm.store.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -375,45 +375,78 @@ def test_full_table_of_a_run_equals_the_golden_table():
     values = {
         tag: value for tag, value in make_summary().metrics.items() if f" {metrics.describe(tag).name} " in golden
     }
-    text = summary_text(make_summary(metrics=values), Path("/runs/one"), Path("/runs/one"))
+    summary = make_summary(metrics=values)
+    text = summary_text(summary, Path("/runs/one"), Path("/runs/one"), facts_of(summary))
 
     assert text == golden
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_closing_table_is_at_most_20_lines_of_80_columns():
+def crowded(**changes):
+    """Return a summary in which everything has much to say."""
     whole = complete_totals(10_000_000, 16_384)
     report = make_report(5000, run=whole, last=whole, job=whole)
     seconds = dict.fromkeys(("kept", "redone", "evaluation", "checkpoint", "startup", "gap", "idle", "unknown"), 1e5)
-    summary = make_summary(
-        metrics=values_of(report),
-        events=dict.fromkeys(KINDS, 123_456),
-        stragglers=(StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 7, "own time"),),
-        last_ranks=LastRanks(5000.0, {3: 4000.0}),
-        audit=Audit(doubts=("The counts of tokens are wrong.", "MFU is too high.")),
-        not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,
-        goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
-        coverage=Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),
-        peak="989 TFLOP/s per device, dense BF16, by the table of hardware, for NVIDIA H100 80GB HBM3",
-        verdict=Verdict("data_loading", "data loading: " + 9 * "long ", 40 * "why ", 40 * "next ", 0.1, HIGH),
-    )
+    summary = {
+        "metrics": values_of(report),
+        "events": dict.fromkeys(KINDS, 123_456),
+        "stragglers": (StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 7, "own time"),),
+        "last_ranks": LastRanks(5000.0, {3: 4000.0}),
+        "audit": Audit(doubts=("The counts of tokens are wrong.", "MFU is too high.")),
+        "not_measured": ("This quantity was not measured, for a reason that takes more than one line of a screen.",)
+        * 9,
+        "goodput": GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
+        "coverage": Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),
+        "peak": "989 TFLOP/s per device, dense BF16, by the table of hardware, for NVIDIA H100 80GB HBM3",
+        "verdict": Verdict("data_loading", "data loading: " + 9 * "long ", 40 * "why ", 40 * "next ", 0.1, HIGH),
+    }
+    return make_summary(**summary | changes)
 
-    lines = closing_text(summary, Path("/runs/one"), Path("/runs/one")).splitlines()
 
-    assert len(lines) <= 20
-    assert sum(line.startswith("  stragglers ") + line.startswith("  slowest rank ") for line in lines) == 2
+def test_end_on_a_terminal_is_at_most_14_lines_of_80_columns_with_the_verdict_first():
+    lines = closing_text(crowded(), Path("/runs/one"), Path("/runs/one/tb"), is_cut=True).splitlines()
+
+    assert len(lines) <= 14
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[-8:-3]] == ["energy", "per", "throughput", "TensorBoard:", "Run"]
-    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Why", "Next"]
+    names = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
+    assert " ".join(names) == "Verdict Why Next Result Energy Paper Ran Slow Doubt Events Blind Open Open"
+    assert lines[-2:] == ["  Open     effllm inspect /runs/one", "  Open     tensorboard --logdir /runs/one/tb"]
+
+
+def test_end_in_a_file_cuts_nothing():
+    summary = crowded()
+    text = closing_text(summary, Path("/runs/one"), None)
+
+    assert "…" not in text
+    assert f"  Why      {40 * 'why '}".rstrip() in text
+    assert text.count(f"  Blind    {summary.not_measured[0]}\n") == 9
+
+
+def test_most_harmful_gaps_are_on_the_terminal_with_their_whole_remedies():
+    tokens = "tokens: the training loop counted none; effllm.count(tokens=...) counts them"
+    gaps = ("first iteration: not measured, because the metrics began at its optimizer step",
+            "evaluation: no period was seen", tokens)  # fmt: skip
+    lines = closing_text(make_summary(not_measured=gaps), None, None, is_cut=True).splitlines()
+
+    blind = " ".join(
+        " ".join(line.split()) for line in lines[next(at for at, one in enumerate(lines) if "Blind" in one) :]
+    )
+    assert blind == f"Blind {tokens} Blind {gaps[0]} Blind 1 more in summary.txt, not measured"
+
+
+def test_errors_of_energy_are_the_larger_one_in_percent():
+    text = closing_text(make_summary(), None, None)
+
+    assert "  Energy   30.8 mJ per token ±5 %, 2.80 kWh ±5 %, 612 W per GPU" in text
 
 
 @pytest.mark.parametrize(("count", "ranks", "is_shown"), [(26, 8, True), (25, 8, False), (26, 3, True), (50, 2, False)])
-def test_closing_table_names_a_rank_of_many_that_is_last_in_most_iterations(count, ranks, is_shown):
+def test_a_rank_of_many_that_is_last_in_most_iterations_is_named(count, ranks, is_shown):
     coverage = Coverage(ranks, ranks, ranks, ranks, 0, 0)
     last = LastRanks(50.0, {1: 1.0, 3: float(count)})
     text = closing_text(make_summary(last_ranks=last, coverage=coverage), None, None)
 
-    assert (f"  slowest rank  rank 3, last in {count} of 50 iterations\n" in text) is is_shown
+    assert (f"  Slow     rank 3, last in {count} of 50 iterations\n" in text) is is_shown
 
 
 def test_full_table_names_the_rank_that_was_last_most_often():
