@@ -138,7 +138,7 @@ def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
     if value := value_of(summary, "joules_per_token"):
         number, prefix = scaled(value.value)
         error = _error(value.value, value.error, value.sensor_error, has_both)
-        yield f"{number} {prefix}J per token{error}{_mark(value)}"
+        yield f"{number} {prefix}J/token{error}{_mark(value)}"
     joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
     if joules is not None:
         is_large = joules >= MIN_KWH * J_PER_KWH
@@ -147,7 +147,7 @@ def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
         part = ", measured only in part" if energy.total_joules is None else ""
         yield shown + _error(joules, error_j, (energy.gain_error or 0.0) * joules, has_both) + part
     if value := value_of(summary, "watts_per_gpu"):
-        yield f"{readable(value.value)} W per GPU"
+        yield f"{readable(value.value)} W/GPU"
     if summary.waterfall is not None and summary.coverage.gpus_expected:
         yield f"{readable(summary.waterfall.device_seconds / 3600)} GPU-h"
 
@@ -179,9 +179,11 @@ def _ran(summary: Summary) -> Iterator[str]:
     if summary.parameters:
         yield f"{_count(summary.parameters)} parameters"
     seen = summary.coverage
-    yield f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
-    if seen.gpus_expected:
-        yield f"{seen.gpus_measured} of {seen.gpus_expected} GPUs"
+    ranks, gpus = (
+        f"{have} of {of}"
+        for have, of in ((seen.ranks_reporting, seen.ranks_expected), (seen.gpus_measured, seen.gpus_expected))
+    )
+    yield f"{ranks} ranks" + (" and GPUs" if gpus == ranks else f", {gpus} GPUs" * bool(seen.gpus_expected))
     if seen.reports_lost:
         yield f"{seen.reports_lost:,} reports lost"
     if summary.goodput is not None and summary.goodput.ratio is not None:

@@ -85,7 +85,7 @@ def test_verdict_is_first_then_the_numbers_and_its_evidence_is_last(inspect):
     names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
     assert names == ["Verdict", "Why", "Next", "Result", "Energy", "Paper", "Ran"]
     assert lines[1] == "  Verdict  data loading: 8.0 % of GPU time, gain at most 8.7 %"
-    assert "30.8 mJ per token ±0.01 % timing ±5 % sensor, 2.80 kWh " in " ".join(" ".join(lines).split())
+    assert "30.8 mJ/token ±0.01 % timing ±5 % sensor, 2.80 kWh " in " ".join(" ".join(lines).split())
     evidence = " ".join(" ".join(lines[-2:]).split())
     assert evidence == "evidence: data loading 8.0 % of GPU time (summary.json: waterfall.parts, name data)"
 

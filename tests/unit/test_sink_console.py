@@ -437,7 +437,7 @@ def test_most_harmful_gaps_are_on_the_terminal_with_their_whole_remedies():
 def test_errors_of_energy_are_the_larger_one_in_percent():
     text = closing_text(make_summary(), None, None)
 
-    assert "  Energy   30.8 mJ per token ±5 %, 2.80 kWh ±5 %, 612 W per GPU" in text
+    assert "  Energy   30.8 mJ/token ±5 %, 2.80 kWh ±5 %, 612 W/GPU" in text
 
 
 @pytest.mark.parametrize(("count", "ranks", "is_shown"), [(26, 8, True), (25, 8, False), (26, 3, True), (50, 2, False)])
