@@ -131,6 +131,8 @@ def _result(summary: Summary) -> Iterator[str]:
     if value := value_of(summary, "mfu_ratio"):
         peak = f" of {summary.peak.split(' per device')[0]}" if summary.peak else ""
         yield f"MFU {readable(100 * value.value)} %{_mark(value)}{peak}"
+    if text := loss_text(summary):
+        yield f"last loss {text}"
 
 
 def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
@@ -188,8 +190,6 @@ def _ran(summary: Summary) -> Iterator[str]:
         yield f"{seen.reports_lost:,} reports lost"
     if summary.goodput is not None and summary.goodput.ratio is not None:
         yield f"goodput {100 * summary.goodput.ratio:.1f} %"
-    if text := loss_text(summary):
-        yield f"last loss {text}"
 
 
 def _slow_ranks(summary: Summary) -> Iterator[str]:
