@@ -66,7 +66,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
 
 
 #: The facts that have two lines on a terminal, by the room that is left.
-_LONG = (("Why", "Paper", "Ran"), ("Why",), ())
+_LONG = (("Why", "Result", "Paper", "Ran"), ("Why",), ())
 
 
 def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fact]:
@@ -132,7 +132,7 @@ def _result(summary: Summary) -> Iterator[str]:
         peak = f" of {summary.peak.split(' per device')[0]}" if summary.peak else ""
         yield f"MFU {readable(100 * value.value)} %{_mark(value)}{peak}"
     if text := loss_text(summary):
-        yield f"last loss {text}"
+        yield f"loss {text}"
 
 
 def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
