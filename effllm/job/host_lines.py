@@ -113,10 +113,14 @@ def _kinds(found: HostTime, cause: str) -> set[str]:
     is_known = cause != "data_loading" or found.by_kind.get("data", 0) >= max(MIN_SAMPLES, MIN_MORE * found.samples)
     kinds = {kind for kind in found.by_kind if KINDS[cause if is_known else "between_iterations"](kind)}
     if cause == "device_idle":
-        # While torch starts kernels, or the host waits for the device, the device is rather busy.  But after a wait it
-        # is idle until the next kernels.
-        ways = (kinds - {COMPUTE, DEVICE}, kinds & {DEVICE})
-        return next((one for one in ways if _samples_of(found, one) >= MIN_SHARE * found.samples), kinds & {COMPUTE})
+        # While the host waits for the device, or torch starts kernels, the device is rather busy; other code is rather
+        # the reason if it is a fifth of all samples, or half of those without a wait.
+        others = kinds - {COMPUTE, DEVICE}
+        count, waits = _samples_of(found, others), _samples_of(found, {DEVICE})
+        if count >= min(MIN_SHARE * found.samples, (found.samples - waits) / 2):
+            return others
+        # After a wait for the device, the device is idle until the next kernels.
+        return kinds & {DEVICE if waits >= MIN_SHARE * found.samples else COMPUTE}
     return kinds
 
 

@@ -49,6 +49,8 @@ def test_line_that_waits_for_the_device_is_named_if_the_host_does_hardly_anythin
         "in 50 % of 200 samples the host waited for the device, most in item (probably), called in norm (train.py:30)"
     )
     assert where(summary(waits, torch, SLOW), "device_idle").startswith("in 100 % of 61 samples the host was in encode")
+    most = msgspec.structs.replace(waits, samples=500)  # SLOW has 10 % of all samples, and most of the others
+    assert where(summary(most, few, SLOW), "device_idle").startswith("in 100 % of 71 samples the host was in encode")
     assert where(summary(msgspec.structs.replace(waits, samples=9), torch), "device_idle").endswith("start kernels")
     assert where(summary(CodeLine("ranks", "step (train.py:9)", "", 100), few), "device_idle") == ""
 
