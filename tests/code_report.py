@@ -17,22 +17,22 @@ from pathlib import Path
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
     "agent": 4_294,  # lines of code of the host, also of long iterations and DataLoader workers; waits for a core
-    "analysis": 3_504,  # the status ended; impossible numbers are refused
-    "commands": 5_899,  # explain and the list of runs; a report names what it could not read; stacks for flamegraph.pl
+    "analysis": 3_552,  # one table of configurations with intervals; runs by their names
+    "commands": 5_933,  # explain and the list of runs; runs by name; a report names what it could not read; stacks
     "config": 828,  # a process without memory or threads ends with one line
     "devices": 3_925,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_118,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_601,  # no event and no read on a GPU that the process does not use
-    "job": 9_544,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
+    "job": 9_548,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
     "records": 3_384,  # times of single iterations; rejected counts; the GPU of a rank; last ranks; lines of code
     "sensor_profile": 1_422,
     "server": 1_381,  # an aggregator without memory or threads ends at once
-    "sinks": 1_617,  # slow connections do not block the metrics page
-    "store": 3_002,  # every file of a run folder is read by one reader; room for the last summary; stacks
+    "sinks": 1_619,  # slow connections do not block the metrics page
+    "store": 3_044,  # every file of a run folder is read by one reader; room for the last summary; stacks; the end of a run
     "top level": 192,
     "trainer": 4_066,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_230,  # one chart has AMU in GiB and peaks in GB; an icicle of the host's time

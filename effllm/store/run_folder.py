@@ -25,7 +25,7 @@ from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
 from effllm.store import folder_size, own_files
-from effllm.store.closing_text import facts_of
+from effllm.store.closing_text import facts_of, how_to_open
 from effllm.store.folder_size import Growth
 from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal, Written
 from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
@@ -170,7 +170,8 @@ class RunFolder:
             left_out[NAME] = left_out.get(NAME, 0) + self._windows.left_out
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
         done = self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
-        text = summary_text(summary, self._folder, self._tensorboard_dir, facts_of(summary)).encode(errors="replace")
+        facts = *facts_of(summary), *(("Open", one) for one in how_to_open(self._folder, self._tensorboard_dir))
+        text = summary_text(summary, facts).encode(errors="replace")
         if not done and summary.is_over:
             self._remove_reserve()
             self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))

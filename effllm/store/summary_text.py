@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 
 from effllm.metrics import METRICS, Metric, describe
 from effllm.records.framework_figures import FIGURES, MFU_RATIO
@@ -82,16 +80,12 @@ def outcome(status: str) -> str:
     return {"interrupted": "stopped by Ctrl-C", "ended": "ended, exit status not visible"}.get(status, status)
 
 
-def summary_text(
-    summary: Summary, folder: Path | None, tensorboard_dir: Path | None, facts: Iterable[tuple[str, str]] = ()
-) -> str:
-    """Return the content of summary.txt; it begins with the facts of the closing text."""
-    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir, facts))
+def summary_text(summary: Summary, facts: Iterable[tuple[str, str]] = ()) -> str:
+    """Return the content of summary.txt; it begins with the facts of the end of the console."""
+    return "".join(f"{line}\n" for line in _lines(summary, facts))
 
 
-def _lines(
-    summary: Summary, folder: Path | None, tensorboard_dir: Path | None, facts: Iterable[tuple[str, str]]
-) -> Iterator[str]:
+def _lines(summary: Summary, facts: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield f"[EfficientLLM] Run {outcome(summary.status)}"
     yield "=" * WIDTH
     if summary.simulated:
@@ -106,29 +100,9 @@ def _lines(
     yield from _facts(how_measured(summary))
     for sentence in summary.not_measured:
         yield from textwrap.wrap(sentence, WIDTH, initial_indent="  not measured: ", subsequent_indent="    ")
-    if summary.audit is not None and (found := list(audit_texts(summary.audit))):
-        yield "-" * WIDTH
-        yield from _facts(("audit", text) for text in found)
     if summary.instruments:
         yield "-" * WIDTH
         yield from _instruments(summary.instruments)
-    if folder is not None or tensorboard_dir is not None:
-        yield "-" * WIDTH
-    if folder is not None:
-        yield f"  Run folder: {folder}"
-    if tensorboard_dir is not None:
-        yield tensorboard_line(folder, tensorboard_dir)
-
-
-def tensorboard_line(folder: Path | None, event_folder: Path) -> str:
-    """Return the command that shows the run beside the other runs: TensorBoard names a run by its folder.
-
-    Args:
-        folder: the run folder.
-        event_folder: folder of the event file; in older run folders, this is a folder in the run folder.
-    """
-    shown = event_folder if event_folder.parent == folder else event_folder.parent
-    return f"  TensorBoard: tensorboard --logdir {shlex.quote(str(shown))}"
 
 
 def audit_texts(audit: Audit) -> Iterator[str]:

@@ -11,7 +11,7 @@ from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
 from effllm.records.verdict import Audit, ComparedFigure
 from effllm.server.messages import published
 from effllm.sinks import job_values, tensorboard
-from effllm.store.closing_text import closing_text
+from effllm.store.closing_text import closing_text, facts_of
 from effllm.store.summary_text import summary_text
 from effllm.store.window_text import block_lines, short_lines
 
@@ -34,7 +34,8 @@ def lines_with(text, name):
 
 
 def test_summary_text_marks_values_in_doubt_and_states_the_check():
-    text = summary_text(in_doubt(TAG), None, None)
+    summary = in_doubt(TAG)
+    text = summary_text(summary, facts_of(summary))
     assert [line[:2] for line in lines_with(text, "tokens_per_param_per_sec")] == ["! "]
     assert [line[:2] for line in lines_with(text, " al_seconds")] == ["  "]
     assert "  !: in doubt, because a check of the counts failed, or a part of the counts is missing\n" in text
@@ -43,11 +44,12 @@ def test_summary_text_marks_values_in_doubt_and_states_the_check():
 
 def test_summary_text_has_figures_that_differ_with_their_factor():
     mfu = ComparedFigure(MFU_RATIO, framework=1.56, own=0.195, factor=8.0, windows=12)
-    text = summary_text(replace(make_summary(), audit=Audit(figures=(mfu, RATE))), None, None)
-    assert lines_with(text, "  audit ") == [
-        "  audit         MFU: framework 156 %, effllm 19.5 %, factor 8.00",
-        "  audit         tokens/s per GPU: framework 358, effllm 1,024, factor 0.350",
-    ]
+    summary = replace(make_summary(), audit=Audit(figures=(mfu, RATE)))
+    text = summary_text(summary, facts_of(summary))
+    assert (
+        "  Doubt         MFU: framework 156 %, effllm 19.5 %, factor 8.00; tokens/s per\n"
+        "                GPU: framework 358, effllm 1,024, factor 0.350\n"
+    ) in text
     assert "in doubt" not in text
 
 

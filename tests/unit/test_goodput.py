@@ -217,7 +217,7 @@ def test_unnumbered_iterations_give_a_remark_and_no_redone_time():
 
     assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
     assert [one.redone_iterations for one in summary.goodput.attempts] == [None, 0], "nothing came after the second"
-    assert "number of repeated iterations unknown" in " ".join(summary_text(summary, None, None).split())
+    assert "number of repeated iterations unknown" in " ".join(summary_text(summary).split())
 
 
 def test_redone_work_is_unknown_without_the_numbers_of_iterations():
@@ -695,7 +695,7 @@ def test_all_parts_of_a_summary_have_the_same_elapsed_time():
 
     assert summary.elapsed_s == summary.goodput.elapsed_s == pytest.approx(10.0)
     assert summary.started_time_s == summary.goodput.attempts[0].start_time_s == pytest.approx(992.0)
-    assert "elapsed       10 s" in summary_text(summary, None, None)
+    assert "elapsed       10 s" in summary_text(summary)
 
 
 @pytest.mark.parametrize("says_bye", [True, False])

@@ -162,7 +162,7 @@ def test_sums_of_the_largest_numbers_stay_finite():
 def test_summary_text_has_a_table_of_the_first_40_instrument_names():
     found = summaries({"loss": statistics_of([1.0, 2.0, 3.0, math.nan]), "a\x1b[2J": statistics_of([5.0])})
     many = {f"metric/{number:02}": found["loss"] for number in range(41)}
-    lines = summary_text(make_summary(instruments=found | many), None, None).splitlines()
+    lines = summary_text(make_summary(instruments=found | many)).splitlines()
     table = [line.split() for line in lines]
 
     assert ["loss", "3", "2", "2", "2.9", "3"] in table

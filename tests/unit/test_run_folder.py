@@ -23,7 +23,7 @@ from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
-from effllm.store.closing_text import facts_of
+from effllm.store.closing_text import facts_of, how_to_open
 from effllm.store.reader import RankRow, keys_of, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 from effllm.store.summary_text import summary_text
@@ -576,7 +576,9 @@ def test_summary_is_written_as_text_too(folder):
     summary = make_summary("running")
     RunFolder(folder, {}, tensorboard_dir=folder / "tb").write_summary(summary)
 
-    assert (folder / "summary.txt").read_text() == summary_text(summary, folder, folder / "tb", facts_of(summary))
+    assert (folder / "summary.txt").read_text() == summary_text(
+        summary, (*facts_of(summary), *(("Open", one) for one in how_to_open(folder, folder / "tb")))
+    )
     assert mode(folder / "summary.txt") == 0o600
 
 

@@ -23,7 +23,7 @@ from effllm.records.rank import Event, Profile
 from effllm.records.verdict import HIGH, Audit, Verdict
 from effllm.sinks import open_sink
 from effllm.store import window_text
-from effllm.store.closing_text import closing_text, facts_of
+from effllm.store.closing_text import closing_text, facts_of, how_to_open
 from effllm.store.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -376,7 +376,7 @@ def test_full_table_of_a_run_equals_the_golden_table():
         tag: value for tag, value in make_summary().metrics.items() if f" {metrics.describe(tag).name} " in golden
     }
     summary = make_summary(metrics=values)
-    text = summary_text(summary, Path("/runs/one"), Path("/runs/one"), facts_of(summary))
+    text = summary_text(summary, facts_of(summary))
 
     assert text == golden
     assert max(map(len, text.splitlines())) <= 80
@@ -450,17 +450,17 @@ def test_a_rank_of_many_that_is_last_in_most_iterations_is_named(count, ranks, i
 
 
 def test_full_table_names_the_rank_that_was_last_most_often():
-    text = summary_text(make_summary(last_ranks=LastRanks(5000.0, {1: 10.0, 3: 1234.0})), None, None)
+    text = summary_text(make_summary(last_ranks=LastRanks(5000.0, {1: 10.0, 3: 1234.0})))
 
     assert " rank 3, last in 1,234 of 5,000 iterations\n" in text
-    assert "slowest rank" not in summary_text(make_summary(), None, None)
+    assert "slowest rank" not in summary_text(make_summary())
 
 
 def final_table(last=None, **changes):
     """Return the lines of the final table of a run with all measurements."""
     whole = last or complete_totals(5000)
     report = make_report(5000, run=whole, last=whole, job=whole)
-    return summary_text(make_summary(metrics=values_of(report), **changes), Path("/runs/one"), None).splitlines()
+    return summary_text(make_summary(metrics=values_of(report), **changes)).splitlines()
 
 
 def test_table_has_every_measured_metric_once_with_its_unit():
@@ -498,7 +498,7 @@ def fact(text, name):
 def last_part(**changes):
     energy = msgspec.structs.replace(make_summary().energy, **changes)
     summary = make_summary(energy=energy, peak="989 TFLOP/s per device, as configured")
-    return summary_text(summary, None, None).split("-" * 78)[3]
+    return summary_text(summary).split("-" * 78)[3]
 
 
 def test_energy_of_a_run_is_in_kwh_with_timing_and_sensor_errors():
@@ -521,11 +521,11 @@ def test_table_has_scope_method_warm_up_and_estimate_of_the_energy():
 
 def test_profile_is_in_the_summary_and_in_its_window_line():
     profile = Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)
-    summary = summary_text(make_summary(profile=profile), None, None)
+    summary = summary_text(make_summary(profile=profile))
     last = with_keys(make_report().last, profile=profile)
 
     assert fact(summary, "profiled") == "8 iterations, all ranks: communication time 50 %, exposed 25 %"
-    assert "  profiled" not in summary_text(make_summary(), None, None)
+    assert "  profiled" not in summary_text(make_summary())
     assert "exposed comm 25 %" in list(window_text.watched(make_report(last=last)))
     assert not any("exposed" in part for part in window_text.watched(make_report()))
 
@@ -535,7 +535,7 @@ def test_table_marks_simulated_runs_and_gaps():
     values = {"amu_gb": Value(45.0, "GiB", error=0.5), "new/thing": Value(1.0, "things")}
     summary = make_summary("killed", simulated=True, energy=energy, metrics=values)
 
-    lines = summary_text(summary, None, None).splitlines()
+    lines = summary_text(summary).splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
     assert "  energy        1.00 kWh (3,600,000 J), measured only in part: no total" in lines
@@ -546,20 +546,26 @@ def test_table_marks_simulated_runs_and_gaps():
 def test_no_heading_is_in_the_table_twice():
     totals = complete_totals()
     values = {tag: Value(1.0, "") for tag in metrics.evaluate_run(totals, totals)}
-    lines = summary_text(make_summary(metrics=values), None, None).splitlines()
+    lines = summary_text(make_summary(metrics=values)).splitlines()
     headings = [line.strip() for line in lines if line.strip() in {entry.group for entry in metrics.METRICS.values()}]
 
     assert len(headings) == len(set(headings)) > 3
 
 
-def test_tensorboard_command_is_quoted_and_empty_classes_are_omitted():
-    text = summary_text(
-        make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0, "shutdown": 0.002}),
-        None,
-        Path("/my runs/one"),
-    )
+def test_commands_that_open_a_run_are_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
-    assert "TensorBoard: tensorboard --logdir '/my runs'\n" in text
+    assert list(how_to_open(Path("/my runs/one"), Path("/my runs/one/tb"))) == [
+        "effllm inspect '/my runs/one'",
+        "tensorboard --logdir '/my runs/one/tb'",
+    ]
+    assert list(how_to_open(tmp_path / "runs/one", None)) == ["effllm inspect runs/one"]
+    assert list(how_to_open(None, Path("/tb/one"))) == ["tensorboard --logdir /tb"]
+
+
+def test_empty_classes_of_time_are_omitted():
+    text = summary_text(make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0, "shutdown": 0.002}))
+
     assert "  time          iterations 100.0 %\n" in text
 
 

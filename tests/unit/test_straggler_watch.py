@@ -67,7 +67,7 @@ def test_straggler_is_in_events_reports_totals_and_summary():
 
 
 def test_closing_table_names_the_straggler():
-    lines = summary_text(Job().run(1, 8).summary(), None, None).splitlines()
+    lines = summary_text(Job().run(1, 8).summary()).splitlines()
 
     assert "  stragglers    GPU time of waiting ranks: rank 2 (23 s)" in lines  # 8 * 3 * 0.97 s
 
