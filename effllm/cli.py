@@ -7,16 +7,21 @@ its first frame within 300 ms.
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 
 _LIGHT = ("env", "run", "top")
+#: Commands that print and end: if the reader of a pipe has enough, they end without a word, as others do.
+_PRINTING = ("check", "env", "inspect", "report", "runs", "compare", "fit", "explain")
 
 
 def main() -> None:
     """Run the command in ``sys.argv``, and exit with its status."""
     command, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     wants_help = arguments[:1] in (["--help"], ["-h"]) or (command == "top" and {"--help", "-h"} & {*arguments})
+    if command in _PRINTING:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if command in _LIGHT and not wants_help:
         sys.exit(import_module(f"effllm.commands.{command}").main(arguments))
     import_module("effllm.commands.app").main()

@@ -32,7 +32,7 @@ BUDGETS = {
     "sensor_profile": 1_422,
     "server": 1_381,  # an aggregator without memory or threads ends at once
     "sinks": 1_619,  # slow connections do not block the metrics page
-    "store": 3_044,  # every file of a run folder is read by one reader; room for the last summary; stacks; the end of a run
+    "store": 3_044,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 192,
     "trainer": 4_066,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_230,  # one chart has AMU in GiB and peaks in GB; an icicle of the host's time

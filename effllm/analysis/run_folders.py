@@ -28,6 +28,10 @@ class UnreadableRun(ValueError):
     """A path has no run folder, or a file of a run cannot be read; the message is one line."""
 
 
+class NoRun(UnreadableRun):
+    """There is no run at a path, or of a name."""
+
+
 class FoundRun(NamedTuple):
     """A run folder, and the state of run.json and summary.json: a changed file has another state."""
 
@@ -48,7 +52,7 @@ def find_runs(paths: Paths) -> list[FoundRun]:
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
         here = [run for one in _expanded(os.fspath(path)) for run in _runs_in(one)]
         if not here:
-            raise UnreadableRun(
+            raise NoRun(
                 f"{path} has no run folder: a run folder contains run.json or summary.json, as in "
                 "efficientllm_runs/20260101-120000-1a2b3c4d"
             )
@@ -86,7 +90,19 @@ def named_run(name: str) -> Path:
         raise UnreadableRun(f"{name} is the name of {len(found)} runs in {folder}: {', '.join(some)}")
     near = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
     text = f"{name} does not exist, and no run in {folder} has this name"
-    raise UnreadableRun(text + (f"; near: {', '.join(near)}" if near else ""))
+    raise NoRun(text + (f"; near: {', '.join(near)}" if near else ""))
+
+
+def one_run(name: str) -> Path:
+    """Return the path of a run as `named_run`; of a folder of runs, that of its last one.
+
+    Raises:
+        UnreadableRun: there is no such run, or several names begin so.
+    """
+    path = named_run(name)
+    if path.is_dir() and run_at(str(path)) is None:
+        return max((run.folder for run in _below(os.path.realpath(path), MAX_DEPTH)), key=_started_s, default=path)
+    return path
 
 
 def _started_s(folder: Path) -> float:
@@ -102,7 +118,7 @@ def _expanded(path: str) -> list[str]:
     if os.path.lexists(path) or not glob.has_magic(path):
         found = named_run(path)
         if not found.exists():
-            raise UnreadableRun(f"{path} does not exist")
+            raise NoRun(f"{path} does not exist")
         return [str(found)]
     return sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the glob may be absolute
 

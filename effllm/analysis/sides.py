@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.column import column_of
 from effllm.analysis.database import Database
-from effllm.analysis.run_folders import FoundRun, UnreadableRun, find_runs
+from effllm.analysis.run_folders import FoundRun, NoRun, UnreadableRun, find_runs
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
 from effllm.records.facts import float_or_none, object_or_none
 from effllm.records.plain_text import one_line
@@ -200,7 +200,7 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
     try:
         return read_runs(find_runs(argument), left_out)
     except UnreadableRun as error:
-        raise UnreadableRun(f"{argument} is neither a path, a run nor a tag of a run in {runs_folder}") from error
+        raise NoRun(f"{argument} is neither a path, a run nor a tag of a run in {runs_folder}") from error
 
 
 def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:

@@ -134,7 +134,7 @@ def compare(
       effllm compare runs --by config --latex       # means with 95 % intervals
       effllm compare runs --paper                   # AMU to AEC, and the score
 
-    Exit status: 0 compared, and no condition is true; 1 a condition is true; 2 wrong use, or no runs; 3 no condition is
+    Exit status: 0 compared, and no condition is true; 1 a condition is true, or no runs; 2 wrong use; 3 no condition is
     true, and one is unknown.
     """
 
@@ -275,7 +275,7 @@ def top(
       effllm top RUN --once --json | jq -r '.problems[].text'
       effllm top RUN --once > /dev/null || echo "look at RUN"
 
-    Exit status: 0 no problem, or quit by a key, 1 a problem of the job (with --once), 2 wrong use, 3 no run or no
+    Exit status: 0 no problem, or quit by a key, 1 no run, or (with --once) a problem of the job, 2 wrong use, 3 no
     values, 130 stopped with Ctrl-C, 143 ended by SIGTERM.
     """
     from effllm.commands import top as command

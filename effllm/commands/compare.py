@@ -14,6 +14,7 @@ from effllm.analysis.conditions import answer, exit_status, parse_condition
 from effllm.analysis.configurations import configurations
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.load import load_errors
+from effllm.analysis.run_folders import NoRun
 from effllm.analysis.sides import find_groups, find_sides
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
@@ -38,6 +39,8 @@ def main(
         table = None
         if options.get("by") or len(page.others) > 1:
             table = configurations([page.first, *(one.side for one in page.others)], is_paper=False)
+    except NoRun as error:
+        return complain("compare", str(error), 1)
     except comparison_errors() as error:
         return complain("compare", str(error), 2)
     if form == "json":

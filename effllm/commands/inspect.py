@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effllm import __version__
-from effllm.analysis.run_folders import UnreadableRun, named_run
+from effllm.analysis.run_folders import UnreadableRun, one_run
 from effllm.commands.output import complain, form_of
 from effllm.job.host_lines import KINDS, is_of_worker, lines_of
 from effllm.records.host_lines import STACKS_FILE, RecordedStacks
@@ -39,7 +39,7 @@ _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 def main(run: Path, as_json: bool, stacks: Path | None) -> int:
     """Print the waterfall of a run, or write its stacks; return the exit status."""
     try:
-        run = named_run(str(run))
+        run = one_run(str(run))
     except UnreadableRun as error:
         return complain("inspect", str(error), 1)
     if form_of(json=as_json, stacks=stacks is not None) == "stacks":
@@ -56,7 +56,11 @@ def main(run: Path, as_json: bool, stacks: Path | None) -> int:
     if problem := version_error(summary.schema_version):
         return complain("inspect", f"{path} cannot be read: {problem}", 1)
     if summary.waterfall is None:
-        return complain("inspect", f"{path} has no waterfall: no rank had reported any time", 1)
+        return complain(
+            "inspect",
+            f"{path} has no waterfall: no rank had reported any time; the first one is written after a minute",
+            1,
+        )
     if as_json:
         print(_fitted(_document(summary, summary.waterfall)))
     else:

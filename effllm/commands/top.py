@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effllm.commands.output import complain
-from effllm.commands.top_reader import SourceError, TopSource, ordered_frame
+from effllm.commands.top_reader import NoRunError, SourceError, TopSource, ordered_frame
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
 from effllm.views.top.frame import NO_DATA, WRONG_USE, TopFrame, document, exit_status
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
             return _once(source, as_json=given.json)
         return _watch(source, name)
     except SourceError as error:
-        return complain("top", str(error), NO_DATA)
+        return complain("top", str(error), 1 if isinstance(error, NoRunError) else NO_DATA)
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # stdout was closed, as with `effllm top | head`
@@ -84,7 +84,7 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
     try:
         path = named_run(given.run) if given.run else Path(_run_dir())
     except UnreadableRun as error:
-        raise SourceError(str(error)) from error
+        raise NoRunError(str(error)) from error
     return FolderSource(path), f"{path}"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from effllm.commands.top_reader import SourceError
+from effllm.commands.top_reader import NoRunError, SourceError
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
@@ -368,14 +368,14 @@ def find_run(path: Path) -> Path:
     try:
         folder = path if path.is_dir() else path.parent
         if not path.exists():
-            raise SourceError(f"{path} does not exist")
+            raise NoRunError(f"{path} does not exist: start a job with effllm run, or give a run")
         if _changed_s(folder) is not None:
             return folder
         runs = [(changed_s, one) for one in folder.iterdir() if (changed_s := _changed_s(one)) is not None]
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror or error}") from error
     if not runs:
-        raise SourceError(
+        raise NoRunError(
             f"{path} has no run: a run folder contains run.json or summary.json, as in "
             "efficientllm_runs/20260101-120000-1a2b3c4d"
         )

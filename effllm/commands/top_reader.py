@@ -18,6 +18,10 @@ class SourceError(Exception):
     """The source cannot be shown; the message is one line."""
 
 
+class NoRunError(SourceError):
+    """There is no run.  The message is one sentence."""
+
+
 class TopSource(Protocol):
     """A run folder or a metrics page.  All methods may block."""
 

@@ -1,6 +1,9 @@
 """Help and version of the command line, and the tables of metrics and events."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from cases import cases
@@ -86,6 +89,30 @@ def test_a_metric_is_explained_by_its_name_or_a_tag(cli, name):
 
     [entry] = json.loads(done.stdout)
     assert (entry["what"], "Model FLOPs utilization" in entry["text"]) == ("metric", True)
+
+
+@cases("command", ["explain", "env"])
+def test_a_closed_pipe_ends_a_command_without_a_word(cli, command):
+    line = f"{sys.executable} -m effllm {command} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+    assert done.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_commands_are_in_two_blocks(cli):
+    lines = cli.call("--help").stdout.splitlines()
+
+    first, second = lines.index("Commands:"), lines.index("Commands for operators and tests:")
+    assert [line.split()[0] for line in lines[first + 1 : second] if line][:5] == [
+        "demo",
+        "check",
+        "env",
+        "run",
+        "inspect",
+    ]
+    assert [line.split()[0] for line in lines[second + 1 :] if line][:4] == ["serve", "simulate", "watch", "profile"]
+    assert not any(line.endswith("...") for line in lines[first:])
 
 
 def test_a_wrong_name_has_the_nearest_ones(cli):

@@ -251,7 +251,7 @@ def test_running_job_is_followed_to_its_end(top, cli, tmp_path):
 def test_path_without_a_run_is_an_error_on_a_restored_terminal(top, tmp_path):
     screen = top(tmp_path)
 
-    assert screen.ended() == 3
+    assert screen.ended() == 1
     screen.shows("a run folder contains")
     assert screen.is_restored
 

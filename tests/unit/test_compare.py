@@ -399,23 +399,23 @@ def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
 
 
 @pytest.mark.parametrize(
-    ("sides", "message"),
+    ("sides", "message", "expected"),
     [
-        (["a", "a"], "same name"),
-        (["a", "./a/"], "on two sides"),
-        (["a"], "needs two sides"),
-        (["a", "missing"], "neither a path, a run nor a tag"),
-        (["a", "empty"], "has no run"),
+        (["a", "a"], "same name", 2),
+        (["a", "./a/"], "on two sides", 2),
+        (["a"], "needs two sides", 2),
+        (["a", "missing"], "neither a path, a run nor a tag", 1),
+        (["a", "empty"], "has no run", 1),
     ],
 )
-def test_wrong_sides_are_one_line_and_status_2(tmp_path, monkeypatch, compared, sides, message):
+def test_wrong_sides_are_one_line_with_a_status(tmp_path, monkeypatch, compared, sides, message, expected):
     write_run(tmp_path / "a", {SPEED: 1.0})
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
 
     error, status = compared(*sides)
 
-    assert status == 2
+    assert status == expected
     assert message in error
     assert error.count("\n") == 1
 

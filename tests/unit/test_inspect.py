@@ -1,6 +1,7 @@
 """``effllm inspect``: the waterfall of a run folder as a table and as JSON."""
 
 import json
+import os
 
 import msgspec
 import pytest
@@ -163,3 +164,15 @@ def test_control_characters_and_markup_of_a_summary_are_not_interpreted(inspect)
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
     assert "[/red]" in done.stdout
+
+
+def test_of_a_folder_of_runs_the_last_one_is_shown(tmp_path):
+    for name, time_s in (("one", 200), ("two", 100)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+        (folder / "summary.json").write_text("{")
+        os.utime(folder / "run.json", (time_s, time_s))
+
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert done.stderr.startswith(f"effllm inspect: {tmp_path}/one/summary.json is not a summary")

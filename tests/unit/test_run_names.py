@@ -59,5 +59,5 @@ def test_each_command_finds_the_last_run(runs, tmp_path, capsys):
         assert done.exit_code == 0, done.output
     inspected = CliRunner().invoke(app, ["inspect", "last"])
     assert inspected.stderr.startswith(f"effllm inspect: {runs / NAMES[1]}/summary.json is not")
-    assert top.main(["nothing", "--once"]) == 3
+    assert top.main(["nothing", "--once"]) == 1
     assert "effllm top: nothing does not exist, and no run in " in capsys.readouterr().err
