@@ -105,6 +105,9 @@ def demo(
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",
+    keep_alive: Annotated[
+        str, typer.Option(metavar="TIME", help="Run for so long, to try charts and Prometheus: 90s, 10m, 1h.")
+    ] = "",
 ) -> None:
     """Run a small simulated job, without GPU and torch.
 
@@ -116,6 +119,7 @@ def demo(
       effllm demo
       effllm demo --ranks 8 --iterations 200
       effllm demo --run-dir /tmp/demo
+      EFFICIENTLLM_SINKS=console,prometheus effllm demo --keep-alive 10m
       tensorboard --logdir efficientllm_runs        # for a browser
 
     Exit status: 0 demo completed, 1 demo not completed, 2 wrong use, 130 stopped with Ctrl-C.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from effllm.commands.output import complain
-from effllm.config.settings import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
+from effllm.config.settings import ALL_VARIABLES, Config, ConfigError, read_config, secret_path
 from effllm.config.spawn import pidfd, spawn
 from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, listening
@@ -22,25 +23,31 @@ from effllm.records.orders import Orders
 from effllm.server.process import Server
 
 RANKS_END_S = 6.0  # rank 0 waits at most five seconds for the summary
-SAMPLES_PER_S = 10
+INTERVAL_S = 0.1  # between two samples, if EFFICIENTLLM_COLLECTION_INTERVAL is not set
+#: Settings of another job in the same environment: its place, its name, and its switch.
+_NOT_OF_DEMO = {PREFIX + name for name in ("ENDPOINT", "RUN_NAME", "METRICS_ENABLED", "DEVICE", "INTERFACE")}
 PEAK_TFLOPS = 312.0  # of a simulated GPU: dense BF16 of an A100
 
 
-def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str) -> int:
+def main(
+    ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str, keep_alive: str
+) -> int:
     """Run the demo; return 1 if it is incomplete, 2 for wrong use, 128 + signal number after a signal, otherwise 0."""
+    environ = this_process()
     try:
-        folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
-    except ConfigError as error:
+        given = read_config({name: text for name, text in environ.items() if name not in _NOT_OF_DEMO})
+        iterations = max(iterations, round(_seconds(keep_alive) / step_seconds))
+    except (ConfigError, ValueError) as error:
         return complain("demo", str(error), 2)
-    name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    config = Config(
-        collection_interval_s=1 / SAMPLES_PER_S,
-        log_interval=log_interval or Config.log_interval,
-        min_window_s=0.0 if log_interval else MIN_WINDOW_S,
-        run_dir=str(folder),
-        run_name=name,
+    config = replace(
+        given,
+        collection_interval_s=given.collection_interval_s if f"{PREFIX}COLLECTION_INTERVAL" in environ else INTERVAL_S,
+        log_interval=log_interval or given.log_interval,
+        min_window_s=0.0 if log_interval else given.min_window_s,
+        run_dir=str(Path(run_dir or given.run_dir).absolute()),
+        run_name=f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         device="simulated",
-        peak_tflops=PEAK_TFLOPS,
+        peak_tflops=given.peak_tflops or PEAK_TFLOPS,
     )
     try:
         config = discovery.find_secret(config)
@@ -49,6 +56,19 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
     print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
     print("No hardware is measured: GPUs, their power and their memory are simulated.\n", flush=True)
     return _Job(config, ranks, [str(iterations), str(step_seconds)]).run()
+
+
+def _seconds(text: str) -> float:
+    """Return a duration such as 90s, 10m or 1h in seconds; 0 for an empty text.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    if not text:
+        return 0.0
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)) is None:
+        raise ValueError(f"--keep-alive {text}: expected a duration such as 90s, 10m or 1h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 class _Job:
@@ -107,7 +127,8 @@ class _Job:
 def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
     """Return the environment of a rank: this environment without the variables of other jobs."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
-    environ = {name: value for name, value in this_process().items() if not name.startswith(foreign)}
+    own = {PREFIX + variable.name for variable in ALL_VARIABLES} - _NOT_OF_DEMO
+    environ = {name: value for name, value in this_process().items() if name in own or not name.startswith(foreign)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     settings = {

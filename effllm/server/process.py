@@ -22,8 +22,9 @@ from typing import Any, Generic, TextIO, TypeVar
 import msgspec
 import zmq
 
-from effllm.config.settings import Config, secret_path
+from effllm.config.settings import Config, secret_path, unknown_variables
 from effllm.config.spawn import NO_RESOURCES, is_shortage
+from effllm.config.switches import this_process
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.device_states import device_states
@@ -178,6 +179,8 @@ class Server:
         self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
         self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
+        if unknown := unknown_variables(this_process()):
+            self._warn("; ".join(unknown), "warning")
         threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
 
     def _read_secret(self) -> bytes:

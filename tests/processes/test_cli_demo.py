@@ -104,3 +104,28 @@ def test_wrong_setting_prints_one_line_on_stderr(cli):
         done.stderr
         == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto\n"
     )
+
+
+def test_demo_honours_the_settings_of_a_user(cli):
+    settings = {"TAGS": "project=a", "LEDGER": str(cli.folder / "ledger"), "SINKS": "none", "PRICE_PER_KWH": "0.3"}
+    done = cli.run("demo", *SHORT, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()})
+
+    assert done.returncode == 0
+    [line] = [json.loads(one) for path in (cli.folder / "ledger").iterdir() for one in path.read_text().splitlines()]
+    assert (line["tags"], line["electricity_cost"] > 0) == (["project=a"], True)
+    assert "iteration" not in done.stdout.split("simulated.", 1)[1], "no console"
+
+
+def test_demo_runs_for_a_given_time(cli):
+    done = cli.run("demo", "--ranks", "1", "--keep-alive", "4s")
+
+    assert done.returncode == 0
+    assert cli.summary()["iterations"] == 80
+    assert cli.run("demo", "--keep-alive", "soon").stderr.startswith("effllm demo: --keep-alive soon: expected ")
+
+
+def test_misspelt_setting_is_named_once_by_the_job(cli):
+    done = cli.run("demo", *SHORT, EFFICIENTLLM_LOG_INTERVALL="5")
+
+    line = "EFFICIENTLLM_LOG_INTERVALL is not read by this version; did you mean EFFICIENTLLM_LOG_INTERVAL?"
+    assert done.stdout.count(line) == 1
