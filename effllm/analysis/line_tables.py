@@ -154,6 +154,8 @@ RANKS = LinesTable(
         Column("wall_s", NUMBER, "s", "duration of the window"),
         Column("busy_s", NUMBER, "s", "time in the steps"),
         Column("wait_s", NUMBER, "s", "time between the steps, without the phases"),
+        Column("own_steps", WHOLE, "iterations", "iterations of which the own time is known", default="0"),
+        Column("own_step_s", NUMBER, "s", "their time up to the first wait for other ranks", default="0"),
         Column("generation_s", NUMBER, "s", "generation time in steps and in phases", default="0"),
         Column("loss", NUMBER, "", "last loss of the window; null if it was not finite or not recorded"),
         _count("losses_not_finite", "losses", "losses that were NaN or infinite"),

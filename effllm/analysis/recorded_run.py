@@ -25,6 +25,8 @@ MAX_RANK_BYTES = 256 * 2**20
 #: Ranks above this number are left out.
 MAX_RANKS = 65_536
 #: Only the newest bytes of events.jsonl are read.
+#: Ranks whose times are kept by window, and the number of columns of windows.
+MAX_TIMED_RANKS, MAX_COLUMNS = 32, 48
 MAX_BYTES = 64 * 2**20
 #: Kinds of stalls, which have a section of their own.
 STALLS = ("stalled", "resumed", "stack")
@@ -43,6 +45,8 @@ class RankSumLine(Struct, frozen=True):
     wall_s: float = 0.0
     busy_s: float = 0.0
     wait_s: float = 0.0
+    own_steps: int = 0
+    own_step_s: float = 0.0
     host: str | None = None
     device: str | None = None
     energy_j: float | None = None
@@ -105,11 +109,56 @@ class RankMeans(Struct):
             self.utilization_covered_s += line.utilization_covered_s
 
 
+class RankTimes:
+    """Step times by rank and window; neighbouring windows are added up when there are many.
+
+    The times are own times, if there are any: ranks that wait for each other have equal step times.
+    """
+
+    def __init__(self) -> None:
+        self.columns: list[tuple[int, dict[int, list[float]]]] = []  # last iteration; seconds and steps by rank
+        self.has_own = False
+        self._each, self._windows = 1, 0
+
+    def add(self, line: RankSumLine) -> None:
+        """Add a report; the reports of a window follow each other."""
+        steps = line.iteration_last - line.iteration_first + 1
+        if steps <= 0 or line.rank >= MAX_TIMED_RANKS:
+            return
+        if line.own_steps and not self.has_own:
+            self.columns, self._each, self._windows, self.has_own = [], 1, 0, True
+        last = line.iteration_shown or line.iteration_last
+        if not self.columns or self.columns[-1][0] != last:
+            self._windows += 1
+            if not self.columns or (self._windows - 1) % self._each == 0:
+                self.columns.append((last, {}))
+            else:
+                self.columns[-1] = last, self.columns[-1][1]
+            if len(self.columns) > MAX_COLUMNS:
+                self._merge()
+        seconds, count = (line.own_step_s, line.own_steps) if self.has_own else (line.busy_s, steps)
+        sums = self.columns[-1][1].setdefault(line.rank, [0.0, 0])
+        sums[0], sums[1] = sums[0] + seconds, sums[1] + count
+
+    def _merge(self) -> None:
+        pairs = [self.columns[at : at + 2] for at in range(0, len(self.columns), 2)]
+        self.columns = []
+        for pair in pairs:
+            merged: dict[int, list[float]] = {}
+            for _, by_rank in pair:
+                for rank, (seconds, count) in by_rank.items():
+                    known = merged.get(rank, [0.0, 0])
+                    merged[rank] = [known[0] + seconds, known[1] + count]
+            self.columns.append((pair[-1][0], merged))
+        self._each, self._windows = 2 * self._each, 1
+
+
 class RankReports:
     """The sums of all ranks with reports, and the iterations that they cover."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankMeans] = {}
+        self.times = RankTimes()
         self.first_iteration: int | None = None
         self.last_iteration: int | None = None
         self.skipped = 0
@@ -133,6 +182,7 @@ class RankReports:
         for line in found:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
                 self.ranks.setdefault(line.rank, RankMeans()).add(line)
+                self.times.add(line)
                 self.last_iteration = line.iteration_shown or line.iteration_last
                 if self.first_iteration is None:
                     self.first_iteration = self.last_iteration

@@ -159,6 +159,8 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     profile: Profile | None = None  # sum of the profiled iterations
     device_steps: int = 0
     device_step_s: float = 0.0
+    own_steps: int = 0
+    own_step_s: float = 0.0
 
 
 #: The fields that a report and its line have in common.

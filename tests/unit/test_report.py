@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,9 +14,11 @@ from run_folders import write_run
 from sink_examples import make_summary
 from typer.testing import CliRunner
 
+from effllm.analysis.recorded_run import MAX_COLUMNS, RankSumLine, RankTimes
 from effllm.commands.app import app
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict, Waterfall, WaterfallPart
+from effllm.views.report.heat_map import heat_map
 from effllm.views.report.markup import Markup, element
 from effllm.views.report.page import MAX_BYTES
 
@@ -76,7 +79,7 @@ def test_texts_and_attributes_are_escaped_and_markup_is_not():
     assert element("p", title='"><i>') == '<p title="&quot;&gt;&lt;i&gt;"></p>'
 
 
-def test_page_begins_with_the_verdict_and_then_the_waterfall(report, tmp_path):
+def test_page_begins_with_the_verdict_its_numbers_the_curves_and_the_waterfall(report, tmp_path):
     summary = replace(make_summary(), verdict=VERDICT, waterfall=WATERFALL)
 
     page = report(folder_of(tmp_path / "run", summary, window(1)))
@@ -85,7 +88,8 @@ def test_page_begins_with_the_verdict_and_then_the_waterfall(report, tmp_path):
     places = [text.index(one) for one in ("data loading: 25.0 % of GPU time", "data wait 5 ms", "raise workers")]
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
     assert places == sorted(places)
-    assert headings[:2] == ["Verdict", "Where the device time went"]
+    assert headings[:3] == ["Verdict", "Curves over the iterations", "Where the device time went"]
+    assert ">30.8</data></b><span>mJ per token ±5 %</span>" in page
     assert "25.0 %" in text
     assert "75.0 %" in text
 
@@ -158,6 +162,36 @@ def test_restart_begins_the_curve_again(report, tmp_path):
     page = report(folder_of(tmp_path / "run", make_summary(), lines))
 
     assert data_of(page)["runs"][0]["curves"]["loss"] == [[1, 2, 3, 2, 2, 3], [2.0, 2.0, 2.0, None, 2.0, 2.0]]
+
+
+def rank_line(rank, last, step_s, own_s=0.0):
+    return RankSumLine(rank, last - 9, last, busy_s=10 * step_s, own_steps=10 * bool(own_s), own_step_s=10 * own_s)
+
+
+def test_times_of_ranks_are_own_times_if_there_are_any_and_windows_are_added_up():
+    times = RankTimes()
+    for window in range(1, 4 * MAX_COLUMNS + 1):
+        for rank in (0, 1):
+            times.add(rank_line(rank, 10 * window, 0.2, own_s=0.1 * (1 + rank)))
+
+    assert times.has_own
+    assert MAX_COLUMNS / 2 <= len(times.columns) <= MAX_COLUMNS
+    assert times.columns[-1][0] == 40 * MAX_COLUMNS
+    assert sum(by_rank[1][1] for _, by_rank in times.columns) == 40 * MAX_COLUMNS
+    assert {round(sums[0] / sums[1], 6) for _, by_rank in times.columns for sums in by_rank.values()} == {0.1, 0.2}
+
+
+def test_heat_map_has_the_full_colour_for_a_slow_rank():
+    run = SimpleNamespace(ranks=SimpleNamespace(times=RankTimes()))
+    for window in (1, 2):
+        for rank in range(4):
+            run.ranks.times.add(rank_line(rank, 10 * window, 0.2 if rank == 3 and window == 2 else 0.1))
+
+    drawn = heat_map(run)
+    assert drawn.count("<rect") == 8
+    assert drawn.count('fill-opacity="1"') == 1
+    assert "<title>rank 3, to iteration 20: 200.0 ms, 100 % above the median</title>" in drawn
+    assert heat_map(SimpleNamespace(ranks=SimpleNamespace(times=RankTimes()))) is None
 
 
 def test_running_run_is_marked(report, tmp_path):

@@ -13,6 +13,7 @@ from effllm.records.rank import Event
 from effllm.records.verdict import CAUSES
 from effllm.store.run_folder import MAX_ROWS
 from effllm.store.summary_text import duration, readable, slowest_text
+from effllm.views.report.heat_map import heat_map
 from effllm.views.report.markup import (
     Child,
     Markup,
@@ -84,6 +85,7 @@ def ranks(run: RecordedRun) -> Child:
     if run.summary is not None and run.summary.last_ranks.by_rank:
         about.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
+        heat_map(run),
         _spreads(run),
         _steps(found.ranks) if has_all and len(found.ranks) > MAX_RANK_ROWS else None,
         table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),

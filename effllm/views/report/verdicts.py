@@ -11,13 +11,16 @@ from effllm.metrics import METRICS
 from effllm.records.job import Summary, Value
 from effllm.records.verdict import HIGH, MEDIUM, PARTS, PRODUCTIVE
 from effllm.store.summary_text import (
+    J_PER_KWH,
     MAX_SHOWN_NAMES,
     audit_texts,
     errors_text,
     how_measured,
     outcome,
+    percent,
     readable,
     shown_metrics,
+    value_of,
     verdict_lines,
     what_ran,
 )
@@ -37,6 +40,7 @@ from effllm.views.report.markup import (
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 BAR = 100  # width of the drawing of a bar
+MIN_J_PER_TOKEN = 0.1  # a smaller energy is shown in mJ
 
 Runs = Sequence[RecordedRun]
 
@@ -64,9 +68,44 @@ def verdict(run: RecordedRun) -> Child:
     return together(
         element("p", element("span", first, class_="name"), " ", text, class_=f"verdict {kind}"),
         facts(others),
+        tiles(run),
         facts([("Confidence", _CONFIDENCE[found.confidence])]) if found.confidence in _CONFIDENCE else None,
         hidden("Evidence", sentences(evidence)) if evidence else None,
     )
+
+
+#: Label, metric, and factor of the numbers that are largest on the page.
+_TILES = (
+    ("tokens/s per GPU", "tokens_per_second_per_gpu", 1.0),
+    ("% MFU", "mfu_ratio", 100.0),
+    ("ms per iteration", "seconds_per_iteration", 1e3),
+    ("J per token", "joules_per_token", 1.0),
+    ("kWh", "total_joules", 1 / J_PER_KWH),
+    ("W per GPU", "watts_per_gpu", 1.0),
+)
+
+
+def tiles(run: RecordedRun) -> Markup | None:
+    """Return the numbers that people copy, with the larger one of their errors; ``None`` without any."""
+    if (summary := run.summary) is None:
+        return None
+    found = {name: (value, factor) for name, metric, factor in _TILES if (value := value_of(summary, metric))}
+    if "J per token" in found and found["J per token"][0].value < MIN_J_PER_TOKEN:
+        found = {
+            name.replace("J per", "mJ per"): (one, 1e3 * f if "J per" in name else f)
+            for name, (one, f) in found.items()
+        }
+    if summary.waterfall is not None and summary.coverage.gpus_expected:
+        found["GPU-hours"] = Value(summary.waterfall.device_seconds / 3600, ""), 1.0
+    if summary.goodput is not None and summary.goodput.ratio is not None:
+        found["% goodput"] = Value(summary.goodput.ratio, ""), 100.0
+    made = []
+    for name, (one, factor) in found.items():
+        error = max(abs(one.error or 0.0), abs(one.sensor_error or 0.0))
+        shown = f"{name} ±{percent(error / abs(one.value))}" if error and one.value else name
+        figure = element("b", number(readable(factor * one.value), factor * one.value))
+        made.append(element("div", figure, element("span", shown), class_="tile"))
+    return element("div", made, class_="tiles") if made else None
 
 
 _CONFIDENCE = {
