@@ -363,11 +363,19 @@ def test_prometheus_rules_use_only_served_metrics(sink):
     assert asked <= {key[0] for key in served(sink)}
 
 
+#: The job of a fixed address in prometheus.yml, which is a comment.
+STATIC = {
+    "# - job_name: efficientllm-static": "- job_name: efficientllm-static",
+    "#   static_configs:": "  static_configs:",
+    "#     - targets:": "    - targets:",
+}
+
+
 @needs_prometheus
 @pytest.mark.faults
 def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     port = jobs.unused_port()
-    with PrometheusServer(tmp_path / "prometheus", **{"127.0.0.1:9788": f"127.0.0.1:{port}"}) as server:
+    with PrometheusServer(tmp_path / "prometheus", **STATIC | {"127.0.0.1:9788": f"127.0.0.1:{port}"}) as server:
         job = launch.python("loop.py", "--until", "enough", sinks=f"console,prometheus:port={port}", run_name="mine")
         (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))
