@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.cli import main
+from effllm.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

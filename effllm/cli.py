@@ -16,12 +16,17 @@ _LIGHT = ("env", "run", "top")
 _PRINTING = ("check", "env", "inspect", "report", "runs", "compare", "fit", "explain")
 
 
+def program() -> None:
+    """Run the command in ``sys.argv`` as a program of its own, and exit with its status."""
+    if sys.argv[1:2] and sys.argv[1] in _PRINTING:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of the whole process
+    main()
+
+
 def main() -> None:
     """Run the command in ``sys.argv``, and exit with its status."""
     command, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     wants_help = arguments[:1] in (["--help"], ["-h"]) or (command == "top" and {"--help", "-h"} & {*arguments})
-    if command in _PRINTING:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if command in _LIGHT and not wants_help:
         sys.exit(import_module(f"effllm.commands.{command}").main(arguments))
     import_module("effllm.commands.app").main()
