@@ -217,13 +217,13 @@ class Children:
         children = (self._aggregator, self.inspection, self.recording)
         return min(one.due_s for one in children if one is not None)
 
-    def look(self, now_s: float, ordinal: int, iterations_ns: Iterable[tuple[int, int]] = ()) -> None:
+    def look(self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple) -> None:
         """Replace a dead aggregator, and read the result of a finished inspection or recording.
 
         Args:
             now_s: time on the monotonic clock.
             ordinal: number of the trainer's iterations.
-            iterations_ns: start and end of the newest ones.
+            iterations_ns: returns start and end of the newest ones.
         """
         if self._aggregator:
             self._aggregator.look(now_s)

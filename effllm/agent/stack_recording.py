@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -80,13 +80,15 @@ class StackRecording:
     def is_over(self) -> bool:
         return self._process is None
 
-    def look(self, now_s: float, ordinal: int, iterations_ns: Iterable[tuple[int, int]] = ()) -> HostSamples | None:
+    def look(
+        self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple
+    ) -> HostSamples | None:
         """Begin a recording when it is time; return the samples of a recording that has ended.
 
         Args:
             now_s: time on the monotonic clock.
             ordinal: number of the trainer's iterations.
-            iterations_ns: start and end of the newest iterations on the monotonic clock.
+            iterations_ns: returns start and end of the newest iterations on the monotonic clock.
         """
         if self._process is not None:
             is_late = now_s > self._limit_s
@@ -142,7 +144,7 @@ class StackRecording:
         self.descriptor, self._limit_s = pidfd(self._process.pid), now_s + LIMIT_S
         return None
 
-    def _end(self, now_s: float, iterations_ns: Iterable[tuple[int, int]]) -> HostSamples | None:
+    def _end(self, now_s: float, iterations_ns: Callable[[], Iterable[tuple[int, int]]]) -> HostSamples | None:
         assert self._process is not None
         code, is_late = self._process.poll(), now_s > self._limit_s
         recording, messages = (os.pread(one.fileno(), MAX_BYTES, 0) for one in self._files)
@@ -162,7 +164,7 @@ class StackRecording:
         self._folder = folder_of(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
-        long = LongIterations.of([*iterations_ns, *running], self._began_ns)
+        long = LongIterations.of([*iterations_ns(), *running], self._began_ns)
         in_long = stacks_of(recording, self._trainer.facts.thread_id, long.within_us)
         waits = sum(with_frame(WAIT_FOR_WORKER, stacks).values())
         if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):

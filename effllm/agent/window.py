@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -184,8 +185,11 @@ class WindowCutter:
         self._overrun = 0  # number of iterations with an overwritten record
         self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait
         self._last_wait_ns = 0
-        #: Start and end of the newest iterations.
-        self.iterations_ns: deque[tuple[int, int]] = deque(maxlen=MAX_KEPT)
+        self._ends_ns = array("q", bytes(16 * MAX_KEPT))  # start and end of the newest iterations, as a ring
+
+    def iterations_ns(self) -> list[tuple[int, int]]:
+        """Start and end of the newest iterations, in any order."""
+        return [(start, end) for start, end in zip(self._ends_ns[::2], self._ends_ns[1::2], strict=True) if end]
 
     def unix_s(self, time_ns: int) -> float:
         """Return a monotonic time as unix time, by the clock of reports."""
@@ -247,7 +251,8 @@ class WindowCutter:
         wait_s = max(slot.wait_ns - self._last_wait_ns, 0) * NS
         self._durations_s.append((slot.end_ns - slot.start_ns) * NS + wait_s)
         self._values.add_times(slot, (slot.step_ns - self._newest_totals.step_ns) * NS, wait_s)
-        self.iterations_ns.append((slot.start_ns, slot.end_ns))
+        at = 2 * (self._seen % MAX_KEPT)
+        self._ends_ns[at], self._ends_ns[at + 1] = slot.start_ns, slot.end_ns
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = slot.ordinal - self._seen

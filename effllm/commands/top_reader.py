@@ -64,6 +64,7 @@ class TopReader:
         self._busy_since_s: float | None = None
         self.frame: TopFrame | None = None
         self.error = ""
+        self.kind: type[SourceError] = SourceError  # of the error
         self.is_unusable = False  # whether there is nothing to show, and will not be
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="top-reader", daemon=True)
@@ -108,7 +109,7 @@ class TopReader:
             try:
                 self._read(moves, order, is_due)
             except SourceError as error:
-                self.error, self.is_unusable = str(error), self.frame is None
+                self.error, self.kind, self.is_unusable = str(error), type(error), self.frame is None
                 self._wake()
             except OSError as error:
                 self.error = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from effllm.commands.top_reader import SourceError, TopReader, TopSource
+from effllm.commands.top_reader import TopReader, TopSource
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.panes import count_of
 from effllm.views.top.screen import page_of, render
@@ -146,7 +146,7 @@ class _Terminal:
             while True:
                 self._draw()
                 if self._reader.is_unusable:
-                    raise SourceError(self._reader.error)
+                    raise self._reader.kind(self._reader.error)
                 if self._wait():
                     return 0
         except KeyboardInterrupt:

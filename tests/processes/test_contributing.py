@@ -195,7 +195,9 @@ def test_new_sink_receives_the_reports(run):
 
 
 def test_new_metric_is_listed_and_drawn_in_a_chart(run, tree):
-    assert "efficientllm-throughput/tokens_per_iteration tokens/iteration" in effllm(tree, run, "metrics").stdout
+    assert (
+        "efficientllm-throughput/tokens_per_iteration (metric, tokens/iteration)" in effllm(tree, run, "explain").stdout
+    )
     [file] = run.glob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     assert events.Scalars("efficientllm-throughput/tokens_per_iteration")[0].value == 5.0

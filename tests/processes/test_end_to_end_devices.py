@@ -174,7 +174,7 @@ def test_no_aec_is_reported_for_windows_without_the_energy_of_a_gpu(launch, trac
     assert summary.energy.total_joules is None
     assert summary.energy.measured_joules > 0
     assert "energy/total_joules" not in summary.metrics
-    assert "measured only in part: no total" in aggregator.job.stdout
+    assert "measured only in part" in aggregator.job.stdout
     # AEC of the run: joules of complete windows divided by seconds of complete windows.
     both_w = 400 + 200
     assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)

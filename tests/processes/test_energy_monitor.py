@@ -62,7 +62,7 @@ def test_monitor_starts_no_thread_and_does_not_wait(monitored):
     found, _ = monitored()
 
     assert (found["threads"], found["modules"]) == (1, [])
-    assert found["held_s"][len(found["held_s"]) // 2] < 1e-3
+    assert found["held_s"][len(found["held_s"]) // 2] < 0.02  # a wait for the sensor takes a tick of 0.1 s
 
 
 @pytest.mark.parametrize("device", [0, "cuda:0", "cuda"])

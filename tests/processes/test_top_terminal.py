@@ -286,7 +286,7 @@ def test_output_that_is_no_terminal_is_one_frame(cli, demo):
         (["--colour"], 2),
         (["RUN", "--endpoint", "http://127.0.0.1:1"], 2),
         (["--token-file", "x"], 2),
-        (["missing", "--once"], 3),
+        (["missing", "--once"], 1),
         (["--endpoint", "http://127.0.0.1:1/metrics", "--once"], 3),
         (["--endpoint", "ftp://127.0.0.1", "--once"], 3),
     ],
