@@ -15,7 +15,7 @@ from rich.text import Text
 from effllm import __version__
 from effllm.analysis.run_folders import UnreadableRun, one_run
 from effllm.commands.output import complain, form_of
-from effllm.job.host_lines import KINDS, is_of_worker, lines_of
+from effllm.job.host_lines import KINDS, data_share, is_of_worker, lines_of
 from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
@@ -118,7 +118,7 @@ def _host(summary: Summary) -> dict[str, Any] | None:
     cause = summary.verdict.cause if summary.verdict else ""
     if summary.host is None or cause not in KINDS:
         return None
-    samples, lines = lines_of(summary.host, cause)
+    samples, lines = lines_of(summary.host, cause, data_share(summary.waterfall))
     shown = [{"line": line, "function": function, "samples": count} for line, function, count in lines[:MAX_SHOWN]]
     return {"samples": samples, "is_of_worker": is_of_worker(summary.host, cause), "lines": shown}
 
@@ -166,7 +166,8 @@ def _print(summary: Summary, found: Waterfall) -> None:
     console.print(table)
     for line in waterfall_notes(found):
         console.print(Text(line))
-    for line in host_lines(summary.host, summary.verdict.cause if summary.verdict else "") if summary.host else ():
+    cause = summary.verdict.cause if summary.verdict else ""
+    for line in host_lines(summary.host, cause, data_share(found)) if summary.host else ():
         console.print(Text(line))
     if summary.verdict is not None:
         for one in summary.verdict.evidence:

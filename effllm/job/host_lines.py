@@ -11,12 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from effllm.records.host_lines import COMPUTE, WORKER, CodeLine, HostTime
+from effllm.records.verdict import Waterfall
 from effllm.records.wire import HostSamples
 
 #: Ranks whose lines are kept, and lines in the summary.
 MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 #: With fewer samples of a loss, and for lines with a smaller share of them, no line is named.
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
+MIN_OF_DATA = 0.5  # of the samples that waits for data should have, by their share of the time
 MIN_MOST = 0.5  # of the samples in functions of torch, so that they are said to be the place
 #: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
 MIN_MORE = 0.05
@@ -82,7 +84,7 @@ class HostLines(Struct):
         return HostTime(sum(self.by_rank.values()), self.torn, dict(self.by_rank), dict(self.by_kind), shown)
 
 
-def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int]]]:
+def lines_of(found: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, list[tuple[str, str, int]]]:
     """Return the samples of a loss, and its places with their most frequent function, most samples first.
 
     A place is a line; but lines in which a function runs its own code, and calls nothing, are one place.  If the loop
@@ -91,8 +93,9 @@ def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int
     Args:
         found: the samples.
         cause: a cause in `KINDS`.
+        data_share: share of the time that is a wait for data.
     """
-    kinds = _kinds(found, cause)
+    kinds = _kinds(found, cause, data_share)
     count = attrgetter("long" if cause == SLOW else "samples")
     lines = [
         (text, function, sum(map(count, parts)))
@@ -102,16 +105,25 @@ def lines_of(found: HostTime, cause: str) -> tuple[int, list[tuple[str, str, int
     return total, sorted(lines, key=lambda one: -one[2])
 
 
+def data_share(waterfall: Waterfall | None) -> float:
+    """Return the share of the device time that is a wait for data."""
+    return sum(part.share for part in waterfall.parts if part.name == "data") if waterfall is not None else 0.0
+
+
 def is_of_worker(found: HostTime, cause: str) -> bool:
     return cause == "data_loading" and found.by_kind.get(WORKER, 0) >= MIN_SAMPLES
 
 
-def _kinds(found: HostTime, cause: str) -> set[str]:
+def _kinds(found: HostTime, cause: str, data_share: float) -> set[str]:
     if is_of_worker(found, cause):
         return {WORKER}
-    # A loop may fetch its batches itself, without a function that is known to fetch.
-    is_known = cause != "data_loading" or found.by_kind.get("data", 0) >= max(MIN_SAMPLES, MIN_MORE * found.samples)
-    kinds = {kind for kind in found.by_kind if KINDS[cause if is_known else "between_iterations"](kind)}
+    # A loop may fetch its batches itself: then few of the samples are in functions that are known to fetch, and the
+    # others are about as many as the wait has.
+    expected = data_share * found.samples
+    if cause == "data_loading" and found.by_kind.get("data", 0) < MIN_OF_DATA * expected:
+        own = {kind for kind in found.by_kind if KINDS["between_iterations"](kind)}
+        return own if MIN_OF_DATA * _samples_of(found, own) <= expected else set()
+    kinds = {kind for kind in found.by_kind if KINDS[cause](kind)}
     if cause == "device_idle":
         # While the host waits for the device, or torch starts kernels, the device is rather busy; other code is rather
         # the reason if it is a fifth of all samples, or half of those without a wait.
@@ -128,12 +140,12 @@ def _samples_of(found: HostTime, kinds: Collection[str]) -> int:
     return sum(found.by_kind.get(kind, 0) for kind in kinds)
 
 
-def where(found: HostTime | None, cause: str) -> str:
-    """Return where the host was during a loss, in words; "" if too few samples show it."""
+def where(found: HostTime | None, cause: str, data_share: float = 0.0) -> str:
+    """Return where the host was during a loss, in words; "" if too few samples show it.  Arguments: `lines_of`."""
     if found is None or cause not in KINDS:
         return ""
-    samples, lines = lines_of(found, cause)
-    kinds = _kinds(found, cause)
+    samples, lines = lines_of(found, cause, data_share)
+    kinds = _kinds(found, cause, data_share)
     if cause == "device_idle" and kinds <= {COMPUTE}:
         said = f"{_percent(samples, found.samples)} samples the host was in functions of torch, which start kernels"
         return said if samples >= max(MIN_MOST * found.samples, MIN_SAMPLES) else ""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
-from effllm.job.host_lines import where, where_slow
+from effllm.job.host_lines import data_share, where, where_slow
 from effllm.job.losses import (
     LOSS_PARTS,
     MIN_ITERATIONS,
@@ -269,7 +269,8 @@ def _accuse(
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
-    line, line_of_slow = where(summary.host, loss.cause), where_slow(summary.host, named) if named else ""
+    line = where(summary.host, loss.cause, data_share(summary.waterfall))
+    line_of_slow = where_slow(summary.host, named) if named else ""
     why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share

@@ -11,14 +11,15 @@ from effllm.records.plain_text import one_line
 MAX_SHOWN = 5
 
 
-def host_lines(found: HostTime, cause: str) -> Iterator[str]:
+def host_lines(found: HostTime, cause: str, data_share: float = 0.0) -> Iterator[str]:
     """Yield the first lines of a loss; nothing for a loss to which no samples belong, or a healthy job.
 
     Args:
         found: the samples.
         cause: the cause of the verdict.
+        data_share: share of the time that is a wait for data.
     """
-    samples, lines = lines_of(found, cause) if cause in KINDS else (0, [])
+    samples, lines = lines_of(found, cause, data_share) if cause in KINDS else (0, [])
     if samples < MIN_SAMPLES:
         return
     is_worker = is_of_worker(found, cause)
