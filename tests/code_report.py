@@ -32,7 +32,7 @@ BUDGETS = {
     "sensor_profile": 1_422,
     "server": 1_384,  # an aggregator without memory or threads ends at once
     "sinks": 1_619,  # slow connections do not block the metrics page
-    "store": 3_046,  # every file of a run folder is read by one reader; room for the last summary; the end
+    "store": 3_048,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
     "trainer": 4_066,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_314,  # an icicle of the host's time, a heat map of the ranks, the numbers to copy

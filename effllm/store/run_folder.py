@@ -202,7 +202,9 @@ class RunFolder:
     def write_recorded(self, recorded: Iterable[RecordedStacks]) -> None:
         """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
         text = "".join(f"{msgspec.json.encode(one).decode()}\n" for one in recorded)
-        self._do(lambda: own_files.append_text(self._folder / STACKS_FILE, text, MAX_STACKS_BYTES // 2))
+        with contextlib.suppress(OSError):  # a full disk is reported when a window is written
+            self._require_disk()
+            own_files.append_text(self._folder / STACKS_FILE, text, MAX_STACKS_BYTES // 2)
 
     def close(self) -> None:
         self._write_log()
