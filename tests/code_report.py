@@ -24,7 +24,7 @@ BUDGETS = {
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_118,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_601,  # no event and no read on a GPU that the process does not use
-    "job": 9_561,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
+    "job": 9_568,  # losses iteration by iteration; bounds; ranks that are slow again and again; lines of code
     "memory": 3_091,
     "metrics": 1_061,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
@@ -32,7 +32,7 @@ BUDGETS = {
     "sensor_profile": 1_422,
     "server": 1_384,  # an aggregator without memory or threads ends at once
     "sinks": 1_619,  # slow connections do not block the metrics page
-    "store": 3_048,  # every file of a run folder is read by one reader; room for the last summary; the end
+    "store": 3_061,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
     "trainer": 4_066,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_314,  # an icicle of the host's time, a heat map of the ranks, the numbers to copy

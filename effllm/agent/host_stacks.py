@@ -145,7 +145,7 @@ def folder_of(stacks: Stacks) -> str:
     for frames, samples in stacks.items():
         path = next((one.path for one in frames if one.path.startswith("/") and not is_library(one.path)), "")
         scripts[os.path.normpath(path)] += samples if path else 0
-    return str(Path(scripts.most_common(1)[0][0]).parent) if scripts.total() else ""
+    return str(Path(max(scripts, key=scripts.__getitem__)).parent) if scripts.total() else ""
 
 
 class LongIterations(NamedTuple):
@@ -189,10 +189,10 @@ class LineNames:
             in_long: those in long iterations.
             usual: number of long iterations per other iteration.
         """
-        found, long = self._count(stacks), self._count(in_long or {})
+        counts, long = self._count(stacks), self._count(in_long or {})
         return tuple(
             CodeLine(*line, samples, long=max(round(long[line] - usual * (samples - long[line])), 0))
-            for line, samples in found.most_common(MAX_LINES)
+            for line, samples in counts.most_common(MAX_LINES)
         )
 
     def _count(self, stacks: Stacks) -> Counter[tuple[str, str, str]]:

@@ -129,7 +129,7 @@ def _kinds(found: HostTime, cause: str, data_share: float) -> set[str]:
         # the reason if it is a fifth of all samples, or half of those without a wait.
         others = kinds - {COMPUTE, DEVICE}
         count, waits = _samples_of(found, others), _samples_of(found, {DEVICE})
-        if count >= min(MIN_SHARE * found.samples, (found.samples - waits) / 2):
+        if count and count >= min(MIN_SHARE * found.samples, (found.samples - waits) / 2):
             return others
         # After a wait for the device, the device is idle until the next kernels.
         return kinds & {DEVICE if waits >= MIN_SHARE * found.samples else COMPUTE}

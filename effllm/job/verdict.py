@@ -169,9 +169,14 @@ def verdict_of(
 
 
 def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any]) -> str:
-    if loss.cause in _OF_CORES and 2 * _core_wait_share(summary) >= loss.share and _of_cores(summary):
+    if _is_of_cores(loss, summary):
         return "more CPU cores for the job, or fewer threads (OMP_NUM_THREADS, DataLoader workers)"
     return loss.action or remedy(loss.cause, facts).text
+
+
+def _is_of_cores(loss: Loss, summary: Summary) -> bool:
+    """Whether waits of the training threads for a core are at least half of a loss that they may cause."""
+    return loss.cause in _OF_CORES and 2 * _core_wait_share(summary) >= loss.share and bool(_of_cores(summary))
 
 
 def _core_wait_share(summary: Summary) -> float:
@@ -270,6 +275,8 @@ def _accuse(
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
     line = where(summary.host, loss.cause, data_share(summary.waterfall))
+    if loss.cause == "slow_iterations" and _is_of_cores(loss, summary):
+        line = ""  # any line is long while its thread waits for a core
     line_of_slow = where_slow(summary.host, named) if named else ""
     why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
     # Another program of the allocation may use the GPUs that no rank uses.

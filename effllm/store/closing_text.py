@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
     head = f"[EfficientLLM] Run {outcome(summary.status)}{simulated}"
     facts = list(facts_of(summary))
     missing = [("Blind", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
-    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir)]
+    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, _here())]
     if is_cut:
         after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
         room = MAX_LINES - 1 - bool(missing) - len(after)
@@ -94,11 +95,23 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
         yield "Events", text
 
 
-def how_to_open(folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
-    """Yield commands that open a run, and its folder."""
+def _here() -> Path | None:
+    """Return the current folder; ``None`` if it was removed."""
+    with contextlib.suppress(OSError):
+        return Path.cwd()
+    return None
+
+
+def how_to_open(folder: Path | None, tensorboard_dir: Path | None, here: Path | None = None) -> Iterator[str]:
+    """Yield commands that open a run.
+
+    Args:
+        folder: the run folder.
+        tensorboard_dir: folder of the event file.
+        here: a folder to which the run folder is named relative; ``None``: the whole path, for a file.
+    """
     if folder is not None:
-        here = Path.cwd()
-        shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        shown = folder.relative_to(here) if here is not None and folder.is_relative_to(here) else folder
         yield f"effllm inspect {shlex.quote(str(shown))}"
     if tensorboard_dir is not None:
         # TensorBoard names a run by its folder, so that it is shown beside the other runs.

@@ -53,6 +53,7 @@ def test_line_that_waits_for_the_device_is_named_if_the_host_does_hardly_anythin
     assert where(summary(most, few, SLOW), "device_idle").startswith("in 100 % of 71 samples the host was in encode")
     assert where(summary(msgspec.structs.replace(waits, samples=9), torch), "device_idle").endswith("start kernels")
     assert where(summary(CodeLine("ranks", "step (train.py:9)", "", 100), few), "device_idle") == ""
+    assert where(summary(waits), "device_idle").startswith("in 100 % of 100 samples the host waited for the device")
 
 
 def test_samples_of_one_line_with_several_functions_are_its_own():

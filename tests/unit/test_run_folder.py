@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from sink_examples import complete_totals, make_report, make_row, make_summary, 
 
 from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
+from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
 from effllm.store.closing_text import facts_of, how_to_open
@@ -570,6 +572,19 @@ def test_summary_file_is_replaced_atomically(folder):
 
     assert msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary) == make_summary("completed")
     assert list(folder.glob(".*.new")) == []
+
+
+def test_recording_of_stacks_that_cannot_be_written_is_no_trouble_of_the_windows(folder, monkeypatch):
+    warnings = []
+    store = RunFolder(folder, {}, warn=warnings.append)
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("effllm.store.own_files.append_text", refuse)
+    store.write_recorded([RecordedStacks(SCHEMA_VERSION, 1.0, 0, 1, 5, 0, {"data;load (a.py:1)": 5})])
+
+    assert warnings == []
 
 
 def test_summary_is_written_as_text_too(folder):

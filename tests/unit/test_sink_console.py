@@ -559,8 +559,17 @@ def test_commands_that_open_a_run_are_quoted(tmp_path, monkeypatch):
         "effllm inspect '/my runs/one'",
         "tensorboard --logdir '/my runs/one/tb'",
     ]
-    assert list(how_to_open(tmp_path / "runs/one", None)) == ["effllm inspect runs/one"]
+    assert list(how_to_open(tmp_path / "runs/one", None, tmp_path)) == ["effllm inspect runs/one"]
+    assert list(how_to_open(tmp_path / "runs/one", None)) == [f"effllm inspect {tmp_path}/runs/one"]
     assert list(how_to_open(None, Path("/tb/one"))) == ["tensorboard --logdir /tb"]
+
+
+def test_end_of_a_run_is_printed_in_a_removed_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+
+    assert "  Open     effllm inspect /runs/one\n" in closing_text(make_summary(), Path("/runs/one"), None)
 
 
 def test_empty_classes_of_time_are_omitted():

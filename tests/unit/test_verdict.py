@@ -16,6 +16,7 @@ from effllm.job.losses import MIN_ITERATIONS, MIN_PROFILED, THRESHOLDS, is_profi
 from effllm.job.remedies import REMEDIES, SLOW_DATA, remedy
 from effllm.job.verdict import verdict_of as judged
 from effllm.records.clock import Now
+from effllm.records.host_lines import CodeLine, HostTime
 from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, LastRanks, StragglerVerdict, Value
 from effllm.records.job import PROFILE as PROFILE_EVIDENCE
 from effllm.records.rank import Profile
@@ -276,6 +277,20 @@ def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
     healthy = waiting_for_cores(0.09)
     assert (healthy.cause, healthy.evidence[-1].claim) == (HEALTHY, claim)
     assert all("CPU core" not in one.claim for one in waiting_for_cores(0.04, uneven_ranks=120.0).evidence)
+
+
+@pytest.mark.parametrize(("slow_s", "is_named"), [(120.0, False), (300.0, True)])
+def test_no_line_is_named_for_long_iterations_that_wait_for_cores(slow_s, is_named):
+    line = CodeLine("other", "refresh (train.py:5)", "", 100, long=60)
+    host = HostTime(100, by_rank={0: 100}, by_kind={"other": 100}, lines=(line,))
+    parts = {"slow_iterations": slow_s, "useful": 1000.0 - slow_s}
+    whole = Waterfall(1000.0, None, tuple(WaterfallPart(name, s, s / 1000.0) for name, s in parts.items()), "GPU")
+    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=90.0)
+    slow = SlowIterations(5, 100, 0.1, 0.9, 60)
+    found = verdict_of(replace(job(slow_iterations=slow, goodput=goodput, host=host), waterfall=whole))
+
+    assert found.cause == "slow_iterations"
+    assert ("refresh (train.py:5)" in found.why) is is_named
 
 
 def test_locked_clocks_are_stated_and_no_loss():
