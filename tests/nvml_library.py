@@ -190,6 +190,11 @@ class Gpu:
     ecc_corrected: int = 0
     ecc_uncorrected: int = 0
     processes: int = 0
+    pcie_width: int = 0
+    pcie_width_max: int = 0
+    pcie_generation: int = 0
+    nvlinks: int = 0
+    nvlink_errors: int = 0
     gpm: int = 0
     sm_activity: Curve | None = None
     sm_occupancy: Curve | None = None

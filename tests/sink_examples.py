@@ -12,6 +12,7 @@ from run_lines import totals_of
 from effllm import metrics
 from effllm.config.settings import Config
 from effllm.records.energy import EnergyAmount
+from effllm.records.forecast import REMAINING_S, Foretold
 from effllm.records.job import (
     ClusterReport,
     ClusterTotals,
@@ -157,7 +158,7 @@ def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
         coverage=Coverage(8, 8, 8, 8, 0, 0, energy=1.0, memory=1.0, utilization=1.0),
         straggler=Straggler(rank=17, time_s=4.2, median_s=4.04),
         total_iterations=5000,
-        remaining_s=2019.0,
+        forecast={REMAINING_S: Foretold(2019.0, 1990.0, 2050.0)},
         power_scope="gpu",
     )
     return msgspec.structs.replace(report, **changes)

@@ -7,8 +7,9 @@ are not covered: the covered seconds of an integral exclude this time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -42,6 +43,9 @@ ACTIVITY = "tensor_activity_ratio"
 SINCE_LAST = frozenset({"sm_activity_ratio", ACTIVITY, "dram_activity_ratio"})
 
 
+_Key = TypeVar("_Key")
+
+
 class Series:
     """The samples of one device that a window may still need.
 
@@ -60,6 +64,7 @@ class Series:
         self._events: list[Event] = []
         self._reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples
         self._since_ns = 0  # start of the first window
+        self._until_ns = 0  # the windows so far have the readings until this time
         self._active: Sample | None = None  # the last reading of earlier windows with an activity
         self._outside: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
         self.held_ns: int | None = None  # start of the oldest requested span; its samples are kept
@@ -172,7 +177,12 @@ class Series:
         # A reading may have begun in the window before.
         self._outside = [one for one in self._outside if one[1] > start_ns - self._max_gap_ns]
         self._outside = union([*self._outside, *outside])
-        found = self._with_energy(self._sums(start_ns, end_ns, self._outside), start_ns, end_ns, phases)
+        sums = self._sums(start_ns, end_ns, self._outside)
+        # A device that is read less often than windows end: what followed its last reading is in the next window.
+        for from_ns, to_ns in _without(self._outside, self._until_ns or start_ns, start_ns):
+            sums = _together(sums, self._sums(from_ns, to_ns, self._outside))
+        self._until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
+        found = self._with_energy(sums, start_ns, end_ns, phases)
         active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
         self._active = next(active, self._active)
         return found
@@ -295,6 +305,39 @@ class Series:
                 if inside_ns > 0:
                     whole_ns = second.time_ns - first.time_ns
                     yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
+
+
+def _together(sums: DeviceWindow, late: DeviceWindow) -> DeviceWindow:
+    """Return the sums of a window, and those of earlier time without the peaks."""
+    gauges = dict(sums.gauges)
+    for name, gauge in late.gauges.items():
+        _add(gauges, name, gauge)
+    return replace(
+        sums,
+        wall=sums.wall + late.wall,
+        gauges=gauges,
+        throttled_s=_added(sums.throttled_s, late.throttled_s),
+        throttle_covered_s=sums.throttle_covered_s + late.throttle_covered_s,
+        power_histogram_s=_added(sums.power_histogram_s, late.power_histogram_s),
+    )
+
+
+def _added(seconds: Mapping[_Key, float], more: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {**seconds, **{name: seconds.get(name, 0.0) + value for name, value in more.items()}}
+
+
+def _without(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a period that are not in any of the intervals, which are in order.
+
+    >>> list(_without([(2, 4), (8, 9)], 1, 8))
+    [(1, 2), (4, 8)]
+    """
+    for start_ns, end_ns in outside:
+        if from_ns < min(start_ns, to_ns):
+            yield from_ns, min(start_ns, to_ns)
+        from_ns = max(from_ns, end_ns)
+    if from_ns < to_ns:
+        yield from_ns, to_ns
 
 
 def _outside_s(from_ns: int, to_ns: int, outside: Sequence[tuple[int, int]]) -> float:

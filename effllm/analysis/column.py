@@ -182,6 +182,7 @@ DOCUMENTED = (
     Column("goodput_seconds", NUMBER_BY_NAME, "s", "elapsed time by class of goodput, mean over the ranks"),
     Column("goodput_rank_seconds", NUMBER_BY_NAME, "s", "elapsed time by class of goodput, sum over the ranks"),
     Column("goodput_joules", NUMBER_BY_NAME, "J", "energy by class of goodput; classes without energy are left out"),
+    Column("currency", TEXT, "", "currency of the costs; null if it is not set"),
     Column("events", WHOLE_BY_NAME, "events", "number of events by kind"),
     Column("not_measured", TEXTS, "", "sentences about quantities that were not measured"),
     Column("last_iterations", NUMBER_BY_NAME, "iterations", "number of iterations in which a rank was last, by rank"),

@@ -5,9 +5,11 @@ The runs are run folders, or the lines that runs have appended to files in the f
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,12 +22,16 @@ from effllm.analysis.run_row import utc
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
-from effllm.store.reader import JsonLines
+from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND, NOT_AVOIDABLE
+from effllm.store.ledger_file import LINE_AFTER_S
+from effllm.store.line_files import END, LineFiles
+from effllm.store.reader import DECODE_ERRORS, JsonLines
 
-#: Classes of goodput that are work; all other time is wasted.
+#: Classes of goodput that are work.
 PRODUCTIVE = ("kept", "generation")
 NOTHING = "-"  # name of the group of runs without a key
+#: Status of a run without a last summary; one without any summary has been killed, or has just begun.
+KILLED = ("killed", "unknown")
 #: A larger value is not a measurement, and sums of such values overflow.
 MAX_VALUE = 1e60
 Number = Annotated[float, msgspec.Meta(ge=-MAX_VALUE, le=MAX_VALUE)]
@@ -49,12 +55,13 @@ class LedgerRun(msgspec.Struct):
     ranks: int | None = None
     gpus: int | None = None
     started_time_s: Number | None = None
+    updated_time_s: Number | None = None  # unix time of these values
     cause: str | None = None  # of the verdict
     simulated: bool = False
     slow_hosts: tuple[str, ...] = ()  # hosts of stragglers
     goodput_ratio: Number | None = None
     gpu_hours: Number | None = None  # of a row without GPUs: hours of ranks
-    unused_gpu_hours: Number | None = None  # part of `gpu_hours`: allocated GPUs that no rank used
+    wasted_gpu_hours: Number | None = None  # part of `gpu_hours`: losses that can be avoided
     total_joules: Number | None = None
     measured_joules: Number | None = None  # without a total: the measured part
     error_joules: Number | None = None  # random part of the error: half-width, 95 %
@@ -62,6 +69,7 @@ class LedgerRun(msgspec.Struct):
     gpu_cost: Number | None = None
     electricity_cost: Number | None = None
     co2_kg: Number | None = None
+    currency: str = ""  # of the costs
     tokens_per_second_per_gpu: Number | None = None
     mfu_ratio: Number | None = None
     joules_per_token: Number | None = None
@@ -71,12 +79,8 @@ class LedgerRun(msgspec.Struct):
         return self.measured_joules if self.total_joules is None else self.total_joules
 
     @property
-    def wasted_gpu_hours(self) -> float:
-        """The GPU-hours outside of productive classes, which are classes of the GPUs with ranks."""
-        if self.goodput_ratio is None or self.gpus == 0 or not self.gpu_hours:
-            return 0.0
-        unused = min(self.unused_gpu_hours or 0.0, self.gpu_hours)
-        return unused + (self.gpu_hours - unused) * (1.0 - self.goodput_ratio)
+    def lost_hours(self) -> float:
+        return 0.0 if self.gpus == 0 else max(self.wasted_gpu_hours or 0.0, 0.0)
 
 
 class LedgerRow(NamedTuple):
@@ -86,12 +90,14 @@ class LedgerRow(NamedTuple):
     runs: int
     gpu_hours: float  # sum of the known GPU-hours
     without_hours: int  # runs with unknown GPU-hours
+    killed: int  # runs whose GPU-hours are known until their last report
     joules: float | None  # sum of the measured energies; None if no run has one
     incomplete: int  # runs without a total energy
     error_joules: float  # random errors of different runs are independent
     gain_joules: float  # the gain of a board's sensor is the same in all runs, so the errors are added
     gpu_cost: float | None
     electricity_cost: float | None
+    currency: str  # of both costs; of several currencies no sum is made
     co2_kg: float | None
     goodput_ratio: float | None  # weighted by device time
     wasted_gpu_hours: float
@@ -139,23 +145,27 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
     for run, share in members:
         if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
             cause = one_line(run.cause)
-            causes[cause] = causes.get(cause, 0.0) + run.wasted_gpu_hours * share
+            causes[cause] = causes.get(cause, 0.0) + run.lost_hours * share
+    currencies = sorted({one_line(run.currency) for run, _ in members if run.currency})
+    has_one = len(currencies) < 2
     return LedgerRow(
         group=group,
         runs=len(members),
         gpu_hours=_sum(hours) or 0.0,
         without_hours=sum(one is None for one, _ in hours),
+        killed=sum(run.status in KILLED and bool(run.gpu_hours) for run, _ in members),
         joules=_sum(joules),
         incomplete=sum(run.total_joules is None for run, _ in members),
         error_joules=math.hypot(*((run.error_joules or 0.0) * share for run, share in measured)),
         gain_joules=sum((run.gain_error or 0.0) * (run.joules or 0.0) * share for run, share in measured),
-        gpu_cost=_sum((run.gpu_cost, share) for run, share in members),
-        electricity_cost=_sum((run.electricity_cost, share) for run, share in members),
+        gpu_cost=_sum((run.gpu_cost, share) for run, share in members) if has_one else None,
+        electricity_cost=_sum((run.electricity_cost, share) for run, share in members) if has_one else None,
+        currency=", ".join(currencies),
         co2_kg=_sum((run.co2_kg, share) for run, share in members),
         goodput_ratio=(
             sum((run.goodput_ratio or 0.0) * weight for run, weight in known) / device_hours if device_hours else None
         ),
-        wasted_gpu_hours=sum(run.wasted_gpu_hours * share for run, share in members),
+        wasted_gpu_hours=sum(run.lost_hours * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
         simulated=sum(run.simulated for run, _ in members),
         slow_runs=sum(group in map(one_line, run.slow_hosts) for run, _ in members),
@@ -188,11 +198,36 @@ def read_runs(
         of_path, problems = _read_path(path, progress)
         runs, skipped = [*runs, *of_path], [*skipped, *problems]
     known = {run.folder or id(run): run for run in runs}  # two paths may have the same run
+    for run in known.values():
+        if run.folder and run.status in KILLED:
+            _add_last_report(run, Path(run.folder))
     return [run for run in known.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
 
 
+class _Gpus(msgspec.Struct, frozen=True):
+    gpus_expected: int = 0
+
+
+class _LastWindow(msgspec.Struct):
+    time_s: Number
+    coverage: _Gpus = _Gpus()
+
+
+def _add_last_report(run: LedgerRun, folder: Path) -> None:
+    """Count the GPU-hours of a killed run at least until its last report: its summary is up to a minute older."""
+    files = LineFiles(folder, "windows")
+    with contextlib.suppress(OSError, *DECODE_ERRORS):
+        files.refresh()
+        for _, line in files.before(END, 1):
+            found = msgspec.json.decode(line, type=_LastWindow)
+            gpus = found.coverage.gpus_expected
+            if run.started_time_s is not None and gpus:
+                run.gpus = gpus
+                run.gpu_hours = max(run.gpu_hours or 0.0, (found.time_s - run.started_time_s) * gpus / 3600.0)
+
+
 def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[str]]:
-    lines, skipped = _ledger_lines(path)
+    lines, skipped = ledger_runs(path)
     try:
         found = find_runs(path)
     except UnreadableRun:
@@ -210,7 +245,8 @@ def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[st
 
 #: Field of `LedgerRun` -> its value in the table `runs`. Maps and JSON are slow in Python.
 _VALUES = {
-    **{name: name for name in ("run_id", "folder", "project", "account", "gpu_models", "model", "started_time_s")},
+    **{name: name for name in ("run_id", "folder", "project", "account", "gpu_models", "model")},
+    **{name: name for name in ("started_time_s", "updated_time_s")},
     "user": '"user"',
     # A summary that says "running" and is old is of a killed run.
     "status": "CASE WHEN status = 'running' AND epoch(now()) - coalesce(updated_time_s, 0) > "
@@ -226,7 +262,10 @@ _VALUES = {
     + " + ".join(f"coalesce(goodput_seconds['{name}'], 0)" for name in PRODUCTIVE)
     + ") / elapsed_s END",
     "gpu_hours": "device_seconds / 3600",
-    "unused_gpu_hours": "waterfall_seconds['unused'] / 3600",
+    "wasted_gpu_hours": "(device_seconds"
+    + "".join(f" - coalesce(waterfall_seconds['{name}'], 0)" for name in NOT_AVOIDABLE)
+    + ") / 3600",
+    "currency": "coalesce(currency, '')",
     "total_joules": "energy_total_joules",
     "measured_joules": "energy_measured_joules",
     "error_joules": "metric_errors['energy_total_joules']",
@@ -242,7 +281,7 @@ def _measured(value: Any) -> Any:
     return None if isinstance(value, float) and abs(value) > MAX_VALUE else value
 
 
-def _ledger_lines(place: Path) -> tuple[list[LedgerRun], list[str]]:
+def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs in a ledger file or in those of a folder, and a line for each file that was not read completely.
 
     A later attempt of a run replaces an earlier one.
@@ -258,6 +297,8 @@ def _ledger_lines(place: Path) -> tuple[list[LedgerRun], list[str]]:
                     continue
                 tags = dict(tag.partition("=")[::2] for tag in run.tags)
                 run.project, run.config = tags.get("project") or run.account, tags.get(CONFIGURATION)
+                if run.status == "running" and time.time() - (run.updated_time_s or 0.0) > LINE_AFTER_S + STALE_AFTER_S:
+                    run.status = "killed"
                 # Runs of two users, or in two folders, can have the same run_id.
                 found[path, run.run_id, run.folder] = run
         except OSError as error:

@@ -42,6 +42,7 @@ _COUNTERS = {
     "counts_rejected": "calls whose counts were not whole numbers of at least 0",
 }
 _GAUGE = "STRUCT(mean DOUBLE, covered_s DOUBLE, least DOUBLE, most DOUBLE)"
+_FORETOLD = 'STRUCT("value" DOUBLE, low DOUBLE, high DOUBLE)'
 _SPREAD = "STRUCT(count BIGINT, least DOUBLE, p5 DOUBLE, median DOUBLE, p95 DOUBLE, most DOUBLE)"
 
 
@@ -112,7 +113,7 @@ WINDOWS = LinesTable(
         Column("iteration_last", WHOLE, "", "last iteration of the window, counted from the start of the attempt"),
         Column("total_iterations", WHOLE, "iterations", "length of the job; null if unknown"),
         Column("end_time_s", NUMBER, "s (unix)", "time at which the last rank ended the window", "time_s"),
-        Column("remaining_s", NUMBER, "s", "estimate of the time to the end of the job"),
+        Column("forecast", f"MAP(VARCHAR, {_FORETOLD})", "", "end of the job at the rate so far, by name"),
         Column("loss", NUMBER, "", "last loss of the window; null if it was not finite or not recorded"),
         _flag("simulated", "whether no hardware was measured"),
         _flag("warming_up", "whether the run-to-date values start later"),

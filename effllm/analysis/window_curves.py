@@ -21,6 +21,8 @@ _FOLDED = 4  # so many neighbours become two: the smallest and the largest
 
 #: Tag of the loss; ``spread/NAME/FIELD`` is the tag of a field of a distribution.
 LOSS = "loss"
+#: Tags of the loss over another axis than the iterations.
+OVER_TOKENS, OVER_JOULES, OVER_SECONDS = "loss/tokens", "loss/joules", "loss/seconds"
 
 
 Iteration = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # exact as a float
@@ -95,6 +97,10 @@ def _edges(x: Any, buckets: int) -> list[int]:
     return [int(edge) for edge in edges]
 
 
+class _Sums(Struct, frozen=True):
+    tokens: float = 0.0
+
+
 class CurveLine(Struct, frozen=True):
     """The used fields of a line of windows-*.jsonl."""
 
@@ -102,9 +108,11 @@ class CurveLine(Struct, frozen=True):
     iteration: Iteration | None = None
     iteration_first: Iteration = 0
     iteration_last: Iteration = 0
+    time_s: float = 0.0
     loss: float | None = None
     correction: bool = False
     simulated: bool = False
+    last: _Sums = _Sums()
     values: dict[str, float] = {}
     spread: dict[str, Spread] = {}
 
@@ -118,10 +126,12 @@ class WindowCurves:
         self.is_simulated = False  # whether a window had simulated devices
         self.last_spread: dict[str, Spread] = {}  # distributions of the last window that has any
         self.curves = {tag: Curve() for tag in tags}
-        self._metrics = [tag for tag in self.curves if tag != LOSS and not tag.startswith("spread/")]
+        self._over = {tag: curve for tag, curve in self.curves.items() if tag.startswith(f"{LOSS}/")}
+        self._metrics = [tag for tag in self.curves if not tag.startswith((LOSS, "spread/"))]
         parts = [(tag, *tag.split("/")[1:]) for tag in self.curves if tag.startswith("spread/")]
         self._spreads = [(self.curves[tag], name, field) for tag, name, field in parts]
         self._attempt = 0
+        self._tokens, self._first_s = 0.0, math.nan  # so far; end of the first window
 
     def read(self, folder: Path) -> None:
         """Read the windows of a run.
@@ -149,10 +159,24 @@ class WindowCurves:
             self.curves[tag].add(x, values.get(tag, math.nan))
         if LOSS in self.curves:
             self.curves[LOSS].add(x, math.nan if line.loss is None else line.loss)
+        if self._over:
+            self._add_over(line)
         self.last_spread = line.spread or self.last_spread
         for curve, name, field in self._spreads:
             spread = line.spread.get(name)
             curve.add(x, math.nan if spread is None else getattr(spread, field))
+
+    def _add_over(self, line: CurveLine) -> None:
+        self._tokens += line.last.tokens
+        self._first_s = line.time_s if math.isnan(self._first_s) else self._first_s
+        x = {
+            OVER_TOKENS: self._tokens or math.nan,
+            OVER_JOULES: line.values.get("energy/measured_joules", math.nan),
+            OVER_SECONDS: line.time_s - self._first_s,
+        }
+        for tag, curve in self._over.items():
+            if line.loss is not None and math.isfinite(x[tag]):
+                curve.add(x[tag], line.loss)
 
 
 def spread_tag(name: str, field: str) -> str:

@@ -226,6 +226,9 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="The file. [default: report-RUN.html]")
     ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="Compare configurations: a tag or a setting. [default: the tag config]")
+    ] = "",
 ) -> None:
     """Write one HTML file about one or several runs.
 
@@ -238,6 +241,7 @@ def report(
       effllm report efficientllm_runs/20260101-120000-1a2b3c4d
       effllm report RUN -o /tmp/run.html
       effllm report runs/base runs/new -o base-and-new.html
+      effllm report efficientllm_runs/my-campaign   # its configurations, with means over their runs
 
     Exit status: 0 written, 1 no run, or the file cannot be written, 2 wrong use.
     """
@@ -246,7 +250,7 @@ def report(
 def top(
     run: Annotated[
         str,
-        typer.Argument(metavar="[RUN]", help="Run folder or its name, or a folder: its newest run. [default: RUN_DIR]"),
+        typer.Argument(metavar="[RUN]", help="Run folder or its name, or a folder of runs. [default: the newest run]"),
     ] = "",
     endpoint: Annotated[
         str, typer.Option(metavar="URL", help="Metrics page of a running job, instead of a run folder.")
@@ -260,17 +264,19 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
 ) -> None:
-    """Show a running or finished job on one terminal screen.
+    """Show a running or finished job on one terminal screen, or all running jobs of a folder.
 
     The screen has the verdict, the values of the job, and the ranks or hosts, the worst first with the reason. The keys
     are in its last line; the key ? lists all of them. A finished run is replayed with the arrow keys, Home, End and
     the space bar. The job needs no change; the command only reads its run folder. Without --once on a terminal that
-    cannot move the cursor (TERM=dumb), a frame is printed whenever the values have changed.
+    cannot move the cursor (TERM=dumb), a frame is printed whenever the values have changed. A folder of runs, or of
+    EFFICIENTLLM_LEDGER, shows a line for each running job, the worst first; Enter opens the job.
 
     \b
     Examples:
       effllm top                                    # the newest run in EFFICIENTLLM_RUN_DIR
       effllm top efficientllm_runs/20260101-120000-1a2b3c4d
+      effllm top /project/efficientllm_runs         # all running jobs
       effllm top --endpoint http://127.0.0.1:9788/metrics
       effllm top RUN --once --json | jq -r '.problems[].text'
       effllm top RUN --once > /dev/null || echo "look at RUN"

@@ -130,17 +130,22 @@ def demo(
 def check(
     device: Annotated[str, typer.Option(metavar="NAME", help="Device to check. [default: EFFICIENTLLM_DEVICE]")] = "",
     show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the common metrics.")] = False,
+    has_load: Annotated[
+        bool, typer.Option("--load", help="Put each GPU under load for 5 s, unless a process uses it; needs torch.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
 ) -> None:
     """Check which metrics can be measured here, and by which sources.
 
-    The command tests sensors, their cost, the run folder and the network. For each metric that cannot be measured,
-    the reason and the remedy are printed. All test files are deleted.
+    The command tests sensors, their cost, the run folder and the network, and compares the GPUs of the machine:
+    clocks, limits, links and errors. For each metric that cannot be measured, the reason and the remedy are printed.
+    All test files are deleted.
 
     \b
     Examples:
       effllm check
       effllm check --device host
+      effllm check --load                           # a slow host: matrix products and copies on each GPU
       effllm check --json | jq .device
       srun --ntasks-per-node 1 effllm check         # on every node
 
@@ -338,6 +343,7 @@ def watch(
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, its name or how only that begins, or last.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    mail: Annotated[bool, typer.Option("--mail", help="Print a text of at most 15 lines for the user.")] = False,
     stacks: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recorded stacks for speedscope or flamegraph.pl.")
     ] = None,
@@ -352,6 +358,7 @@ def inspect(
     \b
     Examples:
       effllm inspect last                           # the run that started last
+      effllm inspect RUN --mail | mail -s "your job" alice
       effllm inspect RUN --json | jq -r .verdict.cause
       effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
       effllm inspect RUN --stacks job.folded && flamegraph.pl job.folded >job.svg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -12,7 +13,8 @@ from rich.table import Column, Table
 
 from effllm.commands.output import complain
 from effllm.commands.survey import Cost, Survey, survey
-from effllm.commands.survey_host import BROKEN, MISSING, Finding
+from effllm.commands.survey_gpus import LOAD_S, GpuState, load
+from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
 from effllm.config.switches import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
@@ -21,22 +23,32 @@ from effllm.sensor_profile.known import Known
 from effllm.sensor_profile.known import as_text as sensor_lines
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in addition to the console's metrics
-_MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}
+_MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]", DIFFERS: "[bold yellow]look[/]"}
 
 
-def main(device: str, *, show_all: bool, as_json: bool) -> int:
-    """Print the results; return 1 if a run would not be measured, 2 for wrong use, otherwise 0."""
+def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
+    """Print the results; return 1 if a run would not be measured or a GPU not loaded, 2 for wrong use, otherwise 0."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
-    found = survey(this_process(), device)
+    found = survey(this_process(), device, _load if has_load else None)
+    if has_load and not found.gpus:
+        complain("check", "--load: there is no NVIDIA GPU")
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         console = Console(highlight=False)
         for part in _parts(found, show_all):
             console.print(part)
-    return 0 if found.measured else 1
+    is_loaded = bool(found.gpus) and all(gpu.flops_per_second is not None for gpu in found.gpus)
+    return 0 if found.measured and (is_loaded or not has_load) else 1
+
+
+def _load(gpus: list[GpuState]) -> None:
+    def begins(gpu: GpuState) -> None:
+        print(f"GPU {gpu.index}: matrix products and copies, {LOAD_S:g} s", file=sys.stderr)
+
+    load(gpus, begins)
 
 
 def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:

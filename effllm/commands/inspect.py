@@ -25,6 +25,7 @@ from effllm.store.own_files import replace_file
 from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import duration, fact_lines
 from effllm.views.host_lines_text import MAX_SHOWN, host_lines
+from effllm.views.mail_text import mail_text
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
@@ -36,13 +37,14 @@ MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 
-def main(run: Path, as_json: bool, stacks: Path | None) -> int:
-    """Print the waterfall of a run, or write its stacks; return the exit status."""
+def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
+    """Print the waterfall of a run or a text for its user, or write its stacks; return the exit status."""
     try:
         run = one_run(str(run))
     except UnreadableRun as error:
         return complain("inspect", str(error), 1)
-    if form_of(json=as_json, stacks=stacks is not None) == "stacks":
+    form = form_of(json=as_json, mail=mail, stacks=stacks is not None)
+    if form == "stacks":
         assert stacks is not None
         return _write_stacks(run if run.is_dir() else run.parent, stacks)
     path = run / "summary.json" if run.is_dir() else run
@@ -55,6 +57,9 @@ def main(run: Path, as_json: bool, stacks: Path | None) -> int:
         return complain("inspect", f"{path} is not a summary of effllm: {error}", 1)
     if problem := version_error(summary.schema_version):
         return complain("inspect", f"{path} cannot be read: {problem}", 1)
+    if form == "mail":
+        print(mail_text(summary), end="")
+        return 0
     if summary.waterfall is None:
         return complain(
             "inspect",

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from effllm.analysis.configurations import configurations
 from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.analysis.sides import CONFIGURATION, find_groups
 from effllm.commands.compare import comparison_errors, comparison_page
 from effllm.commands.output import complain
+from effllm.config.settings import read_config
+from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
-from effllm.views.comparison_text import ComparisonPage
-from effllm.views.report.page import MAX_RUNS, ReportTooLarge, read_runs, report_html
+from effllm.views.report.page import MAX_RUNS, Compared, ReportTooLarge, read_runs, report_html
 
 
-def main(runs: Sequence[str], output: Path | None) -> int:
+def main(runs: Sequence[str], output: Path | None, by: str) -> int:
     """Write the report of runs; return the exit status."""
     try:
         found = find_runs(runs)
@@ -22,9 +25,9 @@ def main(runs: Sequence[str], output: Path | None) -> int:
             too_many = f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
             return complain("report", too_many, 1)
         folders = [run.folder for run in found]
-        comparison = _comparison(list(runs) if len(runs) > 1 else list(map(str, folders)), len(folders))
+        compared = _compared(list(runs) if len(runs) > 1 else list(map(str, folders)), by, len(folders))
         read = read_runs(folders)
-        page = report_html(read, comparison).encode()
+        page = report_html(read, compared).encode()
         path = output or Path(f"report-{read[0].folder.name if len(read) == 1 else f'{len(read)}-runs'}.html")
         replace_file(path, page, durable=False)
     except (UnreadableRun, ReportTooLarge) as error:
@@ -38,11 +41,16 @@ def main(runs: Sequence[str], output: Path | None) -> int:
     return 0
 
 
-def _comparison(sides: list[str], count: int) -> ComparisonPage | str | None:
-    """Return the comparison of several runs, or why it is missing; ``None`` for one run."""
+def _compared(arguments: list[str], by: str, count: int) -> Compared:
+    """Return the comparison of several runs, or of configurations if a run has the tag ``config``."""
     if count < 2:
-        return None
+        return Compared()
     try:
-        return comparison_page(sides)
+        sides, _ = find_groups(arguments, by, read_config(this_process()).run_dir)
+        names = {run.folder: side.name for side in sides for run in side.runs}
+        if len(names) == len(sides):  # each run is a configuration
+            return Compared(comparison_page(arguments))
+        table = configurations(sides, is_paper=False)
+        return Compared(comparison_page(arguments, by=by or CONFIGURATION), table, names)
     except comparison_errors() as error:
-        return str(error)
+        return Compared(str(error))

@@ -79,12 +79,12 @@ def _show(console: Console, found: Totals, by: str, count: int) -> None:
     everything = [*found.rows[:count], found.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
-        "GPU-h": ["≥" * bool(row.without_hours) + readable(row.gpu_hours) for row in everything],
+        "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in everything],
         "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in everything],
         "goodput": ["-" if row.goodput_ratio is None else f"{100 * row.goodput_ratio:.1f} %" for row in everything],
         "kWh": [_energy(row) for row in everything],
         "±": [_error(row) for row in everything],
-        "cost": [readable(_cost(row)) for row in everything],
+        "cost": [f"{readable(_cost(row))} {row.currency}".strip() for row in everything],
         "kg CO2": [readable(row.co2_kg) for row in everything],
         "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
         "largest loss": [short((row.cause or "-").replace("_", " ")) for row in everything],
@@ -138,12 +138,14 @@ def _notes(found: Totals, columns: Iterable[str], count: int) -> Iterator[str]:
         yield f"{more:,} more groups: --csv and --json print all groups"
     if found.total.without_hours:
         yield f"≥ GPU-h: unknown in {_runs(found.total.without_hours)} (no summary.json, or no rank had reported)"
+    if found.total.killed:
+        yield f"≥ GPU-h: of {_runs(found.total.killed)} without an end, until the last report"
     if found.total.incomplete and found.total.joules is not None:
         yield f"≥ kWh: no total energy in {_runs(found.total.incomplete)}; the measured part is counted"
     if found.total.simulated:
         yield f"simulated: the GPUs of {_runs(found.total.simulated)} were simulated; their energy was not measured"
     if "wasted" in columns:
-        yield "wasted: GPU-hours outside of kept steps and generation"
+        yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
     if "±" in columns:
         yield "±: timing and sensor errors of the energy"
     yield from skipped_lines(found.skipped)

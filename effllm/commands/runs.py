@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from effllm.analysis.ledger import KEYS, LedgerRun, read_runs, totals
+from effllm.analysis.ledger import KEYS, KILLED, LedgerRun, read_runs, totals
 from effllm.analysis.load import load_errors
 from effllm.analysis.run_row import utc
 from effllm.commands.output import ReadingProgress, complain, form_of
@@ -92,9 +92,9 @@ def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) ->
             "tok/s/GPU": [readable(run.tokens_per_second_per_gpu) for run in shown],
             "MFU": ["-" if run.mfu_ratio is None else f"{100 * run.mfu_ratio:.1f} %" for run in shown],
             "J/token": [readable(run.joules_per_token) for run in shown],
-            "GPU-h": [readable(None if run.gpus == 0 else run.gpu_hours) for run in shown],
+            "GPU-h": [_hours(run) for run in shown],
             "kWh": [_energy(run) for run in shown],
-            "cost": [readable(run.gpu_cost if run.gpu_cost is not None else run.electricity_cost) for run in shown],
+            "cost": [_cost(run) for run in shown],
         }
         columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
         print_columns(console, "run", [one_line(run.run_id) for run in shown], columns, _DISPENSABLE, _NAME)
@@ -102,6 +102,16 @@ def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) ->
             console.print(Text(f"{len(runs) - len(shown):,} older runs: --csv and --json print all runs"))
         for line in skipped_lines(skipped):
             console.print(Text(line), soft_wrap=True)
+
+
+def _hours(run: LedgerRun) -> str:
+    hours = None if run.gpus == 0 else run.gpu_hours
+    return "≥" * (run.status in KILLED and hours is not None) + readable(hours)
+
+
+def _cost(run: LedgerRun) -> str:
+    cost = run.gpu_cost if run.gpu_cost is not None else run.electricity_cost
+    return readable(cost) + (f" {one_line(run.currency)}" if run.currency and cost is not None else "")
 
 
 def _energy(run: LedgerRun) -> str:

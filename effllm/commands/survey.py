@@ -6,13 +6,13 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
-from effllm.commands import survey_host
+from effllm.commands import survey_gpus, survey_host
+from effllm.commands.survey_gpus import GpuState
 from effllm.commands.survey_host import BROKEN, MISSING, OK, Finding
 from effllm.config.settings import VARIABLES, Config, cache_folder, read_config
 from effllm.config.switches import PREFIX
@@ -50,10 +50,17 @@ class Survey(Struct, frozen=True):
     cost: Cost
     sensor: Known | None = None  # calibration of the GPU's sensor
     hardware: Hardware | None = None  # the row of the hardware table for the GPU
+    gpus: list[GpuState] = []  # all GPUs of this machine
 
 
-def survey(environ: Mapping[str, str], device: str) -> Survey:
-    """Run all tests; a ``device`` that is not empty replaces the configured device."""
+def survey(environ: Mapping[str, str], device: str, load: Callable[[list[GpuState]], None] | None = None) -> Survey:
+    """Run all tests.
+
+    Args:
+        environ: the environment.
+        device: replaces the configured device if it is not empty.
+        load: puts the GPUs under load.
+    """
     findings = [*survey_host.python(), *survey_host.settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
@@ -66,7 +73,10 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = survey_host.shared_memory(config)
-    findings += [about, *_driver(), *node_findings, *_scope(scope)]
+    gpus = survey_gpus.states()
+    if load is not None:
+        load(gpus)
+    findings += [about, *_driver(), *survey_gpus.findings(gpus), *node_findings, *_scope(scope)]
     findings += [
         *survey_host.sinks(config),
         survey_host.run_folder(config),
@@ -88,6 +98,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
         ),
         sensor=sensor,
         hardware=find(opened.name) if opened and opened.is_gpu else None,
+        gpus=gpus,
     )
 
 
@@ -242,18 +253,7 @@ def _driver() -> Iterator[Finding]:
             text_of(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion)
         )
         yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            yield _gpu(pynvml, index)
     except pynvml.NVMLError as error:
         yield Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(pynvml: Any, index: int) -> Finding:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        name, uuid = (text_of(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
-    except pynvml.NVMLError as error:
-        return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "run nvidia-smi for details")
-    return Finding(f"GPU {index}", OK, f"{name}, {uuid}")

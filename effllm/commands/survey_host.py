@@ -30,14 +30,15 @@ from effllm.trainer.recorder import Recorder
 STAMPS = 2000
 LOOPBACK_S = 5.0
 
-OK, BROKEN, MISSING = "ok", "broken", "missing"  # MISSING: a run is measured, but without this part
+#: MISSING: a run is measured, but without this part.  DIFFERS: a GPU is not as it should be, or not as its peers.
+OK, BROKEN, MISSING, DIFFERS = "ok", "broken", "missing", "differs"
 
 
 class Finding(Struct, frozen=True):
     """The result of one test."""
 
     name: str
-    state: str  # OK, BROKEN or MISSING
+    state: str  # OK, BROKEN, MISSING or DIFFERS
     text: str
     advice: str = ""
 

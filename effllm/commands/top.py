@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(given, int):
         return given
     try:
+        if (folder := _folder_of_runs(given)) is not None:
+            return _show_fleet(folder, is_once=given.once, as_json=given.json)
         source, name = _source(given)
         if given.once or given.json or not sys.stdout.isatty():
             return _once(source, as_json=given.json)
@@ -71,6 +74,39 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
     except ValueError as error:
         return complain("top", f"{error}; effllm top --help has examples", WRONG_USE)
     return given
+
+
+def _folder_of_runs(given: argparse.Namespace) -> Path | None:
+    """Return the folder of several runs, or of ledger files, that was given; ``None`` for one run."""
+    path = Path(given.run)
+    if not given.run or not path.exists():
+        return None
+    from effllm.analysis.run_folders import LINE_FILES, run_at
+
+    if path.is_dir():
+        is_run = run_at(str(path)) is not None or any(LINE_FILES.fullmatch(one.name) for one in path.iterdir())
+        return None if is_run else path
+    return path if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name) else None
+
+
+def _show_fleet(folder: Path, *, is_once: bool, as_json: bool) -> int:
+    from effllm.commands.top_fleet import Fleet, print_once, watch
+
+    fleet, environ = Fleet(folder), this_process()
+    is_screen = sys.stdin.isatty() and sys.stdout.isatty() and not is_once
+    if is_screen:
+        with contextlib.suppress(ImportError):  # a Python without curses
+            from effllm.commands import top_terminal
+            from effllm.commands.top_folder import FolderSource
+
+            if top_terminal.can_move_cursor(environ.get("TERM", "")):
+                has_color = not environ.get("NO_COLOR")
+
+                def open_job(name: str) -> None:
+                    top_terminal.watch(FolderSource(Path(name)), one_line(name), has_color=has_color)
+
+                return watch(fleet, open_job, has_color=has_color)
+    return print_once(fleet, shutil.get_terminal_size(DEFAULT_SIZE).columns, as_json=as_json)
 
 
 def _source(given: argparse.Namespace) -> tuple[TopSource, str]:

@@ -16,14 +16,16 @@ import msgspec
 from msgspec import Struct
 
 from effllm.commands.top_reader import NoRunError, SourceError
+from effllm.commands.top_times import OwnTimes
+from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
 from effllm.store.reader import RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
-from effllm.views.top.frame import Head, IterationTime, RunPlace, TopFrame, problems_of, status_of
-from effllm.views.top.ranks import rank_table
+from effllm.views.top.frame import POINT_VALUES, Head, RunPlace, TopFrame, WindowPoint, problems_of, status_of
+from effllm.views.top.ranks import Limits, rank_table
 from effllm.views.top.text import local_time
 
 MAX_STEPS = 200  # number of windows of the curve
@@ -32,13 +34,18 @@ MAX_EVENTS = 200
 MAX_DOCUMENT_BYTES = 2**28
 _NAMES = ("summary.json", "run.json", "windows-0001.jsonl")  # files of which a run folder has one or more
 EVENTS_S = 0.1  # time for reading events before a frame
-_SECONDS = "throughput/seconds_per_iteration"
 
 Document = TypeVar("Document", bound=Struct)
 
 
+class _DeviceOfRank(Struct):
+    power_limit_w: float | None = None
+    memory_total_bytes: float | None = None
+
+
 class _HostOfRank(Struct):
     host: str = ""
+    devices: tuple[_DeviceOfRank, ...] = ()
 
 
 class _RunFacts(Identity, frozen=True, kw_only=True):
@@ -47,13 +54,18 @@ class _RunFacts(Identity, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class _StepValues(Struct, frozen=True, rename={"seconds": _SECONDS}):
+class _PointValues(Struct, frozen=True, rename=POINT_VALUES):
     seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu_ratio: float | None = None
+    watts: float | None = None
 
 
-class _StepLine(Struct):
+class _PointLine(Struct):
     iteration: int
-    values: _StepValues = _StepValues()
+    time_s: float
+    loss: float | None = None
+    values: _PointValues = _PointValues()
     correction: bool = False
 
 
@@ -62,7 +74,7 @@ class _Key(Struct):
     window: int
 
 
-_step_line = msgspec.json.Decoder(_StepLine)
+_point_line = msgspec.json.Decoder(_PointLine)
 _window = msgspec.json.Decoder(WindowReport)
 _row = msgspec.json.Decoder(RankRow)
 _key = msgspec.json.Decoder(_Key)
@@ -115,11 +127,11 @@ class _Document:
 
 
 class _WindowLine(NamedTuple):
-    """A line of a window, with its part of the curve."""
+    """A line of a window, with its point of the curves."""
 
     at: Position
     line: bytes
-    step: IterationTime | None  # None: no iteration time, or a correction of an earlier window
+    point: WindowPoint | None  # None: no iteration time, or a correction of an earlier window
 
 
 class _RunFiles:
@@ -154,6 +166,7 @@ class FolderSource:
         self._at: Position | None = None  # None: the newest window
         self._tail: list[_WindowLine] = []
         self._hosts: dict[int, str] = {}
+        self._limits: dict[int, Limits] = {}
         self.has_more = False  # whether events of the file are still to be read
         self._changes = 0  # number of readings with something new
         self._seen_s = 0.0  # monotonic time of the last of these readings
@@ -162,6 +175,7 @@ class FolderSource:
     def _files(self) -> _RunFiles:
         if self._found is None:
             self._found = _RunFiles(find_run(self._path))
+            self._times = OwnTimes(self._found.ranks)
         return self._found
 
     def refresh(self) -> bool:
@@ -179,13 +193,15 @@ class FolderSource:
         return is_new
 
     def refresh_hosts(self) -> bool:
-        """Read run.json, which has the hosts of all ranks."""
+        """Read run.json, which has the hosts and GPUs of all ranks, and the times of ranks in earlier windows."""
+        is_new = self._times.refresh()
         if not self._files.facts.refresh() or self._files.facts.content is None:
-            return False
-        hosts = self._files.facts.content.ranks.items()
-        self._hosts = {
-            int(rank): sys.intern(about.host) for rank, about in hosts if rank.isdecimal() and len(rank) < 10
-        }
+            return is_new
+        ranks = self._files.facts.content.ranks.items()
+        known = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
+        self._hosts = {rank: sys.intern(about.host) for rank, about in known.items()}
+        first = {rank: about.devices[0] for rank, about in known.items() if about.devices}
+        self._limits = {rank: Limits(one.power_limit_w, one.memory_total_bytes) for rank, one in first.items()}
         return True
 
     def _read_events(self) -> bool:
@@ -252,19 +268,36 @@ class FolderSource:
                 shown.window if shown is not None else None,
             ),
             coverage=coverage,
-            # The last window may be without iterations, but has the newest totals.
-            values={**shown.values, **latest.values} if shown is not None and latest is not None else {},
+            values=self._values(latest, shown),
+            over="" if shown is None else "whole run" if self._is_whole else f"window {shown.window}",
             loss=shown.loss if shown is not None else None,
             doubtful=shown.doubtful if shown is not None else (),
             verdict=summary.verdict if summary is not None else None,
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
-            steps=[line.step for line in self._tail if line.step is not None],
-            ranks=rank_table(shown, rows, states, self._hosts, count),
+            points=[line.point for line in self._tail if line.point is not None],
+            rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
+            ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
             notes=self._notes(),
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the values are those of the whole run: it is over, and no earlier window is shown."""
+        summary: Summary | None = self._files.summary.content
+        return self._at is None and summary is not None and summary.is_over
+
+    def _values(self, latest: WindowReport | None, shown: WindowReport | None) -> dict[str, float]:
+        # The last window may be without iterations, but has the newest totals.
+        values = {**shown.values, **latest.values} if shown is not None and latest is not None else {}
+        if not self._is_whole:
+            return values
+        known = self._files.summary.content.metrics
+        tags = {entry.tag(entry.bases[0]): entry.tag(entry.run_bases[0]) for entry in METRICS.values()}
+        tags["window/pcu_ratio"] = "pcu_ratio"
+        return values | {tag: known[of_run].value for tag, of_run in tags.items() if of_run in known}
 
     def _notes(self) -> list[str]:
         errors = [document.error for document in (self._files.summary, self._files.facts) if document.error]
@@ -296,7 +329,8 @@ class FolderSource:
             attempt=shown.attempt if shown is not None else None,
             iteration=shown.iteration if shown is not None else None,
             total_iterations=shown.total_iterations if shown is not None else None,
-            remaining_s=shown.remaining_s if shown is not None and not (is_over and is_newest) else None,
+            forecast=shown.forecast if shown is not None and not (is_over and is_newest) else {},
+            currency=summary.currency if summary is not None else "",
             style=shown.style if shown is not None else "Iteration",
             simulated=any(one.simulated for one in (latest, summary) if one is not None),
         )
@@ -336,14 +370,15 @@ def _pair(line: bytes) -> tuple[int, int]:
 
 
 def _window_lines(lines: Lines) -> list[_WindowLine]:
-    return [_WindowLine(at, line, _step(line)) for at, line in lines]
+    return [_WindowLine(at, line, _point(line)) for at, line in lines]
 
 
-def _step(line: bytes) -> IterationTime | None:
-    found = _decoded(_step_line, line)
+def _point(line: bytes) -> WindowPoint | None:
+    found = _decoded(_point_line, line)
     if found is None or found.correction or found.values.seconds is None:
         return None
-    return IterationTime(found.iteration, found.values.seconds)
+    values = {name: getattr(found.values, name) for name in POINT_VALUES}
+    return WindowPoint(found.iteration, found.time_s, loss=found.loss, **values)
 
 
 def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowReport | None]:

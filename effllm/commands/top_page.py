@@ -10,10 +10,11 @@ from effllm.commands.metrics_page import address, fetch_text, labels_of, samples
 from effllm.commands.top_reader import SourceError
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import name_of
+from effllm.records.forecast import FORECAST, Forecast, Foretold
 from effllm.records.job import Coverage, Straggler, WindowReport
 from effllm.store.own_files import read_private
 from effllm.views.top.event_history import RankStates
-from effllm.views.top.frame import Head, IterationTime, Problem, RunPlace, TopFrame, problems_of, status_of
+from effllm.views.top.frame import POINT_VALUES, Head, Problem, RunPlace, TopFrame, WindowPoint, problems_of, status_of
 from effllm.views.top.ranks import rank_table
 
 _PREFIX = "efficientllm_"
@@ -50,7 +51,7 @@ class PageSource:
         if self._token and scheme != "https" and address(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
             raise SourceError("a token is sent to another host only over https")
         self._found: Mapping[str, Mapping[str, float]] = {}
-        self._steps: list[IterationTime] = []
+        self._points: list[WindowPoint] = []
 
     def refresh(self) -> bool:
         """Read the page.
@@ -87,7 +88,7 @@ class PageSource:
             elapsed_s=self._one("elapsed_seconds"),
             attempt=window.attempt or None,
             iteration=window.iteration or None,
-            remaining_s=window.remaining_s,
+            forecast=window.forecast,
             simulated=window.simulated,
         )
         return TopFrame(
@@ -97,7 +98,8 @@ class PageSource:
             values=window.values,
             loss=window.loss,
             problems=list(self._problems(head, states, window.coverage)) if age_s is not None else [],
-            steps=self._added_step(window),
+            points=self._added_point(window),
+            over="newest window",
             ranks=rank_table(window, (), states, {}, window.coverage.ranks_expected),
             notes=_NOTES,
         )
@@ -130,9 +132,13 @@ class PageSource:
                 reports_late=self._whole("reports_late_total"),
             ),
             straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),
-            remaining_s=self._one("remaining_seconds"),
+            forecast=self._forecast(),
             simulated=bool(self._one("simulated")),
         )
+
+    def _forecast(self) -> Forecast:
+        values = {name: [self._one(f"{name}{end}") for end in ("", "_low", "_high")] for name in FORECAST}
+        return {name: Foretold(value, low, high) for name, (value, low, high) in values.items() if value is not None}
 
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
@@ -148,9 +154,12 @@ class PageSource:
         if named := int(dict(self._values()).get("straggler/named_ranks", 0)):
             yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
 
-    def _added_step(self, window: WindowReport) -> list[IterationTime]:
-        """Add the iteration time to those that were seen since the start of the command."""
-        seconds = window.values.get("throughput/seconds_per_iteration")
-        if seconds is not None and (not self._steps or self._steps[-1].iteration != window.iteration):
-            self._steps = [*self._steps, IterationTime(window.iteration, seconds)][-MAX_STEPS:]
-        return self._steps
+    def _added_point(self, window: WindowReport) -> list[WindowPoint]:
+        """Add the window to those that were seen since the start of the command."""
+        if "throughput/seconds_per_iteration" in window.values and (
+            not self._points or self._points[-1].iteration != window.iteration
+        ):
+            values = {name: window.values.get(tag) for name, tag in POINT_VALUES.items()}
+            point = WindowPoint(window.iteration, window.time_s, loss=window.loss, **values)
+            self._points = [*self._points, point][-MAX_STEPS:]
+        return self._points

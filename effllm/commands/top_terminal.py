@@ -71,22 +71,23 @@ def watch(source: TopSource, name: str, *, has_color: bool) -> int:
     locale.setlocale(locale.LC_ALL, "")
     sys.setswitchinterval(0.001)  # the thread that decodes lines must not delay a key
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    reader = TopReader(source, lambda: _wake(wake_write))
+    reader = TopReader(source, lambda: wake(wake_write))
     reader.start()
     try:
-        with _signals(wake_write), _screen() as screen:
-            return _Terminal(screen, reader, name, wake_read, has_color).run()
+        with signals(wake_write), screen() as window:
+            return _Terminal(Canvas(window, has_color=has_color), reader, name, wake_read).run()
     finally:
         reader.close()
 
 
-def _wake(descriptor: int) -> None:
+def wake(descriptor: int) -> None:
+    """Write a byte into a pipe that a loop waits for."""
     with contextlib.suppress(BlockingIOError):  # the pipe is full: it will be read
         os.write(descriptor, b"f")
 
 
 @contextlib.contextmanager
-def _signals(wake_write: int) -> Iterator[None]:
+def signals(wake_write: int) -> Iterator[None]:
     """SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
     before = {number: signal.signal(number, _end) for number in _SIGNALS}
     before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
@@ -104,7 +105,8 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[Any]:
+def screen() -> Iterator[Any]:
+    """Take over the terminal."""
     screen = curses.initscr()
     try:
         curses.noecho()
@@ -120,26 +122,72 @@ def _screen() -> Iterator[Any]:
             curses.endwin()
 
 
+class Canvas:
+    """The window of curses: lines go out, keys come in.
+
+    Args:
+        window: the window.
+        has_color: whether colours are shown.
+    """
+
+    def __init__(self, window: Any, *, has_color: bool) -> None:
+        self._window, self._attributes = window, _attributes(has_color)
+        self._shown: list[Line] = []  # lines on the screen
+        is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
+        self.bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of columns and of lines."""
+        height, width = self._window.getmaxyx()
+        return width, height
+
+    def resize(self) -> None:
+        """Take the size of the terminal, and write everything anew."""
+        width, height = os.get_terminal_size(sys.stdout.fileno())
+        curses.resizeterm(height, width)
+        self._window.clear()
+        self._shown = []
+
+    def pressed(self) -> Iterator[str]:
+        """Yield the names of the keys that were pressed."""
+        while True:
+            try:
+                key = self._window.get_wch()
+            except curses.error:
+                return
+            yield _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
+
+    def draw(self, lines: list[Line]) -> None:
+        """Write the lines that differ from the lines on the screen."""
+        for row, line in enumerate(lines):
+            if row < len(self._shown) and self._shown[row] == line:
+                continue
+            self._window.move(row, 0)
+            self._window.clrtoeol()
+            for text, style in line:
+                shown = text.encode(self._encoding, "replace").decode(self._encoding)
+                with contextlib.suppress(curses.error):  # the cursor cannot move behind the last cell
+                    self._window.addstr(shown, self._attributes[style])
+        self._shown = lines
+        self._window.refresh()
+
+
 class _Terminal:
     """The screen with the choices of the user.
 
     Args:
-        screen: the window of curses.
+        canvas: the window.
         reader: reads the source.
         name: name of the source, for lines about it.
-        wake: a descriptor with a byte for each new frame and each signal.
-        has_color: whether colours are shown.
+        wakes: a descriptor with a byte for each new frame and each signal.
     """
 
-    def __init__(self, screen: Any, reader: TopReader, name: str, wake: int, has_color: bool) -> None:
-        self._screen, self._reader, self._name, self._wake = screen, reader, name, wake
-        self._attributes = _attributes(has_color)
+    def __init__(self, canvas: Canvas, reader: TopReader, name: str, wakes: int) -> None:
+        self._canvas, self._reader, self._name, self._wake = canvas, reader, name, wakes
         self._view = TopView()
-        self._shown: list[Line] = []  # lines on the screen
         self._step_s = 0.0  # time of the next step of a replay
         self._played: TopFrame | None = None  # the frame at the last step
-        is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
-        self._bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
 
     def run(self) -> int:
         try:
@@ -161,27 +209,16 @@ class _Terminal:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 if signal.SIGWINCH in os.read(self._wake, 4096):
-                    self._resize()
+                    self._canvas.resize()
         if sys.stdin in ready and self._read_keys():
             return True
         self._play()
         return False
 
-    def _resize(self) -> None:
-        width, height = os.get_terminal_size(sys.stdout.fileno())
-        curses.resizeterm(height, width)
-        self._screen.clear()
-        self._shown = []
-
     def _read_keys(self) -> bool:
         is_empty = True
-        while True:
-            try:
-                key = self._screen.get_wch()
-            except curses.error:
-                break
+        for name in self._canvas.pressed():
             is_empty = False
-            name = _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
             self._view, action = pressed(self._view, name, self._place())
             if action == QUIT:
                 return True
@@ -195,7 +232,7 @@ class _Terminal:
         frame = self._reader.frame
         if frame is None:
             return Shown()
-        height, width = self._screen.getmaxyx()
+        width, height = self._canvas.size
         page = page_of(frame, width, height, self._view)
         return Shown(page, count_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
 
@@ -211,27 +248,14 @@ class _Terminal:
             self._reader.request(Action("step", 1))
 
     def _draw(self) -> None:
-        """Write the lines that differ from the lines on the screen."""
-        height, width = self._screen.getmaxyx()
-        lines = self._lines(self._reader.frame, width, height)
-        for row, line in enumerate(lines):
-            if row < len(self._shown) and self._shown[row] == line:
-                continue
-            self._screen.move(row, 0)
-            self._screen.clrtoeol()
-            for text, style in line:
-                shown = text.encode(self._encoding, "replace").decode(self._encoding)
-                with contextlib.suppress(curses.error):  # the cursor cannot move behind the last cell
-                    self._screen.addstr(shown, self._attributes[style])
-        self._shown = lines
-        self._screen.refresh()
+        self._canvas.draw(self._lines(self._reader.frame, *self._canvas.size))
 
     def _lines(self, frame: TopFrame | None, width: int, height: int) -> list[Line]:
         notice = self._notice()
         if frame is None:
             lines: list[Line] = [clipped([(notice or f"reading {self._name}", PLAIN)], width)]
         else:
-            lines = render(frame, self._view, width, height, notice, self._bars)
+            lines = render(frame, self._view, width, height, notice, self._canvas.bars)
         return [*lines, *([[]] * (height - len(lines)))]
 
     def _notice(self) -> str:

@@ -139,7 +139,7 @@ WARMUP = ValueType(_read_warmup, "a whole number of iterations, such as 100, or 
 SINKS = ValueType(
     _read_sinks,
     "none, or different names of files in effllm/sinks/, separated by commas; options follow a colon, as in "
-    "console:format=full",
+    "console:format=block",
 )
 DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
 # An address must not contain credentials: they are in the file NODE_POWER_CREDENTIALS.

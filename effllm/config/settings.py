@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.config import setting_values as values
-from effllm.config.setting_values import ValueType, number, one_of, parse_sinks, whole
+from effllm.config.setting_values import ValueType, matching, number, one_of, parse_sinks, whole
 from effllm.config.switches import ATTACH, PREFIX, this_process
 
 
@@ -123,6 +123,12 @@ class Config:
         COST,
         number(0, unit="money per kWh"),
         "Price of electricity. Without a price, no cost of energy is reported.",
+    )
+    currency: str = _setting(
+        "",
+        COST,
+        matching(r"\S{1,8}", "at most 8 letters without spaces, such as EUR"),
+        "Currency of the prices, which is shown with the costs.",
     )
     carbon_intensity: float | None = _setting(
         None,
@@ -256,6 +262,12 @@ class Config:
         CLUSTER,
         values.SECRET_FILE,
         "File with the secret from which keys are derived. The default is efficientllm/secret in the config folder.",
+    )
+    runbook_url: str = _setting(
+        "",
+        CLUSTER,
+        matching(r"https?://[^\s@]+", "an address that begins with https:// or http://"),
+        "Address of the page with your steps for alerts, for the sink prometheus. The links of the alerts lead there.",
     )
 
     min_window_s: float = 0.0  # not a setting: shorter windows are joined; see `read_config`

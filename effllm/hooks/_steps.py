@@ -232,6 +232,10 @@ class Steps:
         """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
+    def logged(self) -> dict[str, float]:
+        """Return the newest values for the framework's logs; empty if a sink writes into the user's tracker."""
+        return get_metrics_collector().logged() if self.is_owner else {}
+
     def figures(self, figures: Mapping[str, Any]) -> None:
         """Record figures that the framework has logged, by names in `FIGURES`; only rank 0 records them.
 

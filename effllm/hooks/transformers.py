@@ -330,9 +330,9 @@ def _is_checkpointing(args: Any) -> bool:
 def _log(state: Any, logs: dict[str, Any]) -> None:
     if _training is not None and _training.compares_tokens and state.is_world_process_zero:
         _STEPS.figures(_training.figures.take(logs, state.global_step))
-    values = _STEPS.loss(state.global_step, logs["loss"])
+    _STEPS.loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
-        logs.update((tag, value) for tag, value in values.items() if value == value)  # nan: not measured
+        logs.update(_STEPS.logged())
 
 
 def _finish(status: str) -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from effllm.config.settings import Config
 from effllm.job.audit import AuditWatch
 from effllm.job.event_log import EventLog
+from effllm.job.forecast import Mark
 from effllm.job.gathered import Gathered
 from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
@@ -26,6 +27,7 @@ from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
+from effllm.metrics import energy
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
@@ -226,6 +228,10 @@ class ClosedWindows:
             has_gaps = bool(self._ledger.reports_lost)
             self._audit.check(window.ordered, self._roster.job.known, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
+        if not correction and not window.warming:
+            job, progress = report.job, self._ledger.progress
+            progress.add(Mark(report.iteration, job.loop.time_s, energy.total_joules(job)))
+            report = replace(report, forecast=progress.forecast(report.total_iterations, job))
         self._ledger.reports += 1
         self.last_report = report
         self._closed.append(self._kept(report, window if late is None else late))

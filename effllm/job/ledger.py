@@ -11,6 +11,7 @@ from msgspec import Struct
 from effllm.job.account import Account
 from effllm.job.audit import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
+from effllm.job.forecast import Progress
 from effllm.job.gathered import add_to
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
@@ -164,6 +165,7 @@ class Ledger(Struct):
     memory_pressure: MemoryPressure = msgspec.field(default_factory=MemoryPressure)
     audit: AuditState = msgspec.field(default_factory=AuditState)
     iteration_losses: IterationLosses = msgspec.field(default_factory=IterationLosses)
+    progress: Progress = msgspec.field(default_factory=Progress)
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
@@ -176,6 +178,7 @@ class Ledger(Struct):
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s, self.waited, self.audit = {}, 0.0, Waited(), AuditState(doubts=self.audit.doubts)
+        self.progress = Progress()
         self.iteration_losses.begin_attempt()
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()

@@ -30,7 +30,6 @@ from effllm.records.columns import Array
 from effllm.records.job import (
     GPU_WATTS,
     STEP_SECONDS,
-    UNUSED_GPUS,
     UTILIZATION_RATIO,
     ClusterReport,
     ClusterTotals,
@@ -46,7 +45,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 from effllm.records.values import summaries
-from effllm.records.verdict import OF_GPUS
+from effllm.records.verdict import OF_GPUS, Waterfall
 
 #: A window's end may be at most this far in the future.  Clocks of nodes differ by much less, but the aggregator's
 #: time may be old.
@@ -172,7 +171,6 @@ def report_of(
         coverage=coverage,
         straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
-        remaining_s=_remaining_s(whole, roster.job.total_iterations, shown),
         style=roster.job.style,
         simulated=roster.job.is_simulated,
         power_scope=roster.job.scope.label if window.energy and window.energy.coverage is not None else None,
@@ -185,7 +183,7 @@ def report_of(
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
-        gpu_seconds=_gpu_seconds(goodput),
+        gpu_seconds=_gpu_seconds(waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)),
         gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
 
@@ -322,6 +320,8 @@ def summary_of(
         memory_pressure=ledger.memory_pressure.loss(),
         out_of_memory=ledger.memory_pressure.out_of_memory(ledger.values),
         audit=audit_of(ledger.audit, roster.job.known),
+        forecast=last.forecast if last is not None and not ended else {},
+        currency=roster.config.currency,
     )
 
 
@@ -336,9 +336,8 @@ def _with_errors(
     return found
 
 
-def _gpu_seconds(goodput: GoodputSummary) -> dict[str, float]:
-    unused = {UNUSED_GPUS: goodput.unused_gpu_seconds} if goodput.unused_gpu_seconds else {}
-    return {**goodput.device_seconds, **unused} if goodput.unit == OF_GPUS else {}
+def _gpu_seconds(found: Waterfall | None) -> dict[str, float]:
+    return {part.name: part.device_seconds for part in found.parts} if found and found.unit == OF_GPUS else {}
 
 
 def first_start_s(ledger: Ledger) -> float:
@@ -371,12 +370,6 @@ def _energy_summary(
         time_coverage=shares[0] if energy.measured_j is not None else None,
         iterations_coverage=shares[1] if energy.measured_j is not None else None,
     )
-
-
-def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:
-    if total is None or not whole.counts.iterations:
-        return None
-    return max(total - shown, 0) * whole.loop.time_s / whole.counts.iterations
 
 
 def _end_time_s(end_s: float, ledger: Ledger) -> float:

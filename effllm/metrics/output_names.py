@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from effllm.metrics.table import Metric, describe
+from effllm.records.board import GROUP
 
 #: Base units, which readers of some outputs expect: unit -> (word in the metric's name, replacement, factor).
 UNITS: dict[str, tuple[str, str, float]] = {
@@ -45,41 +46,35 @@ def name_of(entry: Metric) -> tuple[str, float]:
     return "_".join([entry.group, *words] if entry.group else words), factor
 
 
-#: TensorBoard makes a group of all tags with the same first path element, in alphabetical order.  The metrics of the
-#: contract are in the first group; the values that most people look for are in the second.
-FIRST, GLANCE = "efficientllm", "at-a-glance"
-#: Tag of a metric -> name in the group `GLANCE`.
+#: TensorBoard makes a group of all tags with the same first path element, and sorts the groups by their characters, so
+#: that a capital letter is before "efficientllm".  The values that most people look for are in the first group; the
+#: metrics of the contract are in the next one.
+FIRST, CONTRACT = GROUP, "efficientllm"
+#: Tag of reports -> name in the group `FIRST`.
 AT_A_GLANCE = {
-    "goodput/ratio": "goodput_ratio",
-    "energy/joules_per_token": "joules_per_token",
-    "memory/peak_gb": "memory_peak_gb",
-    "throughput/mfu_ratio": "mfu_ratio",
-    "throughput/seconds_per_iteration": "seconds_per_iteration",
+    "training/loss": "loss",
     "throughput/tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
+    "throughput/mfu_ratio": "mfu",
+    "energy/joules_per_token": "joules_per_token",
     "energy/watts_per_gpu": "watts_per_gpu",
+    "throughput/data_wait_ratio": "data_wait",
+    "straggler/p50_step_seconds": "step_p50_seconds",
+    "straggler/p95_step_seconds": "step_p95_seconds",
 }
 
 
 def chart_tag(tag: str) -> str:
     """Return the TensorBoard tag of a tag of reports.
 
-    >>> chart_tag("amu_gb"), chart_tag("window/amu_gb")
-    ('efficientllm/amu_gb', 'efficientllm-window/amu_gb')
-    >>> chart_tag("health/hottest_c"), chart_tag("goodput/ratio")
-    ('efficientllm-health/hottest_c', 'efficientllm-at-a-glance/goodput_ratio')
+    >>> chart_tag("amu_gb"), chart_tag("health/hottest_c"), chart_tag("throughput/mfu_ratio")
+    ('efficientllm/amu_gb', 'efficientllm-health/hottest_c', 'EffLLM/mfu')
     """
     if tag in AT_A_GLANCE:
-        return f"{FIRST}-{GLANCE}/{AT_A_GLANCE[tag]}"
-    return f"{FIRST}-{tag}" if "/" in tag else f"{FIRST}/{tag}"
+        return f"{FIRST}/{AT_A_GLANCE[tag]}"
+    return f"{CONTRACT}-{tag}" if "/" in tag else f"{CONTRACT}/{tag}"
 
 
 def has_chart(tag: str) -> bool:
-    """Whether a tag of reports is shown in TensorBoard.
-
-    The whole wall time differs little from the run to date, so metrics of the contract have no chart on the base job.
-    """
+    """Whether a tag of reports is shown in TensorBoard: a metric has one chart, those of the contract for the run."""
     entry = describe(tag)
-    if entry is None:
-        return True
-    bases = entry.bases[:1] if entry.group else ("run", "window")
-    return entry.chart and tag in {entry.tag(base) for base in bases}
+    return entry is None or (entry.chart and tag == entry.tag(entry.bases[0] if entry.group else "run"))

@@ -16,18 +16,37 @@ from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 #: Tag of the number of values that depend on a failed check of the audit; it has no value while all checks hold.
 DOUBTFUL = "health/doubtful_values"
 
-#: The values that the aggregator publishes to the training processes, besides those of the contract; the training adds
-#: them to its own calls of a tracker, such as W&B.
-#: Tag of reports -> (key in a tracker, factor of the value). The keys are the tags in TensorBoard, except for kWh.
-TRACKED: dict[str, tuple[str, float]] = {
-    "throughput/tokens_per_second_per_gpu": ("efficientllm-at-a-glance/tokens_per_second_per_gpu", 1.0),
-    "throughput/mfu_ratio": ("efficientllm-at-a-glance/mfu_ratio", 1.0),
-    "energy/joules_per_token": ("efficientllm-at-a-glance/joules_per_token", 1.0),
-    "energy/total_joules": ("efficientllm-at-a-glance/energy_kwh", 1 / 3.6e6),
-    "throughput/data_wait_ratio": ("efficientllm-throughput/data_wait_ratio", 1.0),
-    "goodput/ratio": ("efficientllm-at-a-glance/goodput_ratio", 1.0),
-    DOUBTFUL: ("efficientllm-health/doubtful_values", 1.0),
+GROUP = "EffLLM"  # of the values that most people look for, in TensorBoard and in trackers
+#: The values in the logs of Hugging Face's Trainer: tag of reports -> (key, factor of the value).
+LOGGED: dict[str, tuple[str, float]] = {
+    "throughput/tokens_per_second_per_gpu": ("tokens_per_second_per_gpu", 1.0),
+    "throughput/mfu_ratio": ("mfu", 1.0),
+    "energy/joules_per_token": ("joules_per_token", 1.0),
+    "energy/total_joules": ("energy_kwh", 1 / 3.6e6),
 }
+#: The foretold end of the job: name in a forecast -> (key, factor of the value).
+FORETOLD: dict[str, tuple[str, float]] = {
+    "remaining_seconds": ("remaining_hours", 1 / 3600),
+    "end_energy_joules": ("end_energy_kwh", 1 / 3.6e6),
+    "end_co2_kg": ("end_co2_kg", 1.0),
+    "end_electricity_cost": ("end_electricity_cost", 1.0),
+    "end_gpu_cost": ("end_gpu_cost", 1.0),
+}
+#: The values that the aggregator publishes to the training processes, besides those of the contract; the training adds
+#: them to its own calls of a tracker, such as W&B.  Tag of reports -> (key in a tracker, factor of the value).
+TRACKED: dict[str, tuple[str, float]] = {
+    **{tag: (f"{GROUP}/{key}", factor) for tag, (key, factor) in LOGGED.items()},
+    "throughput/data_wait_ratio": (f"{GROUP}/data_wait", 1.0),
+    "goodput/ratio": ("efficientllm-goodput/ratio", 1.0),
+    DOUBTFUL: ("efficientllm-health/doubtful_values", 1.0),
+    **{
+        f"forecast/{name}{end}": (f"{GROUP}/{key}{end}", factor)
+        for name, (key, factor) in FORETOLD.items()
+        for end in ("", "_low", "_high")
+    },
+}
+#: Sinks that write into the run of the user's tracker.
+TRACKERS = ("mlflow", "trackio", "wandb")
 
 _STATE_BYTES, _DEVICES_BYTES, _VALUES_BYTES = 32 * 1024, 8 * 1024, 16 * 1024
 _VALUES_AT = _STATE_BYTES + _DEVICES_BYTES + ANSWERS_BYTES

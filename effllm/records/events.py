@@ -36,6 +36,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     # Ranks and agents
     "joined": Kind(FILE, "A rank's agent connected."),
+    "started": Kind(ALWAYS, "All ranks of an attempt have connected."),
     "left": Kind(FILE, "A rank ended; the text has the rank's status."),
     "rank_lost": Kind(ONCE, "A rank's agent sent no heartbeat for 15 s, or the agent died.", is_problem=True),
     "back": Kind(ONCE, "The agent of a lost rank sends heartbeats again."),

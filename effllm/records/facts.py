@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 from effllm.config.place import Place
 from effllm.config.settings import Config
 
+#: A fact of a run whose training has imported a library of progress bars.
+PROGRESS_BARS = "progress_bars"
+
 Fact = str | int | float | bool | list[str] | None
 _MAX_WHOLE = 2**63  # the wire format has no larger integers
 

@@ -10,6 +10,7 @@ from msgspec.structs import fields, replace
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
+from effllm.records.forecast import Forecast
 from effllm.records.host_lines import HostTime
 from effllm.records.identity import Identity
 from effllm.records.rank import Count, Duration, Ordinal, Profile
@@ -309,7 +310,7 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     coverage: Coverage
     straggler: Straggler | None = None  # None if noise explains all differences, or no rank has an own time
     total_iterations: int | None = None  # None if the length of the job is unknown
-    remaining_s: float | None = None
+    forecast: Forecast = {}  # of the end of the job; empty without its length
     style: str = "Iteration"  # or "Step"
     simulated: bool = False
     power_scope: str | None = None
@@ -325,16 +326,13 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     spread: dict[str, Spread] = {}  # distributions over ranks or GPUs in the window, by name in SPREADS
 
 
-UNUSED_GPUS = "unused"  # class of the time of allocated GPUs that no rank uses
-
-
 class ClusterReport(WindowReport, frozen=True, kw_only=True):
     """One window of the whole job, and the run to date; every sink receives these reports."""
 
     run: ClusterTotals  # run to date, after warm-up
     last: ClusterTotals  # this window only
     job: ClusterTotals  # whole wall time of the run, with start-up, phases and warm-up
-    gpu_seconds: dict[str, float] = {}  # of all attempts, by class of goodput and `UNUSED_GPUS`; empty without GPUs
+    gpu_seconds: dict[str, float] = {}  # of all attempts, by part of the waterfall; empty without GPUs
     gpus_unused: int | None = None  # allocated GPUs that no rank uses; None if no scheduler states them on all nodes
 
 
@@ -453,5 +451,7 @@ class Summary(Identity, Struct, frozen=True, kw_only=True):
     out_of_memory: OutOfMemory | None = None  # None if the job has not ended with an out-of-memory error
     verdict: Verdict | None = None
     audit: Audit | None = None
+    forecast: Forecast = {}  # of the end of a running job
+    currency: str = ""  # of the costs; empty if it is not set
     is_over: bool = True  # False: the run continues or is stalled, and this file will be written again
     schema_version: int = SCHEMA_VERSION

@@ -37,6 +37,8 @@ PARTS: dict[str, str] = {
 OF_GPUS, OF_RANKS = "GPU", "rank"
 #: Parts that are work, not loss.
 PRODUCTIVE = ("generation", "useful", "steps")
+#: Parts that nobody can avoid as a whole: work, and steps at a usual speed.
+NOT_AVOIDABLE = (*PRODUCTIVE, "below_peak", "recomputation", "clock_below_maximum")
 
 HEALTHY, NONE_FOUND, NO_VERDICT, FAILED = "healthy", "none_found", "unknown", "failed"
 
@@ -179,3 +181,8 @@ class Waterfall(Struct, frozen=True):
     parts: tuple[WaterfallPart, ...]  # in the order of PARTS; their device-seconds add up to the whole
     unit: str  # of the device-seconds: OF_GPUS or OF_RANKS
     unknown: tuple[str, ...] = ()  # what is not known, and the setting that resolves it
+
+    @property
+    def avoidable_seconds(self) -> float:
+        """Device-seconds of the losses that can be avoided."""
+        return sum(part.device_seconds for part in self.parts if part.name not in NOT_AVOIDABLE)

@@ -110,9 +110,29 @@ class TorchLoad:
         return self
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        self._until_s = time.monotonic() + sum(stretches_s) + END_S
+        self._order(list(stretches_s), sum(stretches_s))
+
+    def measure(self, seconds: float) -> None:
+        """Start matrix products and then copies from the host; `rates` has the result.
+
+        Raises:
+            LoadUnavailable: the process has ended.
+        """
+        self._order(float(seconds), seconds)
+
+    def rates(self) -> tuple[float, float] | None:
+        """Return FLOP/s and bytes/s after the end of the load, else ``None``.
+
+        Raises:
+            LoadUnavailable: the load failed.
+        """
+        answer = self._answer()
+        return None if answer is None else (answer["rates"][0], answer["rates"][1])
+
+    def _order(self, order: list[float] | float, seconds: float) -> None:
+        self._until_s = time.monotonic() + seconds + END_S
         try:
-            os.write(self._orders, json.dumps(list(stretches_s)).encode() + b"\n")
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
         except OSError as error:
             raise LoadUnavailable("the process that loads the GPU has ended") from error
 

@@ -1,7 +1,7 @@
 """The process that loads a GPU: matrix products of given durations, by one CPU thread that records the edges.
 
-The process receives orders as lines of JSON through a pipe.  When the pipe is closed, the process ends and the load
-stops.
+The process receives orders as lines of JSON through a pipe: a list of durations, or a number of seconds for rates.
+When the pipe is closed, the process ends and the load stops.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 SIZE, SMALL = 8192, 2048
 #: Matrix products are queued in parcels of this duration, at most two parcels at a time.
 PARCEL_S = 0.001
 WARM_S = 1.0
+#: Rates: work between two waits for the GPU, which take some 20 us; and a copy, with its rough duration.
+BATCH_S, COPY_BYTES, COPY_S = 0.05, 256 * 2**20, 0.01
 
 
 def main(arguments: list[str]) -> None:
@@ -35,14 +38,16 @@ def main(arguments: list[str]) -> None:
         received += more
         while b"\n" in received:
             line, _, received = received.partition(b"\n")
+            order = json.loads(line)
+            name, do = ("rates", products.rates) if isinstance(order, float) else ("edges", products.switch)
             try:
-                edges = products.switch(json.loads(line))
+                answer = do(order)
             except RuntimeError as error:  # all CUDA errors have this type
                 _send(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
                 return
-            if edges is None:
+            if answer is None:
                 return
-            _send(answers, {"edges": edges})
+            _send(answers, {name: answer})
 
 
 class _Unavailable(Exception):
@@ -80,7 +85,7 @@ class _Products:
             each_s = self._warm()
             if each_s <= 2 * PARCEL_S or size == SMALL:
                 break
-        self._parcel = max(round(PARCEL_S / each_s), 1)
+        self._parcel, self._each_s = max(round(PARCEL_S / each_s), 1), each_s
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
         precision = str(kind).removeprefix("torch.")
         self.name = f"torch {torch.__version__}, {built}: {precision} products of {size} x {size}"
@@ -107,6 +112,31 @@ class _Products:
             if not (self._work(end_s) if is_on else self._rest(end_s)):
                 return None
         return [*edges, (time.monotonic_ns(), int(len(stretches_s) % 2 == 0))]
+
+    def rates(self, seconds: float) -> tuple[float, float] | None:
+        """Return FLOP/s of products, then bytes/s of copies from the host; ``None`` if the parent has ended."""
+        here = self._torch.empty(COPY_BYTES, dtype=self._torch.uint8, pin_memory=True)
+        there = here.cuda()
+        tasks: tuple[tuple[float, float, Callable[[], Any]], ...] = (
+            (
+                2.0 * self._one.shape[0] ** 3,
+                self._each_s,
+                partial(self._torch.mm, self._one, self._other, out=self._out),
+            ),
+            (float(COPY_BYTES), COPY_S, partial(there.copy_, here, non_blocking=True)),
+        )
+        found = []
+        for amount, each_s, do in tasks:
+            done, began_s = 0, time.monotonic()
+            while (spent_s := time.monotonic() - began_s) < seconds / len(tasks):
+                if self._is_alone():
+                    return None
+                for _ in range(count := max(round(BATCH_S / each_s), 1)):
+                    do()
+                self._torch.cuda.synchronize()
+                done += count
+            found.append(amount * done / spent_s)
+        return found[0], found[1]
 
     def _work(self, end_s: float) -> bool:
         in_flight: deque[Any] = deque()

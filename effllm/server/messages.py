@@ -11,6 +11,7 @@ from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.clock import Now
+from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
 from effllm.records.wire import (
     Ack,
@@ -155,4 +156,5 @@ class Messages:
 def published(report: ClusterReport) -> dict[str, float]:
     """Return the values for the training processes: those of the contract, and those for trackers."""
     values = {tag: value for tag, value in report.values.items() if "/" not in tag or tag in TRACKED}
+    values |= foretold_values(report.forecast, "forecast/")
     return {**values, DOUBTFUL: float(len(report.doubtful))} if report.doubtful else values

@@ -17,7 +17,7 @@ from effllm.records.rank import Event
 from effllm.server.writer import Writer
 from effllm.sinks import RunInfo, Sink, open_sink
 from effllm.store import run_folder
-from effllm.store.ledger_file import LedgerFile, ledger_line
+from effllm.store.ledger_file import LINE_AFTER_S, LedgerFile, ledger_line
 from effllm.store.run_folder import RunFolder, open_run_folder
 
 STORE_OPENS_S = 2.0
@@ -49,6 +49,7 @@ class Outputs:
             )
             self._store = Writer("run folder", open_store, run.log)
         self._ledger: Writer[LedgerFile] | None = None
+        self._next_line_s = 0.0  # elapsed time of the job at its next line
         if run.config.ledger:
             self._ledger = Writer("ledger", partial(LedgerFile, Path(run.config.ledger)), run.log)
         self._folder = run.folder
@@ -90,6 +91,11 @@ class Outputs:
 
     def write_summary(self, summary: Summary) -> None:
         self._to_store(lambda store: store.write_summary(summary))
+        if self._ledger is not None and summary.elapsed_s >= self._next_line_s:
+            # A killed job leaves at least half of its time in the ledger, or all of it but an hour.
+            self._next_line_s = min(2 * summary.elapsed_s, summary.elapsed_s + LINE_AFTER_S)
+            line = ledger_line(summary, self._folder)
+            self._ledger.put(lambda ledger: ledger.append(line))
 
     def write_stacks(self, files: Sequence[StackFile]) -> None:
 

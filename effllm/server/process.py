@@ -232,8 +232,10 @@ class Server:
         if refused is None:
             self._has_learned = True
             # In a large world, garbage is collected before the first windows.
-            if self._facts.learn(message) and is_large(message.world_size):
-                self._collect()
+            if self._facts.learn(message):  # all ranks have joined
+                self._warn(self._facts.start_line(self._folder), "started")
+                if is_large(message.world_size):
+                    self._collect()
             if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
                 self.has_begun = True
                 self._acknowledgement.save_state()
@@ -295,7 +297,7 @@ class Server:
         self._outputs.save_state(state, lambda: self._inbox.put(sequences))
 
     def _warn(self, text: str, kind: str = "sink") -> None:
-        """Report a problem of this process as an event; any thread may call this."""
+        """Record an event; any thread may call this."""
         self._inbox.put(Event(time.time(), kind, text))
 
     # --- end ---

@@ -16,6 +16,7 @@ from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.plain_text import one_line, without_user
 from effllm.records.wire import Hello
+from effllm.store.closing_text import here, how_to_open
 from effllm.store.provenance import Git, gather
 from effllm.store.run_folder import identity_of
 
@@ -131,6 +132,17 @@ class RunFacts:
         self._is_changed = self._is_changed or is_changed
         return is_new and len(ranks) == hello.world_size
 
+    def start_line(self, folder: Path | None) -> str:
+        """Return what is measured, and how to look at it, when all ranks are known."""
+        ranks = self.values.get("ranks", {})
+        gpus = {one["key"]: one for rank in ranks.values() for one in rank["devices"] if one["is_gpu"]}
+        models = sorted({str(one["name"]) for one in gpus.values()})
+        simulated = "simulated " if any(one["simulated"] for one in gpus.values()) else ""
+        what = f"{_count(len(ranks), 'rank')} on {_count(len(gpus), f'{simulated}GPU')} ({', '.join(models[:2])})"
+        look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
+        text = one_line(what if gpus else f"{_count(len(ranks), 'rank')} without a GPU")
+        return f"measuring {text}" + (f"; to look: {look}" if look else "")
+
     def take(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
         """Return the facts if they have changed, at most once in ``every_s`` seconds, else ``None``."""
         if not self._is_changed or now_s - self._taken_s < every_s:
@@ -139,3 +151,7 @@ class RunFacts:
         self._identify()
         ranks = dict(self.values.get("ranks", {}))
         return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from effllm.config.setting_values import ValueType
 from effllm.config.settings import Config
 from effllm.records.device_state import DeviceFeed
+from effllm.records.forecast import FORECAST, foretold_values
 from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
 from effllm.records.plain_text import one_line, without_user
@@ -122,7 +123,11 @@ JOB_VALUES: dict[str, str] = {
     "gpus_measured": "Number of GPUs that were measured in the window.",
     "doubtful_values": "Number of values that depend on a failed check of the audit.",
     "loss": "Loss of the window.",
-    "remaining_seconds": "Time until the last iteration, at the mean rate so far.",
+    **{
+        f"{name}{end}": f"{text}, at the rate so far{which}."
+        for name, text in FORECAST.items()
+        for end, which in (("", ""), ("_low", ": lower end of its interval"), ("_high", ": upper end of its interval"))
+    },
     "energy_coverage_ratio": "Device-seconds with measured energy divided by expected device-seconds.",
     "straggler_rank": "The slowest rank by own time, if its delay is larger than the noise.",
     "straggler_time_ratio": "Own time of the slowest rank divided by own time of the median rank.",
@@ -152,7 +157,7 @@ def job_values(report: ClusterReport) -> dict[str, float]:
         "gpus_measured": seen.gpus_measured,
         "doubtful_values": len(report.doubtful) or None,
         "loss": report.loss,
-        "remaining_seconds": report.remaining_s,
+        **foretold_values(report.forecast),
         "energy_coverage_ratio": seen.energy,
         "straggler_rank": None if slowest is None else slowest.rank,
         "straggler_time_ratio": None if slowest is None else slowest.time_s / slowest.median_s,

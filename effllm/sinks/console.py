@@ -1,31 +1,35 @@
-"""The console: two or three lines per window on a terminal, otherwise the block for scripts."""
+"""The console: one line per window on a terminal, otherwise the block for scripts."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from effllm.config.setting_values import one_of
 from effllm.config.switches import this_process
 from effllm.records.events import ALWAYS, FILE, is_problem, level_of
+from effllm.records.facts import PROGRESS_BARS
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
 from effllm.sinks import Option, RunInfo
 from effllm.store.closing_text import closing_text
-from effllm.store.window_text import block_lines, short_lines
+from effllm.store.window_text import block_lines, window_line
 
 OPTIONS = {
     "format": Option(
         "auto",
-        one_of("auto", "short", "full"),
-        "Format of a window: two lines (short), or the block for scripts (full). "
-        "auto: short on a terminal, otherwise full.",
+        one_of("auto", "line", "block"),
+        "Format of a window: one line, or the block that users' scripts parse. auto: a line on a terminal, otherwise "
+        "the block.",
     ),
 }
 
 #: Maximum number of different lines per kind of events; kinds of level ALWAYS have no limit.
 MAX_EVENTS = 20
+MAX_LINE = 200  # of a window's line in a file
 
 _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
 _ASCII = str.maketrans({"·": "|", "…": "...", "±": "+-", "µ": "u"})
@@ -45,8 +49,7 @@ class Console:
         self._terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
         self._colour = self._terminal and not environment.get("NO_COLOR")
         form = run.options["format"]
-        self._is_short = self._terminal if form == "auto" else form == "short"
-        self._lost = 0
+        self._is_line = self._terminal if form == "auto" else form == "line"
         self._shown: dict[str, set[str]] = {}  # texts of printed events, by kind
         self._is_closed = False
 
@@ -55,13 +58,8 @@ class Console:
         if report.correction or report.iteration_last < report.iteration_first:
             return
         width = _width(self._out) if self._terminal else 0
-        if self._is_short:
-            lines, problem = short_lines(report, width or 80, lost_before=self._lost)
-            self._put([*lines, self._coloured(_PROBLEM, problem)] if problem else lines)
-        else:
-            lines = block_lines(report, width)
-            self._put([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
-        self._lost = report.coverage.reports_lost
+        lines = [window_line(report, width or MAX_LINE)] if self._is_line else block_lines(report, width)
+        self._put([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
 
     def event(self, event: Event) -> None:
         """Print an event, according to the level of its kind."""
@@ -96,6 +94,8 @@ class Console:
             # terminal moves the cursor from inside a line to the next line, but not from the start of a line (zsh's
             # PROMPT_SP).
             text = " " * _width(self._out) + _ERASE + text
+        elif _is_inside_line(self._out, bool(self._run.fact(PROGRESS_BARS))):
+            text = f"\n{text}"
         self._out.write(_encodable(text, self._out))
         self._out.flush()
 
@@ -105,6 +105,22 @@ def _width(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
+
+
+def _is_inside_line(stream: TextIO, has_bars: bool) -> bool:
+    """Whether the last line of a file has no end, because it is a progress bar of the training.
+
+    A pipe cannot be read: it may end with a bar if stderr, to which bars are written, is the same pipe.
+    """
+    try:
+        state = os.fstat(stream.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            return has_bars and os.path.samestat(state, os.fstat(2))
+        with Path(f"/proc/self/fd/{stream.fileno()}").open("rb") as file:
+            file.seek(max(state.st_size - 1, 0))
+            return file.read(1) not in (b"", b"\n")
+    except (OSError, ValueError):
+        return False
 
 
 def _encodable(text: str, stream: TextIO) -> str:

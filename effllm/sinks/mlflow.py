@@ -15,6 +15,7 @@ from effllm.config.setting_values import number
 from effllm.config.switches import set_default, this_process
 from effllm.metrics.output_names import chart_tag, has_chart
 from effllm.records.board import DOUBTFUL, TRACKED
+from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import without_user
 from effllm.sinks import Failures, Option, RunInfo
@@ -80,8 +81,11 @@ class Mlflow:
             WriteFailed: the server could not be reached, or has rejected the values; these values are lost.
         """
         values = {chart_tag(tag): value for tag, value in report.values.items() if has_chart(tag)}
+        for tag, value in foretold_values(report.forecast, "forecast/").items():
+            key, factor = TRACKED[tag]
+            values[key] = value * factor
         if report.loss is not None:
-            values["efficientllm/loss"] = report.loss
+            values[chart_tag("training/loss")] = report.loss
         if report.doubtful:
             values[TRACKED[DOUBTFUL][0]] = len(report.doubtful)
         time_ms = int(report.time_s * 1000)

@@ -55,6 +55,8 @@ _JOB = {
 #: Values in addition to the metrics: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
     **{tag: (unit, JOB_VALUES[name]) for tag, (name, unit) in _JOB.items()},
+    "training/loss": ("", "Loss of the window."),
+    "straggler/p50_step_seconds": ("s/iteration", "Median over ranks of the mean step time in the window."),
     "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step time in the window."),
     "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
 }
@@ -156,10 +158,12 @@ class _EventFile:
 def _beside(report: ClusterReport) -> dict[str, float]:
     known = job_values(report)
     values = {tag: known[name] for tag, (name, _) in _JOB.items() if name in known}
+    if report.loss is not None:
+        values["training/loss"] = report.loss
     if not report.simulated:
         del values["health/simulated"]
     if (steps := report.spread.get(STEP_SECONDS)) is not None:
-        values["straggler/p95_step_seconds"] = steps.p95
+        values |= {"straggler/p50_step_seconds": steps.median, "straggler/p95_step_seconds": steps.p95}
     if (busy := report.spread.get(UTILIZATION_RATIO)) is not None:
         values["health/p5_utilization_ratio"] = busy.p5
     return values
@@ -170,8 +174,13 @@ def _known(tag: str) -> tuple[str, str]:
     entry = describe(tag)
     if entry is None:
         return BESIDE.get(tag, ("", ""))
-    base = next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
-    return entry.unit, f"{_BASES[base]}. {entry.help}"
+    return entry.unit, f"{_BASES[_base_of(tag)]}. {entry.help}"
+
+
+def _base_of(tag: str) -> str:
+    """Return the base of a metric; empty for other values."""
+    entry = describe(tag)
+    return "" if entry is None else next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
 
 
 def _is_cumulative(tag: str) -> bool:
@@ -184,7 +193,8 @@ def _is_cumulative(tag: str) -> bool:
 
 def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
     unit, text = _known(tag)
-    name = f"{chart_tag(tag)} ({unit})" if unit else chart_tag(tag)
+    words = [one for one in (unit, _base_of(tag)) if one]
+    name = f"{chart_tag(tag)} ({', '.join(words)})" if words else chart_tag(tag)
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])
     return summary_pb2.Summary.Value(tag=chart_tag(tag), tensor=tensor, metadata=metadata)
@@ -204,9 +214,9 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     glance = {f"{name} ({_known(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
     if first := _charts(glance, tags):
         yield "at a glance", first
-    contract = {f"{entry.name} ({entry.unit})": [entry.tag("run"), entry.tag("window")] for entry in headline()}
+    contract = {f"{entry.name} ({entry.unit})": [entry.tag("run")] for entry in headline()}
     if shown := _charts(contract, tags):
-        yield "efficiency: run to date, last window", shown
+        yield "efficiency: run to date", shown
     groups: dict[str, dict[str, list[str]]] = {}
     units = {entry.tag(entry.bases[0]): entry.unit for entry in metrics.METRICS.values() if entry.group}
     units |= {tag: unit for tag, (unit, _) in BESIDE.items()}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from effllm.records.events import FILE, is_problem, level_of
+from effllm.records.forecast import CO2_KG, ELECTRICITY, GPUS, JOULES, REMAINING_S, Foretold
 from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import (
@@ -52,7 +53,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
     head = f"[EfficientLLM] Run {outcome(summary.status)}{simulated}"
     facts = list(facts_of(summary))
     missing = [("Blind", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
-    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, _here())]
+    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, here())]
     if is_cut:
         after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
         room = MAX_LINES - 1 - bool(missing) - len(after)
@@ -86,6 +87,8 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
     if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
         yield "Paper", " ".join(six)
     yield "Ran", ", ".join(_ran(summary))
+    if text := "; ".join(forecast_texts(summary.forecast, summary.currency)):
+        yield "End", text
     is_named = summary.verdict is not None and summary.verdict.cause == "straggler"
     if text := "" if is_named else "; ".join(_slow_ranks(summary)):
         yield "Slow", text
@@ -95,24 +98,27 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
         yield "Events", text
 
 
-def _here() -> Path | None:
+def here() -> Path | None:
     """Return the current folder; ``None`` if it was removed."""
     with contextlib.suppress(OSError):
         return Path.cwd()
     return None
 
 
-def how_to_open(folder: Path | None, tensorboard_dir: Path | None, here: Path | None = None) -> Iterator[str]:
+def how_to_open(
+    folder: Path | None, tensorboard_dir: Path | None, start: Path | None = None, command: str = "inspect"
+) -> Iterator[str]:
     """Yield commands that open a run.
 
     Args:
         folder: the run folder.
         tensorboard_dir: folder of the event file.
-        here: a folder to which the run folder is named relative; ``None``: the whole path, for a file.
+        start: a folder to which the run folder is named relative; ``None``: the whole path, for a file.
+        command: of effllm.
     """
     if folder is not None:
-        shown = folder.relative_to(here) if here is not None and folder.is_relative_to(here) else folder
-        yield f"effllm inspect {shlex.quote(str(shown))}"
+        shown = folder.relative_to(start) if start is not None and folder.is_relative_to(start) else folder
+        yield f"effllm {command} {shlex.quote(str(shown))}"
     if tensorboard_dir is not None:
         # TensorBoard names a run by its folder, so that it is shown beside the other runs.
         events = tensorboard_dir if tensorboard_dir.parent == folder else tensorboard_dir.parent
@@ -165,6 +171,22 @@ def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
         yield f"{readable(value.value)} W/GPU"
     if summary.waterfall is not None and summary.coverage.gpus_expected:
         yield f"{readable(summary.waterfall.device_seconds / 3600)} GPU-h"
+
+
+def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iterator[str]:
+    """Yield the foretold end of a job: remaining time, energy, CO2 and cost, each with its interval."""
+
+    def shown(name: str, text: Callable[[float], str], unit: str = "") -> Iterator[str]:
+        if (one := forecast.get(name)) is not None:
+            ends = None if one.low is None or one.high is None else (text(one.low), text(one.high))
+            yield f"{text(one.value)}{unit}" + (f" ({ends[0]} to {ends[1]})" if ends else "")
+
+    yield from (f"in {text}" for text in shown(REMAINING_S, duration))
+    yield from shown(JOULES, lambda joules: readable(joules / J_PER_KWH), " kWh")
+    yield from shown(CO2_KG, readable, " kg CO2e")
+    # The price of a GPU-hour includes the electricity.
+    cost = GPUS if GPUS in forecast else ELECTRICITY
+    yield from shown(cost, readable, f" {one_line(currency)}" if currency else " (cost)")
 
 
 def _error(value: float, timing: float | None, sensor: float | None, has_both: bool) -> str:

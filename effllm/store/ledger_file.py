@@ -20,11 +20,13 @@ from effllm.store.run_folder import StoreUnavailable
 from effllm.store.summary_text import value_of
 
 LOCK_WITHIN_S = 5.0
-_OF_SUMMARY = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s")
+_OF_SUMMARY = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s", "currency",
+               "updated_time_s")  # fmt: skip
 _OF_ENERGY = ("total_joules", "measured_joules", "error_joules", "gain_error", "scope")
 _FIGURES = (
     "gpu_cost", "electricity_cost", "co2_kg", "tokens_per_second_per_gpu", "mfu_ratio", "joules_per_token",
 )  # fmt: skip
+LINE_AFTER_S = 3600.0  # largest time between two lines of a running job
 MODE = 0o640  # the group of the project reads the lines of its members
 
 
@@ -39,7 +41,6 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
     """
     # The hours of a job without GPUs are no GPU-hours.
     gpus = found if (found := summary.waterfall) is not None and found.unit == OF_GPUS else None
-    unused = [part for part in gpus.parts if part.name == "unused"] if gpus is not None else []
     figures = {name: value_of(summary, name) for name in _FIGURES}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -50,7 +51,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         "ranks": summary.coverage.ranks_expected,
         "gpus": summary.coverage.gpus_expected,
         "gpu_hours": None if gpus is None else gpus.device_seconds / 3600.0,
-        "unused_gpu_hours": None if gpus is None else sum(part.device_seconds for part in unused) / 3600.0,
+        "wasted_gpu_hours": None if gpus is None else gpus.avoidable_seconds / 3600.0,
         **{name: getattr(summary.energy, name) for name in _OF_ENERGY},
         **{name: None if one is None else one.value for name, one in figures.items()},
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from effllm.config.place import Place
+from effllm.records.board import TRACKERS
 from effllm.trainer import ownership
 from effllm.trainer.counts import Counted, counts_of, is_on_gpu
 from effllm.trainer.declared import count as positive_count
@@ -229,6 +230,12 @@ class MetricsCollector:
                 self.warn(f"the writer given to log_metrics failed: {type(error).__name__}: {error}")
         return values.tags()
 
+    def logged(self) -> dict[str, float]:
+        """Return the newest values for a framework's logs; empty if a sink writes into the user's tracker."""
+        config = self.lifecycle.config
+        is_written = config is not None and not config.sink_options().keys().isdisjoint(TRACKERS)
+        return {} if is_written else self.lifecycle.values().logged()
+
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
         if (recorder := self.lifecycle.recorder) is not None:
@@ -370,7 +377,6 @@ def initialize_efficientllm_metrics(
         collector.set_batch_config(sequence_length, batch_size)
     if not collector.is_collecting:
         collector.start_collection()
-        collector.lifecycle.greet()
     return collector
 
 

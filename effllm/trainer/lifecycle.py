@@ -179,19 +179,6 @@ class Lifecycle:
         if self._session is not None:
             self._session.warn(line)
 
-    def greet(self) -> None:
-        """Print the two start lines of the original EfficientLLM on rank 0, if a session runs."""
-        config, given = self.config, self.declared.facts.parameters
-        if config is None or self.recorder is None or self._place.rank != 0 or _is_closed(sys.stdout):
-            return
-        known = None if given.is_share else given.total
-        model = f"model with {known:,} parameters" if known else "model"
-        about = f"Collection interval: {config.collection_interval_s}s, History size: {config.history_size}"
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(  # noqa: T201 - the original's lines
-                f"[EfficientLLM] Metrics collection initialized for {model}\n[EfficientLLM] {about}", flush=True
-            )
-
     def _send(self) -> None:
         if self._session is not None:
             self._session.send_facts()

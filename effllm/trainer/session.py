@@ -28,7 +28,7 @@ from effllm.config.settings import Config
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
 from effllm.config.switches import this_process
 from effllm.records.board import Board
-from effllm.records.facts import FoundAddress
+from effllm.records.facts import PROGRESS_BARS, FoundAddress
 from effllm.records.ring import RingWriter
 from effllm.records.shared_memory import RingError
 from effllm.store.redaction import redacted
@@ -212,6 +212,7 @@ class Session:
             "command": _command(),
             "launcher": place.launcher,
             "restart_id": place.restart_id,
+            **({PROGRESS_BARS: True} if "tqdm" in sys.modules else {}),
             **self._declared.facts.run,
         }
         self._declared.set(run_folder=_run_folder(self._config, place), run=run)

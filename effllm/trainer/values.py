@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.records.board import TRACKED, Board
+from effllm.records.board import LOGGED, TRACKED, Board
 
 NAN = float("nan")
 
@@ -57,12 +57,19 @@ class JobValues:
 
     def tracked(self, with_contract: bool) -> dict[str, float]:
         """Return the measured values for a tracker by its keys, with the contract's six values if asked for."""
-        known = {key: self._by_tag[tag] * factor for tag, (key, factor) in TRACKED.items() if tag in self._by_tag} | {
-            key: value for key, value in self.tags().items() if with_contract
+        return {
+            "efficientllm/iteration": self._iteration,
+            **self._by_key(TRACKED),
+            **{key: value for key, value in self.tags().items() if with_contract and math.isfinite(value)},
         }
-        return {"efficientllm/iteration": self._iteration} | {
-            key: value for key, value in known.items() if math.isfinite(value)
-        }
+
+    def logged(self) -> dict[str, float]:
+        """Return the measured values for the logs of Hugging Face's Trainer, with four digits."""
+        return {key: float(f"{value:.4g}") for key, value in self._by_key(LOGGED).items()}
+
+    def _by_key(self, keys: Mapping[str, tuple[str, float]]) -> dict[str, float]:
+        found = {key: self._by_tag[tag] * factor for tag, (key, factor) in keys.items() if tag in self._by_tag}
+        return {key: value for key, value in found.items() if math.isfinite(value)}
 
     def value(self, name: str) -> float:
         """Return a value by its name in `HEADLINE`; ``nan`` if it is not measured."""

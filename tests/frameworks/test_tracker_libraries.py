@@ -32,7 +32,7 @@ CALLS = []
 run = None if "late" in sys.argv else begin()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = {"mine": 1.0, "efficientllm-at-a-glance/mfu_ratio": -1.0, "text": "x"}
+data = {"mine": 1.0, "EffLLM/mfu": -1.0, "text": "x"}
 for step in range(1, 41):
     loss = model(torch.ones(2, 4)).sum()
     loss.backward()
@@ -47,7 +47,7 @@ for step in range(1, 41):
     if run is not None and step % 2 == 0 and "silent" not in sys.argv:
         HOW
         CALLS.append(step)
-assert data == {"mine": 1.0, "efficientllm-at-a-glance/mfu_ratio": -1.0, "text": "x"}, data
+assert data == {"mine": 1.0, "EffLLM/mfu": -1.0, "text": "x"}, data
 if run is not None:
     run.finish()
 print("calls", len(CALLS))
@@ -69,7 +69,7 @@ def run_script(frameworks, *arguments, how=HOW[0], sinks="console,wandb", **sett
 
 def own(history):
     """Return the rows without the keys of effllm, times and steps of effllm's values."""
-    kept = ("mine", "efficientllm-at-a-glance/mfu_ratio", "text", "_step")
+    kept = ("mine", "EffLLM/mfu", "text", "_step")
     return [{key: value for key, value in row.items() if key in kept} for row in history]
 
 
@@ -80,7 +80,7 @@ def test_user_history_is_the_same_with_and_without_effllm(frameworks, how):
 
     assert len(rows(on)) == len(rows(off)) == 20
     assert own(rows(on)) == own(rows(off))
-    assert not any(OURS in key for row in rows(off) for key in row if key != "efficientllm-at-a-glance/mfu_ratio")
+    assert not any(OURS in key for row in rows(off) for key in row if key != "EffLLM/mfu")
     assert any("efficientllm/al_seconds" in row for row in rows(on))
 
 
@@ -98,9 +98,9 @@ def test_values_in_the_history_are_those_of_the_windows(frameworks):
         known = windows[row["efficientllm/iteration"]]
         assert row["efficientllm/al_seconds"] == pytest.approx(known[0]["al_seconds"])
         for tag, (key, factor) in TRACKED.items():
-            if tag in known[0] and key not in ("efficientllm-at-a-glance/mfu_ratio",):  # a key of the user wins
+            if tag in known[0] and key not in ("EffLLM/mfu",):  # a key of the user wins
                 assert any(row[key] == pytest.approx(values.get(tag, 0.0) * factor) for values in known), (tag, known)
-    assert all(row["efficientllm-at-a-glance/mfu_ratio"] == -1.0 for row in rows(job))
+    assert all(row["EffLLM/mfu"] == -1.0 for row in rows(job))
 
 
 def test_run_opened_during_the_training_gets_values(frameworks):
@@ -156,7 +156,7 @@ def test_trainer_of_transformers_logs_the_values_in_its_own_calls(frameworks):
     own_keys = [[{key for key in row if OURS not in key} for row in rows(job)] for job in (on, off)]
     assert own_keys[0] == own_keys[1] and any("train/loss" in keys for keys in own_keys[0])
     keys = {key for row in rows(on) for key in row if OURS in key}
-    assert "efficientllm-at-a-glance/energy_kwh" in keys
+    assert "EffLLM/energy_kwh" in keys
     assert "train/efficientllm/al_seconds" in keys
     assert "efficientllm/al_seconds" not in keys, "the Trainer's logs have the contract's values already"
 
@@ -241,5 +241,5 @@ def test_trackio_gets_the_values_in_calls_of_the_training(frameworks, tmp_path):
     for row in joined:
         values = windows[row["efficientllm/iteration"]]
         assert row["efficientllm/al_seconds"] == pytest.approx(values["al_seconds"])
-        assert row["efficientllm-at-a-glance/energy_kwh"] == pytest.approx(values["energy/total_joules"] / 3.6e6)
+        assert row["EffLLM/energy_kwh"] == pytest.approx(values["energy/total_joules"] / 3.6e6)
     assert not any(OURS in key for row in histories["false"] for key in row)

@@ -82,7 +82,7 @@ def test_trackers_have_the_values_of_both_hosts_in_one_run(hosts, launch, tmp_pa
     for row in joined:
         values = windows[row["efficientllm/iteration"]].values
         assert row["efficientllm/al_seconds"] == pytest.approx(values["al_seconds"])
-        assert row["efficientllm-at-a-glance/energy_kwh"] == pytest.approx(values["energy/total_joules"] / 3.6e6)
+        assert row["EffLLM/energy_kwh"] == pytest.approx(values["energy/total_joules"] / 3.6e6)
 
     (run,) = runs_of(uri)
     for tag in ("energy/total_joules", "throughput/tokens_per_second", "al_seconds"):

@@ -24,7 +24,8 @@
  * What its sensors see, as curves in W, bytes, MHz, degrees and 0..1:
  *     power module_power memory_power memory utilization sm_clock_mhz memory_clock_mhz temperature_c
  *     and for GPM, with gpm=1: sm_activity sm_occupancy tensor_activity dram_activity
- * and as numbers: throttle (bits) ecc_corrected ecc_uncorrected processes (0)
+ * and as numbers: throttle (bits) ecc_corrected ecc_uncorrected processes (0), and links that it has if they are not 0:
+ *     pcie_width pcie_width_max pcie_generation (also the maximum) nvlinks nvlink_errors
  * What a slice is: parent instance compute_instance slices compute_slices (slices) multiprocessors (16 a slice)
  *
  * How the sensors of power and energy work:
@@ -48,7 +49,7 @@
  *     handle index uuid name pci mig about (.serial .module .board .architecture .brand .minor) limit (.enforced
  *     .management .default) memory (.v1 .v2) utilization power (.usage, .instant and .average .gpu .module
  *     .memory) energy (.call .field) fields clocks (.sm .memory .max) temperature throttle profiles ecc (.corrected
- *     .uncorrected) processes gpm (.support .sample .metrics) events (.wait)
+ *     .uncorrected) processes links gpm (.support .sample .metrics) events (.wait)
  * where a name stands for all that begin with it and a dot; so it does in "unsupported".  VERB is
  *     error N      the call returns NVML's error N
  *     value N      it gives that raw number

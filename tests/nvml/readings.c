@@ -191,6 +191,51 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int 
     return SUCCESS;
 }
 
+static int give_link(const char *function, struct device *device, double known, unsigned int *number)
+{
+    struct effect effect;
+    int result = enter_whole(function, device, "links", &effect);
+    if (result == SUCCESS && !known && !effect.has_value)
+        result = NOT_SUPPORTED;
+    *number = (unsigned int)(effect.has_value ? effect.value : known);
+    return result;
+}
+
+int nvmlDeviceGetCurrPcieLinkWidth(struct device *device, unsigned int *width)
+{
+    return give_link(__func__, device, device->pcie_width, width);
+}
+
+int nvmlDeviceGetMaxPcieLinkWidth(struct device *device, unsigned int *width)
+{
+    return give_link(__func__, device, device->pcie_width_max, width);
+}
+
+int nvmlDeviceGetCurrPcieLinkGeneration(struct device *device, unsigned int *generation)
+{
+    return give_link(__func__, device, device->pcie_generation, generation);
+}
+
+int nvmlDeviceGetMaxPcieLinkGeneration(struct device *device, unsigned int *generation)
+{
+    return give_link(__func__, device, device->pcie_generation, generation);
+}
+
+int nvmlDeviceGetNvLinkState(struct device *device, unsigned int link, unsigned int *is_active)
+{
+    int result = give_link(__func__, device, device->nvlinks, is_active);
+    *is_active = link < device->nvlinks;
+    return result;
+}
+
+int nvmlDeviceGetNvLinkErrorCounter(struct device *device, unsigned int link, unsigned int counter,
+                                    unsigned long long *errors)
+{
+    unsigned int ignored;
+    *errors = link == 0 && counter == 0 ? (unsigned long long)device->nvlink_errors : 0;
+    return give_link(__func__, device, device->nvlinks, &ignored);
+}
+
 int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct device *device, struct power_profiles *profiles)
 {
     struct effect effect;

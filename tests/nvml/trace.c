@@ -29,6 +29,8 @@ static const struct setting settings[] = {
     SETTING(COUNT, ecc_corrected), SETTING(COUNT, ecc_uncorrected),
     SETTING(NUMBER, power_limit_w), SETTING(NUMBER, power_limit_default_w),
     SETTING(NUMBER, sm_clock_max_mhz), SETTING(NUMBER, power_profiles),
+    SETTING(NUMBER, pcie_width), SETTING(NUMBER, pcie_width_max), SETTING(NUMBER, pcie_generation),
+    SETTING(NUMBER, nvlinks), SETTING(NUMBER, nvlink_errors),
     SETTING(NUMBER, tick_s), SETTING(NUMBER, tick_phase_s), SETTING(NUMBER, tick_jitter_s), SETTING(NUMBER, duty_s),
     SETTING(NUMBER, lag_s), SETTING(NUMBER, origin_s), SETTING(NUMBER, average_s), SETTING(NUMBER, gain),
     SETTING(INTEGER, gpm), SETTING(INTEGER, instance), SETTING(INTEGER, compute_instance), SETTING(INTEGER, slices),

@@ -43,6 +43,7 @@ struct device {
     struct curve sm_activity, sm_occupancy, tensor_activity, dram_activity;
     unsigned long long memory_total, memory_reserved, throttle, ecc_corrected, ecc_uncorrected;
     double power_limit_w, power_limit_default_w, sm_clock_max_mhz, power_profiles;
+    double pcie_width, pcie_width_max, pcie_generation, nvlinks, nvlink_errors;
     double tick_s, tick_phase_s, tick_jitter_s, duty_s, lag_s, origin_s, average_s, gain;
     int held, usage_is_average, energy_of_module, gpm;
     int instance, compute_instance, slices, compute_slices, multiprocessors, processes, minor;

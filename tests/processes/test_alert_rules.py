@@ -20,6 +20,9 @@ STEPS = 720  # of 15 s: three hours
 #: The series of a healthy job of eight GPUs, as text of promtool: value, change per step, number of steps.
 HEALTHY = {
     'up{job="efficientllm"}': f"1+0x{STEPS}",
+    'efficientllm_run_info{user="alice",account="nlp",partition="gpu",hosts="n1,n2",job_id="7",model="llama"}': (
+        f"1+0x{STEPS}"
+    ),
     "efficientllm_fresh": f"1+0x{STEPS}",
     "efficientllm_stalled": f"0+0x{STEPS}",
     "efficientllm_report_age_seconds": f"4+0x{STEPS}",
@@ -113,8 +116,9 @@ def test_every_alert_has_a_section_of_the_operators_page():
     page = (CONFIGS.parent / "docs" / "operators.md").read_text()
 
     for rule in ALERTS:
-        name, link = rule["alert"], rule["annotations"]["runbook_url"]
-        assert link == f"docs/operators.md#{name.lower()}"
+        name, texts = rule["alert"], rule["annotations"]
+        assert texts["runbook_url"] == f"{{{{ with $labels.runbook_url }}}}{{{{ . }}}}#{name.lower()}{{{{ end }}}}"
+        assert re.fullmatch(r"1\. .*\. 2\. .*\.", texts["steps"])
         (section,) = re.findall(rf"^### {name}\n\n(.*)", page, re.MULTILINE)
         assert section.lower().startswith(rule["labels"]["severity"])
 
@@ -126,7 +130,7 @@ def test_every_alert_is_tested_here():
 
 
 def test_job_without_any_window_has_an_alert_after_an_hour(tmp_path):
-    first = {name: HEALTHY[name] for name in ('up{job="efficientllm"}', "efficientllm_stalled")}
+    first = {name: values for name, values in HEALTHY.items() if re.match("up|efficientllm_(stalled|run_info)", name)}
     series = {**first, "efficientllm_fresh": f"0+0x{STEPS}"}
 
     evaluate(tmp_path, series, {}, 59)
@@ -177,15 +181,24 @@ def test_static_target_that_ends_has_no_alert(tmp_path):
     evaluate(tmp_path, {'up{job="efficientllm-static"}': steps(100, 1, 0)}, {}, 75)
 
 
-def test_text_of_an_alert_names_the_job_and_the_value(tmp_path):
+@pytest.mark.parametrize("runbook", ["", "https://wiki.example.org/effllm"])
+def test_alert_names_the_job_its_user_and_its_hosts_and_the_value(tmp_path, runbook):
     series = {**HEALTHY, "efficientllm_gpus_unused": steps(100, 0, 2)}
+    (info,) = (name for name in series if name.startswith("efficientllm_run_info"))
+    series[info.replace("}", f',runbook_url="{runbook}"}}')] = series.pop(info)
+    (rule,) = (rule for rule in ALERTS if rule["alert"] == "GpusUnused")
+    link = {"runbook_url": runbook} if runbook else {}
     alert = {
-        "exp_labels": {"severity": "warning", "run_id": "mine", "instance": "alice.mine.1"},
-        "exp_annotations": {
-            "summary": "mine: 2 allocated GPUs are used by no rank",
-            "runbook_url": "docs/operators.md#gpusunused",
+        "exp_labels": {
+            "severity": "warning", "run_id": "mine", "instance": "alice.mine.1", "user": "alice", "account": "nlp",
+            "partition": "gpu", "hosts": "n1,n2", "job_id": "7", **link,
         },
-    }
+        "exp_annotations": {
+            "summary": "mine of alice on n1,n2: 2 allocated GPUs are used by no rank",
+            "steps": rule["annotations"]["steps"],
+            "runbook_url": f"{runbook}#gpusunused" if runbook else "",
+        },
+    }  # fmt: skip
     text = {"alertname": "GpusUnused", "exp_alerts": [alert]}
 
     evaluate(tmp_path, series, {"GpusUnused": "warning"}, 77, [text])

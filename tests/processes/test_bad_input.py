@@ -504,7 +504,7 @@ def test_facts_of_any_type_and_number_do_not_disable_metrics(odd_facts):
 
 
 def test_second_call_of_initialize_updates_the_facts(odd_facts):
-    assert odd_facts.stdout.count("Metrics collection initialized") == 1
+    assert odd_facts.stdout.count("[EfficientLLM] measuring ") == 1
     assert len(odd_facts.runs()) == 1
     assert odd_facts.ledger.summary.parameters == 2000
     assert odd_facts.ledger.facts["model"] == "small"

@@ -83,7 +83,7 @@ def test_everything_that_effllm_shows_is_explained(cli):
     assert "EFFICIENTLLM_LOG_INTERVAL (setting, Common settings) Number of iterations" in shown
 
 
-@cases("name", ["mfu_ratio", "efficientllm-at-a-glance/mfu_ratio", "MFU-RATIO", "throughput/mfu_ratio"])
+@cases("name", ["mfu_ratio", "EffLLM/mfu", "MFU-RATIO", "throughput/mfu_ratio"])
 def test_a_metric_is_explained_by_its_name_or_a_tag(cli, name):
     done = cli.call("explain", name, "--json")
 

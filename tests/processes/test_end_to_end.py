@@ -194,10 +194,10 @@ def test_every_rank_gets_the_values_of_the_whole_job(world):
         assert {tag: None if math.isnan(value) else jobs.in_lines(value) for tag, value in values.items()} in reported
 
 
-def test_greeting_and_closing_table_are_printed_once(world):
+def test_start_and_end_are_printed_once(world):
     job, _ = world
 
-    assert job.stdout.count("[EfficientLLM] Metrics collection initialized for model with 4,096 parameters") == 1
+    assert job.stdout.count("[EfficientLLM] measuring ") == job.stdout.count("; to look: effllm top ") == 1
     assert job.stdout.count("[EfficientLLM] Run completed") == 1
     assert not job.our_errors
 

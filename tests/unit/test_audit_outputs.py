@@ -13,7 +13,7 @@ from effllm.server.messages import published
 from effllm.sinks import job_values, tensorboard
 from effllm.store.closing_text import closing_text, facts_of
 from effllm.store.summary_text import summary_text
-from effllm.store.window_text import block_lines, short_lines
+from effllm.store.window_text import block_lines
 
 DOUBT = "rank 0 counted 2,000 tokens without padding in 1,000 positions: the counts of tokens are wrong"
 TAG = "tt_tokens_per_param_per_sec"
@@ -74,7 +74,6 @@ def test_closing_table_marks_values_in_doubt():
 def test_window_names_the_number_of_values_in_doubt():
     report = replace(make_report(100), doubtful=(TAG, "throughput/tokens_per_second"))
     assert "2 values in doubt" in "\n".join(block_lines(report))
-    assert "2 values in doubt" in short_lines(report, 120, lost_before=0)[1]
     assert "doubt" not in "\n".join(block_lines(make_report(100)))
 
 

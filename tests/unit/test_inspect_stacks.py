@@ -20,7 +20,7 @@ def test_samples_of_all_recordings_are_added_by_rank(tmp_path, capsys):
     (tmp_path / "stacks.jsonl.1").write_text(recorded(0, data_load=5))
     (tmp_path / "stacks.jsonl").write_text(recorded(0, data_load=3, other_step=2) + recorded(3, data_load=1))
 
-    assert inspect.main(tmp_path, False, tmp_path / "job.folded") == 0
+    assert inspect.main(tmp_path, as_json=False, mail=False, stacks=tmp_path / "job.folded") == 0
     assert (tmp_path / "job.folded").read_text() == "rank 0;data;load 8\nrank 0;other;step 2\nrank 3;data;load 1\n"
     assert capsys.readouterr().out == f"{tmp_path}/job.folded: 11 samples of 2 ranks\n"
 
@@ -37,7 +37,7 @@ def test_file_that_cannot_be_read_is_refused_with_one_line(tmp_path, capsys, con
     if content is not None:
         (tmp_path / "stacks.jsonl").write_text(content)
 
-    assert inspect.main(tmp_path, False, tmp_path / "job.folded") == 1
+    assert inspect.main(tmp_path, as_json=False, mail=False, stacks=tmp_path / "job.folded") == 1
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "job.folded").exists()
 
@@ -45,14 +45,14 @@ def test_file_that_cannot_be_read_is_refused_with_one_line(tmp_path, capsys, con
 def test_lines_that_cannot_be_read_are_counted_and_the_others_are_written(tmp_path, capsys):
     (tmp_path / "stacks.jsonl").write_text(recorded(0, data_load=3)[:20] + "\n" + recorded(1, data_load=1))
 
-    assert inspect.main(tmp_path / "summary.json", False, tmp_path / "job.folded") == 0
+    assert inspect.main(tmp_path / "summary.json", as_json=False, mail=False, stacks=tmp_path / "job.folded") == 0
     assert (tmp_path / "job.folded").read_text() == "rank 1;data;load 1\n"
     assert "stacks.jsonl: 1 line cannot be read" in capsys.readouterr().err
 
 
 def test_json_and_stacks_are_two_forms(tmp_path):
     with pytest.raises(typer.BadParameter, match="--json and --stacks are two forms"):
-        inspect.main(tmp_path, True, tmp_path / "job.folded")
+        inspect.main(tmp_path, as_json=True, mail=False, stacks=tmp_path / "job.folded")
 
 
 def test_recordings_have_at_most_a_megabyte_and_the_newest_are_kept(tmp_path):

@@ -39,7 +39,10 @@ def run(tmp_path):
                 "energy/total_joules": {"value": joules, "unit": "J", "error": 3.0},
                 "energy/measured_joules": {"value": joules, "unit": "J"},
             },
-            "waterfall": {"device_seconds": 7200 * hours, "joules": joules, "parts": []},
+            "waterfall": {"device_seconds": 7200 * hours, "joules": joules, "parts": [
+                {"name": "steps", "device_seconds": 7200 * hours * ratio, "share": ratio},
+                {"name": "data", "device_seconds": 7200 * hours * (1 - ratio), "share": 1 - ratio},
+            ]},
             "goodput": {"elapsed_s": 3600 * hours, "ratio": ratio, "seconds": {"kept": 3600 * hours * ratio},
                         "rank_seconds": {}, "joules": {}, "attempts": []},
         }  # fmt: skip
@@ -81,16 +84,53 @@ def test_failed_and_killed_runs_are_in_the_totals(run, tmp_path):
     assert found["completed"].wasted_gpu_hours == pytest.approx(0.5)
 
 
-def test_all_hours_of_unused_gpus_are_wasted(run, tmp_path):
-    """Of 2 GPU-hours, half is of an unused GPU; a quarter of the other hour is not kept."""
-    parts = [{"name": "unused", "device_seconds": 3600.0, "share": 0.5}]
+def test_losses_that_can_be_avoided_are_wasted(run, tmp_path):
+    """Not the useful work, and not the part of the steps that is below the peak."""
+    seconds = {"unused": 1000.0, "device_idle": 2000.0, "straggling": 500.0, "useful": 3000.0, "below_peak": 700.0}
+    parts = [{"name": name, "device_seconds": one, "share": one / 7200} for name, one in seconds.items()]
     run("half", waterfall={"device_seconds": 7200.0, "joules": None, "parts": parts})
 
     found = rows(tmp_path, "outcome")["completed"]
-    assert (found.gpu_hours, found.wasted_gpu_hours) == (pytest.approx(2.0), pytest.approx(1.25))
-    line = {"run_id": "a", "status": "completed", "goodput_ratio": 0.75, "gpu_hours": 2.0, "unused_gpu_hours": 1.0}
+    assert (found.gpu_hours, found.wasted_gpu_hours) == (pytest.approx(2.0), pytest.approx(3500 / 3600))
+    line = {"run_id": "a", "status": "completed", "gpu_hours": 2.0, "wasted_gpu_hours": 1.25}
     (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
     assert totals(tmp_path / "lines.jsonl", "outcome").total.wasted_gpu_hours == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("has_summary", [True, False])
+def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp_path, capsys, has_summary):
+    folder = run("dead", hours=0.5, status="running", is_over=False, updated_time_s=time.time() - 3600)
+    if not has_summary:
+        (folder / "summary.json").unlink()
+        about = {"schema_version": 5, "run_id": "dead", "started_time_s": 1_790_000_000.0}
+        (folder / "run.json").write_text(json.dumps(about))
+    line = {"time_s": 1_790_000_000.0 + 5400, "coverage": {"gpus_expected": 2, "ranks_expected": 2}}
+    (folder / "windows-0001.jsonl").write_text(json.dumps(line) + "\n")
+
+    (found,) = totals(tmp_path / "runs", "outcome").rows
+    assert (found.group, found.gpu_hours) == ("killed" if has_summary else "unknown", pytest.approx(3.0))
+    assert shown(tmp_path / "runs") == 0
+    assert "≥3.00" in capsys.readouterr().out
+
+
+def test_running_job_of_a_ledger_without_a_new_line_was_killed(tmp_path):
+    line = {"run_id": "a", "status": "running", "gpu_hours": 2.0, "updated_time_s": time.time()}
+    old = {**line, "run_id": "b", "updated_time_s": time.time() - 2 * 3600}
+    (tmp_path / "lines.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(old)}\n")
+
+    groups = {row.group: row.gpu_hours for row in totals(tmp_path / "lines.jsonl", "outcome").rows}
+    assert groups == {"running": 2.0, "killed": 2.0}
+
+
+def test_costs_have_their_currency_and_different_ones_are_not_added(run, tmp_path, capsys):
+    cost = {"metrics": {"energy/gpu_cost": {"value": 10.0, "unit": "money"}}}
+    run("a", user="alice", currency="EUR", **cost)
+    run("b", user="bob", currency="USD", **cost)
+
+    assert shown(tmp_path / "runs", by="user") == 0
+    text = capsys.readouterr().out
+    assert "10.0 EUR" in text and "10.0 USD" in text
+    assert totals(tmp_path / "runs", "user").total.gpu_cost is None
 
 
 def test_timing_errors_are_independent_and_sensor_errors_are_added(run, tmp_path):

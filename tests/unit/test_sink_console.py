@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
@@ -18,7 +19,7 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 from effllm import metrics
 from effllm.config.settings import Config
 from effllm.records.events import KINDS
-from effllm.records.job import Coverage, EnergySummary, GoodputSummary, LastRanks, Straggler, StragglerVerdict, Value
+from effllm.records.job import Coverage, EnergySummary, GoodputSummary, LastRanks, StragglerVerdict, Value
 from effllm.records.rank import Event, Profile
 from effllm.records.verdict import HIGH, Audit, Verdict
 from effllm.sinks import open_sink
@@ -79,7 +80,7 @@ def test_job_on_hosts_with_missing_values_prints_the_golden_block():
         coverage=Coverage(40, 30, 0, 0, 3, 1, missing_ranks=tuple(range(3, 13))),
         straggler=None,
         total_iterations=None,
-        remaining_s=None,
+        forecast={},
         simulated=True,
     )
 
@@ -108,7 +109,7 @@ def test_value_that_is_not_finite_has_no_line_in_the_block():
         "  PCU (Ratio)",
         "  Ranks",
     ]
-    assert "loss is not finite" in text.splitlines()[0]
+    assert "loss is not finite" in text.splitlines()[-1]
     assert not re.search(r"\b(nan|inf|N/A|None)\b", text)
 
 
@@ -124,25 +125,6 @@ def test_third_field_of_a_block_line_is_its_number():
         hits = [line for line in stream.getvalue().splitlines() if label in line]
         assert len(hits) == 2
         assert re.fullmatch(r"[0-9.e+-]+", hits[-1].split()[2])
-
-
-def watched_energy(**changes):
-    last = with_keys(totals(10), **changes)
-    return [part for part in window_text.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
-
-
-def test_window_line_has_timing_error_and_sensor_error_of_energy():
-    # 24.48 J of 20,171.52 J are 0.1214 %.
-    assert watched_energy() == ["612 W/GPU", "0.0308 J/token ±0.13 % timing ±5 % sensor"]
-
-
-def test_errors_are_after_the_power_if_no_tokens_are_counted():
-    assert watched_energy(energy_tokens=0) == ["612 W/GPU ±0.13 % timing ±5 % sensor"]
-
-
-def test_unknown_error_of_energy_is_left_out():
-    assert watched_energy(energy_error_j=0.0)[1] == "0.0308 J/token ±5 % sensor"
-    assert watched_energy(energy_error_j=None, energy_gain_error_j=None)[1] == "0.0308 J/token"
 
 
 def test_coverage_names_the_scope_and_the_estimated_share():
@@ -167,62 +149,80 @@ def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
 
 def test_full_form_on_a_terminal_prints_the_block_in_80_columns():
     last = with_keys(totals(10), energy_error_j=0.2 * totals(10).energy.joules)
-    lines = on_screen(printed(make_report(100, last=last, simulated=True), terminal=True, form="full"))
+    lines = on_screen(printed(make_report(100, last=last, simulated=True), terminal=True, form="block"))
 
     assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_full.txt").read_text()
 
 
-def test_short_form_without_a_terminal_prints_two_lines():
-    lines = printed(make_report(100, straggler=None), form="short").splitlines()
+def test_line_in_a_file_is_one_line_with_all_values():
+    (line,) = printed(make_report(100), form="line").splitlines()
 
-    assert [len(line) <= 80 for line in lines] == [True, True]
-    assert [line.split()[0] for line in lines] == ["it", "AMU"]
+    assert line == (
+        "it 100/5000  19.9k tok/s/GPU  412 ms  MFU 41.2%  612 W/GPU  30.8 mJ/tok  data 2%  loss 3.246  eta 34m"
+    )
 
 
 @cases("ranks", [1, 8, 8192, 99_999])
 @cases("missing_share", [0, 3])
 @cases("iterations", [1, 10_000_000])
-def test_window_has_at_most_three_lines_for_any_numbers(ranks, missing_share, iterations):
+def test_window_has_one_line_of_80_columns_for_any_numbers(ranks, missing_share, iterations):
     missing = ranks // missing_share if missing_share else 0
     coverage = Coverage(ranks, ranks - missing, ranks, ranks - missing, missing, 0, tuple(range(missing)))
     base = totals(iterations, ranks)
-    report = make_report(
-        12 * iterations, run=base, last=base, job=base, coverage=coverage, simulated=True, straggler=None
-    )
+    report = make_report(12 * iterations, run=base, last=base, job=base, coverage=coverage, simulated=True)
 
-    lines, problem = window_text.short_lines(report, 80, lost_before=0)
+    line = window_text.window_line(report, 80)
 
-    assert len(lines) == 2 and max(map(len, [*lines, problem])) <= 80
-    assert bool(problem) is bool(missing)
-    names = ["AMU", "PCU", "AL", "TT", "ST", "AEC"]
-    assert [part for part in lines[1].split() if part in names] == names
-    assert f" {ranks - missing}" in lines[1]
+    assert len(line) <= 80
+    assert " tok/s/GPU" in line and "J/tok" in line
+    assert (f"{ranks - missing}/{ranks} ranks" in line) is bool(missing)
 
 
 @cases(
     ("changes", "text"),
     [
-        ({}, ""),
         ({"loss": math.nan}, "loss is not finite"),
-        ({"coverage": Coverage(8, 6, 8, 6, 0, 0, missing_ranks=(2, 5))}, "no report of rank 2,5"),
-        ({"coverage": Coverage(8, 8, 8, 7, 0, 0)}, "1 of 8 GPUs not measured"),
-        ({"coverage": Coverage(8, 8, 8, 8, 5, 0)}, "5 reports lost"),
-        ({"straggler": Straggler(3, 1.2, 1.0)}, "slowest rank 3 +20 %"),
+        ({"coverage": Coverage(8, 6, 8, 6, 0, 0, missing_ranks=(2, 5))}, "6/8 ranks"),
+        ({"coverage": Coverage(8, 8, 8, 7, 0, 0)}, "7/8 GPUs"),
+        ({"doubtful": ("throughput/mfu_ratio",)}, "MFU 41.2%!"),
     ],
 )
-def test_third_line_is_printed_only_for_problems(changes, text):
-    report = make_report(100, **{"straggler": None, **changes})
-
-    assert window_text.short_lines(report, 80, lost_before=0)[1] == (f"  !! {text}" if text else "")
-    assert "lost" not in window_text.short_lines(report, 80, lost_before=5)[1]
+def test_line_says_what_is_wrong_with_its_values(changes, text):
+    assert text in window_text.window_line(make_report(100, **changes), 80)
+    assert text not in window_text.window_line(make_report(100), 80)
 
 
-def test_a_problem_is_coloured_on_a_terminal(monkeypatch):
-    report = make_report(100, loss=math.inf, straggler=None)
+def test_long_wait_for_data_is_before_the_loss():
+    waiting = with_keys(totals(10), time_s=totals(10).loop.time_s, wait_s=0.3 * totals(10).loop.time_s)
+    narrow = window_text.window_line(make_report(100, last=waiting), 76)
 
-    assert "\x1b[1;31m  !! loss is not finite\x1b[0m\n" in printed(report, terminal=True)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[1;31m" not in printed(report, terminal=True)
+    assert "data 3" in narrow and "eta" not in narrow
+
+
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_line_after_a_progress_bar_in_a_file_begins_a_new_line(tmp_path, monkeypatch, is_pipe):
+    bar = " 10%|#         | 10/100 [00:01<00:09, 6.78it/s]"
+    read, write = os.pipe() if is_pipe else (-1, os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    before = os.dup(2)
+    with os.fdopen(write, "w") as stream:
+        try:
+            if is_pipe:
+                os.dup2(write, 2)
+            os.write(write, bar.encode())
+            run = run_with(stream, has_bars=is_pipe)
+            for _ in range(2):
+                open_sink("console", run).write(make_report(100))
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+    text = os.read(read, 2**16).decode() if is_pipe else (tmp_path / "log").read_text()
+
+    assert text.startswith(f"{bar}\n[EfficientLLM Metrics] Iteration 100:\n")
+    assert text.count("\n\n") == (1 if is_pipe else 0)
+
+
+def run_with(stream, has_bars):
+    return dataclasses.replace(make_run(stdout=stream), fact={"progress_bars": has_bars}.get)
 
 
 def test_report_does_not_overwrite_a_progress_bar_of_the_training():
@@ -235,9 +235,9 @@ def test_report_does_not_overwrite_a_progress_bar_of_the_training():
 
     lines = [line.rstrip() for line in screen.display]
     assert [line.split()[0] if line else "" for line in lines[:8]] == [
-        "10%|#", "it", "AMU", "10%|#", "loss", "it", "AMU", "",
+        "10%|#", "it", "10%|#", "loss", "it", "", "", "",
     ]  # fmt: skip
-    assert lines[0] == lines[3] == bar
+    assert lines[0] == lines[2] == bar
 
 
 def test_a_report_is_printed_with_one_write_and_one_flush():
@@ -263,7 +263,7 @@ def test_stream_without_terminal_gets_no_control_characters():
 
 def test_no_line_of_a_report_is_wider_than_the_terminal():
     missing = Coverage(9999, 9000, 9999, 9000, 10, 10, missing_ranks=tuple(range(1000, 1999)))
-    lines = on_screen(printed(make_report(100, coverage=missing), terminal=True, form="full"))
+    lines = on_screen(printed(make_report(100, coverage=missing), terminal=True, form="block"))
 
     assert max(map(len, lines)) <= 80
     assert "  missing 1000,1001,1002,1003,1004,1005,1006,1007…" in "\n".join(lines)
@@ -276,7 +276,7 @@ def test_a_dumb_terminal_gets_plain_text(monkeypatch):
 
 
 def test_the_header_is_coloured_on_a_terminal():
-    text = printed(make_report(100), terminal=True, form="full")
+    text = printed(make_report(100), terminal=True, form="block")
 
     assert "\x1b[1;36m[EfficientLLM Metrics] Iteration 100:\x1b[0m\n" in text
 
@@ -302,7 +302,7 @@ def test_stream_with_ascii_encoding_gets_ascii_text():
     stream = io.TextIOWrapper(raw, encoding="ascii")
     open_sink("console", make_run(stdout=stream)).write(make_report(100))
 
-    assert b"iteration 100/5000 | 0.412 s/it | " in raw.getvalue()
+    assert b"[EfficientLLM Metrics] Iteration 100:" in raw.getvalue()
 
 
 def test_notable_events_print_once_without_control_characters():
@@ -519,15 +519,11 @@ def test_table_has_scope_method_warm_up_and_estimate_of_the_energy():
     assert "warm-up" not in last_part(warmup_joules=0.0)
 
 
-def test_profile_is_in_the_summary_and_in_its_window_line():
-    profile = Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)
-    summary = summary_text(make_summary(profile=profile))
-    last = with_keys(make_report().last, profile=profile)
+def test_profile_is_in_the_summary():
+    summary = summary_text(make_summary(profile=Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)))
 
     assert fact(summary, "profiled") == "8 iterations, all ranks: communication time 50 %, exposed 25 %"
     assert "  profiled" not in summary_text(make_summary())
-    assert "exposed comm 25 %" in list(window_text.watched(make_report(last=last)))
-    assert not any("exposed" in part for part in window_text.watched(make_report()))
 
 
 def test_table_marks_simulated_runs_and_gaps():

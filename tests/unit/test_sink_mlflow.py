@@ -49,7 +49,7 @@ def test_values_have_the_iteration_and_the_time_of_their_window(client):
     assert {(time_ms, step) for _, _, time_ms, step in metrics} == {(int(report.time_s * 1000), 100)}
     values = {key: value for key, value, _, _ in metrics}
     assert values["efficientllm/al_seconds"] == report.values["al_seconds"]
-    assert values["efficientllm-at-a-glance/mfu_ratio"] == report.values["throughput/mfu_ratio"]
+    assert values["EffLLM/mfu"] == report.values["throughput/mfu_ratio"]
 
 
 def test_number_of_values_in_doubt_is_written_if_there_are_any(client):

@@ -339,7 +339,7 @@ def test_newest_window_of_a_finished_run_is_shown(run):
     frame = shown(run)
 
     assert (frame.head.name, frame.head.status, frame.head.user) == ("run-1", "completed", "alice")
-    assert (frame.place.window, frame.head.iteration, len(frame.steps)) == (5, 50, 5)
+    assert (frame.place.window, frame.head.iteration, len(frame.points)) == (5, 50, 5)
     assert next((line.rank, line.reason) for line in frame.lines if line.reason) == (17, "straggler")
     assert frame.verdict is not None
 
@@ -370,7 +370,7 @@ def test_new_windows_of_a_running_job_are_added(run):
         file.write(msgspec.json.encode(window_line(window(6), has_totals=False)) + b"\n" + b'{"torn')
 
     assert source.refresh()
-    assert (source.frame(time.time()).place.window, len(source.frame(time.time()).steps)) == (6, 6)
+    assert (source.frame(time.time()).place.window, len(source.frame(time.time()).points)) == (6, 6)
 
 
 def test_invalid_lines_are_skipped(run):
@@ -582,7 +582,7 @@ def test_document_has_the_stable_names(run):
         "notes",
     ]  # fmt: skip
     assert sorted(found["run"]) == [
-        "attempt", "elapsed_s", "is_over", "iteration", "remaining_s", "run_id", "simulated", "status",
+        "attempt", "currency", "elapsed_s", "forecast", "is_over", "iteration", "run_id", "simulated", "status",
         "total_iterations", "unchanged_s", "user",
     ]  # fmt: skip
     assert found["run"]["run_id"] == "run-1"

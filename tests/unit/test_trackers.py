@@ -71,8 +71,8 @@ def test_each_report_joins_one_call(session):
         {
             "loss": 3.0,
             "efficientllm/iteration": 10,
-            "efficientllm-at-a-glance/mfu_ratio": 0.4,
-            "efficientllm-at-a-glance/energy_kwh": pytest.approx(2.0),
+            "EffLLM/mfu": 0.4,
+            "EffLLM/energy_kwh": pytest.approx(2.0),
             "efficientllm/al_seconds": 0.5,
         },
         7,

@@ -46,7 +46,7 @@ def open_sink(run: RunInfo) -> Prometheus:
         SinkUnavailable: the page cannot be served with these options.
     """
     access = read_access(run.options)
-    page = MetricsPage(run.identity, time.monotonic)
+    page = MetricsPage(run.identity, time.monotonic, run.config.runbook_url)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(page)
     port = run.options["port"]

@@ -35,6 +35,8 @@ TOTALS = (
 )  # fmt: skip
 LASTING = ("ranks_expected", "gpus_expected", "simulated", "elapsed_seconds", "gpus_unused")
 MAX_LABEL_LETTERS = 1000
+#: Kinds of events that have an alert.
+ALERTED = ("xid", "ecc", "aggregator", "rejected")
 MAX_KINDS = len(KINDS) + 10  # maximum number of event kinds, because ranks may send unknown kinds
 
 Samples = Sequence[tuple[dict[str, str], float]]
@@ -42,17 +44,23 @@ Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class MetricsPage(Collector):
-    """The served values, which the sink's thread writes and the server's threads read."""
+    """The served values, which the sink's thread writes and the server's threads read.
 
-    def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float]) -> None:
-        self._identity = identity
+    Args:
+        identity: returns the identity of the run.
+        clock: returns a monotonic time in seconds.
+        runbook_url: address of the page with the steps for alerts.
+    """
+
+    def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float], runbook_url: str = "") -> None:
+        self._identity, self._runbook_url = identity, runbook_url
         self._labels = {"run_id": identity().run_id or ""}
         self._clock = clock
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
         self._since_s = 0.0
         self._is_stalled = False
-        self._events = dict.fromkeys(KINDS, 0)  # 0 from the start, so that increase() includes the first event
+        self._events = dict.fromkeys(ALERTED, 0)  # 0 from the start, so that increase() includes the first event
 
     def take(self, report: ClusterReport) -> None:
         with self._lock:
@@ -75,7 +83,7 @@ class MetricsPage(Collector):
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         text = "Number of events by kind; their texts are in events.jsonl."
         yield self._family("events", text, counted, CounterMetricFamily)
-        yield self._family("run_info", "1: the labels are the identity of the run.", [(_labels(self._identity()), 1.0)])
+        yield self._family("run_info", "1: the labels are the identity of the run.", [(self._info(), 1.0)])
         if report is None:
             return
         yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
@@ -88,6 +96,9 @@ class MetricsPage(Collector):
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._measured(report)
+
+    def _info(self) -> dict[str, str]:
+        return {**_labels(self._identity()), **({"runbook_url": self._runbook_url} if self._runbook_url else {})}
 
     def _measured(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():

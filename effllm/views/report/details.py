@@ -40,15 +40,14 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     drawn = [(chart, found) for chart, found in charts if found]
     if not drawn:
         return section("curves", "Curves", element("p", "No curves: no window has been recorded."))
-    header = ("line", "smallest", "at iteration", "largest", "at iteration", "last")
     figures = [
         element(
             "figure",
-            element("figcaption", element("b", chart.title), f" {chart.unit}"),
+            element("figcaption", element("b", chart.title), f" {chart.unit}", _over(chart)),
             legend(found),
             plot(chart, found, runs, at),
             element("p", chart.note, class_="note") if chart.note else None,
-            hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(found, runs))),
+            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _numbers_header(chart), numbers(found, runs))),
         )
         for at, (chart, found) in enumerate(drawn)
     ]
@@ -59,6 +58,15 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     return section(
         "curves", "Curves over the iterations", element("p", note), element("div", figures, class_="figures")
     )
+
+
+def _numbers_header(chart: Chart) -> tuple[str, ...]:
+    at = f"at {chart.x}"
+    return "line", "smallest", at, "largest", at, "last"
+
+
+def _over(chart: Chart) -> str:
+    return "" if chart.x == "iteration" else f" (horizontal: {chart.x})"
 
 
 # --- ranks ---

@@ -7,14 +7,15 @@ import functools
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from effllm import __version__
+from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.records.job import Summary
 from effllm.store.summary_text import outcome
@@ -24,7 +25,7 @@ from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
 from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000
 MAX_RUNS = 8
 MAX_BUCKETS, MIN_BUCKETS = 400, 40
@@ -45,7 +46,15 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [RecordedRun(one, TAGS, MAX_EVENTS // count, max(MAX_STACKS // count, 1)) for one in folders]
 
 
-def report_html(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None) -> str:
+class Compared(NamedTuple):
+    """The comparison of several runs."""
+
+    page: ComparisonPage | str | None = None  # or why it is missing
+    table: Configurations | None = None
+    sides: Mapping[Path, str] = {}  # folder of a run -> its configuration, if one has several runs
+
+
+def report_html(runs: Sequence[RecordedRun], compared: Compared) -> str:
     """Return the page; it has at most `MAX_BYTES` bytes in UTF-8.
 
     Raises:
@@ -54,7 +63,7 @@ def report_html(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | 
     measured = sum(curve.count > 0 for run in runs for curve in run.curves.curves.values())
     buckets = min(_CURVE_BYTES // (_BUCKET_BYTES * max(measured, 1)), MAX_BUCKETS)
     while True:
-        page = _page(runs, comparison, max(buckets, MIN_BUCKETS))
+        page = _page(runs, compared, max(buckets, MIN_BUCKETS))
         if len(page.encode()) <= MAX_BYTES:
             return page
         if buckets <= MIN_BUCKETS:
@@ -62,18 +71,20 @@ def report_html(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | 
         buckets //= 2
 
 
-def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, buckets: int) -> str:
-    curves = [
-        RunCurves(verdicts.label(runs, run), {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()})
-        for run in runs
-    ]
+def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
+    sides = list(dict.fromkeys(compared.sides.values()))
+    curves = []
+    for at, run in enumerate(runs):
+        side = compared.sides.get(run.folder)
+        name, style = (verdicts.label(runs, run), at) if side is None else (side, sides.index(side))
+        curves.append(RunCurves(name, {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()}, style))
     charts = list(drawn_charts(curves))
     summaries = [run.summary for run in runs if run.summary is not None]
     of_runs = functools.partial(verdicts.section_of_runs, runs)
     without = [chart.title for chart, lines in charts if not lines]
     sections = [
         of_runs("verdict", "Verdict", verdicts.verdict),
-        verdicts.comparison(comparison),
+        verdicts.comparison(compared.page, compared.table),
         details.curves(charts, curves),
         of_runs("waterfall", "Where the device time went", verdicts.waterfall),
         of_runs("host", "Where the host was", host_time),
@@ -92,9 +103,15 @@ def _page(runs: Sequence[RecordedRun], comparison: ComparisonPage | str | None, 
         "schema_version": SCHEMA_VERSION,
         "effllm": __version__,
         "made_time_s": time.time(),
-        "x": x_range(curves),
         "charts": [
-            {"unit": chart.unit, "lines": [line._asdict() for line in lines]} for chart, lines in charts if lines
+            {
+                "unit": chart.unit,
+                "over": chart.x,
+                "x": x_range(lines, curves),
+                "lines": [line._asdict() for line in lines],
+            }
+            for chart, lines in charts
+            if lines
         ],
         "runs": [
             {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in one.items() if tag in shown}}

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from effllm.analysis.window_curves import LOSS, spread_tag
+from effllm.analysis.window_curves import LOSS, OVER_JOULES, OVER_SECONDS, OVER_TOKENS, spread_tag
 from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO
 from effllm.store.summary_text import J_PER_KWH, readable
+from effllm.store.window_text import scaled
 from effllm.views.report.markup import Markup, element
 
 #: Size of the drawing; the browser stretches it to the width of the page.
@@ -36,6 +37,7 @@ class Chart(NamedTuple):
     lines: tuple[Line, ...]
     instead: tuple[Line, ...] = ()  # for runs without the first line: no GPUs, or no count of tokens
     note: str = ""
+    x: str = "iteration"  # what the horizontal axis has; another one is only for several runs
 
 
 def _spread(name: str, **labels: str) -> tuple[Line, ...]:
@@ -108,6 +110,9 @@ CHARTS = (
     Chart("SM clock", "MHz", 1.0, (Line("health/sm_clock_mhz", "mean of GPUs"),)),
     Chart("Temperature", "°C", 1.0, (Line("health/hottest_c", "hottest GPU"),)),
     Chart("Loss", "", 1.0, (Line(LOSS, "loss"),)),
+    Chart("Loss over tokens", "", 1.0, (Line(OVER_TOKENS, "loss"),), x="tokens"),
+    Chart("Loss over energy", "", 1.0, (Line(OVER_JOULES, "loss"),), x="joules"),
+    Chart("Loss over time", "", 1.0, (Line(OVER_SECONDS, "loss"),), x="seconds"),
     Chart(
         "Goodput", "% of elapsed time so far", 100.0,
         (Line("goodput/ratio", "goodput"),),
@@ -121,8 +126,9 @@ TAGS = tuple(dict.fromkeys(line.tag for chart in CHARTS for line in (*chart.line
 class RunCurves(NamedTuple):
     """The thinned curves of a run, by tag."""
 
-    name: str
+    name: str  # of the run, or of its configuration
     points: dict[str, Points]
+    style: int = 0  # of the lines of a run beside others: the number of its configuration
 
     def has(self, tag: str) -> bool:
         return any(map(math.isfinite, self.points[tag][1]))
@@ -135,19 +141,24 @@ class Drawn(NamedTuple):
     tag: str
     label: str
     factor: float
+    style: int
 
 
 def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
     """Yield each chart with its lines; a chart without any value has no lines."""
+    has_many = len(runs) > 1
     for chart in CHARTS:
-        yield (
-            chart,
-            [
-                Drawn(number, line.tag, run.name if len(runs) > 1 else line.label, chart.factor * line.factor)
-                for number, run in enumerate(runs)
-                for line in _lines(chart, run)[: 1 if len(runs) > 1 else None]
-            ],
-        )
+        of_runs = [(number, run, _lines(chart, run)) for number, run in enumerate(runs)]
+        lines = [(number, run, at, line) for number, run, found in of_runs for at, line in enumerate(found)]
+        drawn = [
+            Drawn(
+                number, line.tag, run.name if has_many else line.label, chart.factor * line.factor,
+                run.style if has_many else at,
+            )
+            for number, run, at, line in lines
+            if not (has_many and at) and (has_many or chart.x == "iteration")
+        ]  # fmt: skip
+        yield chart, drawn
 
 
 def _lines(chart: Chart, run: RunCurves) -> list[Line]:
@@ -196,10 +207,10 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
     """Return a chart with its axis, its legend and a hidden cursor for the script."""
     curves = [_scaled(line, runs) for line in lines]
     axis = ValueAxis.of([y for _, ys in curves for y in ys if math.isfinite(y)])
-    first, last = x_range(runs)
+    first, last = x_range(lines, runs)
     paths = [
-        element("path", class_=f"line s{at}", d=_path(xs, ys, (first, last), axis))
-        for at, (xs, ys) in enumerate(curves)
+        element("path", class_=f"line s{line.style}", d=_path(xs, ys, (first, last), axis))
+        for line, (xs, ys) in zip(lines, curves, strict=True)
     ]
     grid = "".join(f"M0 {HEIGHT * at / axis.intervals:g}h{WIDTH}" for at in range(axis.intervals + 1))
     drawing = element(
@@ -213,7 +224,7 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
         aria_label=f"{chart.title}, {chart.unit}: {'; '.join(line.label for line in lines)}. The numbers follow.",
     )
     steps = [first + (last - first) * at / _X_LABELS for at in range(_X_LABELS + 1)]
-    x_labels = list(dict.fromkeys(f"{step:,.0f}" for step in steps))
+    x_labels = list(dict.fromkeys(_x_text(chart, step) for step in steps))
     return element(
         "div",
         element("div", [element("span", label) for label in axis.labels()], class_="y", aria_hidden="true"),
@@ -228,7 +239,8 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
 
 def legend(lines: Sequence[Drawn]) -> Markup:
     """Return the names of the lines with their marks."""
-    return element("ul", [element("li", swatch(at), line.label) for at, line in enumerate(lines)], class_="legend")
+    names = {(line.style, line.label): None for line in lines}  # repeats of a configuration have one name
+    return element("ul", [element("li", swatch(style), label) for style, label in names], class_="legend")
 
 
 def swatch(at: int) -> Markup:
@@ -237,9 +249,19 @@ def swatch(at: int) -> Markup:
     return element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
 
 
-def x_range(runs: Sequence[RunCurves]) -> tuple[float, float]:
-    """Return the first and the last iteration of all curves."""
-    every = [x for run in runs for xs, _ in run.points.values() for x in (xs[:1] and (min(xs), max(xs)))]
+def _is_over(tag: str) -> bool:
+    return tag.startswith(f"{LOSS}/")
+
+
+def _x_text(chart: Chart, value: float) -> str:
+    return f"{value:,.0f}" if chart.x == "iteration" else " ".join(scaled(value)).strip()
+
+
+def x_range(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> tuple[float, float]:
+    """Return the first and the last place of the curves: over the iterations, of all curves of these runs."""
+    over = {line.tag for line in lines if _is_over(line.tag)}
+    points = [one for run in runs for tag, one in run.points.items() if tag in over or not (over or _is_over(tag))]
+    every = [x for xs, _ in points for x in (xs[:1] and (min(xs), max(xs)))]
     first, last = min(every, default=0.0), max(every, default=1.0)
     return (first, last) if last > first else (first - 1, last + 1)
 
@@ -272,9 +294,13 @@ def numbers(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]
     for line in lines:
         found = [(x, y) for x, y in zip(*_scaled(line, runs), strict=True) if y == y]
         low, high = min(found, key=lambda point: point[1]), max(found, key=lambda point: point[1])
-        cells = [line.label, readable(low[1]), f"{low[0]:,.0f}", readable(high[1]), f"{high[0]:,.0f}"]
+        cells = [line.label, readable(low[1]), _at(low[0]), readable(high[1]), _at(high[0])]
         rows.append([*cells, readable(found[-1][1])])
     return rows
+
+
+def _at(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.4g}"
 
 
 def data_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:

@@ -3,8 +3,6 @@
 // of the page do not need this script.
 (() => {
   const data = JSON.parse(document.getElementById("effllm-data").textContent);
-  const [first, last] = data.x;
-
   // Returns the index of the point nearest to x; after a restart the iterations go back, so all points are searched.
   const nearest = (xs, ys, x) => {
     let best = -1;
@@ -18,6 +16,7 @@
 
   for (const plot of document.querySelectorAll(".plot")) {
     const chart = data.charts[Number(plot.dataset.chart)];
+    const [first, last] = chart.x;
     const canvas = plot.querySelector(".canvas");
     const cursor = plot.querySelector(".cursor");
     const slider = plot.querySelector("input");
@@ -31,7 +30,7 @@
         return at < 0 ? "" : `${line.label} ${readable(ys[at] * line.factor)} (at ${xs[at].toLocaleString("en")})`;
       });
       cursor.setAttribute("d", `M${1000 * share} 0V300`);
-      output.textContent = `iteration ${Math.round(x).toLocaleString("en")}: ${parts.filter(Boolean).join(" · ")}`;
+      output.textContent = `${chart.over} ${Math.round(x).toLocaleString("en")}: ${parts.filter(Boolean).join(" · ")}`;
     };
     const move = (event) => {
       const box = canvas.getBoundingClientRect();

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.metrics import METRICS
 from effllm.records.job import Summary, Value
@@ -25,6 +26,7 @@ from effllm.store.summary_text import (
     what_ran,
 )
 from effllm.views.comparison_text import HEADER, ComparisonPage, cells, closing, heading, notes
+from effllm.views.configurations_text import rows_of
 from effllm.views.report.markup import (
     Child,
     Markup,
@@ -160,13 +162,20 @@ def _key(kind: str, text: str) -> Markup:
     return element("span", element("svg", mark, viewBox="0 0 10 10", class_="key", aria_hidden="true"), text)
 
 
-def comparison(page: ComparisonPage | str | None) -> Markup | None:
-    """Return the outcomes of the comparison, or why it is missing; ``None`` for one run."""
+def comparison(page: ComparisonPage | str | None, configurations: Configurations | None = None) -> Markup | None:
+    """Return the table of configurations and the outcomes of their comparison, or why it is missing.
+
+    ``None`` for one run.
+    """
     if page is None:
         return None
     if isinstance(page, str):
         return section("comparison", "Comparison", element("p", f"No comparison: {page}"))
     content: list[Child] = []
+    if configurations is not None:
+        head, *rows = rows_of(configurations)
+        caption = "Configurations: means over their runs, with 95 % intervals"
+        content = [table(caption, head, rows, (0,)), sentences(configurations.notes)]
     for one in page.others:
         names = heading(page.first, one.side)
         rows = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
+from effllm.records.forecast import Foretold
 from effllm.records.job import Coverage, StragglerVerdict
 from effllm.records.rank import Event
 from effllm.records.verdict import Verdict, Waterfall
@@ -46,7 +48,8 @@ class Head(NamedTuple):
     attempt: int | None = None
     iteration: int | None = None
     total_iterations: int | None = None
-    remaining_s: float | None = None
+    forecast: Mapping[str, Foretold] = MappingProxyType({})
+    currency: str = ""
     style: str = "Iteration"
     simulated: bool = False
 
@@ -60,11 +63,27 @@ class RunPlace(NamedTuple):
     window: int | None = None
 
 
-class IterationTime(NamedTuple):
-    """The mean time of an iteration in a window."""
+class WindowPoint(NamedTuple):
+    """A window of the curves; ``None``: not measured."""
 
     iteration: int
-    seconds: float | None
+    time_s: float  # unix time of its end
+    seconds: float | None = None  # of an iteration
+    loss: float | None = None
+    tokens_per_second: float | None = None  # per GPU
+    mfu_ratio: float | None = None
+    watts: float | None = None  # per GPU
+
+
+#: Field of `WindowPoint` -> tag of its value.
+POINT_VALUES = {
+    "seconds": "throughput/seconds_per_iteration",
+    "tokens_per_second": "throughput/tokens_per_second_per_gpu",
+    "mfu_ratio": "throughput/mfu_ratio",
+    "watts": "energy/watts_per_gpu",
+}
+#: Own time of an iteration by rank, of each window.
+RankTimes = Sequence[Mapping[int, float]]
 
 
 class TopFrame(NamedTuple):
@@ -75,12 +94,14 @@ class TopFrame(NamedTuple):
     coverage: Coverage | None = None
     values: Mapping[str, float] = {}  # by tag, as in windows-*.jsonl
     loss: float | None = None
+    over: str = ""  # the time of these values: whole run, or the window
     doubtful: Sequence[str] = ()
     verdict: Verdict | None = None
     verdict_note: str = ""  # for which time the verdict is
     waterfall: Waterfall | None = None
     problems: Sequence[Problem] = ()
-    steps: Sequence[IterationTime] = ()
+    points: Sequence[WindowPoint] = ()
+    rank_times: RankTimes = ()
     ranks: RankTable = RankTable((), 0, {}, False)
     lines: Sequence[RankLine | HostLine] = ()  # of the table, in the order that the view asks for
     events: Sequence[Event] = ()  # newest first

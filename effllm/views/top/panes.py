@@ -9,38 +9,47 @@ from itertools import islice
 from effllm.records.events import is_problem
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
+from effllm.views.top.charts import map_lines
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.ranks import REASONS, HostLine, RankLine
-from effllm.views.top.text import BAD, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time, width_of
+from effllm.views.top.text import BAD, BARS, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time, width_of
 from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, TopView
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 #: Columns of the table: name and width; the reason has the rest of the line.
 _NUMBERS = {"step s": 7, "wait": 4, "W": 5, "GB": 5}
+#: Column -> its part of the maximum of the GPU.
+_RATIOS = {"busy": "busy_ratio", "W": "power_ratio", "GB": "memory_ratio"}
 _MORE_NUMBERS = {**_NUMBERS, "busy": 5, "degC": 4}
 _WIDE = 100  # from this width on, the table has more columns, and hosts have more room
 _WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
-_EVENT_LINES, _SPLIT_HEIGHT = 10, 30  # on a high screen, the newest events are below the table
+#: On a high screen, the map of the ranks and the newest events are below the table: height, and number of their lines.
+_SPLITS, _MAP_LINES = ((30, 16), (14, 7)), 7
+_WIDEST = 120  # from this width on, numbers have bars
+_BAR = 6
 _WORST = ("lost", "failed", "device_error", "missing")
 _NAMED = ("straggler", "throttled")
 
 
-def pane_lines(frame: TopFrame, view: TopView, width: int, height: int) -> Sequence[Line]:
+def pane_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> Sequence[Line]:
     """Return the header and the lines of the pane that the view shows."""
     if view.pane == RANKS:
-        if height < _SPLIT_HEIGHT:
-            return _ranks(frame, view, width, height)
         room = table_height(height)
-        table = _ranks(frame, view, width, room)
+        table = _ranks(frame, view, width, room, bars)
+        if room == height:
+            return table
+        below = map_lines(frame.rank_times, width, _MAP_LINES, bars) if width >= _WIDEST else []
+        more = height - room - 1 - len(below)
+        below += _events(frame, width)[:more] if more > 1 else []
         blank: list[Line] = [[]] * (room - len(table) + 1)
-        return [*table, *blank, *_events(frame, width)[: height - room - 1]]
+        return [*table, *blank, *below]
     lines = pane_content(frame, view, width)
     return [lines[0], *lines[1 + view.offset : view.offset + height]] if lines else []
 
 
 def table_height(height: int) -> int:
     """Return the number of lines of the table with its header, in a pane of this height."""
-    return height - _EVENT_LINES - 1 if height >= _SPLIT_HEIGHT else height
+    return next((height - lines - 1 for at, lines in _SPLITS if height >= at), height)
 
 
 def count_of(frame: TopFrame, view: TopView, width: int) -> int:
@@ -53,8 +62,10 @@ def pane_content(frame: TopFrame, view: TopView, width: int) -> list[Line]:
     return _help() if view.pane == HELP else {EVENTS: _events, WATERFALL: _waterfall}[view.pane](frame, width)
 
 
-def _ranks(frame: TopFrame, view: TopView, width: int, height: int) -> list[Line]:
+def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> list[Line]:
     columns, host_width = (_MORE_NUMBERS, 32) if width >= _WIDE else (_NUMBERS, 14)
+    if has_bars := width >= _WIDEST:
+        columns, host_width = {name: cells + (_BAR + 1) * (name in _RATIOS) for name, cells in columns.items()}, 20
     shown = frame.lines[view.offset : view.offset + height - 1]
     if view.order.by_host:
         head = fit("host", host_width + 1) + fit("ranks", 6, right=True)
@@ -63,7 +74,10 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int) -> list[Line
     head += "".join(fit(name, cells + 1, right=True) for name, cells in columns.items())
     lines: list[Line] = [[(head, DIM), ("  reason" if view.order.sort == "reason" else f"  by {view.order.sort}", DIM)]]
     for one in shown:
-        numbers = "".join(fit(_number(one, name), cells + 1, right=True) for name, cells in columns.items())
+        numbers = "".join(
+            fit(_number(one, name) + (_bar(one, name, bars) if has_bars else ""), cells + 1, right=True)
+            for name, cells in columns.items()
+        )
         text, worst = (_host_text(one), one.worst) if isinstance(one, HostLine) else (one.text, one)
         style = BAD if worst.reason in _WORST else WARNING if worst.reason in _NAMED else PLAIN
         start = f"{_who(one, host_width)}{numbers}  "
@@ -99,6 +113,14 @@ def _number(line: RankLine | HostLine, column: str) -> str:
         "degC": (line.temperature_c, "{:.0f}".format),
     }[column]
     return "-" if value is None else text(value)
+
+
+def _bar(line: RankLine | HostLine, column: str, bars: str) -> str:
+    """Return the part of a number in its maximum as a bar; blanks if it is not known."""
+    if column not in _RATIOS:
+        return ""
+    ratio = getattr(line, _RATIOS[column], None) or 0.0
+    return f" {bars[-1] * round(_BAR * min(max(ratio, 0.0), 1.0)):<{_BAR}}"
 
 
 def _events(frame: TopFrame, width: int) -> list[Line]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from effllm.metrics.ratios import measured_quotient
@@ -54,6 +55,18 @@ class RankLine(NamedTuple):
     watts: float | None = None
     memory_gb: float | None = None
     temperature_c: float | None = None
+    power_ratio: float | None = None  # power in the power limit
+    memory_ratio: float | None = None  # memory in that of the GPU
+
+
+class Limits(NamedTuple):
+    """The limits of the first GPU of a rank."""
+
+    power_w: float | None = None
+    memory_bytes: float | None = None
+
+
+NO_LIMITS = Limits()
 
 
 class HostLine(NamedTuple):
@@ -172,6 +185,7 @@ def rank_table(
     states: RankStates,
     hosts: Mapping[int, str],
     count: int,
+    limits: Mapping[int, Limits] = MappingProxyType({}),
 ) -> RankTable:
     """Return the table of a window.
 
@@ -181,6 +195,7 @@ def rank_table(
         states: the states of the ranks after the events up to this window.
         hosts: host of each rank.
         count: number of ranks in the job.
+        limits: limits of the GPU of each rank.
     """
     by_rank = {row.rank: row for row in rows}
     found: dict[int, list[_Found]] = {}
@@ -188,7 +203,7 @@ def rank_table(
         found.setdefault(one.rank, []).append(one)
     lines = []
     for rank in sorted({*by_rank, *found}):
-        line = _values(rank, by_rank.get(rank), hosts.get(rank, ""))
+        line = _values(rank, by_rank.get(rank), hosts.get(rank, ""), limits.get(rank, NO_LIMITS))
         if reasons := sorted(found.get(rank, ()), key=lambda one: (_PLACES[one.reason], -one.size)):
             worst, text = reasons[0], "; ".join(one.text for one in reasons)
             line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
@@ -198,21 +213,24 @@ def rank_table(
     return RankTable(lines, count, hosts, is_whole)
 
 
-def _values(rank: int, row: RankRow | None, host: str) -> RankLine:
+def _values(rank: int, row: RankRow | None, host: str, limits: Limits = NO_LIMITS) -> RankLine:
     if row is None:
         return RankLine(rank, host)
     iterations = row.iteration_last - row.iteration_first + 1
     temperature = row.gauges.get("temperature_c")
     whole_s = row.busy_s + row.wait_s
+    watts = measured_quotient(row.energy_j, row.energy_covered_s)
     return RankLine(
         rank,
         row.host or host,
         step_s=row.busy_s / iterations if iterations > 0 else None,
         wait_ratio=row.wait_s / whole_s if iterations > 0 and whole_s > 0 else None,
         busy_ratio=measured_quotient(row.utilization_seconds, row.utilization_covered_s),
-        watts=measured_quotient(row.energy_j, row.energy_covered_s),
+        watts=watts,
         memory_gb=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GB,
         temperature_c=None if temperature is None else temperature.most,
+        power_ratio=measured_quotient(watts, limits.power_w or 0.0),
+        memory_ratio=measured_quotient(row.memory_peak_bytes, limits.memory_bytes or 0.0),
     )
 
 

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
+from effllm.store.closing_text import forecast_texts
 from effllm.store.summary_text import duration, readable, verdict_lines
 from effllm.store.window_text import scaled
+from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
 from effllm.views.top.panes import pane_lines, table_height
 from effllm.views.top.text import (
@@ -25,7 +28,6 @@ from effllm.views.top.text import (
     clipped,
     fit,
     local_time,
-    sparkline,
     width_of,
 )
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
@@ -35,6 +37,7 @@ CELL = 20  # width of a value with its name
 MAX_COLUMNS = 6
 
 MIN_WIDTH, MIN_HEIGHT = 20, 6
+LARGE = (120, 40)  # from this size on, curves are charts
 MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
 _KEYS = "q quit  ? help  e events  w waterfall  g hosts  s sort  / filter  space replay"
 _STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "ended": WARNING, "no_update": WARNING}
@@ -113,26 +116,28 @@ def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str 
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         small: list[Line] = [clipped([("terminal too small", PLAIN)], width)]
         return small[:height]
-    head = head_lines(frame, width, bars, is_brief=height < 16)
+    head = head_lines(frame, width, height, bars)
     foot = list(_foot(frame, view, width, notice))
     room = max(height - len(head) - len(foot), 0)
-    body = pane_lines(frame, view, width, room)[:room]
+    body = pane_lines(frame, view, width, room, bars)[:room]
     blank: list[Line] = [[]] * (room - len(body))
     return [clipped(line, width) for line in [*head, *body, *blank, *foot]][:height]
 
 
 def page_of(frame: TopFrame, width: int, height: int, view: TopView) -> int:
     """Return the number of lines of the pane that the screen shows, without the header of the pane."""
-    head = len(head_lines(frame, width, BARS, is_brief=height < 16))
+    head = len(head_lines(frame, width, height))
     room = height - head - len(list(_foot(frame, view, width, "")))
     return max((table_height(room) if view.pane == RANKS else room) - 1, 1)
 
 
-def head_lines(frame: TopFrame, width: int, bars: str = BARS, *, is_brief: bool = False) -> list[Line]:
+def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> list[Line]:
     """Return the lines above the pane."""
+    is_brief = height < 16
     lines: list[Line] = [_title(frame, width), *_verdict(frame)[: 1 if is_brief else 3], *value_lines(frame, width)]
-    if (curve := _curve(frame, width, bars)) is not None and not is_brief:
-        lines.append(curve)
+    if not is_brief:
+        is_large = width >= LARGE[0] and height >= LARGE[1]
+        lines += chart_lines(frame, width, bars) if is_large else spark_lines(frame, width, bars)
     lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[: 1 if is_brief else 3]]
     if (more := len(frame.problems) - 3) > 0 and not is_brief:
         lines.append([(f"!! {more} more problem{'s' * (more > 1)}: effllm top --once --json lists all", BAD)])
@@ -166,10 +171,13 @@ def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
         yield f"ranks {_share(seen.ranks_reporting, seen.ranks_expected)}", PLAIN, 3
     if head.elapsed_s is not None:
         yield duration(head.elapsed_s), PLAIN, 4
-    if head.remaining_s is not None:
-        yield f"eta {duration(head.remaining_s)}", PLAIN, 5
+    if (remaining := head.forecast.get(REMAINING_S)) is not None:
+        yield f"eta {duration(remaining.value)}", PLAIN, 5
+        yield f"at its end: {', '.join(forecast_texts(head.forecast, head.currency))}", DIM, 9
     if seen is not None and seen.gpus_expected:
         yield f"GPUs {_share(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
+    if frame.over:
+        yield frame.over, DIM, 3
     if head.user:
         yield one_line(head.user), DIM, 7
     if (head.attempt or 1) > 1:
@@ -191,19 +199,6 @@ def _verdict(frame: TopFrame) -> list[Line]:
         note = f"  ({frame.verdict_note})" if is_first and frame.verdict_note else ""
         lines.append([(f"{name:<9}", DIM), (text, style if is_first else PLAIN), (note, DIM)])
     return lines
-
-
-def _curve(frame: TopFrame, width: int, bars: str) -> Line | None:
-    seconds = [step.seconds for step in frame.steps]
-    known = [value for value in seconds if value is not None]
-    if len(known) < 2:
-        return None
-    name = "iteration"
-    limits = f" {readable(min(known))} to {readable(max(known))} s, last {len(seconds)} windows"
-    room = width - len(name) - 1 - len(limits)
-    if room < 10:
-        return None
-    return [(f"{name} ", DIM), (sparkline(seconds, room, bars), PLAIN), (limits, DIM)]
 
 
 def _foot(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[Line]:

@@ -1,0 +1,230 @@
+"""The GPUs of this machine for ``effllm check``: clocks, limits, links and errors against each other, and under load.
+
+NVML is read without a CUDA context.  Nothing here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pynvml
+from msgspec import Struct
+
+from effllm.commands.survey_host import DIFFERS, MISSING, OK, Finding
+from effllm.devices._nvml_chip import throttles
+from effllm.devices._nvml_identity import text_of
+from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
+
+LOAD_S, SETTLED_S = 5.0, 3.0  # of the load, and the time after which the clocks under load are read
+#: A smaller share of the best peer's rate is a difference.
+MIN_RATE = 0.95
+#: Reasons for a lower clock of a GPU under load that are usual.
+USUAL = ("power_cap",)
+NVLINKS = 18  # of a GPU
+
+
+class GpuState(Struct):
+    """One GPU; ``None`` means that NVML does not report the value."""
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    throttled_by: tuple[str, ...] = ()
+    temperature_c: int | None = None
+    power_limit_w: float | None = None
+    power_limit_default_w: float | None = None
+    ecc_uncorrected: int | None = None  # since the start of the driver
+    pcie_generation: int | None = None  # lower while the GPU is idle
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks: int | None = None  # active links
+    nvlink_errors: int | None = None  # of all links, since the start of the driver
+    processes: tuple[str, ...] = ()  # that use the GPU
+    flops_per_second: float | None = None  # of the matrix product with --load
+    copy_bytes_per_second: float | None = None  # from the memory of the host
+    load: str = ""  # what the load computed, or why there was none
+
+
+_RESEAT = "reseat the GPU, and look at the slot and the riser"
+#: Values that are equal on all GPUs of one model: field, what it is, unit, and the advice for a difference.
+_EQUAL = (
+    ("sm_clock_max_mhz", "maximum SM clock", " MHz", "reset its clocks: nvidia-smi -rgc"),
+    ("power_limit_w", "power limit", " W", "set it to the default: nvidia-smi -pl"),
+    ("pcie_generation_max", "PCIe generation", "", "look at the slot and the riser"),
+    ("pcie_width", "PCIe lanes", "", _RESEAT),
+    ("nvlinks", "active NVLinks", "", "look at nvidia-smi nvlink -s, and at the fabric manager"),
+)
+
+
+def states() -> list[GpuState]:
+    """Return the state of each GPU; empty without a driver."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            return [_state(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            pynvml.nvmlShutdown()
+    return []
+
+
+def _state(index: int) -> GpuState:
+    found = GpuState(index)
+    with suppress(pynvml.NVMLError):
+        found.uuid = text_of(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+        found.name = text_of(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index)))
+        _read(found)
+    return found
+
+
+def _read(found: GpuState) -> None:
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(found.index)
+    found.sm_clock_mhz = _or_none(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    found.sm_clock_max_mhz = _or_none(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    found.throttled_by = throttles(_or_none(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
+    found.temperature_c = _or_none(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
+    limits_mw = (
+        _or_none(ask, gpu)
+        for ask in (pynvml.nvmlDeviceGetEnforcedPowerLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
+    )
+    found.power_limit_w, found.power_limit_default_w = (None if one is None else one / 1e3 for one in limits_mw)
+    errors = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    found.ecc_uncorrected = _or_none(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
+    found.pcie_generation = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, gpu)
+    found.pcie_generation_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu)
+    found.pcie_width = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
+    found.pcie_width_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
+    active = [link for link in range(NVLINKS) if _or_none(pynvml.nvmlDeviceGetNvLinkState, gpu, link)]
+    counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+                pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
+    counts = [_or_none(pynvml.nvmlDeviceGetNvLinkErrorCounter, gpu, link, one) for link in active for one in counters]
+    known = [count for count in counts if count is not None]
+    found.nvlinks, found.nvlink_errors = len(active) or None, sum(known) if known else None
+    processes = _or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
+    found.processes = tuple(_program(one.pid) for one in processes)
+
+
+def _or_none(ask: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return ask(*arguments)
+    except (pynvml.NVMLError, UnicodeDecodeError):
+        return None
+
+
+def _program(pid: int) -> str:
+    try:
+        return f"{psutil.Process(pid).name()} ({pid})"
+    except psutil.Error:  # of another user or container
+        return f"process {pid}"
+
+
+def load(gpus: Sequence[GpuState], begins: Callable[[GpuState], None] = lambda _: None) -> None:
+    """Put each GPU under load, one after the other, and add its rates and its state under load.
+
+    A GPU that a process uses is left out.
+
+    Args:
+        gpus: the GPUs, whose values are replaced.
+        begins: called before each load.
+    """
+    for gpu in gpus:
+        if gpu.processes:
+            gpu.load = f"not loaded: {', '.join(gpu.processes)} uses it"
+            continue
+        begins(gpu)
+        child = TorchLoad(gpu.uuid)
+        try:
+            child.opened()
+            gpu.load = child.name
+            child.measure(LOAD_S)
+            until_s = time.monotonic() + SETTLED_S
+            while (rates := child.rates()) is None:
+                time.sleep(0.05)
+                if until_s and time.monotonic() > until_s:
+                    until_s = 0.0
+                    _read_again(gpu)
+            gpu.flops_per_second, gpu.copy_bytes_per_second = rates
+        except LoadUnavailable as error:
+            gpu.load = f"not loaded: {error}"
+        finally:
+            child.close()
+
+
+def _read_again(gpu: GpuState) -> None:
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            _read(gpu)
+        finally:
+            pynvml.nvmlShutdown()
+
+
+def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:
+    """Yield a line for each GPU, with what is wrong, or differs from its peers: GPUs of the same model."""
+    for gpu in gpus:
+        name = f"GPU {gpu.index}"
+        if not gpu.uuid:
+            yield Finding(name, MISSING, "cannot be read", "run nvidia-smi for details")
+            continue
+        peers = [one for one in gpus if one.name == gpu.name and one is not gpu]
+        wrong = list(_wrong(gpu, peers))
+        text = ", ".join([gpu.name, *_facts(gpu)])
+        if wrong:
+            text += f": {'; '.join(one for one, _ in wrong)}"
+        yield Finding(name, DIFFERS if wrong else OK, text, "; ".join(dict.fromkeys(advice for _, advice in wrong)))
+
+
+def _facts(gpu: GpuState) -> Iterator[str]:
+    if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
+        yield f"{gpu.sm_clock_mhz:,} of {gpu.sm_clock_max_mhz:,} MHz"
+    if gpu.temperature_c is not None:
+        yield f"{gpu.temperature_c} °C"
+    if gpu.power_limit_w is not None:
+        default = f" of {gpu.power_limit_default_w:g}" if gpu.power_limit_default_w is not None else ""
+        yield f"limit {gpu.power_limit_w:g}{default} W"
+    if gpu.pcie_width is not None:
+        yield f"PCIe {gpu.pcie_generation or gpu.pcie_generation_max or '?'} x{gpu.pcie_width}"
+    if gpu.nvlinks is not None:
+        yield f"{gpu.nvlinks} NVLinks"
+    if gpu.ecc_uncorrected is not None:
+        yield f"{gpu.ecc_uncorrected:,} ECC errors"
+    if gpu.flops_per_second is not None:
+        yield f"{gpu.flops_per_second / 1e12:.4g} TFLOP/s"
+    if gpu.copy_bytes_per_second is not None:
+        yield f"copy {gpu.copy_bytes_per_second / 1e9:.3g} GB/s"
+    if gpu.load:
+        yield gpu.load
+
+
+def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong, and what to do."""
+    usual = USUAL if gpu.flops_per_second is not None else ()
+    if reasons := [one for one in gpu.throttled_by if one not in usual]:
+        names = ", ".join(reasons).replace("_", " ")
+        yield f"its clock is lowered ({names})", "check its cooling and its power supply"
+    if gpu.ecc_uncorrected:
+        yield "uncorrected memory errors", "drain the host, and reset the GPU"
+    if gpu.nvlink_errors:
+        yield f"{gpu.nvlink_errors:,} errors of its NVLinks", "look at nvidia-smi nvlink -e, and reset the GPU"
+    if gpu.pcie_width is not None and gpu.pcie_width < (gpu.pcie_width_max or 0):
+        yield f"{gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes", _RESEAT
+    if gpu.power_limit_w is not None and gpu.power_limit_w < (gpu.power_limit_default_w or 0.0):
+        yield "power limit below its default", "set it to the default: nvidia-smi -pl"
+    for field, what, unit, advice in _EQUAL:
+        values = Counter(value for one in (gpu, *peers) if (value := getattr(one, field)) is not None)
+        own = getattr(gpu, field)
+        if own is not None and values and values[own] < max(values.values()):
+            usually = max(values, key=values.__getitem__)
+            yield f"{what} {own:g}{unit}, of its peers {usually:g}{unit}", advice
+    for field, what in (("flops_per_second", "matrix products"), ("copy_bytes_per_second", "copies")):
+        rates = [rate for one in peers if (rate := getattr(one, field)) is not None]
+        own = getattr(gpu, field)
+        if own is not None and rates and own < MIN_RATE * max(rates):
+            yield f"{what} at {100 * own / max(rates):.0f} % of its fastest peer", "exclude the host from large jobs"

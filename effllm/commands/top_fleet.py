@@ -1,0 +1,250 @@
+"""``effllm top`` of a folder of runs, or of a ledger: its running jobs, the worst first."""
+
+from __future__ import annotations
+
+import json
+import locale
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from effllm.analysis.ledger import LedgerRun, ledger_runs
+from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.analysis.sides import STALE_AFTER_S
+from effllm.commands.top_reader import NoRunError
+from effllm.commands.top_terminal import TICK_S, Canvas, screen, signals, wake
+from effllm.records.identity import Identity
+from effllm.records.job import SCHEMA_VERSION, Coverage, Value
+from effllm.records.plain_text import one_line
+from effllm.records.verdict import Waterfall
+from effllm.store.regular_file import read_regular
+from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
+from effllm.views.top.text import plain
+
+EVERY_S, FIRST_S = 5.0, 0.1  # period of reading, and the time for reading before the first frame
+NO_UPDATE_S, FORGOTTEN_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
+DOCUMENT_VERSION = 1
+_METRICS = {
+    "tokens_per_second_per_gpu": "run_throughput/tokens_per_second_per_gpu",
+    "mfu_ratio": "run_throughput/mfu_ratio",
+    "busy_ratio": "pcu_ratio",
+}
+
+
+class _Verdict(Struct):
+    text: str = ""
+
+
+class _Summary(Identity, frozen=True, kw_only=True):
+    """What a line needs of summary.json."""
+
+    status: str = "running"
+    is_over: bool = False
+    updated_time_s: float = 0.0
+    elapsed_s: float | None = None
+    coverage: Coverage | None = None
+    metrics: Mapping[str, Value] = MappingProxyType({})
+    verdict: _Verdict | None = None
+    waterfall: Waterfall | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+_summary = msgspec.json.Decoder(_Summary)
+
+
+class Fleet:
+    """Reads the summaries of running jobs; a summary is read again when it has changed.
+
+    Args:
+        path: a folder of runs, or of ledger files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: dict[Path, tuple[str, JobLine | None]] = {}  # by run folder: state of its files, and its line
+        self.frame = FleetFrame()
+
+    def refresh(self, for_s: float, now_s: float) -> bool:
+        """Read what has changed, for a limited time; return whether everything was read.
+
+        Args:
+            for_s: the time.
+            now_s: unix time.
+
+        Raises:
+            NoRunError: there is no run at the path.
+        """
+        until_s = time.monotonic() + for_s
+        lines, _ = ledger_runs(self._path)
+        try:
+            runs = [(run.folder, run.state) for run in find_runs(self._path)]
+        except UnreadableRun as error:
+            if not lines:
+                raise NoRunError(str(error)) from error
+            runs = []
+        known = {folder for folder, _ in runs}
+        of_ledger = {Path(run.folder): run for run in lines if run.folder and run.status == "running"}
+        found: dict[Path, tuple[str, JobLine | None]] = {}
+        is_whole = True
+        for folder, state in (*runs, *((folder, "") for folder in of_ledger if folder not in known)):
+            before = self._lines.get(folder)
+            if before is not None and state and before[0] == state:
+                found[folder] = before
+            elif time.monotonic() > until_s:
+                is_whole = False
+                break
+            else:
+                found[folder] = state, _line(folder) or _of_ledger(folder, of_ledger.get(folder))
+        self._lines = found
+        jobs = [line for _, one in found.values() if one is not None and (line := _aged(one, now_s)) is not None]
+        count = len(runs) + len(of_ledger.keys() - known)
+        note = "" if is_whole else f"{len(found):,} of {count:,} runs are read"
+        self.frame = FleetFrame(sorted(jobs, key=JobLine.order), count, note)
+        return is_whole
+
+
+def _line(folder: Path) -> JobLine | None:
+    """Return the line of a run; ``None`` if it is over, or cannot be read."""
+    try:
+        found = _summary.decode(read_regular(folder / "summary.json"))
+    except FileNotFoundError:
+        return _starting(folder)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if found.is_over:
+        return None
+    gpus = found.coverage.gpus_expected if found.coverage is not None else None
+    loss = found.waterfall
+    share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
+    values = {name: value.value if (value := found.metrics.get(tag)) else None for name, tag in _METRICS.items()}
+    return JobLine(
+        name=one_line(found.run_id or folder.name),
+        folder=str(folder),
+        state="stalled" if found.status == "stalled" else "running",
+        user=found.user,
+        partition=found.partition,
+        gpus=gpus or None,
+        elapsed_s=found.elapsed_s,
+        verdict=one_line(found.verdict.text) if found.verdict is not None else "",
+        lost_gpus=share * (gpus or 0),
+        updated_time_s=found.updated_time_s,
+        **values,
+    )
+
+
+def _starting(folder: Path) -> JobLine | None:
+    """Return the line of a run in its first minute, which has no summary yet."""
+    try:
+        found = msgspec.json.decode(read_regular(folder / "run.json"), type=_Summary)
+        changed_s = (folder / "run.json").stat().st_mtime
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    name = one_line(found.run_id or folder.name)
+    return JobLine(name, str(folder), "starting", found.user, found.partition, updated_time_s=changed_s)
+
+
+def _of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:
+    """Return the line of a run whose folder cannot be read, from the ledger: its values are up to an hour old."""
+    if run is None:
+        return None
+    return JobLine(
+        name=one_line(run.run_id),
+        folder=str(folder),
+        user=run.user,
+        gpus=run.gpus,
+        tokens_per_second_per_gpu=run.tokens_per_second_per_gpu,
+        mfu_ratio=run.mfu_ratio,
+        verdict=one_line((run.cause or "").replace("_", " ")),
+        lost_gpus=(run.gpus or 0) * run.lost_hours / run.gpu_hours if run.gpu_hours else 0.0,
+        updated_time_s=(run.updated_time_s or 0.0) + STALE_AFTER_S,
+    )
+
+
+def _aged(line: JobLine, now_s: float) -> JobLine | None:
+    """Return a line with the state that its age shows; ``None`` if the job has probably ended."""
+    age_s = now_s - line.updated_time_s
+    if age_s > FORGOTTEN_S:
+        return None
+    return line._replace(state="no update") if age_s > NO_UPDATE_S else line
+
+
+def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
+    """Print all running jobs; return the exit status."""
+    fleet.refresh(float("inf"), time.time())
+    frame = fleet.frame
+    if as_json:
+        jobs = [job._asdict() for job in frame.jobs]
+        print(json.dumps({"schema_version": DOCUMENT_VERSION, "runs": frame.num_runs, "jobs": jobs}))
+    else:
+        lines = fleet_lines(frame, width, len(frame.jobs) + 4, selected=-1)[:-1]
+        sys.stdout.write(plain(line for line in lines if line))
+    return 1 if any(job.state in ("stalled", "no update") for job in frame.jobs) else 0
+
+
+def watch(fleet: Fleet, open_job: Callable[[str], Any], *, has_color: bool) -> int:
+    """Show the jobs until the user quits; return the exit status.
+
+    Args:
+        fleet: the jobs.
+        open_job: shows a run folder until the user quits it.
+        has_color: whether colours are shown.
+
+    Raises:
+        NoRunError: there is no run.
+    """
+    locale.setlocale(locale.LC_ALL, "")
+    fleet.refresh(FIRST_S, time.time())
+    selected = ""
+    while True:
+        chosen = _choose(fleet, selected, has_color)
+        if chosen is None:
+            return 0
+        selected = chosen.folder
+        open_job(chosen.folder)
+
+
+def _choose(fleet: Fleet, selected: str, has_color: bool) -> JobLine | None:
+    """Show the jobs until one is chosen; ``None``: the user quits."""
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    is_over = threading.Event()
+    # A slow disk must not delay a key.
+    threading.Thread(target=_read, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
+    at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
+    try:
+        with signals(write), screen() as window:
+            canvas = Canvas(window, has_color=has_color)
+            while True:
+                jobs, (width, height) = fleet.frame.jobs, canvas.size
+                at = min(max(at, 0), max(len(jobs) - 1, 0))
+                canvas.draw(fleet_lines(fleet.frame, width, height, at))
+                ready, _, _ = select.select([sys.stdin, read], [], [], TICK_S)
+                if read in ready and signal.SIGWINCH in os.read(read, 4096):
+                    canvas.resize()
+                for key in canvas.pressed() if sys.stdin in ready else ():
+                    if key in ("q", "ctrl-c", "esc"):
+                        return None
+                    if key == "enter" and jobs:
+                        return jobs[at]
+                    at += {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": 4 - height, "pgdn": height - 4}.get(key, 0)
+                    at = {"home": 0, "end": len(jobs) - 1}.get(key, at)
+    except KeyboardInterrupt:
+        return None
+    finally:
+        is_over.set()
+
+
+def _read(fleet: Fleet, is_over: threading.Event, wakes: Callable[[], None]) -> None:
+    while not is_over.is_set():
+        is_whole = fleet.refresh(FIRST_S, time.time())
+        wakes()
+        is_over.wait(EVERY_S if is_whole else 0.01)

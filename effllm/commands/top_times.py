@@ -1,0 +1,64 @@
+"""The own times of ranks in the newest windows of a run folder, for the map of ``effllm top``."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from effllm.store.line_files import END, LineFiles, Position
+from effllm.views.top.frame import RankTimes
+
+MAX_LINES, MAX_WINDOWS = 4000, 200  # that are read at once, and kept
+
+
+class _Times(Struct):
+    """The times of a line of ``ranks-*.jsonl``."""
+
+    attempt: int
+    window: int
+    rank: int
+    iteration_first: int
+    iteration_last: int
+    busy_s: float
+    own_steps: int = 0
+    own_step_s: float = 0.0
+
+
+_times = msgspec.json.Decoder(_Times)
+
+
+class OwnTimes:
+    """Reads the times of new lines.
+
+    Args:
+        files: the files of the ranks.
+    """
+
+    def __init__(self, files: LineFiles) -> None:
+        self._files = files
+        self._next: Position | None = None
+        self._windows: dict[tuple[int, int], dict[int, float]] = {}
+
+    def refresh(self) -> bool:
+        """Read new lines, at first the newest ones; return whether there are any."""
+        lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
+        for _, line in lines:
+            try:
+                one = _times.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            count, seconds = one.own_steps, one.own_step_s
+            if count <= 0:
+                count, seconds = one.iteration_last - one.iteration_first + 1, one.busy_s
+            if count > 0 and seconds > 0:
+                self._windows.setdefault((one.attempt, one.window), {})[one.rank] = seconds / count
+        if lines:
+            at, line = lines[-1]
+            self._next = Position(at.number, at.offset + len(line))
+            for key in sorted(self._windows)[:-MAX_WINDOWS]:
+                del self._windows[key]
+        return bool(lines)
+
+    def until(self, attempt: int, window: int) -> RankTimes:
+        """Return the times of the windows up to one, the oldest first."""
+        return [self._windows[key] for key in sorted(self._windows) if key <= (attempt, window)]

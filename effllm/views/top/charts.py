@@ -1,0 +1,155 @@
+"""The windows of a run as curves: a line each, or charts with axes on a large screen; and ranks by window as a map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import attrgetter
+from statistics import median
+from typing import NamedTuple
+
+from effllm.store.summary_text import readable
+from effllm.store.window_text import scaled
+from effllm.views.top.frame import RankTimes, TopFrame, WindowPoint
+from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline, width_of
+
+MAX_CURVES = 4
+CHART_HEIGHT = 7  # with the line of its name and the one of its times
+_LABEL = 8  # width of the numbers of an axis
+_NAME, _MIN_SPARK, _TWO_COLUMNS = 10, 10, 70
+#: Own time of a rank in the median of its peers from which a cell has the letter and the style.
+_CELLS = ((1.1, "█", "#", BAD), (1.05, "▓", "+", WARNING), (1.02, "░", "-", PLAIN), (0.0, "·", ".", DIM))
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a letter of Braille: rows, columns
+
+
+class _Curve(NamedTuple):
+    name: str
+    value: Callable[[WindowPoint], float | None]
+    text: Callable[[float], str]
+
+
+_CURVES = (
+    _Curve("loss", attrgetter("loss"), readable),
+    _Curve("tok/s/GPU", attrgetter("tokens_per_second"), lambda value: "".join(scaled(value))),
+    _Curve("W/GPU", attrgetter("watts"), readable),
+    _Curve("MFU %", attrgetter("mfu_ratio"), lambda value: readable(100 * value)),
+    _Curve("s/it", attrgetter("seconds"), readable),
+)
+
+
+def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
+    """Return the first curves with at least two values."""
+    found = ((curve, [curve.value(point) for point in frame.points]) for curve in _CURVES)
+    return list(islice((one for one in found if sum(value is not None for value in one[1]) > 1), MAX_CURVES))
+
+
+def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
+    """Return the curves as lines, each with its lowest and highest value, in one or two columns."""
+    columns = 2 if width >= _TWO_COLUMNS else 1
+    cells = [_spark(curve, values, width // columns - 1, bars) for curve, values in _known(frame)]
+    cells = [cell for cell in cells if cell]
+    return [[part for cell in cells[at : at + columns] for part in cell] for at in range(0, len(cells), columns)]
+
+
+def _spark(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
+    known = [value for value in values if value is not None]
+    limits = f" {curve.text(min(known))} to {curve.text(max(known))}"
+    room = width - _NAME - width_of(limits)
+    if room < _MIN_SPARK:
+        return []
+    text = sparkline(values, room, bars)
+    return [(fit(curve.name, _NAME), DIM), (text, PLAIN), (fit(limits, width - _NAME - width_of(text) + 1), DIM)]
+
+
+def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
+    """Return charts of `CHART_HEIGHT` lines in two columns, with the values and the times of their axes."""
+    charts = [_chart(curve, values, frame.points, width // 2 - 1, bars) for curve, values in _known(frame)]
+    lines: list[Line] = []
+    for at in range(0, len(charts), 2):
+        pair = charts[at : at + 2]
+        lines += [[part for chart in pair for part in chart[row]] for row in range(CHART_HEIGHT)]
+    return lines
+
+
+def _chart(
+    curve: _Curve, values: Sequence[float | None], points: Sequence[WindowPoint], width: int, bars: str
+) -> list[list[tuple[str, int]]]:
+    known = [value for value in values if value is not None]
+    least, most = min(known), max(known)
+    room, height = width - _LABEL - 1, CHART_HEIGHT - 2
+    drawn = braille(values, room, height) if bars == BARS else [sparkline(values, room, bars)] * height
+    lines = [[(fit(f"{curve.name}: {curve.text(known[-1])}", width + 1), DIM)]]
+    for row, text in enumerate(drawn):
+        label = curve.text(most) if row == 0 else curve.text(least) if row == height - 1 else ""
+        lines.append([(fit(label, _LABEL, right=True) + " ", DIM), (fit(text, room + 1), PLAIN)])
+    begin, end = (local_time("%H:%M:%S", one.time_s) for one in (points[0], points[-1]))
+    times = f"{begin}{end:>{max(room - len(begin), 0)}}"
+    return [*lines, [(" " * (_LABEL + 1) + fit(times, room + 1), DIM)]]
+
+
+def braille(values: Sequence[float | None], width: int, height: int) -> list[str]:
+    """Return a curve as lines of letters of Braille, each with two columns and four rows of dots.
+
+    >>> braille([0.0, 1.0, 2.0, 3.0], 2, 1)
+    ['⡠⠊']
+    """
+    known = [value for value in values if value is not None]
+    least = min(known)
+    scale = (4 * height - 1) / (max(known) - least) if max(known) > least else 0.0
+    cells = [[0] * width for _ in range(height)]
+    before: int | None = None
+    for column in range(2 * width):
+        at = column * (len(values) - 1) / max(2 * width - 1, 1)
+        value = values[round(at)]
+        if value is None:
+            before = None
+            continue
+        row = 4 * height - 1 - round((value - least) * scale)
+        # A steep part is drawn without gaps.
+        first = row if before is None or abs(before - row) < 2 else before + (1 if row > before else -1)
+        for dot in range(min(first, row), max(first, row) + 1):
+            cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
+        before = row
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line]:
+    """Return the ranks that are slowest against the median of each window, window by window; empty without a median.
+
+    Args:
+        found: own times of ranks by window.
+        width: number of columns.
+        height: number of lines.
+        bars: the letters of curves; another set than `BARS` means a terminal with ASCII alone.
+    """
+    room = width - 13
+    windows = [(times, median(times.values())) for times in found if len(times) > 2][-room:]
+    ratios = [{rank: time / middle for rank, time in times.items()} for times, middle in windows if middle]
+    if not ratios or height < 2:
+        return []
+    excess: dict[int, float] = {}
+    for one in ratios:
+        for rank, ratio in one.items():
+            excess[rank] = excess.get(rank, 0.0) + max(ratio - 1.0, 0.0)
+    shown = sorted(excess, key=lambda rank: (-excess[rank], rank))[: height - 1]
+    letter = 1 if bars == BARS else 2
+    key = ", ".join(f"{cell[letter]} +{100 * (cell[0] - 1):.0f} %" for cell in _CELLS[:-1])
+    head = f"own time of ranks against the median of each window, newest right: {key}"
+    lines: list[Line] = [[(fit(head, width), DIM)]]
+    for rank in sorted(shown):
+        line: list[tuple[str, int]] = [(fit(f"rank {rank}", 12, right=True) + " ", PLAIN)]
+        for one in ratios:
+            text, style = _cell(one.get(rank), letter)
+            if line[-1][1] == style and len(line) > 1:
+                line[-1] = line[-1][0] + text, style
+            else:
+                line.append((text, style))
+        lines.append(line)
+    return lines
+
+
+def _cell(ratio: float | None, letter: int) -> tuple[str, int]:
+    if ratio is None:
+        return " ", DIM
+    cell = next(cell for cell in _CELLS if ratio >= cell[0])
+    return str(cell[letter]), cell[3]
