@@ -20,6 +20,8 @@ EXAMPLES = {
     "throughput_device_step_seconds": 0.051,
     "other_devices_j": {"GPU-1": 120.5},
     "device": "GPU-1",
+    "currency": "EUR",
+    "forecast": {"remaining_seconds": {"value": 4.01, "low": 3.98, "high": 4.05}},
     "straggler_rank": 17,
     "straggler_step_s": 0.061,
     "straggler_median_s": 0.05,

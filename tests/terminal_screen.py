@@ -18,6 +18,7 @@ import jobs
 import pyte
 
 KEYS = {
+    "enter": b"\r",
     "left": b"\x1b[D",
     "right": b"\x1b[C",
     "up": b"\x1b[A",

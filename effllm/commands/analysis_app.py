@@ -241,7 +241,7 @@ def report(
       effllm report efficientllm_runs/20260101-120000-1a2b3c4d
       effllm report RUN -o /tmp/run.html
       effllm report runs/base runs/new -o base-and-new.html
-      effllm report efficientllm_runs/my-campaign   # its configurations, with means over their runs
+      effllm report efficientllm_runs/my-campaign   # its configurations
 
     Exit status: 0 written, 1 no run, or the file cannot be written, 2 wrong use.
     """
@@ -264,7 +264,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
 ) -> None:
-    """Show a running or finished job on one terminal screen, or all running jobs of a folder.
+    """Show a job, or all running jobs of a folder, on one screen.
 
     The screen has the verdict, the values of the job, and the ranks or hosts, the worst first with the reason. The keys
     are in its last line; the key ? lists all of them. A finished run is replayed with the arrow keys, Home, End and

@@ -145,7 +145,7 @@ def check(
     Examples:
       effllm check
       effllm check --device host
-      effllm check --load                           # a slow host: matrix products and copies on each GPU
+      effllm check --load                           # a slow host: load each GPU
       effllm check --json | jq .device
       srun --ntasks-per-node 1 effllm check         # on every node
 

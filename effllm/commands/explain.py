@@ -30,6 +30,7 @@ class Entry(NamedTuple):
     what: str  # metric, event, cause or setting
     about: str  # the unit of a metric, the output of an event
     text: str
+    metric: str = ""  # its name in summary.json
 
 
 def main(names: Sequence[str] | None, as_json: bool, as_markdown: bool) -> int:
@@ -42,7 +43,8 @@ def main(names: Sequence[str] | None, as_json: bool, as_markdown: bool) -> int:
     found = list(_entries())
     for name in names or ():
         if not _named(found, name):
-            near = difflib.get_close_matches(name.lower(), [_short(one.name) for one in found], 3)
+            names_of_all = [_short(one.metric or one.name) for one in found]
+            near = difflib.get_close_matches(name.lower(), names_of_all, 3)
             return complain("explain", f"{name!r} has no entry" + f"; near: {', '.join(near)}" * bool(near), 1)
     shown = [entry for name in names for entry in _named(found, name)] if names else found
     if form == "json":
@@ -58,8 +60,10 @@ def main(names: Sequence[str] | None, as_json: bool, as_markdown: bool) -> int:
 
 def _named(found: Sequence[Entry], name: str) -> list[Entry]:
     """Return the entries of a name: a tag of a chart, or with another letter case or separator, has the same ones."""
+    if exact := [one for one in found if one.name.lower() == name.lower()]:
+        return exact
     short = name.lower().replace("-", "_").replace(" ", "_").rpartition("/")[2]
-    return [one for one in found if short in (_short(one.name), _short(one.name.removeprefix(PREFIX)))]
+    return [one for one in found if short in (_short(one.name), _short(one.name.removeprefix(PREFIX)), one.metric)]
 
 
 def _short(name: str) -> str:
@@ -70,7 +74,7 @@ def _entries() -> Iterator[Entry]:
     for metric in METRICS.values():
         bases = ", ".join(metric.bases) + ("" if metric.chart else "; no chart")
         text = f"{metric.help} Of: {bases}."
-        yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text)
+        yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text, metric.name)
     for name, kind in KINDS.items():
         yield Entry(name, "event", _place(kind), kind.help)
     yield from (Entry(cause, "cause", "", _of_cause(cause, CAUSES)) for cause in CAUSES)

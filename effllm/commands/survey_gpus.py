@@ -50,7 +50,7 @@ class GpuState(Struct):
     processes: tuple[str, ...] = ()  # that use the GPU
     flops_per_second: float | None = None  # of the matrix product with --load
     copy_bytes_per_second: float | None = None  # from the memory of the host
-    load: str = ""  # what the load computed, or why there was none
+    load: str = ""  # what the load computed, or why the GPU was not loaded
 
 
 _RESEAT = "reseat the GPU, and look at the slot and the riser"
@@ -175,7 +175,7 @@ def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:
             continue
         peers = [one for one in gpus if one.name == gpu.name and one is not gpu]
         wrong = list(_wrong(gpu, peers))
-        text = ", ".join([gpu.name, *_facts(gpu)])
+        text = ", ".join([gpu.name, gpu.uuid, *_facts(gpu)])
         if wrong:
             text += f": {'; '.join(one for one, _ in wrong)}"
         yield Finding(name, DIFFERS if wrong else OK, text, "; ".join(dict.fromkeys(advice for _, advice in wrong)))

@@ -37,7 +37,7 @@ PARTS: dict[str, str] = {
 OF_GPUS, OF_RANKS = "GPU", "rank"
 #: Parts that are work, not loss.
 PRODUCTIVE = ("generation", "useful", "steps")
-#: Parts that nobody can avoid as a whole: work, and steps at a usual speed.
+#: Parts that cannot be avoided as a whole: work, and steps at a usual speed.
 NOT_AVOIDABLE = (*PRODUCTIVE, "below_peak", "recomputation", "clock_below_maximum")
 
 HEALTHY, NONE_FOUND, NO_VERDICT, FAILED = "healthy", "none_found", "unknown", "failed"

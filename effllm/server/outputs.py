@@ -17,7 +17,7 @@ from effllm.records.rank import Event
 from effllm.server.writer import Writer
 from effllm.sinks import RunInfo, Sink, open_sink
 from effllm.store import run_folder
-from effllm.store.ledger_file import LINE_AFTER_S, LedgerFile, ledger_line
+from effllm.store.ledger_file import FIRST_LINE_S, LINE_AFTER_S, LedgerFile, ledger_line
 from effllm.store.run_folder import RunFolder, open_run_folder
 
 STORE_OPENS_S = 2.0
@@ -49,7 +49,7 @@ class Outputs:
             )
             self._store = Writer("run folder", open_store, run.log)
         self._ledger: Writer[LedgerFile] | None = None
-        self._next_line_s = 0.0  # elapsed time of the job at its next line
+        self._next_line_s = FIRST_LINE_S  # elapsed time of the job at its next line
         if run.config.ledger:
             self._ledger = Writer("ledger", partial(LedgerFile, Path(run.config.ledger)), run.log)
         self._folder = run.folder

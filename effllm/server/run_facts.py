@@ -136,11 +136,11 @@ class RunFacts:
         """Return what is measured, and how to look at it, when all ranks are known."""
         ranks = self.values.get("ranks", {})
         gpus = {one["key"]: one for rank in ranks.values() for one in rank["devices"] if one["is_gpu"]}
-        models = sorted({str(one["name"]) for one in gpus.values()})
-        simulated = "simulated " if any(one["simulated"] for one in gpus.values()) else ""
-        what = f"{_count(len(ranks), 'rank')} on {_count(len(gpus), f'{simulated}GPU')} ({', '.join(models[:2])})"
+        models = ", ".join(sorted({str(one["name"]) for one in gpus.values()})[:2])
+        is_simulated = any(one["simulated"] for one in gpus.values())
+        on = _count(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
+        text = one_line(f"{_count(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
         look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
-        text = one_line(what if gpus else f"{_count(len(ranks), 'rank')} without a GPU")
         return f"measuring {text}" + (f"; to look: {look}" if look else "")
 
     def take(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:

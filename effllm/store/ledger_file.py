@@ -26,7 +26,7 @@ _OF_ENERGY = ("total_joules", "measured_joules", "error_joules", "gain_error", "
 _FIGURES = (
     "gpu_cost", "electricity_cost", "co2_kg", "tokens_per_second_per_gpu", "mfu_ratio", "joules_per_token",
 )  # fmt: skip
-LINE_AFTER_S = 3600.0  # largest time between two lines of a running job
+FIRST_LINE_S, LINE_AFTER_S = 60.0, 3600.0  # first line of a running job, and largest time between two lines
 MODE = 0o640  # the group of the project reads the lines of its members
 
 

@@ -17,15 +17,16 @@ _NAMED = 4  # hosts
 def mail_text(summary: Summary) -> str:
     """Return a text of at most `MAX_LINES` lines; the explanation of the verdict is cut if it is too long."""
     lines = [text[:WIDTH] for text in _lines(summary)]
-    verdict = summary.verdict
-    if verdict is not None:
-        for name, text, count in (("Verdict", verdict.text, 1), ("Next", verdict.next, 2), ("Why", verdict.why, 3)):
-            room = min(count, MAX_LINES - len(lines))
-            if room and text:
-                lines += textwrap.wrap(
-                    f"{name}: {one_line(text)}", WIDTH, subsequent_indent="  ", max_lines=room, placeholder=" …"
-                )
+    if (verdict := summary.verdict) is not None:
+        following = _wrapped("Next", verdict.next, 2)
+        lines += _wrapped("Verdict", verdict.text, 1)
+        lines += [*_wrapped("Why", verdict.why, MAX_LINES - len(lines) - len(following)), *following]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _wrapped(name: str, text: str, count: int) -> list[str]:
+    whole = f"{name}: {one_line(text)}" if text else ""
+    return textwrap.wrap(whole, WIDTH, subsequent_indent="  ", max_lines=count, placeholder=" …") if count > 0 else []
 
 
 def _lines(summary: Summary) -> Iterator[str]:

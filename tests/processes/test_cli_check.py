@@ -142,7 +142,7 @@ def test_check_shows_the_uuid_and_reasons_for_missing_metrics(cli, library, tmp_
 
     metrics = by_metric(survey)
     [gpu] = [one for one in survey["findings"] if one["name"] == "GPU 0"]
-    assert (code, gpu["text"]) == (0, f"Tracer, {UUID}")
+    assert (code, gpu["text"].startswith(f"Tracer, {UUID}, ")) == (0, True)
     assert metrics["pcu_ratio"]["by"] == ["nvml: share of time in which the device was busy"]
     assert metrics["aec_watts"]["why_not"] == ["energy: NVML gives neither an energy counter nor the power of this GPU"]
 
@@ -316,3 +316,74 @@ def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
 
     state, text = security(EFFICIENTLLM_SECURITY="none")
     assert (state, text) == ("missing", "none: every process that can connect to the port can read and forge reports")
+
+
+def gpu(number, **changes):
+    healthy = {"pcie_width": 16, "pcie_width_max": 16, "pcie_generation": 5, "nvlinks": 18}
+    name = "NVIDIA H100 80GB HBM3"
+    return Gpu(f"GPU-0000000{number}", f"00000000:0{number}:00.0", name=name, **{**healthy, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"throttle": 0x40}, "its clock is lowered (hw thermal)"),
+        ({"ecc_uncorrected": 2}, "uncorrected memory errors"),
+        ({"nvlink_errors": 7}, "7 errors of its NVLinks"),
+        ({"pcie_width": 8}, "8 of 16 PCIe lanes"),
+        ({"power_limit_w": 500.0, "power_limit_default_w": 700.0}, "power limit below its default"),
+        ({"sm_clock_max_mhz": 1410.0}, "maximum SM clock 1410 MHz, of its peers 1980 MHz"),
+        ({"nvlinks": 17}, "active NVLinks 17, of its peers 18"),
+    ],
+)
+def test_gpu_that_differs_from_its_peers_is_named_with_a_remedy(cli, library, tmp_path, changes, text):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(gpu(1), gpu(2, **changes), gpu(3))
+    status, survey = found(cli, **trace.environment())
+    gpus = {one["name"]: one for one in survey["findings"] if one["name"].startswith("GPU ")}
+
+    assert status == 0
+    assert [gpus[f"GPU {at}"]["state"] for at in range(3)] == ["ok", "differs", "ok"]
+    assert gpus["GPU 1"]["text"].endswith(text) or f"{text}; " in gpus["GPU 1"]["text"]
+    assert gpus["GPU 1"]["advice"]
+
+
+def test_facts_of_a_healthy_gpu_are_shown(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(gpu(1), gpu(2))
+    _, survey = found(cli, **trace.environment())
+
+    text = next(one["text"] for one in survey["findings"] if one["name"] == "GPU 0")
+    assert text == (
+        "NVIDIA H100 80GB HBM3, GPU-00000001, 1,980 of 1,980 MHz, 50 °C, limit 700 of 700 W, PCIe 5 x16, 18 NVLinks, "
+        "0 ECC errors"
+    )
+
+
+def test_gpu_without_the_readings_has_no_difference(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    hidden = ("links", "ecc", "limit", "clocks", "temperature", "throttle", "processes")
+    trace.write(gpu(1), gpu(2, unsupported=hidden))
+    _, survey = found(cli, **trace.environment())
+
+    (one,) = (one for one in survey["findings"] if one["name"] == "GPU 1")
+    assert (one["state"], one["text"]) == ("ok", "NVIDIA H100 80GB HBM3, GPU-00000002")
+
+
+def test_load_is_refused_on_a_gpu_that_a_process_uses(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(gpu(1, processes=1))
+    status, survey = found(cli, "--load", **trace.environment())
+
+    assert status == 1
+    (one,) = (one for one in survey["findings"] if one["name"] == "GPU 0")
+    assert "not loaded: " in one["text"] and "(1) uses it" in one["text"]
+
+
+def test_load_without_a_gpu_that_torch_can_use_has_a_reason(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(gpu(1))
+    status, survey = found(cli, "--load", **trace.environment())
+
+    assert status == 1
+    assert "not loaded: torch " in next(one["text"] for one in survey["findings"] if one["name"] == "GPU 0")

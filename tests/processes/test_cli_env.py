@@ -83,7 +83,7 @@ def test_wrong_values_print_one_line_each_and_export_nothing(cli, option):
         ("RUN_DIR", "/proc/x", "/proc/x cannot be written: "),
         ("SINKS", "tensorboard:dir=/proc/x", "/proc/x cannot be written: "),
         ("SINKS", "console:colour=red", "sink 'console' has no option 'colour'; available options: format"),
-        ("SINKS", "console:format=Full", "console:format='Full' is not usable: must be auto, short or full"),
+        ("SINKS", "console:format=Full", "console:format='Full' is not usable: must be auto, line or block"),
         ("SINKS", "prometheus:port=65536", "prometheus:port='65536' is not usable: must be a port from 0 to 65535"),
     ],
 )

@@ -214,10 +214,10 @@ def test_run_folder_records_the_facts_of_the_job(world):
     assert len({row.device for row in job.ledger.ranks}) == world_size
 
 
-def test_only_joined_and_left_events_are_recorded_in_a_normal_run(world):
+def test_only_start_and_end_are_events_of_a_normal_run(world):
     job, world_size = world
 
-    assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
+    assert job.ledger.summary.events == {"joined": world_size, "started": 1, "left": world_size}
 
 
 def test_nan_loss_is_reported_on_console_in_summary_and_as_an_event(launch):

@@ -33,7 +33,7 @@ def test_completed_and_failed_runs_have_a_line_with_their_outcome(launch, folder
     summary = json.loads((Path(bad["folder"]) / "summary.json").read_bytes())
     assert bad["total_joules"] == summary["energy"]["total_joules"] > 0
     assert bad["gpu_hours"] == pytest.approx(summary["waterfall"]["device_seconds"] / 3600)
-    assert (good["unused_gpu_hours"], good["gpu_cost"] > 0) == (0.0, True)
+    assert (0.0 < good["wasted_gpu_hours"] < good["gpu_hours"], good["gpu_cost"] > 0) == (True, True)
     assert failed.our_errors == []
 
 

@@ -234,7 +234,7 @@ def test_disk_that_does_not_answer_at_the_start_is_reported(top, demo, tmp_path)
 def test_running_job_is_followed_to_its_end(top, cli, tmp_path):
     job = cli.start("demo", "--iterations", "400", "--step-seconds", "0.02", "--run-dir", str(tmp_path / "runs"))
     jobs.until(lambda: list((tmp_path / "runs").glob("*/windows-0001.jsonl")))
-    screen = top(tmp_path / "runs")
+    screen = top(*(tmp_path / "runs").iterdir())
     screen.shows("running")
     iteration = re.compile(r"  it (\d+)/400")
     jobs.until(lambda: iteration.search(screen.text))
@@ -248,11 +248,27 @@ def test_running_job_is_followed_to_its_end(top, cli, tmp_path):
     assert screen.ended() == 0
 
 
+def test_folder_of_runs_shows_its_running_jobs_and_enter_opens_one(top, cli, tmp_path):
+    job = cli.start("demo", "--iterations", "2000", "--step-seconds", "0.02", "--run-dir", str(tmp_path / "runs"))
+    jobs.until(lambda: list((tmp_path / "runs").glob("*/run.json")))
+    screen = top(tmp_path / "runs")
+    screen.shows("1 running jobs")
+    screen.press("enter")
+    screen.shows("space replay")
+    screen.press("q")
+    screen.shows("enter opens the job")
+    job.terminate()
+    job.wait(60)
+    screen.shows("no job is running")
+    screen.press("q")
+    assert screen.ended() == 0
+
+
 def test_path_without_a_run_is_an_error_on_a_restored_terminal(top, tmp_path):
-    screen = top(tmp_path)
+    screen = top(tmp_path / "nothing")
 
     assert screen.ended() == 1
-    screen.shows("a run folder contains")
+    screen.shows("start a job with effllm run")
     assert screen.is_restored
 
 

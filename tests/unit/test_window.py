@@ -107,6 +107,31 @@ def test_utilization_is_the_mean_since_the_previous_sample():
     assert (found.utilization_seconds, found.utilization_covered_s) == (0.25 + 1.0, 2.0)
 
 
+def test_readings_rarer_than_windows_cover_all_time_once():
+    one, windows = series(gap_s=30.0), []
+    arrives = {1: Sample(NS // 2, utilization=0.9), 6: Sample(11 * NS // 2, GIB, utilization=0.2)}
+    arrives |= {11: Sample(21 * NS // 2, GIB, utilization=0.6)}
+    for end in range(1, 13):
+        if end in arrives:
+            one.add(arrives[end])
+        windows.append(one.window((end - 1) * NS, end * NS, {}).wall)
+        one.forget_before(end * NS)
+
+    assert sum(wall.utilization_covered_s for wall in windows) == pytest.approx(10.0)
+    assert sum(wall.utilization_seconds or 0.0 for wall in windows) == pytest.approx(5 * 0.2 + 5 * 0.6)
+    assert sum(wall.memory_covered_s for wall in windows) == pytest.approx(5.0)
+
+
+def test_late_reading_covers_no_phase_of_an_earlier_window():
+    one = series(Sample(NS // 2, utilization=0.9), gap_s=30.0)
+    one.window(0, NS, {})
+    one.window(NS, 3 * NS, {}, [(NS, 2 * NS)])
+    one.add(Sample(7 * NS // 2, utilization=0.4))
+
+    wall = one.window(3 * NS, 4 * NS, {}).wall
+    assert wall.utilization_covered_s == pytest.approx(0.5 + 1.0 + 0.5)
+
+
 def test_failed_reading_is_a_gap_and_not_zero():
     readings = [100.0, 100.0, None, 100.0, 100.0]
     one = series(*[Sample(i * NS + 1, memory_bytes=r, power_w=r) for i, r in enumerate(readings)])

@@ -46,7 +46,7 @@ class FleetFrame(NamedTuple):
 
 
 #: Columns: name, width, and width from which on the screen has them.
-_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 5, 0), ("tok/s/GPU", 9, 0), ("MFU", 6, 0), ("busy", 5, 0),
+_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("tok/s/GPU", 9, 0), ("MFU", 6, 0), ("busy", 5, 0),
             ("time", 9, 120))  # fmt: skip
 _STATE, _MIN_NAME, _MAX_NAME = 9, 10, 28
 

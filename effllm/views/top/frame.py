@@ -160,7 +160,8 @@ def exit_status(frame: TopFrame) -> int:
 
 def document(frame: TopFrame) -> dict[str, Any]:
     """Return the document; a value that is not measured is absent or ``null``."""
-    run = {"run_id": frame.head.name, **frame.head._asdict(), "unchanged_s": frame.head.age_s}
+    head = msgspec.to_builtins(frame.head._replace(forecast=dict(frame.head.forecast))._asdict())
+    run = {"run_id": frame.head.name, **head, "unchanged_s": frame.head.age_s}
     del run["name"], run["age_s"], run["style"]
     verdict = msgspec.to_builtins(frame.verdict) if frame.verdict is not None else None
     if verdict is not None:

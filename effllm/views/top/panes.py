@@ -24,7 +24,7 @@ _MORE_NUMBERS = {**_NUMBERS, "busy": 5, "degC": 4}
 _WIDE = 100  # from this width on, the table has more columns, and hosts have more room
 _WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
 #: On a high screen, the map of the ranks and the newest events are below the table: height, and number of their lines.
-_SPLITS, _MAP_LINES = ((30, 16), (14, 7)), 7
+_SPLITS, _MAP_LINES = ((30, 16), (18, 7)), 7
 _WIDEST = 120  # from this width on, numbers have bars
 _BAR = 6
 _WORST = ("lost", "failed", "device_error", "missing")

@@ -177,7 +177,7 @@ def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
     if seen is not None and seen.gpus_expected:
         yield f"GPUs {_share(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
     if frame.over:
-        yield frame.over, DIM, 3
+        yield frame.over, DIM, 4
     if head.user:
         yield one_line(head.user), DIM, 7
     if (head.attempt or 1) > 1:
