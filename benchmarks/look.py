@@ -35,6 +35,7 @@ from benchmarks.machine import machine
 from tests import nvml_library
 
 RESULTS = Path(__file__).parent / "results"
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "run_folder_5"
 NVITOP = Path(__file__).parents[1] / ".venv-peers" / "bin" / "nvitop"
 FRAMEWORKS = Path(__file__).parents[1] / ".venv-frameworks" / "bin"
 OFFLINE_RUN = """
@@ -48,6 +49,10 @@ REPEATS, KEYS, IDLE_S = 9, 200, 20.0
 LAST_LINE = b"q quit"  # in the last line of the first frame with values
 NVITOP_MARK, LEET_MARK = b"700W", b"Run Overview"  # the power limit of a GPU; the title of a pane
 GOALS = {"first_frame_ms": 300.0, "frame_ms": 5.0, "memory_mb": 100.0, "idle_bytes_per_s": 4000.0}
+JOBS, MORE_MS = (
+    1000,
+    150.0,
+)  # of a folder of running jobs: by so much may its first frame come later than that of one job
 
 
 class Watched:
@@ -177,6 +182,25 @@ def _replay(watched: Watched, windows: int) -> float:
     return (watched.sent - before) / windows
 
 
+def of_fleet(folder: Path, count: int) -> dict[str, Any]:
+    """Measure ``effllm top`` on a folder of running jobs, which are copies of a recorded run."""
+    summary = json.loads((GOLDEN / "summary.json").read_bytes())
+    for number in range(count):
+        run = folder / f"job-{number:04}"
+        run.mkdir(parents=True)
+        known = {"run_id": run.name, "status": "running", "is_over": False, "updated_time_s": time.time()}
+        (run / "summary.json").write_text(json.dumps({**summary, **known}))
+    command = [str(Path(sys.executable).with_name("effllm")), "top", str(folder)]
+    found: dict[str, Any] = {"first": first_frames(command, LAST_LINE)}
+    watched = Watched(command)
+    watched.read(watched.started_s + 30.0, LAST_LINE)
+    watched.read(time.monotonic() + 3.0)
+    found["frame"] = _frames(watched)
+    found["memory_mb"] = watched.memory_mb()
+    watched.end()
+    return found
+
+
 def render_ms(folder: Path) -> float:
     """Return the time of the pure part of a frame: from the values to the lines."""
     from effllm.commands.top_folder import FolderSource
@@ -269,6 +293,17 @@ def _of_peer(name: str, peer: dict[str, Any]) -> list[Figure]:
     ]
 
 
+def _of_fleets(found: Mapping[int, dict[str, Any]]) -> list[Figure]:
+    one, many = found[1], found[JOBS]
+    more_ms = median(many["first"]["wall_ms"]) - median(one["first"]["wall_ms"])
+    return [
+        Figure("top: first frame of a folder with one running job", median(one["first"]["wall_ms"]), "ms"),
+        Figure(f"top: {JOBS:,} running jobs: later first frame", more_ms, "ms", MORE_MS),
+        Figure(f"top: {JOBS:,} running jobs: CPU time of a key", many["frame"]["cpu_ms"], "ms", GOALS["frame_ms"]),
+        Figure(f"top: {JOBS:,} running jobs: peak memory", many["memory_mb"], "MB", GOALS["memory_mb"]),
+    ]
+
+
 def main() -> int:
     """Measure, print a table, and return 1 if a goal is not met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -287,8 +322,9 @@ def main() -> int:
         lines_ms = render_ms(folder)
         top = of_top(folder, run)
         run.close()
+        fleets = {count: of_fleet(Path(name) / f"jobs-{count}", count) for count in (1, JOBS)}
         peers = {"nvitop": of_nvitop(Path(name)), "LEET": of_leet(Path(name))}
-    figures = figures_of(top, lines_ms, peers)
+    figures = [*figures_of(top, lines_ms, peers), *_of_fleets(fleets)]
     shown = Table("figure", "value", "goal", "", title=f"{given.ranks:,} ranks, {COLUMNS}x{LINES}")
     for one in figures:
         value = one.note if one.value is None else f"{one.value:,.3g} {one.unit}"
@@ -302,7 +338,13 @@ def main() -> int:
     if given.keep:
         about = machine(command="python -m benchmarks.look " + " ".join(sys.argv[1:]), load=os.getloadavg()[0])
         path = RESULTS / f"{about['date']}-look.json"
-        body = {"machine": about, "figures": [one.to_dict() for one in figures], "top": top, "peers": peers}
+        body = {
+            "machine": about,
+            "figures": [one.to_dict() for one in figures],
+            "top": top,
+            "fleets": fleets,
+            "peers": peers,
+        }
         path.write_text(json.dumps(body, indent=2) + "\n")
         print(f"written: {path.relative_to(RESULTS.parents[1])}")
     return int(any(one.met is False for one in figures))

@@ -41,6 +41,7 @@ COMPUTING = ("torch/", "transformer_engine/", "megatron/core/", "apex/", "flash_
 PHASES = ("forward", "backward", "optimizer")
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
+_CELL = re.compile(r".*/ipykernel_\d+/\d+\.py")  # the name that ipykernel gives a cell
 _CALL = re.compile(r"(\w+)\s*\(")
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
 _OWN = str(Path(__file__).parents[1])  # effllm's wrappers are in the stacks of the loop
@@ -241,6 +242,8 @@ class LineNames:
         return self._calls[place]
 
     def _file(self, path: str) -> str:
+        if _CELL.fullmatch(path):
+            return "notebook cell"
         path = os.path.normpath(path) if path.startswith("/") else path
         short = _of_library(path)
         if short is None:

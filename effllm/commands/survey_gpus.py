@@ -15,6 +15,7 @@ import psutil
 import pynvml
 from msgspec import Struct
 
+from effllm.agent.series import FAULTLESS
 from effllm.commands.survey_host import DIFFERS, MISSING, OK, Finding
 from effllm.devices._nvml_chip import throttles
 from effllm.devices._nvml_identity import text_of
@@ -23,8 +24,8 @@ from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
 LOAD_S, SETTLED_S = 5.0, 3.0  # of the load, and the time after which the clocks under load are read
 #: A smaller share of the best peer's rate is a difference.
 MIN_RATE = 0.95
-#: Reasons for a lower clock of a GPU under load that are usual.
-USUAL = ("power_cap",)
+#: A link repeats a transfer now and then: so many errors more than those of the peers are a difference.
+MANY_ERRORS = 100
 NVLINKS = 18  # of a GPU
 
 
@@ -192,7 +193,8 @@ def _facts(gpu: GpuState) -> Iterator[str]:
     if gpu.pcie_width is not None:
         yield f"PCIe {gpu.pcie_generation or gpu.pcie_generation_max or '?'} x{gpu.pcie_width}"
     if gpu.nvlinks is not None:
-        yield f"{gpu.nvlinks} NVLinks"
+        errors = f" with {gpu.nvlink_errors:,} errors" if gpu.nvlink_errors else ""
+        yield f"{gpu.nvlinks} NVLinks{errors}"
     if gpu.ecc_uncorrected is not None:
         yield f"{gpu.ecc_uncorrected:,} ECC errors"
     if gpu.flops_per_second is not None:
@@ -205,14 +207,14 @@ def _facts(gpu: GpuState) -> Iterator[str]:
 
 def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do."""
-    usual = USUAL if gpu.flops_per_second is not None else ()
-    if reasons := [one for one in gpu.throttled_by if one not in usual]:
+    if reasons := [one for one in gpu.throttled_by if one not in FAULTLESS]:
         names = ", ".join(reasons).replace("_", " ")
         yield f"its clock is lowered ({names})", "check its cooling and its power supply"
     if gpu.ecc_uncorrected:
         yield "uncorrected memory errors", "drain the host, and reset the GPU"
-    if gpu.nvlink_errors:
-        yield f"{gpu.nvlink_errors:,} errors of its NVLinks", "look at nvidia-smi nvlink -e, and reset the GPU"
+    of_peers = max((one.nvlink_errors or 0 for one in peers), default=0)
+    if (gpu.nvlink_errors or 0) > 10 * of_peers + MANY_ERRORS:
+        yield "many more errors of its NVLinks than its peers have", "look at nvidia-smi nvlink -e, and reset the GPU"
     if gpu.pcie_width is not None and gpu.pcie_width < (gpu.pcie_width_max or 0):
         yield f"{gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes", _RESEAT
     if gpu.power_limit_w is not None and gpu.power_limit_w < (gpu.power_limit_default_w or 0.0):

@@ -84,8 +84,10 @@ def _folder_of_runs(given: argparse.Namespace) -> Path | None:
     from effllm.analysis.run_folders import LINE_FILES, run_at
 
     if path.is_dir():
-        is_run = run_at(str(path)) is not None or any(LINE_FILES.fullmatch(one.name) for one in path.iterdir())
-        return None if is_run else path
+        with contextlib.suppress(OSError):  # reported by the source of one run
+            is_run = run_at(str(path)) is not None or any(LINE_FILES.fullmatch(one.name) for one in path.iterdir())
+            return None if is_run else path
+        return None
     return path if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name) else None
 
 

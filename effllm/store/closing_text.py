@@ -76,11 +76,12 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
 
     Args:
         summary: the summary of the run.
-        has_both_errors: whether energies have the errors by timing and by the sensor, else only the larger one.
+        has_both_errors: whether energies have the errors by timing and by the sensor, else only the larger one; then
+            also the tokens/s of the whole job are shown.
     """
     if summary.verdict is not None:
         yield from verdict_lines(summary.verdict)
-    for name, parts in (("Result", _result(summary)), ("Energy", _energy(summary, has_both_errors))):
+    for name, parts in (("Result", _result(summary, has_both_errors)), ("Energy", _energy(summary, has_both_errors))):
         if text := ", ".join(parts):
             yield name, text
     doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
@@ -143,7 +144,9 @@ def _harm(sentence: str) -> int:
     return next((at for at, start in enumerate(_HARM) if sentence.startswith(start)), len(_HARM))
 
 
-def _result(summary: Summary) -> Iterator[str]:
+def _result(summary: Summary, is_long: bool) -> Iterator[str]:
+    if is_long and (value := value_of(summary, "tokens_per_second")):
+        yield f"{readable(value.value)} tokens/s{_mark(value)}"
     if value := value_of(summary, "tokens_per_second_per_gpu"):
         unit = "GPU" if summary.coverage.gpus_expected else "rank"
         yield f"{readable(value.value)} tokens/s per {unit}{_mark(value)}"

@@ -329,7 +329,7 @@ def gpu(number, **changes):
     [
         ({"throttle": 0x40}, "its clock is lowered (hw thermal)"),
         ({"ecc_uncorrected": 2}, "uncorrected memory errors"),
-        ({"nvlink_errors": 7}, "7 errors of its NVLinks"),
+        ({"nvlink_errors": 500}, "many more errors of its NVLinks than its peers have"),
         ({"pcie_width": 8}, "8 of 16 PCIe lanes"),
         ({"power_limit_w": 500.0, "power_limit_default_w": 700.0}, "power limit below its default"),
         ({"sm_clock_max_mhz": 1410.0}, "maximum SM clock 1410 MHz, of its peers 1980 MHz"),
@@ -349,15 +349,17 @@ def test_gpu_that_differs_from_its_peers_is_named_with_a_remedy(cli, library, tm
 
 
 def test_facts_of_a_healthy_gpu_are_shown(cli, library, tmp_path):
+    """A GPU at its power limit, and few errors of a link, are usual."""
     trace = Trace(library, tmp_path / "trace")
-    trace.write(gpu(1), gpu(2))
+    trace.write(gpu(1, throttle=0x4, nvlink_errors=7), gpu(2))
     _, survey = found(cli, **trace.environment())
 
     text = next(one["text"] for one in survey["findings"] if one["name"] == "GPU 0")
     assert text == (
-        "NVIDIA H100 80GB HBM3, GPU-00000001, 1,980 of 1,980 MHz, 50 °C, limit 700 of 700 W, PCIe 5 x16, 18 NVLinks, "
-        "0 ECC errors"
+        "NVIDIA H100 80GB HBM3, GPU-00000001, 1,980 of 1,980 MHz, 50 °C, limit 700 of 700 W, PCIe 5 x16, 18 NVLinks "
+        "with 7 errors, 0 ECC errors"
     )
+    assert {one["state"] for one in survey["findings"] if one["name"].startswith("GPU ")} == {"ok"}
 
 
 def test_gpu_without_the_readings_has_no_difference(cli, library, tmp_path):

@@ -217,7 +217,7 @@ def test_every_query_has_data_for_a_job_with_every_problem(tmp_path):
     everything = with_keys(complete_totals(100), utilization_mean=0.1)
     report = make_report(
         100, values=metrics.evaluate(everything, everything, everything), gpus_unused=2,
-        gpu_seconds={"kept": 640.0, "startup": 160.0, "unused": 150.0},
+        gpu_seconds={"useful": 640.0, "startup": 160.0, "unused": 150.0},
         spread={name: Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0) for name in SPREADS},
     )  # fmt: skip
     sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=lambda: identity))

@@ -89,7 +89,7 @@ def test_stalled_is_1_from_the_stall_until_the_job_resumes(sink):
 
 
 def test_gpu_seconds_of_the_allocation_are_served_by_class(sink):
-    sink.write(make_report(100, gpu_seconds={"kept": 640.0, "startup": 160.0, "unused": 150.0}, gpus_unused=2))
+    sink.write(make_report(100, gpu_seconds={"useful": 640.0, "startup": 160.0, "unused": 150.0}, gpus_unused=2))
 
     seen = served(sink)
 

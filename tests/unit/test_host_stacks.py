@@ -209,6 +209,14 @@ def test_files_that_cannot_be_read_have_names(path):
     assert line.endswith(":3)")
 
 
+def test_cell_of_a_notebook_has_a_name():
+    kernel = ("run_cell", f"{SITE}/IPython/core/interactiveshell.py", 3077)
+    cell = "/tmp/ipykernel_4711/1094765309.py"
+
+    (found,) = lines(((kernel, ("<module>", cell, 3), ("slow", cell, 2)), 1.0))
+    assert found == ("other", "slow (notebook cell:2)", "", 50)
+
+
 def test_names_have_no_line_breaks():
     assert lines(((("f;\n g", "/job/мой код/a;b.py", 3),), 1.0)) == [("other", "f g (мой код/a b.py:3)", "", RATE_HZ)]
 

@@ -230,7 +230,12 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
         element("div", [element("span", label) for label in axis.labels()], class_="y", aria_hidden="true"),
         element("div", drawing, class_="canvas"),
         element("div", [element("span", label) for label in x_labels], class_="x", aria_hidden="true"),
-        element("input", type="range", min=0, max=1000, value=1000, hidden=True, aria_label=f"Cursor of {chart.title}"),
+        element(
+            "label",
+            f"{chart.x} ",
+            element("input", type="range", min=0, max=1000, value=1000, aria_label=f"Cursor of {chart.title}"),
+            hidden=True,
+        ),
         element("output", class_="readout"),
         class_="plot",
         data_chart=number,

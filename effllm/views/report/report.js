@@ -38,7 +38,7 @@
       slider.value = String(Math.round(1000 * share));
       show(share);
     };
-    slider.hidden = false;
+    slider.parentElement.hidden = false;
     slider.addEventListener("input", () => show(Number(slider.value) / 1000));
     canvas.addEventListener("pointermove", move);
     canvas.addEventListener("pointerdown", move);
