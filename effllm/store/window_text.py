@@ -30,10 +30,6 @@ def scaled(value: float) -> tuple[str, str]:
     return readable(value / scale), prefix
 
 
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.3g}"
-
-
 # --- one line ------------------------------------------------------------------------------------
 
 
@@ -72,7 +68,7 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         number, prefix = scaled(step_s)
         yield (1 if rate is None else 9), f"{number} {prefix}s"
     if (mfu := value(metrics.throughput.mfu_ratio)) is not None:
-        yield 3, f"MFU {_percent(mfu)}%{mark(metrics.throughput.mfu_ratio)}"
+        yield 3, f"MFU {100 * mfu:.1f}%{mark(metrics.throughput.mfu_ratio)}"
     if (watts := value(metrics.energy.watts_per_gpu)) is not None:
         yield 4, f"{readable(watts)} W/GPU"
     if (joules := value(metrics.energy.joules_per_token)) is not None:
@@ -83,7 +79,8 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
     if not is_loss_finite(report):
         yield 0, "loss is not finite"
     elif report.loss is not None:
-        yield 6, f"loss {report.loss:.4g}"
+        loss = f"{report.loss:#.4g}"  # with its zeros, so that the columns of several lines agree
+        yield 6, f"loss {loss.rstrip('.')}"
     if (remaining := report.forecast.get(REMAINING_S)) is not None:
         yield 7, f"eta {duration(remaining.value)}".replace(" min", "m").replace(" s", "s").replace(" h", "h")
 

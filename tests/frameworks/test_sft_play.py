@@ -294,7 +294,7 @@ def test_option_tensorboard_prints_the_command_to_open_its_folder(play):
 
     assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
     events = b"".join(path.read_bytes() for path in (job.folder / "outputs" / "adamw").rglob("events*"))
-    assert b"efficientllm-window/aec_watts" in events
+    assert b"efficientllm/aec_watts" in events
 
 
 COUNTS = """

@@ -94,7 +94,7 @@ def test_gpu_seconds_of_the_allocation_are_served_by_class(sink):
     seen = served(sink)
 
     shown = {labels[0][1]: value for (name, *labels), value in seen.items() if name == "efficientllm_gpu_seconds"}
-    assert shown == {"kept": 640.0, "startup": 160.0, "unused": 150.0}
+    assert shown == {"useful": 640.0, "startup": 160.0, "unused": 150.0}
     assert seen["efficientllm_gpus_unused",] == 2
 
 
