@@ -27,7 +27,7 @@ from effllm.views.report.markup import (
     table,
     together,
 )
-from effllm.views.report.plot import Chart, Drawn, RunCurves, legend, numbers, plot
+from effllm.views.report.plot import Chart, Drawn, RunCurves, legend, numbers, plot, value_axis
 from effllm.views.report.verdicts import bar
 
 MAX_RANK_ROWS = 24
@@ -35,29 +35,31 @@ MAX_STRAGGLERS = 32
 MAX_LETTERS, MAX_STALL_LETTERS = 400, 2000  # of the text of an event
 
 
-def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves]) -> Markup:
-    """Return the charts; each has its numbers as a table."""
-    drawn = [(chart, found) for chart, found in charts if found]
-    if not drawn:
-        return section("curves", "Curves", element("p", "No curves: no window has been recorded."))
+_ALL_POINTS = (
+    "Each point is a window of iterations. Where a chart has more windows than room, the smallest and the largest "
+    "value of neighbouring windows are drawn, so that no extreme is lost."
+)
+
+
+def curves(
+    anchor: str, title: str, charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves], first: int
+) -> Markup:
+    """Return a section of charts, with numbers from ``first`` on; each has its numbers as a table."""
+    if not charts:
+        return section(anchor, title, element("p", "No curves: no window has been recorded."))
     figures = [
         element(
             "figure",
-            element("figcaption", element("b", chart.title), f" {chart.unit}", _over(chart)),
+            element("figcaption", element("b", chart.title), " ", _axes(chart, found, runs)),
             legend(found),
             plot(chart, found, runs, at),
             element("p", chart.note, class_="note") if chart.note else None,
             hidden("Numbers", table(f"{chart.title}, {chart.unit}", _numbers_header(chart), numbers(found, runs))),
         )
-        for at, (chart, found) in enumerate(drawn)
+        for at, (chart, found) in enumerate(charts, first)
     ]
-    note = (
-        "Each point is a window of iterations. Where a chart has more windows than room, the smallest and the largest "
-        "value of neighbouring windows are drawn, so that no extreme is lost."
-    )
-    return section(
-        "curves", "Curves over the iterations", element("p", note), element("div", figures, class_="figures")
-    )
+    note = None if first else element("p", _ALL_POINTS)
+    return section(anchor, title, note, element("div", figures, class_="figures"))
 
 
 def _numbers_header(chart: Chart) -> tuple[str, ...]:
@@ -65,8 +67,9 @@ def _numbers_header(chart: Chart) -> tuple[str, ...]:
     return "line", "smallest", at, "largest", at, "last"
 
 
-def _over(chart: Chart) -> str:
-    return "" if chart.x == "iteration" else f" (horizontal: {chart.x})"
+def _axes(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> str:
+    over = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
+    return ", ".join(filter(None, (chart.unit, over, value_axis(lines, runs).text_of_start())))
 
 
 # --- ranks ---

@@ -51,7 +51,7 @@ def _table(found: HostTime) -> Markup:
         low, high = (100 * share for share in share_interval(one.samples, of))
         share = f"{100 * one.samples / of:.0f} % ({low:.0f} to {high:.0f})"
         rows.append([one.line, one.function, one.kind, f"{one.samples:,}", share])
-    caption = f"The {len(rows)} lines with the most samples, with the 95 % interval of their share"
+    caption = "Lines by their number of samples, with the 95 % interval of their share"
     return table(caption, ("line", "in function", "kind", "samples", "share"), rows, range(3))
 
 

@@ -23,7 +23,7 @@ from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
 from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
-from effllm.views.report.plot import TAGS, RunCurves, data_of, drawn_charts, x_range
+from effllm.views.report.plot import FIRST_CHARTS, MORE_CHARTS, TAGS, RunCurves, data_of, drawn_charts, x_range
 
 SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000
@@ -78,17 +78,20 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
         side = compared.sides.get(run.folder)
         name, style = (verdicts.label(runs, run), at) if side is None else (side, sides.index(side))
         curves.append(RunCurves(name, {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()}, style))
-    charts = list(drawn_charts(curves))
+    found, more = (list(drawn_charts(charts, curves)) for charts in (FIRST_CHARTS, MORE_CHARTS))
+    without = [chart.title for chart, lines in (*found, *more) if not lines]
+    first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (found, more))
+    charts = [*first_charts, *more_charts]
     summaries = [run.summary for run in runs if run.summary is not None]
     of_runs = functools.partial(verdicts.section_of_runs, runs)
-    without = [chart.title for chart, lines in charts if not lines]
     sections = [
         of_runs("verdict", "Verdict", verdicts.verdict),
         verdicts.comparison(compared.page, compared.table),
-        details.curves(charts, curves),
+        details.curves("curves", "Curves over the iterations", first_charts, curves, 0),
         of_runs("waterfall", "Where the device time went", verdicts.waterfall),
         of_runs("host", "Where the host was", host_time),
         of_runs("ranks", "Ranks", details.ranks),
+        details.curves("devices", "Steps and devices", more_charts, curves, len(first_charts)),
         of_runs("stragglers", "Stragglers", details.stragglers),
         of_runs("goodput", "Time and energy by class", details.goodput),
         verdicts.metrics(runs),
@@ -111,7 +114,6 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
                 "lines": [line._asdict() for line in lines],
             }
             for chart, lines in charts
-            if lines
         ],
         "runs": [
             {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in one.items() if tag in shown}}
@@ -143,6 +145,7 @@ _SECTIONS = {
     "waterfall": "Waterfall",
     "host": "Host",
     "ranks": "Ranks",
+    "devices": "Devices",
     "stragglers": "Stragglers",
     "goodput": "Time and energy",
     "metrics": "Metrics",

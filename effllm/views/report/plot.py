@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from effllm.analysis.window_curves import LOSS, OVER_JOULES, OVER_SECONDS, OVER_TOKENS, spread_tag
 from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO
 from effllm.store.summary_text import J_PER_KWH, readable
@@ -17,6 +19,7 @@ WIDTH, HEIGHT = 1000, 300
 _X_LABELS = 4  # intervals between the labels below a chart
 #: The axis begins at zero if the smallest value is below this share of the largest value.
 _FROM_ZERO = 0.6
+_MIN_RANGE = 0.02  # of the axis, as a share of the largest value, so that noise does not fill a chart
 Points = tuple[Sequence[float], Sequence[float]]
 
 
@@ -35,7 +38,7 @@ class Chart(NamedTuple):
     unit: str
     factor: float  # from the base unit of the curves to the unit of the chart
     lines: tuple[Line, ...]
-    instead: tuple[Line, ...] = ()  # for runs without the first line: no GPUs, or no count of tokens
+    instead: Chart | None = None  # if no run has the first line: no GPUs, or no count of tokens
     note: str = ""
     x: str = "iteration"  # what the horizontal axis has; another one is only for several runs
 
@@ -44,13 +47,19 @@ def _spread(name: str, **labels: str) -> tuple[Line, ...]:
     return tuple(Line(spread_tag(name, field), label) for field, label in labels.items())
 
 
-CHARTS = (
+FIRST_CHARTS = (
+    Chart("Loss", "", 1.0, (Line(LOSS, "loss"),)),
+    Chart("Loss over tokens", "", 1.0, (Line(OVER_TOKENS, "loss"),), x="tokens"),
+    Chart("Loss over energy", "", 1.0, (Line(OVER_JOULES, "loss"),), x="joules"),
+    Chart("Loss over time", "", 1.0, (Line(OVER_SECONDS, "loss"),), x="seconds"),
     Chart(
         "Throughput", "tokens/s per GPU", 1.0,
         (Line("throughput/tokens_per_second_per_gpu", "tokens/s per GPU"),),
-        note="Per rank, if the job has no GPUs.",
+        Chart("Throughput", "samples/s", 1.0, (Line("throughput/samples_per_second", "samples/s of the job"),)),
+        "Per rank, if the job has no GPUs.",
     ),
-    Chart("Samples", "samples/s", 1.0, (Line("throughput/samples_per_second", "samples/s of the job"),)),
+)  # fmt: skip
+MORE_CHARTS = (
     Chart(
         "Step time", "s", 1.0,
         _spread(STEP_SECONDS, most="slowest rank", p95="95th percentile of ranks", median="median of ranks",
@@ -82,7 +91,7 @@ CHARTS = (
         "Utilization", "%", 100.0,
         _spread(UTILIZATION_RATIO, median="median of GPUs", most="busiest GPU", p5="5th percentile of GPUs",
                 least="least busy GPU"),
-        (Line("window/pcu_ratio", "mean of devices"),),
+        Chart("Utilization", "%", 100.0, (Line("window/pcu_ratio", "mean of devices"),)),
         "Share of time in which a kernel was running; it does not show how well the kernel uses the GPU.",
     ),
     Chart(
@@ -99,20 +108,16 @@ CHARTS = (
             Line("energy/watts_per_gpu", "mean"),
             *_spread(GPU_WATTS, most="highest GPU", median="median of GPUs", least="lowest GPU"),
         ),
-        (Line("window/aec_watts", "whole job"),),
+        Chart("Power", "W", 1.0, (Line("window/aec_watts", "whole job"),)),
     ),
     Chart(
         "Energy per token", "J/token", 1.0,
         (Line("energy/joules_per_token", "this window"), Line("run_energy/joules_per_token", "run to date")),
-        (Line("energy/joules_per_iteration", "J per iteration"),),
+        Chart("Energy per iteration", "J", 1.0, (Line("energy/joules_per_iteration", "this window"),)),
     ),
     Chart("Energy so far", "kWh", 1 / J_PER_KWH, (Line("energy/measured_joules", "measured energy"),)),
     Chart("SM clock", "MHz", 1.0, (Line("health/sm_clock_mhz", "mean of GPUs"),)),
     Chart("Temperature", "°C", 1.0, (Line("health/hottest_c", "hottest GPU"),)),
-    Chart("Loss", "", 1.0, (Line(LOSS, "loss"),)),
-    Chart("Loss over tokens", "", 1.0, (Line(OVER_TOKENS, "loss"),), x="tokens"),
-    Chart("Loss over energy", "", 1.0, (Line(OVER_JOULES, "loss"),), x="joules"),
-    Chart("Loss over time", "", 1.0, (Line(OVER_SECONDS, "loss"),), x="seconds"),
     Chart(
         "Goodput", "% of elapsed time so far", 100.0,
         (Line("goodput/ratio", "goodput"),),
@@ -120,7 +125,13 @@ CHARTS = (
 )  # fmt: skip
 
 #: The tags of all curves.
-TAGS = tuple(dict.fromkeys(line.tag for chart in CHARTS for line in (*chart.lines, *chart.instead)))
+TAGS = tuple(
+    dict.fromkeys(
+        line.tag
+        for chart in (*FIRST_CHARTS, *MORE_CHARTS)
+        for line in (*chart.lines, *(chart.instead.lines if chart.instead else ()))
+    )
+)
 
 
 class RunCurves(NamedTuple):
@@ -144,12 +155,17 @@ class Drawn(NamedTuple):
     style: int
 
 
-def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
+def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
     """Yield each chart with its lines; a chart without any value has no lines."""
     has_many = len(runs) > 1
-    for chart in CHARTS:
-        of_runs = [(number, run, _lines(chart, run)) for number, run in enumerate(runs)]
-        lines = [(number, run, at, line) for number, run, found in of_runs for at, line in enumerate(found)]
+    for wanted in charts:
+        has_first = any(run.has(wanted.lines[0].tag) for run in runs)
+        chart = wanted if has_first or wanted.instead is None else wanted.instead
+        lines = [
+            (number, run, at, line)
+            for number, run in enumerate(runs)
+            for at, line in enumerate(_distinct_lines(chart, run))
+        ]
         drawn = [
             Drawn(
                 number, line.tag, run.name if has_many else line.label, chart.factor * line.factor,
@@ -161,9 +177,18 @@ def drawn_charts(runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]
         yield chart, drawn
 
 
-def _lines(chart: Chart, run: RunCurves) -> list[Line]:
-    lines = chart.lines if run.has(chart.lines[0].tag) or not chart.instead else chart.instead
-    return [line for line in lines if run.has(line.tag)]
+def _distinct_lines(chart: Chart, run: RunCurves) -> list[Line]:
+    """Return the measured lines; of lines with equal values, such as percentiles of one rank, only the first."""
+    lines: list[Line] = []
+    for line in chart.lines:
+        if run.has(line.tag) and not any(_are_equal(run, line, earlier) for earlier in lines):
+            lines.append(line)
+    return lines
+
+
+def _are_equal(run: RunCurves, line: Line, earlier: Line) -> bool:
+    values, others = (np.multiply(run.points[one.tag][1], one.factor) for one in (line, earlier))
+    return len(values) == len(others) and np.allclose(values, others, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 class ValueAxis(NamedTuple):
@@ -179,12 +204,16 @@ class ValueAxis(NamedTuple):
         low, high = min(values), max(values)
         if 0 <= low < _FROM_ZERO * high:
             low = 0.0
-        if high - low <= 1e-9 * max(abs(high), abs(low), 1e-300):
-            margin = abs(high) * 0.05 or 1.0
+        if (missing := _MIN_RANGE * max(abs(high), abs(low)) - (high - low)) >= 0:
+            margin = missing / 2 or 1.0
             low, high = low - margin, high + margin
         step = _step((high - low) / 4)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         return cls(first * step, last * step, max(last - first, 1))
+
+    def text_of_start(self) -> str:
+        """Return a text if the axis does not begin at zero, else an empty string."""
+        return f"axis from {self.labels()[-1]}" if self.low > 0 else ""
 
     def labels(self) -> list[str]:
         """Return the labels from the top to the bottom."""
@@ -206,7 +235,7 @@ def _step(rough: float) -> float:
 def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number: int) -> Markup:
     """Return a chart with its axis, its legend and a hidden cursor for the script."""
     curves = [_scaled(line, runs) for line in lines]
-    axis = ValueAxis.of([y for _, ys in curves for y in ys if math.isfinite(y)])
+    axis = value_axis(lines, runs)
     first, last = x_range(lines, runs)
     paths = [
         element("path", class_=f"line s{line.style}", d=_path(xs, ys, (first, last), axis))
@@ -240,6 +269,11 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
         class_="plot",
         data_chart=number,
     )
+
+
+def value_axis(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> ValueAxis:
+    """Return the vertical axis of a chart."""
+    return ValueAxis.of([y for line in lines for y in _scaled(line, runs)[1] if math.isfinite(y)])
 
 
 def legend(lines: Sequence[Drawn]) -> Markup:
