@@ -77,7 +77,7 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
     Args:
         summary: the summary of the run.
         has_both_errors: whether energies have the errors by timing and by the sensor, else only the larger one; then
-            also the tokens/s of the whole job are shown.
+            also the tokens/s of the whole job and the warm-up are shown.
     """
     if summary.verdict is not None:
         yield from verdict_lines(summary.verdict)
@@ -87,7 +87,7 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
     doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
     if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
         yield "Paper", " ".join(six)
-    yield "Ran", ", ".join(_ran(summary))
+    yield "Ran", ", ".join(_ran(summary, has_both_errors))
     if text := "; ".join(forecast_texts(summary.forecast, summary.currency)):
         yield "End", text
     is_named = summary.verdict is not None and summary.verdict.cause == "straggler"
@@ -204,10 +204,13 @@ def _mark(value: Value) -> str:
     return " (in doubt)" if value.doubt else ""
 
 
-def _ran(summary: Summary) -> Iterator[str]:
+def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
     step = value_of(summary, "seconds_per_iteration")
     each = f" of {readable(1000 * step.value)} ms" if step is not None else ""
     yield f"{summary.iterations:,} iterations{_numbers(summary)}{each} in {duration(summary.elapsed_s)}"
+    if is_long and summary.energy.warmup_joules is not None:
+        share = summary.energy.warmup_joules / (summary.energy.measured_joules or 1.0)
+        yield f"warm-up with {percent(share)} of the energy left out" if share else "no warm-up left out"
     if summary.attempts > 1:
         yield f"{summary.attempts} attempts"
     for total, measured, what in (
