@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import signal
@@ -20,6 +21,7 @@ from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, listening
 from effllm.network.secret import SecretError
 from effllm.records.orders import Orders
+from effllm.records.shared_memory import make_memory
 from effllm.server.process import Server
 
 RANKS_END_S = 6.0  # rank 0 waits at most five seconds for the summary
@@ -86,10 +88,12 @@ class _Job:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
+        computed = make_memory("effllm-demo", 4 * self._num_ranks)
         try:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
-                self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
+                arguments = [*self._arguments, str(computed)]
+                self._ranks.append(spawn("effllm.commands.demo_rank", arguments, [computed], environ))
             if self._signal:  # a signal during the start: also stop the ranks that were started after the signal
                 self._stop(self._signal, None)
             orders = Orders(
@@ -105,6 +109,7 @@ class _Job:
             status = Server(orders, sys.stdout).run()
         finally:
             self._end_ranks()
+            os.close(computed)
         return 128 + self._signal if self._signal else int(status != "completed")
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
 DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
+WAIT_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
 #: Signals that end a rank, and the status of the run; after Ctrl-C the demo sends SIGUSR1.
 _ENDS = {
     signal.SIGINT: "interrupted",
@@ -29,15 +31,20 @@ _ENDS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate training; ``arguments``: number of iterations, seconds of an iteration."""
-    iterations, step_s = int(arguments[0]), float(arguments[1])
+    """Simulate training.
+
+    Args:
+        arguments: number of iterations, seconds of an iteration, and descriptor of a map with an integer of 4 bytes for
+            each rank: the iterations that it has computed.
+    """
+    iterations, step_s, descriptor = int(arguments[0]), float(arguments[1]), int(arguments[2])
     for number in _ENDS:
         signal.signal(number, _stop)
     try:
         collector = effllm.initialize_efficientllm_metrics(
             PARAMETERS, total_iterations=iterations, flops_per_token=FLOPS_PER_TOKEN
         )
-        _train(collector, iterations, step_s)
+        _train(collector, iterations, step_s, memoryview(mmap.mmap(descriptor, 0)).cast("I"))
     except _Stopped as stopped:
         effllm.get_metrics_collector().stop_collection(_ENDS[stopped.args[0]])
         return
@@ -54,7 +61,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     raise _Stopped(number)
 
 
-def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -> None:
+def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, computed: memoryview[int]) -> None:
     place, launcher = read_place(this_process()), os.getppid()
     is_slow = place.world_size > 1 and place.rank == place.world_size - 1
     for iteration in range(1, iterations + 1):
@@ -62,6 +69,9 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
         effllm.sync_point()  # the point at which a real rank first waits for other ranks
+        computed[place.rank] = iteration
+        while min(computed[: place.world_size]) < iteration and os.getppid() == launcher:
+            time.sleep(WAIT_SHARE * step_s)
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:

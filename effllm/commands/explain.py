@@ -18,16 +18,24 @@ from effllm.job.remedies import REMEDIES, remedy
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS, Kind
-from effllm.records.verdict import CAUSES
+from effllm.records.verdict import CAUSES, PARTS
 
 WIDTH = 80
+#: Short names of metrics on screens.
+_ON_SCREENS = {
+    "goodput": "goodput_ratio",
+    "j/token": "joules_per_token",
+    "j/tok": "joules_per_token",
+    "tok/s/gpu": "tokens_per_second_per_gpu",
+    "w/gpu": "watts_per_gpu",
+}
 
 
 class Entry(NamedTuple):
     """A name that effllm shows."""
 
     name: str
-    what: str  # metric, event, cause or setting
+    what: str  # metric, event, cause, part of the waterfall, or setting
     about: str  # the unit of a metric, the output of an event
     text: str
     metric: str = ""  # its name in summary.json
@@ -41,29 +49,38 @@ def main(names: Sequence[str] | None, as_json: bool, as_markdown: bool) -> int:
         print("\n".join(["| kind | where | meaning |", "|---|---|---|", *rows]))
         return 0
     found = list(_entries())
+    shown = [entry for name in names for entry in _named(found, name)] if names else found
+    status = 0
     for name in names or ():
         if not _named(found, name):
-            names_of_all = [_short(one.metric or one.name) for one in found]
+            names_of_all = dict.fromkeys(_short(one.metric or one.name) for one in found)
             near = difflib.get_close_matches(name.lower(), names_of_all, 3)
-            return complain("explain", f"{name!r} has no entry" + f"; near: {', '.join(near)}" * bool(near), 1)
-    shown = [entry for name in names for entry in _named(found, name)] if names else found
+            status = complain("explain", f"{name!r} has no entry" + f"; near: {', '.join(near)}" * bool(near), 1)
     if form == "json":
         print(json.dumps([entry._asdict() for entry in shown], indent=1))
-        return 0
+        return status
     console = Console(highlight=False)
     for entry in shown:
         about = f", {entry.about}" if entry.about else ""
         console.print(Text(entry.name, style="cyan").append(f" ({entry.what}{about})", style="default"), soft_wrap=True)
         console.print(Padding(Text(entry.text), (0, 0, 0, 4)))
-    return 0
+    return status
 
 
 def _named(found: Sequence[Entry], name: str) -> list[Entry]:
-    """Return the entries of a name: a tag of a chart, or with another letter case or separator, has the same ones."""
-    if exact := [one for one in found if one.name.lower() == name.lower()]:
+    """Return the entries of a name.
+
+    A tag of a chart, or another letter case or separator, has the same entries; a metric may be named without its unit,
+    as on the screens: AMU for amu_gb.
+    """
+    exact = [one for one in found if one.name.lower() == name.lower()]
+    if any("/" in one.name for one in exact):
         return exact
-    short = name.lower().replace("-", "_").replace(" ", "_").rpartition("/")[2]
-    return [one for one in found if short in (_short(one.name), _short(one.name.removeprefix(PREFIX)), one.metric)]
+    words = name.lower().replace("-", "_").replace(" ", "_")
+    words = _ON_SCREENS.get(words) or words.rpartition("/")[2]
+    same = [one for one in found if words in (_short(one.name), _short(one.name.removeprefix(PREFIX)), one.metric)]
+    of_metrics = [one for one in found if one.metric.startswith(f"{words}_")]
+    return list(dict.fromkeys([*exact, *same, *of_metrics]))
 
 
 def _short(name: str) -> str:
@@ -74,10 +91,12 @@ def _entries() -> Iterator[Entry]:
     for metric in METRICS.values():
         bases = ", ".join(metric.bases) + ("" if metric.chart else "; no chart")
         text = f"{metric.help} Of: {bases}."
-        yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text, metric.name)
+        name = metric.name if metric.name != "ratio" else f"{metric.group}_ratio"
+        yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text, name)
     for name, kind in KINDS.items():
         yield Entry(name, "event", _place(kind), kind.help)
     yield from (Entry(cause, "cause", "", _of_cause(cause, CAUSES)) for cause in CAUSES)
+    yield from (Entry(part, "part of the waterfall", "", f"{text}.") for part, text in PARTS.items())
     for one in ALL_VARIABLES:
         yield Entry(PREFIX + one.name, "setting", one.group, f"{one.meaning} Allowed: {one.value_type.allowed}.")
 

@@ -63,7 +63,7 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
     if summary.waterfall is None:
         return complain(
             "inspect",
-            f"{path} has no waterfall: no rank had reported any time; the first one is written after a minute",
+            f"{path} has no waterfall: no rank had reported any time when it was written; see again in a minute",
             1,
         )
     if as_json:
@@ -157,7 +157,8 @@ def _short(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
 def _print(summary: Summary, found: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
-    console.print(Text(f"{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
+    name = f"{one_line(summary.run_id)}: " if summary.run_id else ""
+    console.print(Text(f"{name}{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
     for name, text in facts_of(summary, has_both_errors=True):
         console.print(Text("\n".join(fact_lines(name, text, column=COLUMN))))
     units = WaterfallUnits.of(found)

@@ -30,7 +30,7 @@ class Waveform:
     utilization_mean: float = 0.8
     utilization_amplitude: float = 0.15
     clock_mean_hz: float = 1.7e9
-    clock_amplitude_hz: float = -0.1e9  # at high power the clock is low
+    clock_amplitude_hz: float = -0.1e9
 
     def power_w(self, t: float) -> float:
         return self.power_mean_w + self.power_amplitude_w * self._sine(t)
@@ -51,7 +51,8 @@ class Waveform:
         return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1)
 
     def clock_hz(self, t: float) -> float:
-        return self.clock_mean_hz + self.clock_amplitude_hz * self._sine(t)
+        """Return the clock, which is equal on all GPUs: a difference would be a reason for a slow rank."""
+        return self.clock_mean_hz + self.clock_amplitude_hz * math.sin(2 * math.pi * t / self.period_s)
 
     def _sine(self, t: float) -> float:
         return math.sin(2 * math.pi * t / self.period_s + self.phase)

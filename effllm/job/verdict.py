@@ -139,15 +139,24 @@ def verdict_of(
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _FAILED and ends.get(summary.status):
-        return _failed(summary, ends[summary.status], evidence)
+        return _failed(summary, ends[summary.status], evidence, bool(reported))
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
-        return _accuse(reported[0], summary, _action(reported[0], summary, facts), unit, evidence, seen)
+        return _accuse(reported[0], summary, facts, unit, evidence, seen)
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
         return _memory_pressure(summary, facts, evidence)
     if unreported >= MAX_UNREPORTED or reported:
         text = f"{100 * unreported:.1f} % of {unit} time has no report"
-        return _unknown(text, "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost", evidence)
+        if summary.coverage.reports_lost or "rank_lost" in summary.events:
+            why, action = "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost"
+        elif summary.status == "running":
+            why, action = "the newest window is not complete", "`effllm inspect` again in a minute"
+        else:
+            why, action = (
+                "ranks began late, ended early, or sent no report",
+                "events.jsonl: joined and left of each rank",
+            )
+        return _unknown(text, why, action, evidence)
     if summary.iterations < MIN_ITERATIONS:
         text = f"only {summary.iterations:,} iterations"
         return _unknown(
@@ -168,9 +177,10 @@ def verdict_of(
     return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
 
 
-def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any]) -> str:
-    if _is_of_cores(loss, summary):
-        return "more CPU cores for the job, or fewer threads (OMP_NUM_THREADS, DataLoader workers)"
+def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any], line: str) -> str:
+    is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
+    if _is_of_cores(loss, summary) and not is_of_line:
+        return "more CPU cores, or fewer threads and DataLoader workers"
     return loss.action or remedy(loss.cause, facts).text
 
 
@@ -203,12 +213,12 @@ def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
     return Verdict(HEALTHY, text, why, "nothing to do", None, HIGH, evidence)
 
 
-def _failed(summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...]) -> Verdict:
+def _failed(summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_loss: bool) -> Verdict:
     """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
     named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
     text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
     reported = [f"{_REPORTED[kind]} was reported" for kind in _REPORTED if summary.events.get(kind)]
-    largest = f"largest loss: {evidence[0].claim}" if evidence else ""
+    largest = f"largest loss: {evidence[0].claim}" if evidence and has_loss else ""
     why = "; ".join(filter(None, [*reported, largest])) or _FAILED[summary.status].why
     action = "events.jsonl: memory_leak, memory_forecast" if _GROWS & summary.events.keys() else ""
     return Verdict(FAILED, text, why, action or _FAILED[summary.status].next, None, HIGH, evidence)
@@ -269,7 +279,12 @@ def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple
 
 
 def _accuse(
-    loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Goodput
+    loss: Loss,
+    summary: Summary,
+    facts: Mapping[str, Any],
+    unit: str,
+    evidence: tuple[Evidence, ...],
+    seen: Goodput,
 ) -> Verdict:
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
@@ -285,7 +300,7 @@ def _accuse(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
         why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
-        next=action,
+        next=_action(loss, summary, facts, line),
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,
         evidence=evidence,

@@ -9,7 +9,7 @@ from effllm.records.job import ClusterTotals
 
 @metric("GiB", console="AMU (GB): {:.2f}", error=lambda one: measured_quotient(one.devices.memory_error_bytes, GIB))
 def amu_gb(totals: ClusterTotals) -> float | None:
-    """Average memory utilization: memory in use, averaged over time and then over devices (2^30 bytes; Eq. 1)."""
+    """Average memory utilization: memory in use, averaged over time and then over devices (Eq. 1)."""
     return measured_quotient(totals.devices.memory_mean_bytes, GIB)
 
 

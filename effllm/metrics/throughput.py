@@ -86,7 +86,7 @@ def padding_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("TFLOP/s", group="throughput", bases=("window",))
 def tflops_per_gpu(totals: ClusterTotals) -> float | None:
-    """Model TFLOP/s of one device, from the FLOPs per token that the loop or a hook declared."""
+    """Model FLOP/s of one device, from the FLOPs per token that the loop or a hook declared."""
     devices = totals.constants.devices
     if totals.constants.flops_per_token is None or not devices:
         return None

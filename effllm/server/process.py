@@ -50,13 +50,13 @@ from effllm.server.job_end import JobEnd
 from effllm.server.messages import Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
-from effllm.sinks import WITH_DEVICES, RunInfo
+from effllm.sinks import WITH_DEVICES, RunInfo, no_such_sink, sink_names
 from effllm.store.provenance import boot_id
 
 Item = TypeVar("Item")
 
 TICK_S = 0.5
-SUMMARY_EVERY_S = 60.0
+FIRST_SUMMARY_S, SUMMARY_EVERY_S = 5.0, 60.0  # a new job is soon in `inspect` and `top`
 KILLED_WITHIN_S = 90.0  # time from SIGTERM to a kill; the default of Slurm and Kubernetes is 30 s
 SINKS_STOP_S, STORE_STOP_S = 1.5, 3.0
 DISK_WAIT_S = 60.0  # wait for a stalled disk at the end, when no other process waits for the aggregator
@@ -179,6 +179,10 @@ class Server:
         self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
         self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
+        wrong = [name for name in config.sink_options() if name not in sink_names()]
+        if wrong and "console" not in config.sink_options():  # perhaps misspelt, and then no line would be printed
+            sys.stderr.write(f"[EfficientLLM] {no_such_sink(wrong[0])}\n")
+            sys.stderr.flush()
         if unknown := unknown_variables(this_process()):
             self._warn("; ".join(unknown), "warning")
         threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
@@ -195,6 +199,7 @@ class Server:
         for socket in self._peer_admission.sockets:
             poller.register(socket, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
+        until_summary_s = FIRST_SUMMARY_S
         # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
         # all other work.
         gc.disable()
@@ -210,7 +215,8 @@ class Server:
                 if self._aggregator.open.is_closing:
                     next_tick_s = now_s
             if now_s >= next_summary_s or self._aggregator.stalls.is_status != self._was_stalled:
-                next_summary_s = now_s + SUMMARY_EVERY_S
+                next_summary_s = now_s + until_summary_s
+                until_summary_s = min(2 * until_summary_s, SUMMARY_EVERY_S)
                 self._collect()
                 self._was_stalled = self._aggregator.stalls.is_status
                 self._outputs.write_summary(self._summary(ended=False))

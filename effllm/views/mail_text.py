@@ -32,9 +32,9 @@ def _wrapped(name: str, text: str, count: int) -> list[str]:
 def _lines(summary: Summary) -> Iterator[str]:
     job = [one_line(part) for part in (summary.job_id or summary.run_id, summary.job_name) if part]
     yield f"Job ID: {', '.join(job)}"
-    users = [one_line(part) for part in (summary.user, summary.account, summary.partition) if part]
-    if users:
-        yield f"User, account, partition: {', '.join(users)}"
+    users = {"User": summary.user, "account": summary.account, "partition": summary.partition}
+    if text := ", ".join(f"{name}: {one_line(part)}" for name, part in users.items() if part):
+        yield text
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
     yield f"State: {outcome(one_line(summary.status))} after {duration(summary.elapsed_s)}{simulated}"
     hosts = [one_line(host) for host in summary.hosts]
@@ -42,7 +42,8 @@ def _lines(summary: Summary) -> Iterator[str]:
     names = ", ".join(hosts[:_NAMED]) + ", …" * (count > _NAMED)
     gpus = f"{summary.coverage.gpus_expected:,} GPUs" if summary.coverage.gpus_expected else "no GPUs"
     models = ", ".join(map(one_line, summary.gpu_models))
-    yield f"Nodes: {count:,} ({names}), {gpus}" + (f" ({models})" if models else "")
+    if count:
+        yield f"Nodes: {count:,} ({names}), {gpus}" + (f" ({models})" if models else "")
     for name, metric in (("GPUs busy", "pcu_ratio"), ("MFU", "mfu_ratio")):
         if summary.coverage.gpus_expected and (value := value_of(summary, metric)) is not None:
             yield _bar(name, value.value)
@@ -51,7 +52,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     found, energy = summary.waterfall, summary.energy.measured_joules
     if found is not None and found.unit == OF_GPUS:
         hours, wasted = (readable(seconds / 3600) for seconds in (found.device_seconds, found.avoidable_seconds))
-        yield f"GPU-hours: {hours}, of which {wasted} were losses that can be avoided"
+        yield f"GPU-hours: {hours}, of which {wasted} were avoidable losses (parts: effllm inspect)"
     if energy is not None:
         watts = value_of(summary, "watts_per_gpu")
         mean = f", {readable(watts.value)} W per GPU" if watts is not None else ""

@@ -46,8 +46,11 @@ def waterfall_notes(found: Waterfall) -> Iterator[str]:
     yield "the gain of the verdict also includes the time that its cause adds to other parts"
     if any(part.is_split_by_time for part in found.parts):
         yield "~: a share of the energy of all steps, in proportion to time"
-    if any(part.name == "below_peak" for part in found.parts):
+    names = {part.name for part in found.parts}
+    if "below_peak" in names:
         yield "below peak: computation below the peak is usual and never the cause of a verdict"
+    if "clock_below_maximum" in names:
+        yield "clock below maximum: usual under load; the cause of a verdict only with a reason, such as heat"
     yield from (f"unknown: {one_line(line)}" for line in found.unknown)
 
 

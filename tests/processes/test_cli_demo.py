@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections import Counter
 
 import pytest
 from cli_process import read_until
@@ -46,6 +47,23 @@ def test_demo_names_the_slow_rank(cli):
     assert "[EfficientLLM] straggler: rank 2 " in shown
     verdict = [line for line in shown.splitlines() if line.startswith(("  Why ", "  Slow "))]
     assert ["rank 2" in line for line in verdict][:1] == [True], verdict
+
+
+def test_ranks_of_the_demo_wait_for_the_slowest_in_each_iteration(cli):
+    assert cli.run("demo", "--ranks", "3", "--iterations", "100", "--step-seconds", "0.02").returncode == 0
+
+    [path] = cli.folder.glob("efficientllm_runs/*/ranks-0001.jsonl")
+    busy_s = Counter()
+    for row in map(json.loads, path.read_text().splitlines()):
+        busy_s[row["rank"]] += row["busy_s"]
+    assert min(busy_s.values()) > 0.95 * max(busy_s.values()), "the last rank alone would be 12 % slower"
+
+
+def test_misspelt_sink_is_named_although_nothing_else_is_printed(cli):
+    done = cli.run("demo", *SHORT, EFFICIENTLLM_SINKS="consol")
+
+    assert done.returncode == 0
+    assert done.stderr.startswith("[EfficientLLM] there is no sink 'consol'; available sinks: console, ")
 
 
 def test_demo_ignores_settings_of_another_job(cli):

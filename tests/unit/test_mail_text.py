@@ -35,10 +35,10 @@ def test_text_has_the_job_its_use_of_gpus_and_the_next_step():
 
     for line in (
         "Job ID: 77, pretrain",
-        "User, account, partition: alice, nlp, gpu",
+        "User: alice, account: nlp, partition: gpu",
         "State: completed after 2 h 13 min",
         "Nodes: 2 (n1, n2), 16 GPUs (NVIDIA H100 80GB HBM3)",
-        "GPU-hours: 4.00, of which 1.00 were losses that can be avoided",
+        "GPU-hours: 4.00, of which 1.00 were avoidable losses (parts: effllm inspect)",
         "Verdict: device idle: 25 % of GPU time",
         "Next: tokenize before the training",
     ):

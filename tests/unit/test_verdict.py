@@ -269,7 +269,7 @@ def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
 
     found = waiting_for_cores(0.09, uneven_ranks=120.0)
     assert found.cause == "uneven_ranks" and found.why.endswith(f"; {claim}")
-    assert found.next.startswith("more CPU cores for the job")
+    assert found.next.startswith("more CPU cores")
     assert (found.evidence[-1].claim, found.evidence[-1].share) == (claim, pytest.approx(0.09))
     other = waiting_for_cores(0.09, checkpoint=120.0)
     assert claim not in other.why and other.evidence[-1].claim == claim
@@ -277,6 +277,17 @@ def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
     healthy = waiting_for_cores(0.09)
     assert (healthy.cause, healthy.evidence[-1].claim) == (HEALTHY, claim)
     assert all("CPU core" not in one.claim for one in waiting_for_cores(0.04, uneven_ranks=120.0).evidence)
+
+
+def test_slow_line_of_the_data_is_remedied_in_the_data_also_beside_waits_for_cores():
+    line = CodeLine("data", "Rows.__getitem__ (train.py:8)", "", 100)
+    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=400.0)
+    without = job(data=600.0, goodput=goodput)
+
+    found = verdict_of(replace(without, host=HostTime(100, by_rank={0: 100}, by_kind={"data": 100}, lines=(line,))))
+
+    assert "Rows.__getitem__ (train.py:8)" in found.why and found.next.startswith("raise num_workers")
+    assert verdict_of(without).next.startswith("more CPU cores")
 
 
 @pytest.mark.parametrize(("slow_s", "is_named"), [(120.0, False), (300.0, True)])
@@ -501,6 +512,25 @@ def test_loss_smaller_than_the_time_without_reports_is_not_the_primary_cause():
     assert cause(job(data=100.0, unreported=90.0)) == "data_loading"
     assert cause(job(unreported=90.0)) == HEALTHY
     assert cause(job(unreported=110.0)) == NO_VERDICT
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"events": {"rank_lost": 1}}, "ranks or their reports were lost"),
+        ({"status": "running"}, "the newest window is not complete"),
+        ({}, "ranks began late, ended early, or sent no report"),
+    ],
+)
+def test_time_without_reports_is_called_lost_only_if_something_was_lost(facts, why):
+    assert verdict_of(job(unreported=110.0, **facts)).why == why
+
+
+def test_failed_job_has_a_largest_loss_only_above_the_threshold():
+    whys = [verdict_of(job(data=lost, status="failed"), ends={"failed": [0]}).why for lost in (30.0, 300.0)]
+
+    assert whys[0] == "an exception of the script"
+    assert whys[1].startswith("largest loss: data loading 30.0 %")
 
 
 def test_confidence_is_medium_while_a_larger_loss_can_be_hidden_in_the_steps():

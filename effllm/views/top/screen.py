@@ -190,7 +190,7 @@ def _share(have: int, expected: int) -> str:
 
 def _verdict(frame: TopFrame) -> list[Line]:
     if frame.verdict is None:
-        why = "none in the summary" if frame.head.is_over else "none yet: the first one is written after a minute"
+        why = "none in the summary" if frame.head.is_over else "none yet: the first one is written after some seconds"
         return [[("Verdict  ", DIM), (why, PLAIN)]]
     style = {HEALTHY: GOOD, NONE_FOUND: GOOD, NO_VERDICT: PLAIN}.get(frame.verdict.cause, WARNING)
     lines: list[Line] = []
