@@ -18,7 +18,7 @@ from effllm.analysis.recorded_run import MAX_COLUMNS, RankSumLine, RankTimes
 from effllm.commands.app import app
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict, Waterfall, WaterfallPart
-from effllm.views.report.heat_map import heat_map
+from effllm.views.report.details import heat_map
 from effllm.views.report.markup import Markup, element
 from effllm.views.report.page import MAX_BYTES
 
