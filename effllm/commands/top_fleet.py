@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,12 +20,15 @@ from msgspec import Struct
 from effllm.analysis.ledger import LedgerRun, ledger_runs
 from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.analysis.sides import STALE_AFTER_S
+from effllm.commands import top_terminal
+from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import NoRunError
 from effllm.commands.top_terminal import TICK_S, Canvas, screen, signals, wake
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Coverage, Value
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall
+from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
 from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
 from effllm.views.top.text import plain
@@ -59,15 +61,8 @@ class _Summary(Identity, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-_summary = msgspec.json.Decoder(_Summary)
-
-
 class Fleet:
-    """Reads the summaries of running jobs; a summary is read again when it has changed.
-
-    Args:
-        path: a folder of runs, or of ledger files.
-    """
+    """Reads the summaries of running jobs in a folder of runs or of ledger files; a changed summary is read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,11 +70,7 @@ class Fleet:
         self.frame = FleetFrame()
 
     def refresh(self, for_s: float, now_s: float) -> bool:
-        """Read what has changed, for a limited time; return whether everything was read.
-
-        Args:
-            for_s: the time.
-            now_s: unix time.
+        """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time.
 
         Raises:
             NoRunError: there is no run at the path.
@@ -116,10 +107,10 @@ class Fleet:
 def _line(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
-        found = _summary.decode(read_regular(folder / "summary.json"))
+        found = msgspec.json.decode(read_regular(folder / "summary.json"), type=_Summary)
     except FileNotFoundError:
         return _starting(folder)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     if found.is_over:
         return None
@@ -147,7 +138,7 @@ def _starting(folder: Path) -> JobLine | None:
     try:
         found = msgspec.json.decode(read_regular(folder / "run.json"), type=_Summary)
         changed_s = (folder / "run.json").stat().st_mtime
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     name = one_line(found.run_id or folder.name)
     return JobLine(name, str(folder), "starting", found.user, found.partition, updated_time_s=changed_s)
@@ -191,13 +182,8 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
     return 1 if any(job.state in ("stalled", "no update") for job in frame.jobs) else 0
 
 
-def watch(fleet: Fleet, open_job: Callable[[str], Any], *, has_color: bool) -> int:
-    """Show the jobs until the user quits; return the exit status.
-
-    Args:
-        fleet: the jobs.
-        open_job: shows a run folder until the user quits it.
-        has_color: whether colours are shown.
+def watch(fleet: Fleet) -> int:
+    """Show the jobs, and each job that the user opens, until the user quits; return the exit status.
 
     Raises:
         NoRunError: there is no run.
@@ -205,15 +191,13 @@ def watch(fleet: Fleet, open_job: Callable[[str], Any], *, has_color: bool) -> i
     locale.setlocale(locale.LC_ALL, "")
     fleet.refresh(FIRST_S, time.time())
     selected = ""
-    while True:
-        chosen = _choose(fleet, selected, has_color)
-        if chosen is None:
-            return 0
+    while (chosen := _choose(fleet, selected)) is not None:
         selected = chosen.folder
-        open_job(chosen.folder)
+        top_terminal.watch(FolderSource(Path(selected)), one_line(selected))
+    return 0
 
 
-def _choose(fleet: Fleet, selected: str, has_color: bool) -> JobLine | None:
+def _choose(fleet: Fleet, selected: str) -> JobLine | None:
     """Show the jobs until one is chosen; ``None``: the user quits."""
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     is_over = threading.Event()
@@ -222,7 +206,7 @@ def _choose(fleet: Fleet, selected: str, has_color: bool) -> JobLine | None:
     at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
     try:
         with signals(write), screen() as window:
-            canvas = Canvas(window, has_color=has_color)
+            canvas = Canvas(window)
             while True:
                 jobs, (width, height) = fleet.frame.jobs, canvas.size
                 at = min(max(at, 0), max(len(jobs) - 1, 0))

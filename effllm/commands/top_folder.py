@@ -16,13 +16,13 @@ import msgspec
 from msgspec import Struct
 
 from effllm.commands.top_reader import NoRunError, SourceError
-from effllm.commands.top_times import OwnTimes
+from effllm.commands.top_times import OwnTimes, decoded
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
-from effllm.store.reader import RankRow
+from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
 from effllm.views.top.frame import POINT_VALUES, Head, RunPlace, TopFrame, WindowPoint, problems_of, status_of
 from effllm.views.top.ranks import Limits, rank_table
@@ -79,15 +79,6 @@ _window = msgspec.json.Decoder(WindowReport)
 _row = msgspec.json.Decoder(RankRow)
 _key = msgspec.json.Decoder(_Key)
 _event = msgspec.json.Decoder(Event)
-_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-def _decoded(decoder: Any, line: bytes) -> Any:
-    """Return a decoded line, or ``None`` if it is invalid."""
-    try:
-        return decoder.decode(line)
-    except _ERRORS:
-        return None
 
 
 class _Document:
@@ -117,7 +108,7 @@ class _Document:
         self._state, self.changed_s = state, about.st_mtime
         try:
             found: Any = self._decoder.decode(content)
-        except _ERRORS as error:
+        except DECODE_ERRORS as error:
             self.error = f"{self._path.name} cannot be read: {error}"
         else:
             if problem := version_error(found.schema_version):
@@ -211,7 +202,7 @@ class FolderSource:
         while lines := self._files.events.new_lines():
             if self._files.events.was_replaced:
                 self._files.events.was_replaced, self._history = False, EventHistory()
-            self._history.add(event for line in lines if (event := _decoded(_event, line)) is not None)
+            self._history.add(event for line in lines if (event := decoded(_event, line)) is not None)
             is_new = True
             if time.monotonic() > until_s:
                 break
@@ -256,6 +247,9 @@ class FolderSource:
         coverage = shown.coverage if shown is not None else None
         count = coverage.ranks_expected if coverage is not None else len(self._hosts)
         rows = self._rows_of(shown) if shown is not None else []
+        notes = [document.error for document in (self._files.summary, self._files.facts) if document.error]
+        if self.has_more:
+            notes.append("events.jsonl is being read: lost ranks are not known yet")
         verdict_note = ""
         if summary is not None:
             verdict_note = "whole run" if summary.is_over else f"at {local_time('%H:%M:%S', summary.updated_time_s)}"
@@ -280,7 +274,7 @@ class FolderSource:
             rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
-            notes=self._notes(),
+            notes=notes,
         )
 
     @property
@@ -298,10 +292,6 @@ class FolderSource:
         tags = {entry.tag(entry.bases[0]): entry.tag(entry.run_bases[0]) for entry in METRICS.values()}
         tags["window/pcu_ratio"] = "pcu_ratio"
         return values | {tag: known[of_run].value for tag, of_run in tags.items() if of_run in known}
-
-    def _notes(self) -> list[str]:
-        errors = [document.error for document in (self._files.summary, self._files.facts) if document.error]
-        return [*errors, "events.jsonl is being read: lost ranks are not known yet"] if self.has_more else errors
 
     def _head(self, latest: WindowReport | None, shown: WindowReport | None, states: RankStates, now_s: float) -> Head:
         summary: Summary | None = self._files.summary.content
@@ -356,7 +346,7 @@ class FolderSource:
         if not lines or _pair(lines[0][1]) >= wanted:
             found = self._files.ranks.first(lambda line: _pair(line) >= wanted)
             lines = self._files.ranks.after(found, MAX_ROWS)
-        rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
+        rows = (decoded(_row, line) for _, line in lines if _pair(line) == wanted)
         return [row for row in rows if row is not None]
 
 
@@ -365,7 +355,7 @@ def _first(lines: Lines) -> Position | None:
 
 
 def _pair(line: bytes) -> tuple[int, int]:
-    key = _decoded(_key, line)
+    key = decoded(_key, line)
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 
@@ -374,7 +364,7 @@ def _window_lines(lines: Lines) -> list[_WindowLine]:
 
 
 def _point(line: bytes) -> WindowPoint | None:
-    found = _decoded(_point_line, line)
+    found = decoded(_point_line, line)
     if found is None or found.correction or found.values.seconds is None:
         return None
     values = {name: getattr(found.values, name) for name in POINT_VALUES}
@@ -385,7 +375,7 @@ def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowR
     """Return the last window, and the last window with iterations: the last line of a run is without iterations."""
     latest: WindowReport | None = None
     for one in reversed(lines):
-        report: WindowReport | None = _decoded(_window, one.line)
+        report: WindowReport | None = decoded(_window, one.line)
         if report is None or report.correction:
             continue
         latest = latest or report

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from effllm.commands.top_reader import TopReader, TopSource
+from effllm.config.switches import this_process
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.panes import count_of
 from effllm.views.top.screen import page_of, render
@@ -62,7 +63,7 @@ def can_move_cursor(term: str) -> bool:
     return bool(curses.tigetstr("cup"))
 
 
-def watch(source: TopSource, name: str, *, has_color: bool) -> int:
+def watch(source: TopSource, name: str) -> int:
     """Show a source until the user quits; return the exit status.
 
     Raises:
@@ -75,7 +76,7 @@ def watch(source: TopSource, name: str, *, has_color: bool) -> int:
     reader.start()
     try:
         with signals(wake_write), screen() as window:
-            return _Terminal(Canvas(window, has_color=has_color), reader, name, wake_read).run()
+            return _Terminal(Canvas(window), reader, name, wake_read).run()
     finally:
         reader.close()
 
@@ -123,15 +124,10 @@ def screen() -> Iterator[Any]:
 
 
 class Canvas:
-    """The window of curses: lines go out, keys come in.
+    """The window of curses: lines go out, keys come in."""
 
-    Args:
-        window: the window.
-        has_color: whether colours are shown.
-    """
-
-    def __init__(self, window: Any, *, has_color: bool) -> None:
-        self._window, self._attributes = window, _attributes(has_color)
+    def __init__(self, window: Any) -> None:
+        self._window, self._attributes = window, _attributes()
         self._shown: list[Line] = []  # lines on the screen
         is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
         self.bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
@@ -174,14 +170,7 @@ class Canvas:
 
 
 class _Terminal:
-    """The screen with the choices of the user.
-
-    Args:
-        canvas: the window.
-        reader: reads the source.
-        name: name of the source, for lines about it.
-        wakes: a descriptor with a byte for each new frame and each signal.
-    """
+    """The screen with the choices of the user; ``wakes`` has a byte for each new frame and each signal."""
 
     def __init__(self, canvas: Canvas, reader: TopReader, name: str, wakes: int) -> None:
         self._canvas, self._reader, self._name, self._wake = canvas, reader, name, wakes
@@ -248,24 +237,18 @@ class _Terminal:
             self._reader.request(Action("step", 1))
 
     def _draw(self) -> None:
-        self._canvas.draw(self._lines(self._reader.frame, *self._canvas.size))
-
-    def _lines(self, frame: TopFrame | None, width: int, height: int) -> list[Line]:
-        notice = self._notice()
+        frame, (width, height) = self._reader.frame, self._canvas.size
+        notice = f"older values are shown: {self._reader.error}" if self._reader.error else ""
+        if (silent_s := self._reader.silent_s) >= SLOW_S:
+            notice = f"no answer for {silent_s:.0f} s from {self._name}"
         if frame is None:
             lines: list[Line] = [clipped([(notice or f"reading {self._name}", PLAIN)], width)]
         else:
             lines = render(frame, self._view, width, height, notice, self._canvas.bars)
-        return [*lines, *([[]] * (height - len(lines)))]
-
-    def _notice(self) -> str:
-        silent_s = self._reader.silent_s
-        if silent_s >= SLOW_S:
-            return f"no answer for {silent_s:.0f} s from {self._name}"
-        return f"older values are shown: {self._reader.error}" if self._reader.error else ""
+        self._canvas.draw([*lines, *([[]] * (height - len(lines)))])
 
 
-def _attributes(has_color: bool) -> dict[int, int]:
+def _attributes() -> dict[int, int]:
     """Return the attributes of curses for each style; without colour, problems are bold."""
     found = {
         PLAIN: curses.A_NORMAL,
@@ -276,7 +259,7 @@ def _attributes(has_color: bool) -> dict[int, int]:
         BAD: curses.A_BOLD,
         REVERSE: curses.A_REVERSE,
     }
-    if not has_color:
+    if this_process().get("NO_COLOR"):
         return found
     with contextlib.suppress(curses.error):
         curses.start_color()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
 from effllm.store.line_files import END, LineFiles, Position
+from effllm.store.reader import DECODE_ERRORS
 from effllm.views.top.frame import RankTimes
 
 MAX_LINES, MAX_WINDOWS = 4000, 200  # that are read at once, and kept
@@ -27,12 +30,16 @@ class _Times(Struct):
 _times = msgspec.json.Decoder(_Times)
 
 
-class OwnTimes:
-    """Reads the times of new lines.
+def decoded(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
+    """Return a decoded line, or ``None`` if it is invalid."""
+    try:
+        return decoder.decode(line)
+    except DECODE_ERRORS:
+        return None
 
-    Args:
-        files: the files of the ranks.
-    """
+
+class OwnTimes:
+    """Reads the times of new lines in the files of the ranks."""
 
     def __init__(self, files: LineFiles) -> None:
         self._files = files
@@ -43,9 +50,8 @@ class OwnTimes:
         """Read new lines, at first the newest ones; return whether there are any."""
         lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
         for _, line in lines:
-            try:
-                one = _times.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            one: _Times | None = decoded(_times, line)
+            if one is None:
                 continue
             count, seconds = one.own_steps, one.own_step_s
             if count <= 0:
