@@ -10,12 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
-from msgspec import Struct
 
 from effllm.analysis.ledger import LedgerRun, ledger_runs
 from effllm.analysis.run_folders import UnreadableRun, find_runs
@@ -25,9 +23,8 @@ from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import NoRunError
 from effllm.commands.top_terminal import TICK_S, Canvas, screen, signals, wake
 from effllm.records.identity import Identity
-from effllm.records.job import SCHEMA_VERSION, Coverage, Value
+from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import Waterfall
 from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
 from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
@@ -41,24 +38,6 @@ _METRICS = {
     "mfu_ratio": "run_throughput/mfu_ratio",
     "busy_ratio": "pcu_ratio",
 }
-
-
-class _Verdict(Struct):
-    text: str = ""
-
-
-class _Summary(Identity, frozen=True, kw_only=True):
-    """What a line needs of summary.json."""
-
-    status: str = "running"
-    is_over: bool = False
-    updated_time_s: float = 0.0
-    elapsed_s: float | None = None
-    coverage: Coverage | None = None
-    metrics: Mapping[str, Value] = MappingProxyType({})
-    verdict: _Verdict | None = None
-    waterfall: Waterfall | None = None
-    schema_version: int = SCHEMA_VERSION
 
 
 class Fleet:
@@ -107,14 +86,14 @@ class Fleet:
 def _line(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
-        found = msgspec.json.decode(read_regular(folder / "summary.json"), type=_Summary)
+        found = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
     except FileNotFoundError:
         return _starting(folder)
     except (OSError, *DECODE_ERRORS):
         return None
     if found.is_over:
         return None
-    gpus = found.coverage.gpus_expected if found.coverage is not None else None
+    gpus = found.coverage.gpus_expected
     loss = found.waterfall
     share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
     values = {name: value.value if (value := found.metrics.get(tag)) else None for name, tag in _METRICS.items()}
@@ -136,7 +115,7 @@ def _line(folder: Path) -> JobLine | None:
 def _starting(folder: Path) -> JobLine | None:
     """Return the line of a run in its first minute, which has no summary yet."""
     try:
-        found = msgspec.json.decode(read_regular(folder / "run.json"), type=_Summary)
+        found = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
         changed_s = (folder / "run.json").stat().st_mtime
     except (OSError, *DECODE_ERRORS):
         return None

@@ -5,29 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from effllm.store.line_files import END, LineFiles, Position
-from effllm.store.reader import DECODE_ERRORS
+from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.frame import RankTimes
 
 MAX_LINES, MAX_WINDOWS = 4000, 200  # that are read at once, and kept
 
 
-class _Times(Struct):
-    """The times of a line of ``ranks-*.jsonl``."""
-
-    attempt: int
-    window: int
-    rank: int
-    iteration_first: int
-    iteration_last: int
-    busy_s: float
-    own_steps: int = 0
-    own_step_s: float = 0.0
-
-
-_times = msgspec.json.Decoder(_Times)
+row_decoder = msgspec.json.Decoder(RankRow)
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
@@ -50,7 +36,7 @@ class OwnTimes:
         """Read new lines, at first the newest ones; return whether there are any."""
         lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
         for _, line in lines:
-            one: _Times | None = decoded(_times, line)
+            one: RankRow | None = decoded(row_decoder, line)
             if one is None:
                 continue
             count, seconds = one.own_steps, one.own_step_s

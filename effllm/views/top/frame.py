@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.records.forecast import Foretold
-from effllm.records.job import Coverage, StragglerVerdict
+from effllm.records.job import Coverage, StragglerVerdict, WindowReport
 from effllm.records.rank import Event
 from effllm.records.verdict import Verdict, Waterfall
 from effllm.store.summary_text import duration
@@ -82,6 +82,16 @@ POINT_VALUES = {
     "mfu_ratio": "throughput/mfu_ratio",
     "watts": "energy/watts_per_gpu",
 }
+
+
+def point_of(window: WindowReport) -> WindowPoint | None:
+    """Return the point of a window; ``None`` without an iteration time, or for a correction of an earlier window."""
+    if window.correction or POINT_VALUES["seconds"] not in window.values:
+        return None
+    values = {name: window.values.get(tag) for name, tag in POINT_VALUES.items()}
+    return WindowPoint(window.iteration, window.time_s, loss=window.loss, **values)
+
+
 #: Own time of an iteration by rank, of each window.
 RankTimes = Sequence[Mapping[int, float]]
 
