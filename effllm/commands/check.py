@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -13,7 +12,6 @@ from rich.table import Column, Table
 
 from effllm.commands.output import complain
 from effllm.commands.survey import Cost, Survey, survey
-from effllm.commands.survey_gpus import LOAD_S, GpuState, load
 from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
 from effllm.config.switches import this_process
 from effllm.devices import device_names
@@ -31,7 +29,7 @@ def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
-    found = survey(this_process(), device, _load if has_load else None)
+    found = survey(this_process(), device, has_load=has_load)
     if has_load and not found.gpus:
         complain("check", "--load: there is no NVIDIA GPU")
     if as_json:
@@ -42,13 +40,6 @@ def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
             console.print(part)
     is_loaded = bool(found.gpus) and all(gpu.flops_per_second is not None for gpu in found.gpus)
     return 0 if found.measured and (is_loaded or not has_load) else 1
-
-
-def _load(gpus: list[GpuState]) -> None:
-    def begins(gpu: GpuState) -> None:
-        print(f"GPU {gpu.index}: matrix products and copies, {LOAD_S:g} s", file=sys.stderr)
-
-    load(gpus, begins)
 
 
 def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:

@@ -54,7 +54,9 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
     kept = profiling.to_calibration(found)
     if kept is not None:
         calibration.store_unless_profiled(cache_folder() / "calibration", kept)
-    text = _json(found)
+    # Here the sensor is an object with named fields, but in messages it is an array.
+    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
+    text = msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
     if save:
         try:
             Path(save).write_text(text)
@@ -107,12 +109,6 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def _json(found: SensorProfile) -> str:
-    """Return the report as JSON; here the sensor is an object with named fields, but in messages it is an array."""
-    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
-    return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
-
-
 def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     board = found.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
@@ -158,12 +154,16 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     if found.power_is_held:
         held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
+    ratios = [
+        f"{one.value:.4f} ({one.low:.4f} to {one.high:.4f}) {name}, {one.seconds:.0f} s"
+        for name, one in found.ratios.items()
+    ]
     rows = [
         ("energy counter", [_moves(found.counter, "moves"), _lag(found), _measures(found)]),
         ("power", [_moves(found.power, "changes"), _mean(found.power_response), held]),
         ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)]),
         ("power usage", [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []),
-        ("counter / power", [_ratio(name, found) for name in found.ratios] or ["not measured"]),
+        ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
     return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]
@@ -210,11 +210,6 @@ def _ends(response: Response) -> str:
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the sensor updates its value"
     return f"{1e3 * response.ends_s:.1f} ms before the sensor updates its value"
-
-
-def _ratio(name: str, found: SensorProfile) -> str:
-    ratio = found.ratios[name]
-    return f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
 
 
 def _states(idle: State, loaded: State | None) -> Table:

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -53,13 +53,13 @@ class Survey(Struct, frozen=True):
     gpus: list[GpuState] = []  # all GPUs of this machine
 
 
-def survey(environ: Mapping[str, str], device: str, load: Callable[[list[GpuState]], None] | None = None) -> Survey:
+def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey:
     """Run all tests.
 
     Args:
         environ: the environment.
         device: replaces the configured device if it is not empty.
-        load: puts the GPUs under load.
+        has_load: whether the GPUs are put under load.
     """
     findings = [*survey_host.python(), *survey_host.settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
@@ -74,8 +74,8 @@ def survey(environ: Mapping[str, str], device: str, load: Callable[[list[GpuStat
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = survey_host.shared_memory(config)
     gpus = survey_gpus.states()
-    if load is not None:
-        load(gpus)
+    if has_load:
+        survey_gpus.load(gpus)
     findings += [about, *_driver(), *survey_gpus.findings(gpus), *node_findings, *_scope(scope)]
     findings += [
         *survey_host.sinks(config),

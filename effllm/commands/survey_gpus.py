@@ -5,6 +5,7 @@ NVML is read without a CUDA context.  Nothing here was measured on a GPU.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -132,20 +133,16 @@ def _program(pid: int) -> str:
         return f"process {pid}"
 
 
-def load(gpus: Sequence[GpuState], begins: Callable[[GpuState], None] = lambda _: None) -> None:
+def load(gpus: Sequence[GpuState]) -> None:
     """Put each GPU under load, one after the other, and add its rates and its state under load.
 
     A GPU that a process uses is left out.
-
-    Args:
-        gpus: the GPUs, whose values are replaced.
-        begins: called before each load.
     """
     for gpu in gpus:
         if gpu.processes:
             gpu.load = f"not loaded: {', '.join(gpu.processes)} uses it"
             continue
-        begins(gpu)
+        print(f"GPU {gpu.index}: matrix products and copies, {LOAD_S:g} s", file=sys.stderr)
         child = TorchLoad(gpu.uuid)
         try:
             child.opened()
