@@ -247,11 +247,8 @@ class RunCache:
     A row is used again while run.json and summary.json have the same sizes, times and inodes.  On a network file
     system, a look at these is much cheaper than reading two files per run.
 
-    The cache is an optimization: a cache that cannot be read or written is not used.
-
-    Args:
-        connection: the connection to a database with the table `wanted`: folder and state of each run.
-        found: the run folders.
+    The cache is an optimization: a cache that cannot be read or written is not used. The database has the table
+    `wanted`: folder and state of each run.
     """
 
     def __init__(self, connection: Any, found: Sequence[FoundRun]) -> None:

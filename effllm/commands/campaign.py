@@ -79,14 +79,7 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 class Campaign:
-    """The runs of a plan that are still to do.
-
-    Args:
-        plan: the plan.
-        folder: parent folder of the run folders.
-        lock: descriptor that the runs inherit.
-        retry_failed: whether failed runs are started again.
-    """
+    """The runs of a plan that are still to do, with the parent folder of their run folders and a lock they inherit."""
 
     def __init__(self, plan: Plan, folder: Path, lock: int, *, retry_failed: bool) -> None:
         self._plan, self._folder, self._lock, self._retry_failed = plan, folder, lock, retry_failed

@@ -42,17 +42,7 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     drawn = [(chart, found) for chart, found in charts if found]
     if not drawn:
         return section("curves", "Curves", element("p", "No curves: no window has been recorded."))
-    figures = [
-        element(
-            "figure",
-            element("figcaption", element("b", chart.title), f" {chart.unit}", _over(chart)),
-            legend(found),
-            plot(chart, found, runs, at),
-            element("p", chart.note, class_="note") if chart.note else None,
-            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _numbers_header(chart), numbers(found, runs))),
-        )
-        for at, (chart, found) in enumerate(drawn)
-    ]
+    figures = [_figure(chart, found, runs, at) for at, (chart, found) in enumerate(drawn)]
     note = (
         "Each point is a window of iterations. Where a chart has more windows than room, the smallest and the largest "
         "value of neighbouring windows are drawn, so that no extreme is lost."
@@ -62,13 +52,17 @@ def curves(charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves
     )
 
 
-def _numbers_header(chart: Chart) -> tuple[str, ...]:
-    at = f"at {chart.x}"
-    return "line", "smallest", at, "largest", at, "last"
-
-
-def _over(chart: Chart) -> str:
-    return "" if chart.x == "iteration" else f" (horizontal: {chart.x})"
+def _figure(chart: Chart, found: list[Drawn], runs: Sequence[RunCurves], at: int) -> Markup:
+    over = "" if chart.x == "iteration" else f" (horizontal: {chart.x})"
+    header = ("line", "smallest", f"at {chart.x}", "largest", f"at {chart.x}", "last")
+    return element(
+        "figure",
+        element("figcaption", element("b", chart.title), f" {chart.unit}", over),
+        legend(found),
+        plot(chart, found, runs, at),
+        element("p", chart.note, class_="note") if chart.note else None,
+        hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(found, runs))),
+    )
 
 
 # --- ranks ---
