@@ -128,7 +128,8 @@ class Database:
         for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({declaration(columns_of(name))})")
         self._insert_runs([run for run in found if self._has_text_path(run)], progress)
-        self._select(tags)
+        for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
+            self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
     @cached_property
     def folders(self) -> list[Path]:
@@ -223,10 +224,6 @@ class Database:
             return line
         self.skipped.append(Skipped(run.folder, f"its documents have more than {MAX_LINE_BYTES >> 20} MiB"))
         return b""
-
-    def _select(self, tags: Tags) -> None:
-        for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
-            self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
     def _insert_lines(self, table: LinesTable) -> None:
         files: list[LineFile] = []

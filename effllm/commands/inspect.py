@@ -24,6 +24,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
+from effllm.store.reader import DECODE_ERRORS, JsonLines
 from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, outcome, readable, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
@@ -56,7 +57,7 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
     except OSError as error:
         example = "efficientllm_runs/20260101-120000-1a2b3c4d"
         return complain("inspect", f"{path}: {error.strerror}; RUN is a run folder, such as {example}", 1)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         return complain("inspect", f"{path} is not a summary of effllm: {error}", 1)
     if problem := version_error(summary.schema_version):
         return complain("inspect", f"{path} cannot be read: {problem}", 1)
@@ -79,22 +80,17 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
 def _write_stacks(folder: Path, to: Path) -> int:
     """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
     samples: Counter[str] = Counter()
-    path, ranks, unreadable = folder / STACKS_FILE, set(), 0
+    path, ranks = folder / STACKS_FILE, set()
+    lines = JsonLines([one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path], RecordedStacks)
     try:
-        files = [one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path]
-        for line in (line for one in files for line in read_regular(one).splitlines()):
-            try:
-                recorded = msgspec.json.decode(line, type=RecordedStacks)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # a killed aggregator, or a full disk
-                unreadable += 1
-                continue
+        for recorded in lines:
             if problem := version_error(recorded.schema_version):
                 return complain("inspect", f"{path} cannot be read: {problem}", 1)
             ranks.add(recorded.rank)
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
-        if unreadable:
-            complain("inspect", f"{path}: {unreadable:,} line{'s' * (unreadable != 1)} cannot be read")
+        if lines.skipped:  # after a killed aggregator, or on a full disk
+            complain("inspect", f"{path}: {lines.skipped:,} line{'s' * (lines.skipped != 1)} cannot be read")
         if not samples:
             return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import locale
 import os
-import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,14 +20,15 @@ from effllm.analysis.sides import STALE_AFTER_S
 from effllm.commands import top_terminal
 from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import NoRunError
-from effllm.commands.top_terminal import TICK_S, Canvas, screen, signals, wake
+from effllm.commands.top_terminal import TICK_S, screen, wake
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
 from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
-from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
-from effllm.views.top.text import plain
+from effllm.store.summary_text import duration, readable
+from effllm.store.window_text import scaled
+from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
 
 EVERY_S, FIRST_S = 5.0, 0.1  # period of reading, and the time for reading before the first frame
 NO_UPDATE_S, FORGOTTEN_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
@@ -38,6 +38,45 @@ _METRICS = {
     "mfu_ratio": "run_throughput/mfu_ratio",
     "busy_ratio": "pcu_ratio",
 }
+
+
+#: States, the worst first.
+STATES = ("stalled", "no update", "running", "starting")
+_STYLES = {"stalled": BAD, "no update": WARNING, "running": GOOD}
+KEYS = "enter opens the job  up down  q quit"
+#: Columns: name, width, and width from which on the screen has them.
+_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("tok/s/GPU", 9, 0), ("MFU", 6, 0), ("busy", 5, 0),
+            ("time", 9, 120))  # fmt: skip
+_STATE, _MIN_NAME, _MAX_NAME = 9, 10, 28
+
+
+class JobLine(NamedTuple):
+    """One running job; ``None``: not measured."""
+
+    name: str
+    folder: str
+    state: str = "running"
+    user: str | None = None
+    partition: str | None = None
+    gpus: int | None = None
+    elapsed_s: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    mfu_ratio: float | None = None
+    busy_ratio: float | None = None
+    verdict: str = ""  # in one line
+    lost_gpus: float = 0.0  # GPUs whose whole time would be lost
+    updated_time_s: float = 0.0  # unix time of these values
+
+    def order(self) -> tuple[Any, ...]:
+        return STATES.index(self.state), -self.lost_gpus, self.name
+
+
+class FleetFrame(NamedTuple):
+    """The jobs of a folder, in their order, and what is to be said of them."""
+
+    jobs: Sequence[JobLine] = ()
+    num_runs: int = 0  # also ended ones
+    note: str = ""
 
 
 class Fleet:
@@ -148,6 +187,53 @@ def _aged(line: JobLine, now_s: float) -> JobLine | None:
     return line._replace(state="no update") if age_s > NO_UPDATE_S else line
 
 
+def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -> list[Line]:
+    """Return a screen: the numbers, the jobs around the selected one, and the keys."""
+    gpus = sum(job.gpus or 0 for job in frame.jobs)
+    lost = sum(job.lost_gpus for job in frame.jobs)
+    text = f"{len(frame.jobs):,} running jobs with {gpus:,} GPUs of {frame.num_runs:,} runs"
+    losses = f"  losses that can be avoided: {readable(lost)} GPUs" if lost else ""
+    lines: list[Line] = [[(text, BOLD), (losses, WARNING)]]
+    columns = [(name, cells) for name, cells, at_least in _COLUMNS if width >= at_least]
+    used = _STATE + 1 + sum(cells + 1 for _, cells in columns)
+    name = min(max(width - used - 30, _MIN_NAME), _MAX_NAME)
+    head = f"{fit('run', name)} {fit('state', _STATE)} "
+    head += "".join(fit(text, cells, right=True) + " " for text, cells in columns) + " verdict"
+    lines.append([(head, DIM)])
+    room = max(height - len(lines) - 1 - bool(frame.note), 1)
+    first = max(min(selected - room // 2, len(frame.jobs) - room), 0)
+    for at, job in enumerate(frame.jobs[first : first + room], first):
+        numbers = "".join(fit(_cell(job, column), cells, right=True) + " " for column, cells in columns)
+        if at == selected:
+            whole = f"{fit(job.name, name)} {fit(job.state, _STATE)} {numbers} {job.verdict}"
+            lines.append([(fit(whole, width), REVERSE)])
+            continue
+        style = _STYLES.get(job.state, PLAIN)
+        parts = (f"{fit(job.name, name)} ", PLAIN), (fit(job.state, _STATE), style), (f" {numbers} ", PLAIN)
+        lines.append([*parts, (one_line(job.verdict), PLAIN if job.lost_gpus < 1 else WARNING)])
+    if not frame.jobs:
+        lines.append([("no job is running", PLAIN)])
+    lines += [[]] * (height - len(lines) - 1 - bool(frame.note))
+    if frame.note:
+        lines.append([(one_line(frame.note), DIM)])
+    lines.append([(fit(KEYS, width), REVERSE)])
+    return [clipped(line, width) for line in lines][:height]
+
+
+def _cell(job: JobLine, column: str) -> str:
+    if column in ("user", "partition"):
+        return one_line(getattr(job, column) or "-")
+    cells: dict[str, tuple[float | None, Callable[[float], str]]] = {
+        "GPUs": (job.gpus, "{:,}".format),
+        "tok/s/GPU": (job.tokens_per_second_per_gpu, lambda value: "".join(scaled(value))),
+        "MFU": (job.mfu_ratio, "{:.1%}".format),
+        "busy": (job.busy_ratio, "{:.0%}".format),
+        "time": (job.elapsed_s, duration),
+    }
+    value, text = cells[column]
+    return "-" if value is None else text(value)
+
+
 def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
     """Print all running jobs; return the exit status."""
     fleet.refresh(float("inf"), time.time())
@@ -184,16 +270,15 @@ def _choose(fleet: Fleet, selected: str) -> JobLine | None:
     threading.Thread(target=_read, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
     at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
     try:
-        with signals(write), screen() as window:
-            canvas = Canvas(window)
+        with screen(write) as canvas:
             while True:
                 jobs, (width, height) = fleet.frame.jobs, canvas.size
                 at = min(max(at, 0), max(len(jobs) - 1, 0))
                 canvas.draw(fleet_lines(fleet.frame, width, height, at))
-                ready, _, _ = select.select([sys.stdin, read], [], [], TICK_S)
-                if read in ready and signal.SIGWINCH in os.read(read, 4096):
-                    canvas.resize()
-                for key in canvas.pressed() if sys.stdin in ready else ():
+                keys = canvas.wait(read, TICK_S)
+                if keys is None:
+                    return None
+                for key in keys:
                     if key in ("q", "ctrl-c", "esc"):
                         return None
                     if key == "enter" and jobs:

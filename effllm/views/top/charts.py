@@ -116,11 +116,7 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
 def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line]:
     """Return the ranks that are slowest against the median of each window, window by window; empty without a median.
 
-    Args:
-        found: own times of ranks by window.
-        width: number of columns.
-        height: number of lines.
-        bars: the letters of curves; another set than `BARS` means a terminal with ASCII alone.
+    Another set of letters than `BARS` means a terminal with ASCII alone.
     """
     room = width - 13
     windows = [(times, median(times.values())) for times in found if len(times) > 2][-room:]
