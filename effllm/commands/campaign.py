@@ -35,10 +35,6 @@ SUMMARY_WITHIN_S = 60.0
 def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
     """Run the campaign of a plan; return the exit status."""
     try:
-        import yaml  # noqa: F401
-    except ImportError:
-        return complain("campaign", "this command needs PyYAML: pip install 'effllm[analysis]'", 2)
-    try:
         plan = read_plan(path)
         for run in order_of(plan):
             read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})
@@ -50,6 +46,8 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with _locked(folder) as lock:
             return Campaign(plan, folder, lock, retry_failed=retry_failed).run()
+    except ImportError:
+        return complain("campaign", "this command needs PyYAML: pip install 'effllm[analysis]'", 2)
     except (WrongPlan, ConfigError) as error:
         return complain("campaign", str(error), 2)
     except OSError as error:

@@ -11,13 +11,13 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from effllm.commands.output import complain
+from effllm.commands.profile import facts_table
 from effllm.commands.survey import Cost, Survey, survey
 from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
 from effllm.config.switches import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import Measurable
-from effllm.sensor_profile.known import Known
 from effllm.sensor_profile.known import as_text as sensor_lines
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in addition to the console's metrics
@@ -48,7 +48,7 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield _metrics([one for one in found.metrics if show_all or METRICS[one.metric].console or one.metric in _USUAL])
     yield ""
     if found.sensor:
-        yield _sensor(found.sensor)
+        yield facts_table(sensor_lines(found.sensor))
         yield ""
     yield from _costs(found)
     if found.measured:
@@ -88,13 +88,6 @@ def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in shown and tail else reason
         shown.add(reason)
-
-
-def _sensor(sensor: Known) -> Table:
-    table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
-    for name, lines in sensor_lines(sensor):
-        table.add_row(name, escape("\n".join(lines)))
-    return table
 
 
 def _joined(sources: list[str]) -> Iterator[str]:

@@ -116,7 +116,7 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     if board.traits:
         yield escape(", ".join(f"{name} {trait}" for name, trait in board.traits.items()))
     yield ""
-    yield _facts(_sensors(found))
+    yield facts_table(_sensors(found))
     yield ""
     if found.idle:
         yield _states(found.idle, found.loaded)
@@ -124,7 +124,7 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     yield _calls(found.calls)
     yield ""
     if found.fields:
-        yield _facts(_fields(found))
+        yield facts_table(_fields(found))
         yield ""
     if found.load:
         yield f"[dim]{escape(f'Load: {found.load}, {found.edges} edges.')}[/]"
@@ -139,7 +139,8 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     yield f"The report is in {escape(save)}." if save else "To send us the report: effllm profile --save FILE"
 
 
-def _facts(rows: list[tuple[str, list[str]]]) -> Table:
+def facts_table(rows: list[tuple[str, list[str]]]) -> Table:
+    """Return names with their lines as a table."""
     table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, lines in rows:
         table.add_row(name, escape("\n".join(lines)))

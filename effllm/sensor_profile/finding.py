@@ -80,22 +80,19 @@ class SensorEvidence:
         self._parts = dict(self._idle_parts)  # of each reading the analysis with the most changes
         self._idle_state = _state(idle, self._parts["counter"].ticks, 0.0, idle.end_s)
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
-        self._warn_of_others(others)
-
-    @property
-    def tick_s(self) -> float:
-        """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
-        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
-        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
-
-    def _warn_of_others(self, others: int | None) -> None:
-        busy = max((sample.utilization or 0.0 for sample in self._idle.full), default=0.0)
+        busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
         if others:
             self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
         elif busy > 0:
             self._warnings.append(
                 f"the GPU was {100 * busy:.0f} % busy before its load began: does another process use the GPU?"
             )
+
+    @property
+    def tick_s(self) -> float:
+        """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
+        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
+        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
     def under_load(self, record: Record, name: str) -> None:
         self._load, self._edges = name, len(record.edges)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 
 from effllm.analysis.recorded_run import MAX_TIMED_RANKS, RankMeans, RecordedRun
+from effllm.analysis.run_row import utc
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS, is_problem
 from effllm.records.job import SPREADS, GoodputSummary, StragglerVerdict, Summary
@@ -318,10 +318,7 @@ def _event_table(caption: str, found: Sequence[Event], letters: int) -> Markup:
 
 def moment(time_s: float) -> str:
     """Return a unix time as date and time in UTC; a time that is no date is shown as a number."""
-    try:
-        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return f"{time_s:g} s"
+    return (utc(time_s) or f"{time_s:g} s")[: len("2026-01-01 00:00:00")]
 
 
 def definitions(found: Sequence[Summary]) -> Markup:
