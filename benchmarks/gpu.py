@@ -37,7 +37,7 @@ from benchmarks.memory import on_gpu
 from effllm import sensor_profile as profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices.known.hardware import peak_flops_per_s
-from effllm.sensor_profile.load import Loader, LoadUnavailable, TorchLoad
+from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import SensorProfile
 
@@ -172,7 +172,7 @@ class _Bench:
         except Exception as error:  # noqa: BLE001 - the figures of the other parts must not be lost
             self.left_out.append(f"{step.name}: {type(error).__name__}: {error}")
 
-    def open_load(self) -> Loader:
+    def open_load(self) -> TorchLoad:
         """Open the program that loads the GPU.
 
         Raises:
@@ -180,7 +180,7 @@ class _Bench:
         """
         if self._load:
             module, _, name = self._load.partition(":")
-            made: Loader = getattr(importlib.import_module(module), name)()
+            made: TorchLoad = getattr(importlib.import_module(module), name)()
             return made
         load = TorchLoad(self.reader.device.key if self.reader.device.kind == "nvml" else None)
         try:
@@ -216,7 +216,7 @@ class _Bench:
         interval = None if error is None else (factor * (value - error), factor * (value + error))
         self.figures.append(Figure(name, factor * value, unit, None, interval))
 
-    def _under_load(self, what: str, measure: Callable[[Loader], list[Figure]]) -> None:
+    def _under_load(self, what: str, measure: Callable[[TorchLoad], list[Figure]]) -> None:
         try:
             loader = self.open_load()
         except LoadUnavailable as error:

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.figure import Figure
 from effllm.devices import Reader
 from effllm.devices.known.hardware import peak_clock_hz, peak_flops_per_s
-from effllm.sensor_profile.load import Loader
+from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
 
 READS, READS_APART_S = 60, 0.05
@@ -62,7 +62,7 @@ def calls(reader: Reader, facts: Facts | None, where: str) -> list[Figure]:
     return figures
 
 
-def calls_under_load(reader: Reader, facts: Facts | None, loader: Loader) -> list[Figure]:
+def calls_under_load(reader: Reader, facts: Facts | None, loader: TorchLoad) -> list[Figure]:
     loader.start([LOAD_S])
     time.sleep(0.5)
     return calls(reader, facts, "under load")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from benchmarks.figure import Figure
 from effllm.devices import Reader
 from effllm.sensor_profile.estimates import Load, ratio, ticks_of
-from effllm.sensor_profile.load import Loader
-from effllm.sensor_profile.record import LoadEdge, SensorProfile
+from effllm.sensor_profile.load import TorchLoad
+from effllm.sensor_profile.record import SensorProfile
 from effllm.sensor_profile.watching import Record, Timer, watch
 
 PERIODS_S = (0.2, 2.0, 10.0)
@@ -19,16 +19,15 @@ POLLED_EVERY_S = (0.1, 1.0)
 SETTLE_S = 2.0
 
 
-def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
+def waves(reader: Reader, loader: TorchLoad, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
     """Return the ratio of integrated power to the counter's energy for each period, from dense and polled readings."""
     figures = []
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
-        edges: list[LoadEdge] = []
         loader.start(stretches)
-        record = watch(reader, clock, lambda _share: None, sum(stretches), {}, loader, edges)
-        figures += _compared(record, Load(edges, record.origin_ns), found, period_s)
+        record = watch(reader, clock, lambda _share: None, sum(stretches), {}, loader)
+        figures += _compared(record, Load(record.edges, record.origin_ns), found, period_s)
     return figures
 
 

@@ -23,7 +23,7 @@ from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
 from effllm.devices import Reader, Site, open_device
 from effllm.records.rank import Device, Sample, Sensor
 from effllm.sensor_profile.estimates import Load
-from effllm.sensor_profile.load import Loader
+from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.record import LoadEdge
 
 #: Number of windows by length in s.
@@ -43,7 +43,7 @@ class Window:
     random_j: float | None = None  # half-width, 95 %
 
 
-def windows(key: str, loader: Loader, sensor: Sensor, counts: Mapping[float, int]) -> list[Figure]:
+def windows(key: str, loader: TorchLoad, sensor: Sensor, counts: Mapping[float, int]) -> list[Figure]:
     """Return the mean error by window length, for effllm and for the bare counter.
 
     Args:

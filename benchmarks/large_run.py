@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from effllm.commands.simulation import SimulatedRank
+from effllm.commands.simulate_ranks import SimulatedRank
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
 from effllm.records.clock import Now

@@ -67,12 +67,7 @@ def _critical(df: float, alpha: float) -> float:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
-    """Return the difference of B from A by Welch's test; ``None`` if a side has fewer than two runs.
-
-    Args:
-        a: one value per run.
-        b: one value per run.
-    """
+    """Return the difference of B from A, by a value of each run; ``None`` if a side has fewer than two runs."""
     from scipy.stats import ttest_ind
 
     if min(len(a), len(b)) < 2:

@@ -128,7 +128,8 @@ class Database:
         for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({declaration(columns_of(name))})")
         self._insert_runs([run for run in found if self._has_text_path(run)], progress)
-        self._select(tags)
+        for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
+            self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
     @cached_property
     def folders(self) -> list[Path]:
@@ -224,10 +225,6 @@ class Database:
         self.skipped.append(Skipped(run.folder, f"its documents have more than {MAX_LINE_BYTES >> 20} MiB"))
         return b""
 
-    def _select(self, tags: Tags) -> None:
-        for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
-            self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
-
     def _insert_lines(self, table: LinesTable) -> None:
         files: list[LineFile] = []
         for folder, run_id in self.connection.execute("SELECT folder, run_id FROM runs ORDER BY rowid").fetchall():
@@ -247,11 +244,8 @@ class RunCache:
     A row is used again while run.json and summary.json have the same sizes, times and inodes.  On a network file
     system, a look at these is much cheaper than reading two files per run.
 
-    The cache is an optimization: a cache that cannot be read or written is not used.
-
-    Args:
-        connection: the connection to a database with the table `wanted`: folder and state of each run.
-        found: the run folders.
+    The cache is an optimization: a cache that cannot be read or written is not used. The database has the table
+    `wanted`: folder and state of each run.
     """
 
     def __init__(self, connection: Any, found: Sequence[FoundRun]) -> None:

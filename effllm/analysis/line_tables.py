@@ -232,11 +232,7 @@ def insert_lines(
 ) -> Iterator[tuple[Path, int]]:
     """Insert the lines of files into a table, in order; yield files with incomplete or invalid lines, and the number.
 
-    Args:
-        connection: the connection to a database with the table.
-        table: the table.
-        files: the files, by run.
-        folder: a private folder for a temporary file.
+    The temporary file is in ``folder``, which is private.
 
     Raises:
         OSError: a file cannot be read, or the temporary file cannot be written.

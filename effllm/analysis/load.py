@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.analysis.database import TABLES, Database, Progress, Skipped, Tags
-from effllm.analysis.run_folders import FoundRun, Paths, UnreadableRun, find_runs
+from effllm.analysis.run_folders import Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
@@ -42,7 +42,10 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
         ImportError: DuckDB is not installed.
     """
     found = find_runs(path)
-    is_one = isinstance(path, (str, os.PathLike)) and len(found) == 1 and _is_at(found[0], os.fspath(path))
+    is_one = False
+    if isinstance(path, (str, os.PathLike)) and len(found) == 1:
+        real = Path(os.path.realpath(path))
+        is_one = found[0].folder in (real, real.parent)
     return (Run if is_one else Runs)(Database(found, tags, progress=progress))
 
 
@@ -53,11 +56,6 @@ def load_errors() -> tuple[type[Exception], ...]:
     except ImportError:
         return UnreadableRun, ImportError, OSError
     return UnreadableRun, ImportError, OSError, duckdb.Error
-
-
-def _is_at(run: FoundRun, path: str) -> bool:
-    real = Path(os.path.realpath(path))
-    return run.folder in (real, real.parent)
 
 
 def _counted(things: Sized, name: str) -> str:

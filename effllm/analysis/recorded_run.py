@@ -14,46 +14,26 @@ from msgspec import Struct
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.analysis.sides import STALE_AFTER_S
 from effllm.analysis.window_curves import WindowCurves
+from effllm.metrics.ratios import quotient
 from effllm.records.events import is_problem
 from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.store.line_files import read_at
-from effllm.store.reader import JsonLines, segments
+from effllm.store.reader import JsonLines, RankRow, segments
 
 #: Files of rank reports are read up to this size, the newest first: 64 MiB each.
 MAX_RANK_BYTES = 256 * 2**20
 #: Ranks above this number are left out.
 MAX_RANKS = 65_536
-#: Only the newest bytes of events.jsonl are read.
 #: Ranks whose times are kept by window, and the number of columns of windows.
 MAX_TIMED_RANKS, MAX_COLUMNS = 32, 48
+#: Only the newest bytes of events.jsonl are read.
 MAX_BYTES = 64 * 2**20
 #: Kinds of stalls, which have a section of their own.
 STALLS = ("stalled", "resumed", "stack")
 MAX_STALLS = 50
 #: Bytes of the beginning of a stack file: the main thread is first.
 MAX_STACK_BYTES = 16_384
-
-
-class RankSumLine(Struct, frozen=True):
-    """The used fields of a line of ranks-*.jsonl."""
-
-    rank: int
-    iteration_first: int = 0
-    iteration_last: int = 0
-    iteration_shown: int = 0
-    wall_s: float = 0.0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
-    own_steps: int = 0
-    own_step_s: float = 0.0
-    host: str | None = None
-    device: str | None = None
-    energy_j: float | None = None
-    energy_covered_s: float = 0.0
-    memory_peak_bytes: float | None = None
-    utilization_seconds: float | None = None
-    utilization_covered_s: float = 0.0
 
 
 class RankMeans(Struct):
@@ -74,25 +54,24 @@ class RankMeans(Struct):
     @property
     def step_s(self) -> float | None:
         """Mean step time."""
-        return self.busy_s / self.iterations if self.iterations else None
+        return quotient(self.busy_s, self.iterations)
 
     @property
     def wait_ratio(self) -> float | None:
         """Data wait divided by the time of the iterations."""
-        whole_s = self.busy_s + self.wait_s
-        return self.wait_s / whole_s if whole_s > 0 else None
+        return quotient(self.wait_s, self.busy_s + self.wait_s)
 
     @property
     def power_w(self) -> float | None:
         """Mean power of the rank's first device."""
-        return self.energy_j / self.energy_covered_s if self.energy_covered_s > 0 else None
+        return quotient(self.energy_j, self.energy_covered_s)
 
     @property
     def utilization(self) -> float | None:
         """Mean utilization of the rank's first device."""
-        return self.utilization_seconds / self.utilization_covered_s if self.utilization_covered_s > 0 else None
+        return quotient(self.utilization_seconds, self.utilization_covered_s)
 
-    def add(self, line: RankSumLine) -> None:
+    def add(self, line: RankRow) -> None:
         """Add a report."""
         self.host, self.device = line.host or self.host, line.device or self.device
         self.reports += 1
@@ -120,7 +99,7 @@ class RankTimes:
         self.has_own = False
         self._each, self._windows = 1, 0
 
-    def add(self, line: RankSumLine) -> None:
+    def add(self, line: RankRow) -> None:
         """Add a report; the reports of a window follow each other."""
         steps = line.iteration_last - line.iteration_first + 1
         if steps <= 0 or line.rank >= MAX_TIMED_RANKS:
@@ -178,7 +157,7 @@ class RankReports:
                 self.unread_bytes += about
             else:
                 newest.insert(0, path)
-        found = JsonLines(newest, RankSumLine)
+        found = JsonLines(newest, RankRow)
         for line in found:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
                 self.ranks.setdefault(line.rank, RankMeans()).add(line)
@@ -190,11 +169,7 @@ class RankReports:
 
 
 class EventExtract:
-    """The newest problems and the newest other events of a run.
-
-    Args:
-        limit: maximum number of problems, and of other events.
-    """
+    """The newest problems and the newest other events of a run, at most ``limit`` of each."""
 
     def __init__(self, limit: int) -> None:
         self.counts: Counter[str] = Counter()  # of the read events, by kind

@@ -80,8 +80,7 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
     Raises:
         UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
     """
-    left_out: list[str] = []
-    found = [Side(argument, tuple(_runs_of(argument, runs_folder, left_out))) for argument in arguments]
+    found, left_out = _sides_of(arguments, runs_folder)
     sides = _by_key(found, by, left_out) if by else found
     if len({side.name for side in sides}) < len(sides):
         raise UnreadableRun("two sides have the same name: give each side once")
@@ -110,8 +109,7 @@ def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[li
     Raises:
         UnreadableRun: a path or a tag has no run.
     """
-    left_out: list[str] = []
-    found = [Side(argument, tuple(_runs_of(argument, runs_folder, left_out))) for argument in arguments]
+    found, left_out = _sides_of(arguments, runs_folder)
     runs = {run.folder: run for side in found for run in side.runs}
     if not by and any(CONFIGURATION in run.tags for run in runs.values()):
         by = CONFIGURATION
@@ -180,6 +178,11 @@ def _doubts(summary: Document) -> dict[str, str]:
     entries = (object_or_none(summary.get("metrics")) or {}).items()
     doubts = ((tag, value.get("doubt")) for tag, value in entries if isinstance(value, dict))
     return {column_of(tag): doubt for tag, doubt in doubts if isinstance(doubt, str)}
+
+
+def _sides_of(arguments: Sequence[str], runs_folder: str) -> tuple[list[Side], list[str]]:
+    left_out: list[str] = []
+    return [Side(one, tuple(_runs_of(one, runs_folder, left_out))) for one in arguments], left_out
 
 
 def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[ComparedRun]:

@@ -13,23 +13,18 @@ import typer
 _MODELS = typer.Argument(metavar="MODEL...", help="config.json, folder, name of the table, Megatron script, or YAML.")
 _GPU = typer.Option(metavar="NAME", help="GPU, such as h100-80gb. [default: the GPUs of this machine]")
 _GPUS = typer.Option(metavar="N", help="Number of GPUs. [default: those of the layout]")
-_MODE = typer.Option(metavar="MODE", help="training or inference. [default: both]")
 _PRECISION = typer.Option(metavar="P", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master or bf16-zero.")
 _OPTIMIZER = typer.Option(metavar="O", help="adamw, adamw-8bit, adafactor, lion, muon, sgd or sgd-momentum.")
 _CHECKPOINTING = typer.Option(metavar="C", help="Activation checkpointing: none, selective or full.")
-_ATTENTION = typer.Option(metavar="A", help="sdpa, flash or eager.")
 _KERNELS = typer.Option(metavar="K", help="transformers or megatron (fused kernels).")
 _LENGTH = typer.Option(metavar="N", help="Tokens of a sequence; for inference with its answer. [default: 2048]")
 _BATCH = typer.Option(metavar="N", help="Sequences of a micro-batch, or served at a time. [default: 1]")
-_ACCUMULATION = typer.Option(metavar="N", help="Micro-batches of a step. [default: 1]")
 _LORA = typer.Option("--lora", metavar="RANK", help="Rank of LoRA adapters. [default: all weights are trained]")
 _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or all. [default: all]")
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
 _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
 _KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
 _FUSED = typer.Option("--fused-loss", help="Loss without whole logits, in tiles, as TRL computes it.")
-_ZERO = typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")
-_FSDP = typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")
 _MEASURE = typer.Option(
     "--measure", help="Also measure a step of one rank with fake tensors; needs transformers, and PEFT for --lora."
 )
@@ -40,16 +35,16 @@ def fit(
     models: Annotated[list[str], _MODELS],
     gpu: Annotated[str, _GPU] = "",
     gpus: Annotated[int | None, _GPUS] = None,
-    mode: Annotated[str, _MODE] = "",
+    mode: Annotated[str, typer.Option(metavar="MODE", help="training or inference. [default: both]")] = "",
     precision: Annotated[str | None, _PRECISION] = None,
     optimizer: Annotated[str | None, _OPTIMIZER] = None,
     checkpointing: Annotated[str | None, _CHECKPOINTING] = None,
-    attention: Annotated[str | None, _ATTENTION] = None,
+    attention: Annotated[str | None, typer.Option(metavar="A", help="sdpa, flash or eager.")] = None,
     implementation: Annotated[str | None, _KERNELS] = None,
     vocab_size: Annotated[int | None, _VOCABULARY] = None,
     seq_length: Annotated[int | None, _LENGTH] = None,
     micro_batch: Annotated[int | None, _BATCH] = None,
-    accumulation: Annotated[int | None, _ACCUMULATION] = None,
+    accumulation: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches of a step. [default: 1]")] = None,
     lora_rank: Annotated[int | None, _LORA] = None,
     lora_targets: Annotated[str | None, _TARGETS] = None,
     base_bits: Annotated[int | None, _BITS] = None,
@@ -60,8 +55,8 @@ def fit(
     cp: Annotated[int | None, typer.Option(metavar="N", help="Context parallelism.")] = None,
     ep: Annotated[int | None, typer.Option(metavar="N", help="Expert parallelism.")] = None,
     dp: Annotated[int | None, typer.Option(metavar="N", help="Data parallelism. [default: from --gpus]")] = None,
-    zero: Annotated[int | None, _ZERO] = None,
-    fsdp: Annotated[bool, _FSDP] = False,
+    zero: Annotated[int | None, typer.Option(metavar="STAGE", help="Stage of ZeRO, 0 to 3.")] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="FSDP with full sharding: the same as --zero 3.")] = False,
     sequence_parallel: Annotated[bool, _SEQUENCE] = False,
     measured: Annotated[bool, _MEASURE] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,

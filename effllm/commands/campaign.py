@@ -35,10 +35,6 @@ SUMMARY_WITHIN_S = 60.0
 def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
     """Run the campaign of a plan; return the exit status."""
     try:
-        import yaml  # noqa: F401
-    except ImportError:
-        return complain("campaign", "this command needs PyYAML: pip install 'effllm[analysis]'", 2)
-    try:
         plan = read_plan(path)
         for run in order_of(plan):
             read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})
@@ -50,6 +46,8 @@ def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with _locked(folder) as lock:
             return Campaign(plan, folder, lock, retry_failed=retry_failed).run()
+    except ImportError:
+        return complain("campaign", "this command needs PyYAML: pip install 'effllm[analysis]'", 2)
     except (WrongPlan, ConfigError) as error:
         return complain("campaign", str(error), 2)
     except OSError as error:
@@ -79,14 +77,7 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 class Campaign:
-    """The runs of a plan that are still to do.
-
-    Args:
-        plan: the plan.
-        folder: parent folder of the run folders.
-        lock: descriptor that the runs inherit.
-        retry_failed: whether failed runs are started again.
-    """
+    """The runs of a plan that are still to do, with the parent folder of their run folders and a lock they inherit."""
 
     def __init__(self, plan: Plan, folder: Path, lock: int, *, retry_failed: bool) -> None:
         self._plan, self._folder, self._lock, self._retry_failed = plan, folder, lock, retry_failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -12,14 +11,13 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from effllm.commands.output import complain
+from effllm.commands.profile import facts_table
 from effllm.commands.survey import Cost, Survey, survey
-from effllm.commands.survey_gpus import LOAD_S, GpuState, load
 from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
 from effllm.config.switches import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import Measurable
-from effllm.sensor_profile.known import Known
 from effllm.sensor_profile.known import as_text as sensor_lines
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in addition to the console's metrics
@@ -31,7 +29,7 @@ def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
-    found = survey(this_process(), device, _load if has_load else None)
+    found = survey(this_process(), device, has_load=has_load)
     if has_load and not found.gpus:
         complain("check", "--load: there is no NVIDIA GPU")
     if as_json:
@@ -44,20 +42,13 @@ def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
     return 0 if found.measured and (is_loaded or not has_load) else 1
 
 
-def _load(gpus: list[GpuState]) -> None:
-    def begins(gpu: GpuState) -> None:
-        print(f"GPU {gpu.index}: matrix products and copies, {LOAD_S:g} s", file=sys.stderr)
-
-    load(gpus, begins)
-
-
 def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield _findings(found.findings)
     yield ""
     yield _metrics([one for one in found.metrics if show_all or METRICS[one.metric].console or one.metric in _USUAL])
     yield ""
     if found.sensor:
-        yield _sensor(found.sensor)
+        yield facts_table(sensor_lines(found.sensor))
         yield ""
     yield from _costs(found)
     if found.measured:
@@ -97,13 +88,6 @@ def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in shown and tail else reason
         shown.add(reason)
-
-
-def _sensor(sensor: Known) -> Table:
-    table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
-    for name, lines in sensor_lines(sensor):
-        table.add_row(name, escape("\n".join(lines)))
-    return table
 
 
 def _joined(sources: list[str]) -> Iterator[str]:

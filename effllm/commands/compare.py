@@ -21,7 +21,6 @@ from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.views import configurations_text
 from effllm.views.comparison_text import Compared, ComparisonPage, document, grouped, markdown
-from effllm.views.configurations_text import ConfigurationsScreen
 
 WIDTH = 110
 
@@ -49,7 +48,8 @@ def main(
         print(*(configurations_text.markdown(one) for one in filter(None, [table])), markdown(page), sep="\n\n")
     else:
         if table is not None and table.metrics:
-            console.print(ConfigurationsScreen(table), "")
+            configurations_text.print_table(table, console)
+            console.print()
         console.print(page)
     return exit_status(page.answers)
 
@@ -65,7 +65,7 @@ def _print_table(form: str, console: Console, *, is_paper: bool, **options: Any)
     sides, left_out = find_groups(options["sides"], options.get("by", ""), runs_folder)
     table = configurations(sides, is_paper=is_paper, names=options.get("metric") or ())
     if form == "text":
-        console.print(ConfigurationsScreen(table))
+        configurations_text.print_table(table, console)
     else:
         texts = configurations_text
         print({"csv": texts.csv_text, "latex": texts.latex, "markdown": texts.markdown}[form](table))

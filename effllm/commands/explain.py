@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -95,14 +95,12 @@ def _entries() -> Iterator[Entry]:
         yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text, name)
     for name, kind in KINDS.items():
         yield Entry(name, "event", _place(kind), kind.help)
-    yield from (Entry(cause, "cause", "", _of_cause(cause, CAUSES)) for cause in CAUSES)
+    for cause, meaning in CAUSES.items():
+        following = f" Next: {remedy(cause, {}).text}." if cause in REMEDIES else ""
+        yield Entry(cause, "cause", "", f"{meaning}.{following}")
     yield from (Entry(part, "part of the waterfall", "", f"{text}.") for part, text in PARTS.items())
     for one in ALL_VARIABLES:
         yield Entry(PREFIX + one.name, "setting", one.group, f"{one.meaning} Allowed: {one.value_type.allowed}.")
-
-
-def _of_cause(cause: str, meanings: Mapping[str, str]) -> str:
-    return f"{meanings[cause]}." + (f" Next: {remedy(cause, {}).text}." if cause in REMEDIES else "")
 
 
 def _place(kind: Kind) -> str:

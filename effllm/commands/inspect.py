@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,16 @@ from rich.text import Text
 from effllm import __version__
 from effllm.analysis.run_folders import UnreadableRun, one_run
 from effllm.commands.output import complain, form_of
-from effllm.job.host_lines import KINDS, data_share, is_of_worker, lines_of
-from effllm.records.host_lines import STACKS_FILE, RecordedStacks
+from effllm.job.host_lines import KINDS, MIN_SAMPLES, data_share, is_of_worker, lines_of, share_interval
+from effllm.records.host_lines import STACKS_FILE, HostTime, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import Waterfall
+from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
+from effllm.store.reader import DECODE_ERRORS, JsonLines
 from effllm.store.regular_file import read_regular
-from effllm.store.summary_text import duration, fact_lines
-from effllm.views.host_lines_text import MAX_SHOWN, host_lines
-from effllm.views.mail_text import mail_text
+from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, outcome, readable, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
@@ -33,6 +34,9 @@ MAX_BYTES = 8000  # of the JSON document
 #: Letters of an explanation in the JSON document: the largest number with which the document has at most `MAX_BYTES`.
 MAX_LETTERS = (300, 200, 110, 80, 50, 30, 3)
 MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
+MAX_SHOWN = 5  # lines of code
+MAIL_LINES, MAIL_WIDTH, BAR = 15, 78, 40  # of the text for a user
+_NAMED = 4  # hosts in this text
 #: Fields with explanations; other texts are names.
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
@@ -53,7 +57,7 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
     except OSError as error:
         example = "efficientllm_runs/20260101-120000-1a2b3c4d"
         return complain("inspect", f"{path}: {error.strerror}; RUN is a run folder, such as {example}", 1)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         return complain("inspect", f"{path} is not a summary of effllm: {error}", 1)
     if problem := version_error(summary.schema_version):
         return complain("inspect", f"{path} cannot be read: {problem}", 1)
@@ -76,22 +80,17 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
 def _write_stacks(folder: Path, to: Path) -> int:
     """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
     samples: Counter[str] = Counter()
-    path, ranks, unreadable = folder / STACKS_FILE, set(), 0
+    path, ranks = folder / STACKS_FILE, set()
+    lines = JsonLines([one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path], RecordedStacks)
     try:
-        files = [one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path]
-        for line in (line for one in files for line in read_regular(one).splitlines()):
-            try:
-                recorded = msgspec.json.decode(line, type=RecordedStacks)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # a killed aggregator, or a full disk
-                unreadable += 1
-                continue
+        for recorded in lines:
             if problem := version_error(recorded.schema_version):
                 return complain("inspect", f"{path} cannot be read: {problem}", 1)
             ranks.add(recorded.rank)
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
-        if unreadable:
-            complain("inspect", f"{path}: {unreadable:,} line{'s' * (unreadable != 1)} cannot be read")
+        if lines.skipped:  # after a killed aggregator, or on a full disk
+            complain("inspect", f"{path}: {lines.skipped:,} line{'s' * (lines.skipped != 1)} cannot be read")
         if not samples:
             return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
@@ -178,3 +177,82 @@ def _print(summary: Summary, found: Waterfall) -> None:
     if summary.verdict is not None:
         for one in summary.verdict.evidence:
             console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))
+
+
+def host_lines(found: HostTime, cause: str, data_share: float = 0.0) -> Iterator[str]:
+    """Yield the first lines of code of a loss; nothing for a loss to which no samples belong, or a healthy job.
+
+    ``data_share`` is the share of the time that is a wait for data.
+    """
+    samples, lines = lines_of(found, cause, data_share) if cause in KINDS else (0, [])
+    if samples < MIN_SAMPLES:
+        return
+    is_worker = is_of_worker(found, cause)
+    of = f" of {found.samples:,}" if samples < found.samples and not is_worker else ""
+    torn = f" ({found.torn:,} torn)" if found.torn and not is_worker else ""
+    who = "a DataLoader worker" if is_worker else "the host"
+    ranks = list(found.by_rank)
+    of_ranks = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    yield f"where {who} was, in {samples:,}{of} samples of {of_ranks}{torn}:"
+    for line, function, count in lines[:MAX_SHOWN]:
+        least, most = (100 * one for one in share_interval(count, samples))
+        place = f"{function}, called in {line}" if function else line
+        yield f"{100 * count / samples:4.0f} % ({least:.0f} to {most:.0f})  {one_line(place)}"
+
+
+def mail_text(summary: Summary) -> str:
+    """Return a text of at most `MAIL_LINES` lines; the explanation of the verdict is cut if it is too long."""
+    lines = [text[:MAIL_WIDTH] for text in _mail_lines(summary)]
+    if (verdict := summary.verdict) is not None:
+        following = _wrapped("Next", verdict.next, 2)
+        lines += _wrapped("Verdict", verdict.text, 1)
+        lines += [*_wrapped("Why", verdict.why, MAIL_LINES - len(lines) - len(following)), *following]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _wrapped(name: str, text: str, count: int) -> list[str]:
+    whole = f"{name}: {one_line(text)}" if text else ""
+    return (
+        textwrap.wrap(whole, MAIL_WIDTH, subsequent_indent="  ", max_lines=count, placeholder=" …") if count > 0 else []
+    )
+
+
+def _mail_lines(summary: Summary) -> Iterator[str]:
+    job = [one_line(part) for part in (summary.job_id or summary.run_id, summary.job_name) if part]
+    yield f"Job ID: {', '.join(job)}"
+    users = {"User": summary.user, "account": summary.account, "partition": summary.partition}
+    if text := ", ".join(f"{name}: {one_line(part)}" for name, part in users.items() if part):
+        yield text
+    simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
+    yield f"State: {outcome(one_line(summary.status))} after {duration(summary.elapsed_s)}{simulated}"
+    hosts = [one_line(host) for host in summary.hosts]
+    count = summary.host_count or len(hosts)
+    names = ", ".join(hosts[:_NAMED]) + ", …" * (count > _NAMED)
+    gpus = f"{summary.coverage.gpus_expected:,} GPUs" if summary.coverage.gpus_expected else "no GPUs"
+    models = ", ".join(map(one_line, summary.gpu_models))
+    if count:
+        yield f"Nodes: {count:,} ({names}), {gpus}" + (f" ({models})" if models else "")
+    for name, metric in (("GPUs busy", "pcu_ratio"), ("MFU", "mfu_ratio")):
+        if summary.coverage.gpus_expected and (value := value_of(summary, metric)) is not None:
+            yield _bar(name, value.value)
+    if (memory := value_of(summary, "peak_gb")) is not None:
+        yield f"Memory: at most {readable(memory.value)} GB on a device"
+    found, energy = summary.waterfall, summary.energy.measured_joules
+    if found is not None and found.unit == OF_GPUS:
+        hours, wasted = (readable(seconds / 3600) for seconds in (found.device_seconds, found.avoidable_seconds))
+        yield f"GPU-hours: {hours}, of which {wasted} were avoidable losses (parts: effllm inspect)"
+    if energy is not None:
+        watts = value_of(summary, "watts_per_gpu")
+        mean = f", {readable(watts.value)} W per GPU" if watts is not None else ""
+        yield f"Energy: {readable(energy / J_PER_KWH)} kWh{mean}"
+
+
+def _bar(name: str, ratio: float) -> str:
+    """Return a share as a bar.
+
+    >>> _bar("MFU", 0.25)
+    'MFU         [||||||||||                            25%]'
+    """
+    percent = f"{100 * ratio:.0f}%"
+    filled = "|" * round(min(max(ratio, 0.0), 1.0) * BAR)
+    return f"{name:<12}[{filled[: BAR - len(percent)]:<{BAR - len(percent)}}{percent}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
 import re
@@ -93,9 +94,9 @@ def samples_of(text: str) -> dict[str, dict[str, float]]:
         head, brace, tail = line.rpartition("}")
         name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
         numbers = tail.split() if brace else line.split()[1:]
-        value = _number(numbers[0]) if numbers else None
-        if value is not None:
-            found.setdefault(name.strip(), {})[labels if brace else ""] = value
+        with contextlib.suppress(ValueError, IndexError):
+            if math.isfinite(value := float(numbers[0])):
+                found.setdefault(name.strip(), {})[labels if brace else ""] = value
     return found
 
 
@@ -109,11 +110,3 @@ def labels_of(text: str) -> dict[str, str]:
     return {
         name: escapes.sub(lambda found: _ESCAPED.get(found[0], found[0]), value) for name, value in _LABEL.findall(text)
     }
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

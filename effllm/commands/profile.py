@@ -54,7 +54,9 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
     kept = profiling.to_calibration(found)
     if kept is not None:
         calibration.store_unless_profiled(cache_folder() / "calibration", kept)
-    text = _json(found)
+    # Here the sensor is an object with named fields, but in messages it is an array.
+    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
+    text = msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
     if save:
         try:
             Path(save).write_text(text)
@@ -107,12 +109,6 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def _json(found: SensorProfile) -> str:
-    """Return the report as JSON; here the sensor is an object with named fields, but in messages it is an array."""
-    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
-    return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
-
-
 def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     board = found.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
@@ -120,7 +116,7 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     if board.traits:
         yield escape(", ".join(f"{name} {trait}" for name, trait in board.traits.items()))
     yield ""
-    yield _facts(_sensors(found))
+    yield facts_table(_sensors(found))
     yield ""
     if found.idle:
         yield _states(found.idle, found.loaded)
@@ -128,7 +124,7 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     yield _calls(found.calls)
     yield ""
     if found.fields:
-        yield _facts(_fields(found))
+        yield facts_table(_fields(found))
         yield ""
     if found.load:
         yield f"[dim]{escape(f'Load: {found.load}, {found.edges} edges.')}[/]"
@@ -143,7 +139,8 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     yield f"The report is in {escape(save)}." if save else "To send us the report: effllm profile --save FILE"
 
 
-def _facts(rows: list[tuple[str, list[str]]]) -> Table:
+def facts_table(rows: list[tuple[str, list[str]]]) -> Table:
+    """Return names with their lines as a table."""
     table = Table.grid(Column(no_wrap=True, style="cyan"), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, lines in rows:
         table.add_row(name, escape("\n".join(lines)))
@@ -158,12 +155,16 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     if found.power_is_held:
         held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
+    ratios = [
+        f"{one.value:.4f} ({one.low:.4f} to {one.high:.4f}) {name}, {one.seconds:.0f} s"
+        for name, one in found.ratios.items()
+    ]
     rows = [
         ("energy counter", [_moves(found.counter, "moves"), _lag(found), _measures(found)]),
         ("power", [_moves(found.power, "changes"), _mean(found.power_response), held]),
         ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)]),
         ("power usage", [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []),
-        ("counter / power", [_ratio(name, found) for name in found.ratios] or ["not measured"]),
+        ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
     return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]
@@ -210,11 +211,6 @@ def _ends(response: Response) -> str:
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the sensor updates its value"
     return f"{1e3 * response.ends_s:.1f} ms before the sensor updates its value"
-
-
-def _ratio(name: str, found: SensorProfile) -> str:
-    ratio = found.ratios[name]
-    return f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
 
 
 def _states(idle: State, loaded: State | None) -> Table:

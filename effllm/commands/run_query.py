@@ -1,4 +1,4 @@
-"""``effllm runs --sql QUERY``: a query over the tables of runs."""
+"""``effllm runs --sql QUERY`` and ``--export FILE``: a query over the tables of runs, and runs as files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from effllm.analysis.export import export_csv, export_json, export_parquet
 from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
 from effllm.commands.output import ReadingProgress, complain
 from effllm.records.plain_text import one_line
@@ -33,16 +35,50 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
         raise
     except errors as error:
         return complain("runs", str(error), 1)
-    warn_of_skipped(loaded)
+    _warn_of_skipped(loaded)
     return 0
 
 
-def warn_of_skipped(runs: Runs) -> None:
+def _warn_of_skipped(runs: Runs) -> None:
     """Print the files that were not read, or not completely, on stderr."""
     for path, reason in runs.skipped[:5]:
         complain("runs", f"skipped {path}: {reason}")
     if (more := len(runs.skipped) - 5) > 0:
         complain("runs", f"skipped {more} more files")
+
+
+def export_runs(runs: Sequence[str], file: str) -> int:
+    """Write runs to a file: CSV, JSON Lines, or else a folder of Parquet; return the exit status."""
+    form = Path(file).suffix
+    errors: tuple[type[Exception], ...] = (csv_file.OtherColumns, *load_errors())
+    try:
+        loaded = load(runs, progress=ReadingProgress())
+        if form == ".csv":
+            print(_appended(export_csv(loaded, Path(file)), len(loaded), file))
+        elif form in (".jsonl", ".json"):
+            print(f"{export_json(loaded, Path(file)):,} runs were written to {one_line(file)}")
+        else:
+            files = export_parquet(loaded, Path(file), _progress if sys.stderr.isatty() else lambda *_: None)
+            print(f"{len(loaded):,} runs: {files:,} files in {one_line(file)}")
+    except OSError as error:
+        is_of_file = error.filename and error.strerror
+        return complain("runs", f"{error.filename}: {error.strerror}" if is_of_file else str(error), 1)
+    except errors as error:
+        return complain("runs", str(error), 1)
+    _warn_of_skipped(loaded)
+    return 0
+
+
+def _appended(rows: int, runs: int, path: str) -> str:
+    appended = f"{rows:,} row was" if rows == 1 else f"{rows:,} rows were"
+    known = runs - rows
+    more = f"; {known:,} {'was' if known == 1 else 'were'} in the file already" if known else ""
+    return f"{appended} appended to {one_line(path)}{more}"
+
+
+def _progress(written: int, files: int, table: str) -> None:
+    end = "\n" if written == files else ""
+    print(f"\r{written:,} of {files:,} files {table:<8}", end=end, file=sys.stderr, flush=True)
 
 
 def _print_text(found: Answer) -> None:

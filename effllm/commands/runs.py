@@ -1,36 +1,47 @@
-"""``effllm runs``: lists, sums, queries or exports runs."""
+"""``effllm runs``: lists or sums runs; `run_query` queries and exports them."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import math
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.ledger import KEYS, KILLED, LedgerRun, read_runs, totals
+from effllm.analysis.ledger import KEYS, KILLED, NOTHING, LedgerRow, LedgerRun, Totals, read_runs, totals
 from effllm.analysis.load import load_errors
 from effllm.analysis.run_row import utc
 from effllm.commands.output import ReadingProgress, complain, form_of
-from effllm.commands.run_export import export as export_runs
-from effllm.commands.run_query import print_query
-from effllm.commands.run_totals import csv_cell, print_columns, print_totals, short, skipped_lines, start_of
+from effllm.commands.run_query import export_runs, print_query
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
-from effllm.store.summary_text import J_PER_KWH, readable
+from effllm.store import csv_file
+from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
 
 WIDTH = 80
 _NAME = len("20260101-120000-1a2b3c4d")  # letters of a run_id
-MAX_ROWS = 40  # of the list on a terminal or in a text
+MIN_GROUP, MAX_LOSS = 10, 24  # letters
+MAX_ROWS, MAX_SKIPPED = 40, 5  # on a terminal or in a text
+MIN_ROWS = 3  # on a terminal, the table of totals has as many rows as fit on one screen
 #: Columns that a narrow table leaves out, in this order.
-_DISPENSABLE = ("started (UTC)", "cost", "GPU-h", "J/token", "kWh", "MFU")
+_OF_LIST = ("started (UTC)", "cost", "GPU-h", "J/token", "kWh", "MFU")
+_OF_TOTALS = ("largest loss", "kg CO2", "cost", "±")
+_TEXTS = ("largest loss", "started (UTC)", "status", "verdict")
+_UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def main(
@@ -66,42 +77,164 @@ def main(
     except load_errors() as error:
         return complain("runs", str(error), 1)
     if by:
-        print_totals(totals(found, by, skipped, wasted), by, form)
+        _print_totals(totals(found, by, skipped, wasted), by, form)
     else:
         _print_list(sorted(found, key=lambda run: -(run.started_time_s or 0.0)), skipped, form)
     return 0
+
+
+def start_of(text: str, now_s: float) -> float:
+    """Return the unix time of a date in UTC, or of a number of hours, days or weeks ago.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text):
+        return now_s - float(match[1]) * _UNITS_S[match[2]]
+    return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()
 
 
 def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) -> None:
     if form == "json":
         print(json.dumps(msgspec.to_builtins(runs)))
     elif form == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
         names = LedgerRun.__struct_fields__
-        writer.writerow(names)
-        for run in runs:
-            values = (getattr(run, name) for name in names)
-            writer.writerow([csv_cell(" ".join(one) if isinstance(one, tuple) else one) for one in values])
+        _print_csv(names, ([getattr(run, name) for name in names] for run in runs))
     else:
-        console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
         shown = runs[:MAX_ROWS]
         columns = {
             "started (UTC)": [(utc(run.started_time_s) or "-")[5:16] for run in shown],
             "status": [one_line(run.status) for run in shown],
-            "verdict": [short((one_line(run.cause or "-")).replace("_", " ")) for run in shown],
+            "verdict": [_short((one_line(run.cause or "-")).replace("_", " ")) for run in shown],
             "tok/s/GPU": [readable(run.tokens_per_second_per_gpu) for run in shown],
-            "MFU": ["-" if run.mfu_ratio is None else f"{100 * run.mfu_ratio:.1f} %" for run in shown],
+            "MFU": [_percent(run.mfu_ratio) for run in shown],
             "J/token": [readable(run.joules_per_token) for run in shown],
             "GPU-h": [_hours(run) for run in shown],
-            "kWh": [_energy(run) for run in shown],
+            "kWh": [_energy(run.joules, is_part=run.total_joules is None) for run in shown],
             "cost": [_cost(run) for run in shown],
         }
-        columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
-        print_columns(console, "run", [one_line(run.run_id) for run in shown], columns, _DISPENSABLE, _NAME)
+        console = _console()
+        _print_columns(console, "run", [one_line(run.run_id) for run in shown], columns, _OF_LIST, _NAME)
         if len(runs) > len(shown):
             console.print(Text(f"{len(runs) - len(shown):,} older runs: --csv and --json print all runs"))
-        for line in skipped_lines(skipped):
+        for line in _skipped_lines(skipped):
             console.print(Text(line), soft_wrap=True)
+
+
+def _print_totals(found: Totals, by: str, form: str) -> None:
+    if form == "json":
+        rows = [row._asdict() for row in found.rows]
+        print(json.dumps({"by": by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
+    elif form == "csv":
+        _print_csv(LedgerRow._fields, found.rows)
+    else:
+        console = _console()
+        count = min(len(found.rows), MAX_ROWS)
+        if sys.stdout.isatty():
+            while count > MIN_ROWS and _height(found, by, count, console.width) >= console.height:
+                count -= 1
+        _show_totals(console, found, by, count)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def _print_csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        texts = (" ".join(value) if isinstance(value, tuple) else value for value in row)
+        writer.writerow([csv_file.cell(one) if isinstance(one, str) and one != NOTHING else one for one in texts])
+
+
+def _height(found: Totals, by: str, count: int, width: int) -> int:
+    """Return the number of lines on a terminal."""
+    text = io.StringIO()
+    _show_totals(Console(file=text, width=width, highlight=False), found, by, count)
+    return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
+
+
+def _show_totals(console: Console, found: Totals, by: str, count: int) -> None:
+    everything = [*found.rows[:count], found.total]
+    columns = {
+        "runs": [f"{row.runs:,}" for row in everything],
+        "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in everything],
+        "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in everything],
+        "goodput": [_percent(row.goodput_ratio) for row in everything],
+        "kWh": [_energy(row.joules, is_part=row.incomplete > 0) for row in everything],
+        "±": [_error(row) for row in everything],
+        "cost": [f"{readable(_cost_of_group(row))} {row.currency}".strip() for row in everything],
+        "kg CO2": [readable(row.co2_kg) for row in everything],
+        "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
+        "largest loss": [_short((row.cause or "-").replace("_", " ")) for row in everything],
+    }
+    shown = _print_columns(console, by, [row.group for row in everything], columns, _OF_TOTALS, MIN_GROUP)
+    for line in _notes(found, shown, count):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _notes(found: Totals, columns: Collection[str], count: int) -> Iterator[str]:
+    if (more := len(found.rows) - count) > 0:
+        yield f"{more:,} more groups: --csv and --json print all groups"
+    if found.total.without_hours:
+        yield f"≥ GPU-h: unknown in {_counted(found.total.without_hours)} (no summary.json, or no rank had reported)"
+    if found.total.killed:
+        yield f"≥ GPU-h: of {_counted(found.total.killed)} without an end, until the last report"
+    if found.total.incomplete and found.total.joules is not None:
+        yield f"≥ kWh: no total energy in {_counted(found.total.incomplete)}; the measured part is counted"
+    if found.total.simulated:
+        yield f"simulated: the GPUs of {_counted(found.total.simulated)} were simulated; their energy was not measured"
+    if "wasted" in columns:
+        yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
+    if "±" in columns:
+        yield "±: timing and sensor errors of the energy"
+    yield from _skipped_lines(found.skipped)
+
+
+def _print_columns(
+    console: Console,
+    first: str,
+    names: Sequence[str],
+    columns: dict[str, list[str]],
+    dispensable: Sequence[str],
+    min_width: int,
+) -> Collection[str]:
+    """Print a table without columns that are unknown for all; return those that are shown.
+
+    If the table is too wide, columns are left out in the order of ``dispensable``; the first column is folded at
+    ``min_width``.
+    """
+    columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
+    left_out = [name for name in dispensable if min_width + _width(columns) > console.width and columns.pop(name, [])]
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, overflow="fold", min_width=min_width)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+    for index, name in enumerate(names):
+        table.add_row(Text(name), *(Text(cells[index]) for cells in columns.values()))
+    console.print(table)
+    if left_out:
+        console.print(Text(f"not shown: {', '.join(left_out)}; --csv and --json print all columns"))
+    return columns
+
+
+def _width(columns: Mapping[str, list[str]]) -> int:
+    return sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_LOSS else f"{text[: MAX_LOSS - 1]}…"
+
+
+def _skipped_lines(skipped: Sequence[str]) -> Iterator[str]:
+    yield from (f"skipped: {one_line(line)}" for line in skipped[:MAX_SKIPPED])
+    if (more := len(skipped) - MAX_SKIPPED) > 0:
+        yield f"skipped: {more:,} more"
+
+
+def _counted(count: int) -> str:
+    return f"{count:,} run{'s' * (count != 1)}"
 
 
 def _hours(run: LedgerRun) -> str:
@@ -114,5 +247,20 @@ def _cost(run: LedgerRun) -> str:
     return readable(cost) + (f" {one_line(run.currency)}" if run.currency and cost is not None else "")
 
 
-def _energy(run: LedgerRun) -> str:
-    return "-" if run.joules is None else "≥" * (run.total_joules is None) + readable(run.joules / J_PER_KWH)
+def _cost_of_group(row: LedgerRow) -> float | None:
+    known = [cost for cost in (row.gpu_cost, row.electricity_cost) if cost is not None]
+    return max(known) if known else None  # the price of a GPU-hour includes the electricity
+
+
+def _energy(joules: float | None, *, is_part: bool) -> str:
+    return "-" if joules is None else "≥" * is_part + readable(joules / J_PER_KWH)
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def _error(row: LedgerRow) -> str:
+    """Return an upper bound of the relative error: the timing and the sensor errors, added."""
+    error = row.error_joules + row.gain_joules
+    return f"{rounded_up(100 * error / row.joules)} %" if row.joules and error else "-"

@@ -40,7 +40,6 @@ class Simulation(Struct, frozen=True):
     processes: int = 0
     arrival: str = "burst"
     run_dir: str = ""
-    quiet: bool = False
     security: str = "curve"
 
     @property
@@ -310,13 +309,9 @@ class SimulatedRun:
                 self._seen_s[window] = one.at_s
         elif one.window:
             self._last_s[one.window] = max(self._last_s.get(one.window, 0.0), one.at_s)
-            if not self._asked.quiet:
-                self._show()
-
-    def _show(self) -> None:
-        if sys.stderr.isatty():
-            sent = sum(part.sent for part in self._parts)
-            print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
+            if sys.stderr.isatty():
+                sent = sum(part.sent for part in self._parts)
+                print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
 
     def _add_totals(self, path: Path) -> None:
         try:

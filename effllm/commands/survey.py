@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,7 +21,7 @@ from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
 from effllm.devices.known.hardware import Hardware, find, why_no_peak
 from effllm.job.job_facts import peak_of
-from effllm.job.power_scope import Scope, choose
+from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
@@ -53,13 +53,13 @@ class Survey(Struct, frozen=True):
     gpus: list[GpuState] = []  # all GPUs of this machine
 
 
-def survey(environ: Mapping[str, str], device: str, load: Callable[[list[GpuState]], None] | None = None) -> Survey:
+def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey:
     """Run all tests.
 
     Args:
         environ: the environment.
         device: replaces the configured device if it is not empty.
-        load: puts the GPUs under load.
+        has_load: whether the GPUs are put under load.
     """
     findings = [*survey_host.python(), *survey_host.settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
@@ -74,9 +74,13 @@ def survey(environ: Mapping[str, str], device: str, load: Callable[[list[GpuStat
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = survey_host.shared_memory(config)
     gpus = survey_gpus.states()
-    if load is not None:
-        load(gpus)
-    findings += [about, *_driver(), *survey_gpus.findings(gpus), *node_findings, *_scope(scope)]
+    if has_load:
+        survey_gpus.load(gpus)
+    findings += [about, *_driver(), *survey_gpus.findings(gpus), *node_findings]
+    if scope.complaint:
+        findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
+    elif scope.label:
+        findings.append(Finding("power scope", OK, scope.label))
     findings += [
         *survey_host.sinks(config),
         survey_host.run_folder(config),
@@ -212,13 +216,6 @@ def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[
         note = f": {reader.device.energy_note}" if reader.device.energy_note else ""
         findings.append(Finding(name, OK, f"{_energy_of(reader.device)}, {reader.device.name}{note}"))
     return devices, findings
-
-
-def _scope(scope: Scope) -> Iterator[Finding]:
-    if scope.complaint:
-        yield Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: "))
-    elif scope.label:
-        yield Finding("power scope", OK, scope.label)
 
 
 def _setting(config: Config, need: str) -> InputSource:

@@ -5,10 +5,11 @@ NVML is read without a CUDA context.  Nothing here was measured on a GPU.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -67,20 +68,26 @@ _EQUAL = (
 
 def states() -> list[GpuState]:
     """Return the state of each GPU; empty without a driver."""
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            return [_state(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        finally:
-            pynvml.nvmlShutdown()
+    with suppress(pynvml.NVMLError), _nvml():
+        return [_state(index) for index in range(pynvml.nvmlDeviceGetCount())]
     return []
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
+    """Use NVML; an error is raised without a driver."""
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _state(index: int) -> GpuState:
     found = GpuState(index)
     with suppress(pynvml.NVMLError):
-        found.uuid = text_of(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
-        found.name = text_of(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index)))
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+        found.uuid, found.name = text_of(pynvml.nvmlDeviceGetUUID(gpu)), text_of(pynvml.nvmlDeviceGetName(gpu))
         _read(found)
     return found
 
@@ -126,20 +133,16 @@ def _program(pid: int) -> str:
         return f"process {pid}"
 
 
-def load(gpus: Sequence[GpuState], begins: Callable[[GpuState], None] = lambda _: None) -> None:
+def load(gpus: Sequence[GpuState]) -> None:
     """Put each GPU under load, one after the other, and add its rates and its state under load.
 
     A GPU that a process uses is left out.
-
-    Args:
-        gpus: the GPUs, whose values are replaced.
-        begins: called before each load.
     """
     for gpu in gpus:
         if gpu.processes:
             gpu.load = f"not loaded: {', '.join(gpu.processes)} uses it"
             continue
-        begins(gpu)
+        print(f"GPU {gpu.index}: matrix products and copies, {LOAD_S:g} s", file=sys.stderr)
         child = TorchLoad(gpu.uuid)
         try:
             child.opened()
@@ -150,21 +153,13 @@ def load(gpus: Sequence[GpuState], begins: Callable[[GpuState], None] = lambda _
                 time.sleep(0.05)
                 if until_s and time.monotonic() > until_s:
                     until_s = 0.0
-                    _read_again(gpu)
+                    with suppress(pynvml.NVMLError), _nvml():
+                        _read(gpu)
             gpu.flops_per_second, gpu.copy_bytes_per_second = rates
         except LoadUnavailable as error:
             gpu.load = f"not loaded: {error}"
         finally:
             child.close()
-
-
-def _read_again(gpu: GpuState) -> None:
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            _read(gpu)
-        finally:
-            pynvml.nvmlShutdown()
 
 
 def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from effllm.commands.output import complain
 from effllm.commands.top_reader import NoRunError, SourceError, TopSource, ordered_frame
@@ -32,12 +33,13 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(given, int):
         return given
     try:
-        if (folder := _folder_of_runs(given)) is not None:
+        if (folder := _folder_of_runs(given.run)) is not None:
             return _show_fleet(folder, is_once=given.once, as_json=given.json)
         source, name = _source(given)
         if given.once or given.json or not sys.stdout.isatty():
             return _once(source, as_json=given.json)
-        return _watch(source, name)
+        terminal = _terminal()
+        return _print_frames(source) if terminal is None else terminal.watch(source, one_line(name))
     except SourceError as error:
         return complain("top", str(error), 1 if isinstance(error, NoRunError) else NO_DATA)
     except KeyboardInterrupt:
@@ -76,10 +78,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
     return given
 
 
-def _folder_of_runs(given: argparse.Namespace) -> Path | None:
+def _folder_of_runs(run: str) -> Path | None:
     """Return the folder of several runs, or of ledger files, that was given; ``None`` for one run."""
-    path = Path(given.run)
-    if not given.run or not path.exists():
+    path = Path(run)
+    if not run or not path.exists():
         return None
     from effllm.analysis.run_folders import LINE_FILES, run_at
 
@@ -94,21 +96,21 @@ def _folder_of_runs(given: argparse.Namespace) -> Path | None:
 def _show_fleet(folder: Path, *, is_once: bool, as_json: bool) -> int:
     from effllm.commands.top_fleet import Fleet, print_once, watch
 
-    fleet, environ = Fleet(folder), this_process()
-    is_screen = sys.stdin.isatty() and sys.stdout.isatty() and not is_once
-    if is_screen:
-        with contextlib.suppress(ImportError):  # a Python without curses
-            from effllm.commands import top_terminal
-            from effllm.commands.top_folder import FolderSource
-
-            if top_terminal.can_move_cursor(environ.get("TERM", "")):
-                has_color = not environ.get("NO_COLOR")
-
-                def open_job(name: str) -> None:
-                    top_terminal.watch(FolderSource(Path(name)), one_line(name), has_color=has_color)
-
-                return watch(fleet, open_job, has_color=has_color)
+    fleet = Fleet(folder)
+    if not is_once and _terminal() is not None:
+        return watch(fleet)
     return print_once(fleet, shutil.get_terminal_size(DEFAULT_SIZE).columns, as_json=as_json)
+
+
+def _terminal() -> ModuleType | None:
+    """Return the module of the screen; ``None`` without a terminal that can move its cursor."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    try:
+        from effllm.commands import top_terminal
+    except ImportError:  # a Python without curses
+        return None
+    return top_terminal if top_terminal.can_move_cursor(this_process().get("TERM", "")) else None
 
 
 def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
@@ -118,21 +120,15 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
         return PageSource(given.endpoint, given.token_file, given.ca_file), given.endpoint
     from effllm.analysis.run_folders import UnreadableRun, named_run
     from effllm.commands.top_folder import FolderSource
-
-    try:
-        path = named_run(given.run) if given.run else Path(_run_dir())
-    except UnreadableRun as error:
-        raise NoRunError(str(error)) from error
-    return FolderSource(path), f"{path}"
-
-
-def _run_dir() -> str:
     from effllm.config.settings import ConfigError, read_config
 
     try:
-        return read_config(this_process()).run_dir
+        path = named_run(given.run) if given.run else Path(read_config(this_process()).run_dir)
+    except UnreadableRun as error:
+        raise NoRunError(str(error)) from error
     except ConfigError as error:
         raise SourceError(str(error)) from error
+    return FolderSource(path), f"{path}"
 
 
 def _once(source: TopSource, *, as_json: bool) -> int:
@@ -162,17 +158,6 @@ def _text(frame: TopFrame, width: int, height: int) -> str:
     is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     text = plain(plain_frame(frame, width, height, BARS if is_unicode else ASCII_BARS))
     return text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
-
-
-def _watch(source: TopSource, name: str) -> int:
-    environ = this_process()
-    try:
-        from effllm.commands import top_terminal
-    except ImportError:  # a Python without curses
-        return _print_frames(source)
-    if not sys.stdin.isatty() or not top_terminal.can_move_cursor(environ.get("TERM", "")):
-        return _print_frames(source)
-    return top_terminal.watch(source, one_line(name), has_color=not environ.get("NO_COLOR"))
 
 
 def _print_frames(source: TopSource) -> int:

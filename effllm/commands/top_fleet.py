@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 import locale
 import os
-import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from effllm.analysis.ledger import LedgerRun, ledger_runs
 from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.analysis.sides import STALE_AFTER_S
+from effllm.commands import top_terminal
+from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import NoRunError
-from effllm.commands.top_terminal import TICK_S, Canvas, screen, signals, wake
+from effllm.commands.top_terminal import TICK_S, screen, wake
 from effllm.records.identity import Identity
-from effllm.records.job import SCHEMA_VERSION, Coverage, Value
+from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
-from effllm.records.verdict import Waterfall
+from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
-from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
-from effllm.views.top.text import plain
+from effllm.store.summary_text import duration, readable
+from effllm.store.window_text import scaled
+from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
 
 EVERY_S, FIRST_S = 5.0, 0.1  # period of reading, and the time for reading before the first frame
 NO_UPDATE_S, FORGOTTEN_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
@@ -41,33 +40,47 @@ _METRICS = {
 }
 
 
-class _Verdict(Struct):
-    text: str = ""
+#: States, the worst first.
+STATES = ("stalled", "no update", "running", "starting")
+_STYLES = {"stalled": BAD, "no update": WARNING, "running": GOOD}
+KEYS = "enter opens the job  up down  q quit"
+#: Columns: name, width, and width from which on the screen has them.
+_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("tok/s/GPU", 9, 0), ("MFU", 6, 0), ("busy", 5, 0),
+            ("time", 9, 120))  # fmt: skip
+_STATE, _MIN_NAME, _MAX_NAME = 9, 10, 28
 
 
-class _Summary(Identity, frozen=True, kw_only=True):
-    """What a line needs of summary.json."""
+class JobLine(NamedTuple):
+    """One running job; ``None``: not measured."""
 
-    status: str = "running"
-    is_over: bool = False
-    updated_time_s: float = 0.0
+    name: str
+    folder: str
+    state: str = "running"
+    user: str | None = None
+    partition: str | None = None
+    gpus: int | None = None
     elapsed_s: float | None = None
-    coverage: Coverage | None = None
-    metrics: Mapping[str, Value] = MappingProxyType({})
-    verdict: _Verdict | None = None
-    waterfall: Waterfall | None = None
-    schema_version: int = SCHEMA_VERSION
+    tokens_per_second_per_gpu: float | None = None
+    mfu_ratio: float | None = None
+    busy_ratio: float | None = None
+    verdict: str = ""  # in one line
+    lost_gpus: float = 0.0  # GPUs whose whole time would be lost
+    updated_time_s: float = 0.0  # unix time of these values
+
+    def order(self) -> tuple[Any, ...]:
+        return STATES.index(self.state), -self.lost_gpus, self.name
 
 
-_summary = msgspec.json.Decoder(_Summary)
+class FleetFrame(NamedTuple):
+    """The jobs of a folder, in their order, and what is to be said of them."""
+
+    jobs: Sequence[JobLine] = ()
+    num_runs: int = 0  # also ended ones
+    note: str = ""
 
 
 class Fleet:
-    """Reads the summaries of running jobs; a summary is read again when it has changed.
-
-    Args:
-        path: a folder of runs, or of ledger files.
-    """
+    """Reads the summaries of running jobs in a folder of runs or of ledger files; a changed summary is read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,11 +88,7 @@ class Fleet:
         self.frame = FleetFrame()
 
     def refresh(self, for_s: float, now_s: float) -> bool:
-        """Read what has changed, for a limited time; return whether everything was read.
-
-        Args:
-            for_s: the time.
-            now_s: unix time.
+        """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time.
 
         Raises:
             NoRunError: there is no run at the path.
@@ -116,14 +125,14 @@ class Fleet:
 def _line(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
-        found = _summary.decode(read_regular(folder / "summary.json"))
+        found = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
     except FileNotFoundError:
         return _starting(folder)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     if found.is_over:
         return None
-    gpus = found.coverage.gpus_expected if found.coverage is not None else None
+    gpus = found.coverage.gpus_expected
     loss = found.waterfall
     share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
     values = {name: value.value if (value := found.metrics.get(tag)) else None for name, tag in _METRICS.items()}
@@ -145,9 +154,9 @@ def _line(folder: Path) -> JobLine | None:
 def _starting(folder: Path) -> JobLine | None:
     """Return the line of a run in its first minute, which has no summary yet."""
     try:
-        found = msgspec.json.decode(read_regular(folder / "run.json"), type=_Summary)
+        found = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
         changed_s = (folder / "run.json").stat().st_mtime
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     name = one_line(found.run_id or folder.name)
     return JobLine(name, str(folder), "starting", found.user, found.partition, updated_time_s=changed_s)
@@ -178,6 +187,53 @@ def _aged(line: JobLine, now_s: float) -> JobLine | None:
     return line._replace(state="no update") if age_s > NO_UPDATE_S else line
 
 
+def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -> list[Line]:
+    """Return a screen: the numbers, the jobs around the selected one, and the keys."""
+    gpus = sum(job.gpus or 0 for job in frame.jobs)
+    lost = sum(job.lost_gpus for job in frame.jobs)
+    text = f"{len(frame.jobs):,} running jobs with {gpus:,} GPUs of {frame.num_runs:,} runs"
+    losses = f"  losses that can be avoided: {readable(lost)} GPUs" if lost else ""
+    lines: list[Line] = [[(text, BOLD), (losses, WARNING)]]
+    columns = [(name, cells) for name, cells, at_least in _COLUMNS if width >= at_least]
+    used = _STATE + 1 + sum(cells + 1 for _, cells in columns)
+    name = min(max(width - used - 30, _MIN_NAME), _MAX_NAME)
+    head = f"{fit('run', name)} {fit('state', _STATE)} "
+    head += "".join(fit(text, cells, right=True) + " " for text, cells in columns) + " verdict"
+    lines.append([(head, DIM)])
+    room = max(height - len(lines) - 1 - bool(frame.note), 1)
+    first = max(min(selected - room // 2, len(frame.jobs) - room), 0)
+    for at, job in enumerate(frame.jobs[first : first + room], first):
+        numbers = "".join(fit(_cell(job, column), cells, right=True) + " " for column, cells in columns)
+        if at == selected:
+            whole = f"{fit(job.name, name)} {fit(job.state, _STATE)} {numbers} {job.verdict}"
+            lines.append([(fit(whole, width), REVERSE)])
+            continue
+        style = _STYLES.get(job.state, PLAIN)
+        parts = (f"{fit(job.name, name)} ", PLAIN), (fit(job.state, _STATE), style), (f" {numbers} ", PLAIN)
+        lines.append([*parts, (one_line(job.verdict), PLAIN if job.lost_gpus < 1 else WARNING)])
+    if not frame.jobs:
+        lines.append([("no job is running", PLAIN)])
+    lines += [[]] * (height - len(lines) - 1 - bool(frame.note))
+    if frame.note:
+        lines.append([(one_line(frame.note), DIM)])
+    lines.append([(fit(KEYS, width), REVERSE)])
+    return [clipped(line, width) for line in lines][:height]
+
+
+def _cell(job: JobLine, column: str) -> str:
+    if column in ("user", "partition"):
+        return one_line(getattr(job, column) or "-")
+    cells: dict[str, tuple[float | None, Callable[[float], str]]] = {
+        "GPUs": (job.gpus, "{:,}".format),
+        "tok/s/GPU": (job.tokens_per_second_per_gpu, lambda value: "".join(scaled(value))),
+        "MFU": (job.mfu_ratio, "{:.1%}".format),
+        "busy": (job.busy_ratio, "{:.0%}".format),
+        "time": (job.elapsed_s, duration),
+    }
+    value, text = cells[column]
+    return "-" if value is None else text(value)
+
+
 def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
     """Print all running jobs; return the exit status."""
     fleet.refresh(float("inf"), time.time())
@@ -191,13 +247,8 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
     return 1 if any(job.state in ("stalled", "no update") for job in frame.jobs) else 0
 
 
-def watch(fleet: Fleet, open_job: Callable[[str], Any], *, has_color: bool) -> int:
-    """Show the jobs until the user quits; return the exit status.
-
-    Args:
-        fleet: the jobs.
-        open_job: shows a run folder until the user quits it.
-        has_color: whether colours are shown.
+def watch(fleet: Fleet) -> int:
+    """Show the jobs, and each job that the user opens, until the user quits; return the exit status.
 
     Raises:
         NoRunError: there is no run.
@@ -205,15 +256,13 @@ def watch(fleet: Fleet, open_job: Callable[[str], Any], *, has_color: bool) -> i
     locale.setlocale(locale.LC_ALL, "")
     fleet.refresh(FIRST_S, time.time())
     selected = ""
-    while True:
-        chosen = _choose(fleet, selected, has_color)
-        if chosen is None:
-            return 0
+    while (chosen := _choose(fleet, selected)) is not None:
         selected = chosen.folder
-        open_job(chosen.folder)
+        top_terminal.watch(FolderSource(Path(selected)), one_line(selected))
+    return 0
 
 
-def _choose(fleet: Fleet, selected: str, has_color: bool) -> JobLine | None:
+def _choose(fleet: Fleet, selected: str) -> JobLine | None:
     """Show the jobs until one is chosen; ``None``: the user quits."""
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     is_over = threading.Event()
@@ -221,16 +270,15 @@ def _choose(fleet: Fleet, selected: str, has_color: bool) -> JobLine | None:
     threading.Thread(target=_read, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
     at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
     try:
-        with signals(write), screen() as window:
-            canvas = Canvas(window, has_color=has_color)
+        with screen(write) as canvas:
             while True:
                 jobs, (width, height) = fleet.frame.jobs, canvas.size
                 at = min(max(at, 0), max(len(jobs) - 1, 0))
                 canvas.draw(fleet_lines(fleet.frame, width, height, at))
-                ready, _, _ = select.select([sys.stdin, read], [], [], TICK_S)
-                if read in ready and signal.SIGWINCH in os.read(read, 4096):
-                    canvas.resize()
-                for key in canvas.pressed() if sys.stdin in ready else ():
+                keys = canvas.wait(read, TICK_S)
+                if keys is None:
+                    return None
+                for key in keys:
                     if key in ("q", "ctrl-c", "esc"):
                         return None
                     if key == "enter" and jobs:

@@ -16,15 +16,15 @@ import msgspec
 from msgspec import Struct
 
 from effllm.commands.top_reader import NoRunError, SourceError
-from effllm.commands.top_times import OwnTimes
+from effllm.commands.top_times import OwnTimes, decoded, row_decoder
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
-from effllm.store.reader import RankRow
+from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
-from effllm.views.top.frame import POINT_VALUES, Head, RunPlace, TopFrame, WindowPoint, problems_of, status_of
+from effllm.views.top.frame import Head, RunPlace, TopFrame, point_of, problems_of, status_of
 from effllm.views.top.ranks import Limits, rank_table
 from effllm.views.top.text import local_time
 
@@ -54,40 +54,14 @@ class _RunFacts(Identity, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class _PointValues(Struct, frozen=True, rename=POINT_VALUES):
-    seconds: float | None = None
-    tokens_per_second: float | None = None
-    mfu_ratio: float | None = None
-    watts: float | None = None
-
-
-class _PointLine(Struct):
-    iteration: int
-    time_s: float
-    loss: float | None = None
-    values: _PointValues = _PointValues()
-    correction: bool = False
-
-
 class _Key(Struct):
     attempt: int
     window: int
 
 
-_point_line = msgspec.json.Decoder(_PointLine)
 _window = msgspec.json.Decoder(WindowReport)
-_row = msgspec.json.Decoder(RankRow)
 _key = msgspec.json.Decoder(_Key)
 _event = msgspec.json.Decoder(Event)
-_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-def _decoded(decoder: Any, line: bytes) -> Any:
-    """Return a decoded line, or ``None`` if it is invalid."""
-    try:
-        return decoder.decode(line)
-    except _ERRORS:
-        return None
 
 
 class _Document:
@@ -117,7 +91,7 @@ class _Document:
         self._state, self.changed_s = state, about.st_mtime
         try:
             found: Any = self._decoder.decode(content)
-        except _ERRORS as error:
+        except DECODE_ERRORS as error:
             self.error = f"{self._path.name} cannot be read: {error}"
         else:
             if problem := version_error(found.schema_version):
@@ -127,11 +101,10 @@ class _Document:
 
 
 class _WindowLine(NamedTuple):
-    """A line of a window, with its point of the curves."""
+    """A line of a window."""
 
-    at: Position
-    line: bytes
-    point: WindowPoint | None  # None: no iteration time, or a correction of an earlier window
+    end: Position
+    report: WindowReport | None  # None: the line is invalid
 
 
 class _RunFiles:
@@ -211,7 +184,7 @@ class FolderSource:
         while lines := self._files.events.new_lines():
             if self._files.events.was_replaced:
                 self._files.events.was_replaced, self._history = False, EventHistory()
-            self._history.add(event for line in lines if (event := _decoded(_event, line)) is not None)
+            self._history.add(event for line in lines if (event := decoded(_event, line)) is not None)
             is_new = True
             if time.monotonic() > until_s:
                 break
@@ -256,6 +229,9 @@ class FolderSource:
         coverage = shown.coverage if shown is not None else None
         count = coverage.ranks_expected if coverage is not None else len(self._hosts)
         rows = self._rows_of(shown) if shown is not None else []
+        notes = [document.error for document in (self._files.summary, self._files.facts) if document.error]
+        if self.has_more:
+            notes.append("events.jsonl is being read: lost ranks are not known yet")
         verdict_note = ""
         if summary is not None:
             verdict_note = "whole run" if summary.is_over else f"at {local_time('%H:%M:%S', summary.updated_time_s)}"
@@ -276,11 +252,11 @@ class FolderSource:
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
-            points=[line.point for line in self._tail if line.point is not None],
+            points=[point for one in self._tail if one.report and (point := point_of(one.report)) is not None],
             rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
-            notes=self._notes(),
+            notes=notes,
         )
 
     @property
@@ -298,10 +274,6 @@ class FolderSource:
         tags = {entry.tag(entry.bases[0]): entry.tag(entry.run_bases[0]) for entry in METRICS.values()}
         tags["window/pcu_ratio"] = "pcu_ratio"
         return values | {tag: known[of_run].value for tag, of_run in tags.items() if of_run in known}
-
-    def _notes(self) -> list[str]:
-        errors = [document.error for document in (self._files.summary, self._files.facts) if document.error]
-        return [*errors, "events.jsonl is being read: lost ranks are not known yet"] if self.has_more else errors
 
     def _head(self, latest: WindowReport | None, shown: WindowReport | None, states: RankStates, now_s: float) -> Head:
         summary: Summary | None = self._files.summary.content
@@ -345,8 +317,7 @@ class FolderSource:
         elif not self._tail:
             self._tail = _window_lines(self._files.windows.before(END, MAX_STEPS))
         else:
-            last = self._tail[-1]
-            new = self._files.windows.after(Position(last.at.number, last.at.offset + len(last.line)), MAX_STEPS)
+            new = self._files.windows.after(self._tail[-1].end, MAX_STEPS)
             self._tail = [*self._tail, *_window_lines(new)][-MAX_STEPS:]
 
     def _rows_of(self, window: WindowReport) -> list[RankRow]:
@@ -356,7 +327,7 @@ class FolderSource:
         if not lines or _pair(lines[0][1]) >= wanted:
             found = self._files.ranks.first(lambda line: _pair(line) >= wanted)
             lines = self._files.ranks.after(found, MAX_ROWS)
-        rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
+        rows = (decoded(row_decoder, line) for _, line in lines if _pair(line) == wanted)
         return [row for row in rows if row is not None]
 
 
@@ -365,27 +336,18 @@ def _first(lines: Lines) -> Position | None:
 
 
 def _pair(line: bytes) -> tuple[int, int]:
-    key = _decoded(_key, line)
+    key = decoded(_key, line)
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 
 def _window_lines(lines: Lines) -> list[_WindowLine]:
-    return [_WindowLine(at, line, _point(line)) for at, line in lines]
-
-
-def _point(line: bytes) -> WindowPoint | None:
-    found = _decoded(_point_line, line)
-    if found is None or found.correction or found.values.seconds is None:
-        return None
-    values = {name: getattr(found.values, name) for name in POINT_VALUES}
-    return WindowPoint(found.iteration, found.time_s, loss=found.loss, **values)
+    return [_WindowLine(Position(at.number, at.offset + len(line)), decoded(_window, line)) for at, line in lines]
 
 
 def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowReport | None]:
     """Return the last window, and the last window with iterations: the last line of a run is without iterations."""
     latest: WindowReport | None = None
-    for one in reversed(lines):
-        report: WindowReport | None = _decoded(_window, one.line)
+    for _, report in reversed(lines):
         if report is None or report.correction:
             continue
         latest = latest or report

@@ -10,11 +10,11 @@ from effllm.commands.metrics_page import address, fetch_text, labels_of, samples
 from effllm.commands.top_reader import SourceError
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import name_of
-from effllm.records.forecast import FORECAST, Forecast, Foretold
+from effllm.records.forecast import FORECAST, Foretold
 from effllm.records.job import Coverage, Straggler, WindowReport
 from effllm.store.own_files import read_private
 from effllm.views.top.event_history import RankStates
-from effllm.views.top.frame import POINT_VALUES, Head, Problem, RunPlace, TopFrame, WindowPoint, problems_of, status_of
+from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, WindowPoint, point_of, problems_of, status_of
 from effllm.views.top.ranks import rank_table
 
 _PREFIX = "efficientllm_"
@@ -113,6 +113,7 @@ class PageSource:
 
     def _window(self, now_s: float) -> WindowReport:
         """Return the newest window, as far as the page has it."""
+        forecast = {name: [self._one(f"{name}{end}") for end in ("", "_low", "_high")] for name in FORECAST}
         rank, ratio = self._one("straggler_rank"), self._one("straggler_time_ratio")
         return WindowReport(
             attempt=self._whole("attempt"),
@@ -132,13 +133,9 @@ class PageSource:
                 reports_late=self._whole("reports_late_total"),
             ),
             straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),
-            forecast=self._forecast(),
+            forecast={name: Foretold(value, *ends) for name, (value, *ends) in forecast.items() if value is not None},
             simulated=bool(self._one("simulated")),
         )
-
-    def _forecast(self) -> Forecast:
-        values = {name: [self._one(f"{name}{end}") for end in ("", "_low", "_high")] for name in FORECAST}
-        return {name: Foretold(value, low, high) for name, (value, low, high) in values.items() if value is not None}
 
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
@@ -156,10 +153,7 @@ class PageSource:
 
     def _added_point(self, window: WindowReport) -> list[WindowPoint]:
         """Add the window to those that were seen since the start of the command."""
-        if "throughput/seconds_per_iteration" in window.values and (
-            not self._points or self._points[-1].iteration != window.iteration
-        ):
-            values = {name: window.values.get(tag) for name, tag in POINT_VALUES.items()}
-            point = WindowPoint(window.iteration, window.time_s, loss=window.loss, **values)
+        point = point_of(window)
+        if point is not None and (not self._points or self._points[-1].iteration != window.iteration):
             self._points = [*self._points, point][-MAX_STEPS:]
         return self._points

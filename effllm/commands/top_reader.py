@@ -48,12 +48,7 @@ def ordered_frame(source: TopSource, order: Order) -> TopFrame:
 
 
 class TopReader:
-    """Reads a source in a thread, and keeps the newest frame.
-
-    Args:
-        source: the source.
-        wake: called after each new frame, in the thread.
-    """
+    """Reads a source in a thread, keeps the newest frame, and calls ``wake`` in the thread after each new one."""
 
     def __init__(self, source: TopSource, wake: Callable[[], None]) -> None:
         self._source, self._wake = source, wake

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import curses
+import itertools
 import locale
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from effllm.commands.top_reader import TopReader, TopSource
+from effllm.config.switches import this_process
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.panes import count_of
 from effllm.views.top.screen import page_of, render
@@ -62,7 +64,7 @@ def can_move_cursor(term: str) -> bool:
     return bool(curses.tigetstr("cup"))
 
 
-def watch(source: TopSource, name: str, *, has_color: bool) -> int:
+def watch(source: TopSource, name: str) -> int:
     """Show a source until the user quits; return the exit status.
 
     Raises:
@@ -74,8 +76,8 @@ def watch(source: TopSource, name: str, *, has_color: bool) -> int:
     reader = TopReader(source, lambda: wake(wake_write))
     reader.start()
     try:
-        with signals(wake_write), screen() as window:
-            return _Terminal(Canvas(window, has_color=has_color), reader, name, wake_read).run()
+        with screen(wake_write) as canvas:
+            return _Terminal(canvas, reader, name, wake_read).run()
     finally:
         reader.close()
 
@@ -86,52 +88,39 @@ def wake(descriptor: int) -> None:
         os.write(descriptor, b"f")
 
 
-@contextlib.contextmanager
-def signals(wake_write: int) -> Iterator[None]:
-    """SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
-    before = {number: signal.signal(number, _end) for number in _SIGNALS}
-    before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
-    old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(old)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _end(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
-def screen() -> Iterator[Any]:
-    """Take over the terminal."""
-    screen = curses.initscr()
+def screen(wake_write: int) -> Iterator[Canvas]:
+    """Take over the terminal: SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
+    before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
+    old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
+        window = curses.initscr()
         curses.noecho()
         curses.cbreak()
         curses.set_escdelay(25)
         with contextlib.suppress(curses.error):  # some terminals cannot hide the cursor
             curses.curs_set(0)
-        screen.keypad(True)
-        screen.nodelay(True)
-        yield screen
+        window.keypad(True)
+        window.nodelay(True)
+        yield Canvas(window)
     finally:
         with contextlib.suppress(curses.error):
             curses.endwin()
+        signal.set_wakeup_fd(old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Canvas:
-    """The window of curses: lines go out, keys come in.
+    """The window of curses: lines go out, keys come in."""
 
-    Args:
-        window: the window.
-        has_color: whether colours are shown.
-    """
-
-    def __init__(self, window: Any, *, has_color: bool) -> None:
-        self._window, self._attributes = window, _attributes(has_color)
+    def __init__(self, window: Any) -> None:
+        self._window, self._attributes = window, _attributes()
         self._shown: list[Line] = []  # lines on the screen
         is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
         self.bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
@@ -142,21 +131,31 @@ class Canvas:
         height, width = self._window.getmaxyx()
         return width, height
 
-    def resize(self) -> None:
+    def wait(self, wakes: int, timeout_s: float) -> Iterable[str] | None:
+        """Wait for a key, a byte in ``wakes`` or a moment; return the names of keys; ``None``: there will be no key."""
+        ready, _, _ = select.select([sys.stdin, wakes], [], [], timeout_s)
+        if wakes in ready:
+            with contextlib.suppress(BlockingIOError):
+                if signal.SIGWINCH in os.read(wakes, 4096):
+                    self._resize()
+        keys = self._pressed() if sys.stdin in ready else iter(())
+        first = next(keys, None)
+        if sys.stdin in ready and first is None and not os.isatty(sys.stdin.fileno()):
+            return None
+        return () if first is None else itertools.chain([first], keys)
+
+    def _pressed(self) -> Iterator[str]:
+        with contextlib.suppress(curses.error):  # no more keys
+            while True:
+                key = self._window.get_wch()
+                yield _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
+
+    def _resize(self) -> None:
         """Take the size of the terminal, and write everything anew."""
         width, height = os.get_terminal_size(sys.stdout.fileno())
         curses.resizeterm(height, width)
         self._window.clear()
         self._shown = []
-
-    def pressed(self) -> Iterator[str]:
-        """Yield the names of the keys that were pressed."""
-        while True:
-            try:
-                key = self._window.get_wch()
-            except curses.error:
-                return
-            yield _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
 
     def draw(self, lines: list[Line]) -> None:
         """Write the lines that differ from the lines on the screen."""
@@ -174,14 +173,7 @@ class Canvas:
 
 
 class _Terminal:
-    """The screen with the choices of the user.
-
-    Args:
-        canvas: the window.
-        reader: reads the source.
-        name: name of the source, for lines about it.
-        wakes: a descriptor with a byte for each new frame and each signal.
-    """
+    """The screen with the choices of the user; ``wakes`` has a byte for each new frame and each signal."""
 
     def __init__(self, canvas: Canvas, reader: TopReader, name: str, wakes: int) -> None:
         self._canvas, self._reader, self._name, self._wake = canvas, reader, name, wakes
@@ -205,28 +197,19 @@ class _Terminal:
         timeout_s = TICK_S
         if self._view.is_playing:
             timeout_s = min(max(self._step_s - time.monotonic(), 0.0), TICK_S)
-        ready, _, _ = select.select([sys.stdin, self._wake], [], [], timeout_s)
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                if signal.SIGWINCH in os.read(self._wake, 4096):
-                    self._canvas.resize()
-        if sys.stdin in ready and self._read_keys():
+        keys = self._canvas.wait(self._wake, timeout_s)
+        if keys is None:
             return True
-        self._play()
-        return False
-
-    def _read_keys(self) -> bool:
-        is_empty = True
-        for name in self._canvas.pressed():
-            is_empty = False
-            self._view, action = pressed(self._view, name, self._place())
+        for key in keys:
+            self._view, action = pressed(self._view, key, self._place())
             if action == QUIT:
                 return True
             if action is not None:
                 self._played = self._reader.frame
                 self._reader.request(action)
             self._reader.order(self._view.order)
-        return is_empty and not os.isatty(sys.stdin.fileno())
+        self._play()
+        return False
 
     def _place(self) -> Shown:
         frame = self._reader.frame
@@ -248,24 +231,18 @@ class _Terminal:
             self._reader.request(Action("step", 1))
 
     def _draw(self) -> None:
-        self._canvas.draw(self._lines(self._reader.frame, *self._canvas.size))
-
-    def _lines(self, frame: TopFrame | None, width: int, height: int) -> list[Line]:
-        notice = self._notice()
+        frame, (width, height) = self._reader.frame, self._canvas.size
+        notice = f"older values are shown: {self._reader.error}" if self._reader.error else ""
+        if (silent_s := self._reader.silent_s) >= SLOW_S:
+            notice = f"no answer for {silent_s:.0f} s from {self._name}"
         if frame is None:
             lines: list[Line] = [clipped([(notice or f"reading {self._name}", PLAIN)], width)]
         else:
             lines = render(frame, self._view, width, height, notice, self._canvas.bars)
-        return [*lines, *([[]] * (height - len(lines)))]
-
-    def _notice(self) -> str:
-        silent_s = self._reader.silent_s
-        if silent_s >= SLOW_S:
-            return f"no answer for {silent_s:.0f} s from {self._name}"
-        return f"older values are shown: {self._reader.error}" if self._reader.error else ""
+        self._canvas.draw([*lines, *([[]] * (height - len(lines)))])
 
 
-def _attributes(has_color: bool) -> dict[int, int]:
+def _attributes() -> dict[int, int]:
     """Return the attributes of curses for each style; without colour, problems are bold."""
     found = {
         PLAIN: curses.A_NORMAL,
@@ -276,7 +253,7 @@ def _attributes(has_color: bool) -> dict[int, int]:
         BAD: curses.A_BOLD,
         REVERSE: curses.A_REVERSE,
     }
-    if not has_color:
+    if this_process().get("NO_COLOR"):
         return found
     with contextlib.suppress(curses.error):
         curses.start_color()

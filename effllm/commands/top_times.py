@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-from msgspec import Struct
 
 from effllm.store.line_files import END, LineFiles, Position
+from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.frame import RankTimes
 
 MAX_LINES, MAX_WINDOWS = 4000, 200  # that are read at once, and kept
 
 
-class _Times(Struct):
-    """The times of a line of ``ranks-*.jsonl``."""
-
-    attempt: int
-    window: int
-    rank: int
-    iteration_first: int
-    iteration_last: int
-    busy_s: float
-    own_steps: int = 0
-    own_step_s: float = 0.0
+row_decoder = msgspec.json.Decoder(RankRow)
 
 
-_times = msgspec.json.Decoder(_Times)
+def decoded(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
+    """Return a decoded line, or ``None`` if it is invalid."""
+    try:
+        return decoder.decode(line)
+    except DECODE_ERRORS:
+        return None
 
 
 class OwnTimes:
-    """Reads the times of new lines.
-
-    Args:
-        files: the files of the ranks.
-    """
+    """Reads the times of new lines in the files of the ranks."""
 
     def __init__(self, files: LineFiles) -> None:
         self._files = files
@@ -43,9 +36,8 @@ class OwnTimes:
         """Read new lines, at first the newest ones; return whether there are any."""
         lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
         for _, line in lines:
-            try:
-                one = _times.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            one: RankRow | None = decoded(row_decoder, line)
+            if one is None:
                 continue
             count, seconds = one.own_steps, one.own_step_s
             if count <= 0:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from effllm.devices import Reader
 from effllm.energy.calibration import Calibration
 from effllm.sensor_profile.finding import MEASURED, PROFILED, SensorEvidence
-from effllm.sensor_profile.load import Loader, LoadUnavailable, pattern
+from effllm.sensor_profile.load import LoadUnavailable, TorchLoad, pattern
 from effllm.sensor_profile.nvml_facts import Facts
-from effllm.sensor_profile.record import LoadEdge, SensorProfile
+from effllm.sensor_profile.record import SensorProfile
 from effllm.sensor_profile.watching import Timer, call_costs, watch
 
 IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # the idle GPU's share of the time of all measurements
@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 
 def profile(
     reader: Reader,
-    open_load: Callable[[], Loader],
+    open_load: Callable[[], TorchLoad],
     seconds: float,
     *,
     facts: Facts | None = None,
@@ -47,16 +47,15 @@ def profile(
     progress("calls", 0.0)
     calls = call_costs(reader, facts, clock)
     found = SensorEvidence(reader.device, idle, others)
-    loader: Loader | None = None
+    loader: TorchLoad | None = None
     try:
         progress("load", 0.0)
         loader = open_load()
         stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
         loader.start(stretches)
-        edges: list[LoadEdge] = []
-        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), beside, loader, edges)
+        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), beside, loader)
         progress("estimates", 0.0)
-        found.under_load(loaded, edges, loader.name)
+        found.under_load(loaded, loader.name)
     except LoadUnavailable as error:
         found.unmeasured.append(f"lag, windows and the loaded GPU: {error}")
     finally:

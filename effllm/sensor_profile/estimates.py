@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ MIN_READINGS = 24
 MIN_FIT = 0.9
 #: Number of parts of the readings; each part is left out once, to find the error of an estimate.
 PARTS = 8
-_STUDENT_95 = {7: 2.365}
+_STUDENT_95 = 2.365  # quantile of Student's t for `PARTS` estimates: 7 degrees of freedom
 
 Readings = Sequence[tuple[float, float]]  # seconds and value
 
@@ -102,7 +102,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
         return Rhythm(0.0, apart_s, 0.0, len(moves)), changes
     middles = [(before[0] + after[0]) / 2 for before, after in moves]
     numbers = _numbered(middles)
-    first_s, period_s = _line(numbers, middles)
+    period_s, first_s = statistics.linear_regression(numbers, middles)
     residuals = [middle - first_s - number * period_s for number, middle in zip(numbers, middles, strict=True)]
     variance_s2 = sum(residual**2 for residual in residuals) / max(len(residuals) - 2, 1)
     if variance_s2 > (MAX_JITTER * period_s) ** 2:
@@ -125,11 +125,6 @@ def _numbered(middles: Sequence[float]) -> list[int]:
         counts = [max(round(gap / period), 1) for gap in gaps]
         period = sum(gaps) / sum(counts)
     return list(accumulate(counts, initial=0))
-
-
-def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    fitted = statistics.linear_regression(xs, ys)
-    return fitted.intercept, fitted.slope
 
 
 def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -> bool:
@@ -174,10 +169,12 @@ def response(load: Load, readings: Readings) -> Response | None:
     middle_s, window_s, fit = _refined(load, known, middle_s, window_s)
     if fit < MIN_FIT:
         return None
-    spread = [_refined(load, part, middle_s, window_s, 0.1)[:2] for part in _without_each_part(known)]
+    cuts = [part * len(known) // PARTS for part in range(PARTS + 1)]
+    without_part = (np.delete(known, slice(first, last), axis=0) for first, last in pairwise(cuts))
+    spread = [_refined(load, readings, middle_s, window_s, 0.1)[:2] for readings in without_part]
     middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
     at_s, watts = known.T
-    idle_w, rise_w = _line(load.share(at_s - middle_s, window_s).tolist(), watts.tolist())
+    rise_w, idle_w = statistics.linear_regression(load.share(at_s - middle_s, window_s).tolist(), watts.tolist())
     return Response(
         window_s=window_s,
         window_error_s=window_error_s,
@@ -240,16 +237,10 @@ def _thinned(readings: np.ndarray, maximum: int) -> np.ndarray:
     return readings if count <= maximum else readings[np.arange(maximum) * count // maximum]
 
 
-def _without_each_part(readings: np.ndarray) -> list[np.ndarray]:
-    """Return the readings (of shape (count, 2)) without the first part, without the second, and so on."""
-    cuts = [part * len(readings) // PARTS for part in range(PARTS + 1)]
-    return [np.delete(readings, slice(first, last), axis=0) for first, last in pairwise(cuts)]
-
-
 def _jackknife_95(values: Sequence[float]) -> float:
     """Return an estimate's 95 % half-width, from estimates, each of which omits one part of the readings."""
     count, mean = len(values), statistics.fmean(values)
-    return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
+    return _STUDENT_95 * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 
 
 # --- counter against power -----------------------------------------------------------------------
@@ -265,38 +256,28 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
         start_s: start of the time span.
         end_s: end of the time span.
     """
-    integral = _integral_of(powers)
-    if integral is None:
+    if len(powers) < 2:
         return None
     first_s, last_s = max(start_s, powers[0][0] - shift_s), min(end_s - max(shift_s, 0.0), powers[-1][0] - shift_s)
     inside = [tick for tick in counted if first_s <= tick.at_s <= last_s]
     if len(inside) <= 2 * PARTS:
         return None
     cuts = [inside[part * (len(inside) - 1) // PARTS] for part in range(PARTS + 1)]
-    parts = [
-        (after.value - before.value, integral(after.at_s + shift_s) - integral(before.at_s + shift_s))
-        for before, after in pairwise(cuts)
-    ]
-    counted_j, integrated_j = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    if integrated_j <= 0 or any(part[1] >= integrated_j for part in parts):
+    counts_j = np.diff([tick.value for tick in cuts])
+    integrals_j = np.diff(_integrals_j(powers, [tick.at_s + shift_s for tick in cuts]))
+    counted_j, integrated_j = float(counts_j.sum()), float(integrals_j.sum())
+    if integrated_j <= 0 or any(integrals_j >= integrated_j):
         return None
-    without = [(counted_j - part[0]) / (integrated_j - part[1]) for part in parts]
-    value, half = counted_j / integrated_j, _jackknife_95(without)
+    without = (counted_j - counts_j) / (integrated_j - integrals_j)
+    value, half = counted_j / integrated_j, _jackknife_95(without.tolist())
     return Ratio(value, value - half, value + half, inside[-1].at_s - inside[0].at_s)
 
 
-def _integral_of(powers: Readings) -> Callable[[float], float] | None:
-    if len(powers) < 2:
-        return None
-    times = [at_s for at_s, _ in powers]
-    areas = ((later[0] - earlier[0]) * (earlier[1] + later[1]) / 2 for earlier, later in pairwise(powers))
-    sums = list(accumulate(areas, initial=0.0))
-
-    def integral(until_s: float) -> float:
-        index = min(max(bisect.bisect_right(times, until_s) - 1, 0), len(times) - 2)
-        (before_s, before_w), (after_s, after_w) = powers[index], powers[index + 1]
-        since_s = until_s - before_s
-        local_w = before_w + (after_w - before_w) * since_s / (after_s - before_s)
-        return sums[index] + since_s * (before_w + local_w) / 2
-
-    return integral
+def _integrals_j(powers: Readings, until_s: Sequence[float]) -> list[float]:
+    """Return the integral of power, with linear interpolation, from the first reading to each time."""
+    times_s, watts = np.array(powers).T
+    sums_j = np.append(0.0, np.cumsum(np.diff(times_s) * (watts[:-1] + watts[1:]) / 2))
+    before = np.clip(np.searchsorted(times_s, until_s, side="right") - 1, 0, len(times_s) - 2)
+    rest_j = (until_s - times_s[before]) * (watts[before] + np.interp(until_s, times_s, watts)) / 2
+    integrals_j: list[float] = (sums_j[before] + rest_j).tolist()
+    return integrals_j

@@ -29,7 +29,7 @@ from effllm.sensor_profile.estimates import (
     ticks_of,
 )
 from effllm.sensor_profile.nvml_facts import Facts
-from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
+from effllm.sensor_profile.record import BoardFacts, DriverCall, Ratio, Response, Rhythm, SensorProfile, State
 from effllm.sensor_profile.watching import READS_APART_S, Record
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
@@ -52,6 +52,7 @@ _PARTS = {
     "average": ("power_average_w", "averaged power"),
     "usage": ("power_usage_w", "power usage"),
 }
+_ENERGY_PARTS = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
 
 
 class _Reading(NamedTuple):
@@ -75,19 +76,11 @@ class SensorEvidence:
         self._shift_s = 0.0  # delay of the power reading relative to the counter
         self._loaded: State | None = None
         self._is_held: bool | None = None
-        self._idle_parts = self._parts = _analysed(idle)
+        self._idle_parts = _analysed(idle)
+        self._parts = dict(self._idle_parts)  # of each reading the analysis with the most changes
         self._idle_state = _state(idle, self._parts["counter"].ticks, 0.0, idle.end_s)
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
-        self._warn_of_others(others)
-
-    @property
-    def tick_s(self) -> float:
-        """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
-        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
-        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
-
-    def _warn_of_others(self, others: int | None) -> None:
-        busy = max((sample.utilization or 0.0 for sample in self._idle.full), default=0.0)
+        busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
         if others:
             self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
         elif busy > 0:
@@ -95,12 +88,21 @@ class SensorEvidence:
                 f"the GPU was {100 * busy:.0f} % busy before its load began: does another process use the GPU?"
             )
 
-    def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
-        self._load, self._edges = name, len(edges)
-        load = Load(edges, record.origin_ns)
+    @property
+    def tick_s(self) -> float:
+        """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
+        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
+        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
+
+    def under_load(self, record: Record, name: str) -> None:
+        self._load, self._edges = name, len(record.edges)
+        load = Load(record.edges, record.origin_ns)
         parts = _analysed(record)
-        self._parts = {part: max(reading, self._parts[part], key=_num_changes) for part, reading in parts.items()}
-        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if edges else 0.0
+        for part, reading in parts.items():
+            before = self._parts[part]
+            if before.rhythm is None or (reading.rhythm and reading.rhythm.changes >= before.rhythm.changes):
+                self._parts[part] = reading
+        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if record.edges else 0.0
         for part, reading in parts.items():
             followed = response(load, [value for value in reading.values if value[0] >= from_s])
             if followed is not None:
@@ -188,7 +190,8 @@ class SensorEvidence:
 
     def _sensor(self) -> Sensor:
         """Return the sensor for runs on this model and driver; unmeasured values are assumed."""
-        rhythm = self._rhythm()
+        # The period of the counter or power reading from which energy is derived.
+        rhythm = self._parts[_ENERGY_PARTS.get(self._device.energy_method or "", "power")].rhythm
         tick = None
         if rhythm is not None:
             tick = (rhythm.period_s, max(rhythm.error_s, MIN_TICK_ERROR * rhythm.period_s))
@@ -213,11 +216,6 @@ class SensorEvidence:
             gain_error=max(sensor.gain_error, worst),
             source=PROFILED,
         )
-
-    def _rhythm(self) -> Rhythm | None:
-        """Return the period of the counter or power reading from which energy is derived."""
-        parts = {COUNTER: "counter", AVERAGE: "average"}
-        return self._parts[parts.get(self._device.energy_method or "", "power")].rhythm
 
     def _warn(self) -> None:
         off = {
@@ -249,10 +247,6 @@ def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Re
     if is_counter:
         return _Reading(rhythm, ticks, steps_w(ticks, rhythm))
     return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
-
-
-def _num_changes(reading: _Reading) -> int:
-    return reading.rhythm.changes if reading.rhythm else 0
 
 
 def _duty(followed: Response, rhythm: Rhythm) -> float:

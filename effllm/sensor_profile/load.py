@@ -9,7 +9,7 @@ import select
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from effllm.config.spawn import spawn
 from effllm.config.switches import this_process
@@ -22,29 +22,6 @@ END_S = 10.0
 
 class LoadUnavailable(Exception):
     """The GPU cannot be put under load, or the load has ended; the message is one sentence."""
-
-
-class Loader(Protocol):
-    """Puts the GPU under load."""
-
-    name: str
-
-    def start(self, stretches_s: Sequence[float]) -> None:
-        """Start alternating load and pause with these durations, and return before the load ends.
-
-        Raises:
-            LoadUnavailable: the GPU cannot be loaded.
-        """
-
-    def take(self) -> list[LoadEdge] | None:
-        """Return the actual edges of the load after the load has ended, else ``None``.
-
-        Raises:
-            LoadUnavailable: the load failed.
-        """
-
-    def close(self) -> None:
-        """End the load; may be called twice."""
 
 
 def pattern(seconds: float, tick_s: float) -> list[float]:
@@ -110,6 +87,11 @@ class TorchLoad:
         return self
 
     def start(self, stretches_s: Sequence[float]) -> None:
+        """Start alternating load and pause with these durations; `take` has the result.
+
+        Raises:
+            LoadUnavailable: the process has ended.
+        """
         self._order(list(stretches_s), sum(stretches_s))
 
     def measure(self, seconds: float) -> None:
@@ -137,10 +119,16 @@ class TorchLoad:
             raise LoadUnavailable("the process that loads the GPU has ended") from error
 
     def take(self) -> list[LoadEdge] | None:
+        """Return the actual edges of the load after the load has ended, else ``None``.
+
+        Raises:
+            LoadUnavailable: the load failed.
+        """
         answer = self._answer()
         return None if answer is None else [LoadEdge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
 
     def close(self) -> None:
+        """End the load; may be called twice."""
         for descriptor in (self._orders, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -35,11 +35,7 @@ _ARCHITECTURES = {
 
 
 class Facts:
-    """NVML's data of one GPU.
-
-    Args:
-        uuid: UUID of the GPU or of a slice.
-    """
+    """NVML's data of one GPU or of a slice."""
 
     def __init__(self, uuid: str) -> None:
         pynvml.nvmlInit()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from effllm.devices import Reader
 from effllm.energy.readings import NS
 from effllm.records.rank import Sample
-from effllm.sensor_profile.load import Loader
+from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts, timed
 from effllm.sensor_profile.record import DriverCall, LoadEdge
 
@@ -31,6 +31,7 @@ class Record(NamedTuple):
     full: list[Sample]  # samples with all quantities
     calls_s: list[float]
     beside: dict[str, list[tuple[int, float]]]  # readings that samples do not include, by name
+    edges: Sequence[LoadEdge] = ()
 
     @property
     def origin_ns(self) -> int:
@@ -58,10 +59,9 @@ def watch(
     progress: Callable[[float], None],
     seconds: float,
     beside: Mapping[str, Callable[[], float | None]],
-    until: Loader | None = None,
-    edges: list[LoadEdge] | None = None,
+    until: TorchLoad | None = None,
 ) -> Record:
-    """Read for a duration, or until the load ends; then the edges of the load are appended to ``edges``."""
+    """Read for a duration, or until the load ends; then the record has the edges of the load."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = full_ns = shown_ns = clock.monotonic_ns()
     record = Record([], [], [], {name: [] for name in beside})
@@ -70,9 +70,8 @@ def watch(
         if now_ns >= shown_ns:
             progress(min((now_ns - began_ns) * NS / seconds, 1.0))
             shown_ns = now_ns + round(0.1 / NS)
-            if until is not None and edges is not None and (taken := until.take()) is not None:
-                edges.extend(taken)
-                return record
+            if until is not None and (edges := until.take()) is not None:
+                return record._replace(edges=edges)
         if until is None and now_ns >= began_ns + seconds / NS:
             return record
         is_full = now_ns >= full_ns

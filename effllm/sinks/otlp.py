@@ -224,14 +224,12 @@ def _metrics(instruments: Mapping[str, Instrument], values: Iterator[Value], tim
         if math.isfinite(value):
             start_ns = 0 if instruments[name].kind == GAUGE else times_ns[0]
             points.setdefault(name, []).append(NumberDataPoint(attributes, start_ns, times_ns[1], value, []))
-    return [_metric(name, instruments[name], some) for name, some in points.items()]
-
-
-def _metric(name: str, about: Instrument, points: Sequence[NumberDataPoint]) -> Metric:
-    if about.kind == GAUGE:
-        return Metric(name, about.text, about.unit, Gauge(points))
-    total = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=about.kind == COUNTER)
-    return Metric(name, about.text, about.unit, total)
+    found = []
+    for name, some in points.items():
+        kind, unit, text = instruments[name]
+        total = Sum(some, AggregationTemporality.CUMULATIVE, is_monotonic=kind == COUNTER)
+        found.append(Metric(name, text, unit, Gauge(some) if kind == GAUGE else total))
+    return found
 
 
 def _resource(run_id: str) -> Resource:

@@ -136,13 +136,12 @@ def _side(side: Side) -> dict[str, Any]:
 
 def heading(a: Side, b: Side) -> list[str]:
     """Return the names of both sides, each with its runs."""
-    return [f"{letter}: {one_line(side.name)} ({_runs(side)})" for letter, side in (("A", a), ("B", b))]
-
-
-def _runs(side: Side) -> str:
-    if len(side.runs) > 1:
-        return f"{len(side.runs)} runs"
-    return f"1 run, {next(iter(names_of(side.runs).values()))}"
+    lines = []
+    for letter, side in (("A", a), ("B", b)):
+        names = list(names_of(side.runs).values())
+        runs = f"{len(names)} runs" if len(names) > 1 else f"1 run, {names[0]}"
+        lines.append(f"{letter}: {one_line(side.name)} ({runs})")
+    return lines
 
 
 def notes(one: Compared) -> list[str]:

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
@@ -42,18 +42,14 @@ def _text(cell: MeanOfRuns) -> str:
     return mean + interval + "!" * cell.is_in_doubt
 
 
-class ConfigurationsScreen:
-    """The table for rich's console; if it is too wide, each configuration is a column."""
-
-    def __init__(self, table: Configurations) -> None:
-        self._table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = rows_of(self._table)
-        wide = _rich(rows)
-        is_wide = Measurement.get(console, options.update(max_width=MAX_WIDTH), wide).maximum > options.max_width
-        yield _rich([list(column) for column in zip(*rows, strict=True)]) if is_wide else wide
-        yield from map(Text, self._table.notes)
+def print_table(table: Configurations, console: Console) -> None:
+    """Print the table; if it is too wide, each configuration is a column."""
+    rows = rows_of(table)
+    wide = _rich(rows)
+    is_wide = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), wide).maximum > console.width
+    console.print(_rich([list(column) for column in zip(*rows, strict=True)]) if is_wide else wide)
+    for note in table.notes:
+        console.print(Text(note))
 
 
 def _rich(rows: list[list[str]]) -> Table:

@@ -11,7 +11,7 @@ import pytest
 from cases import cases
 from cli_process import read_until
 
-from effllm.commands.simulation import TOKENS, SimulatedRank
+from effllm.commands.simulate_ranks import TOKENS, SimulatedRank
 from effllm.network import descriptors
 
 

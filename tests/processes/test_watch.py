@@ -16,7 +16,7 @@ from cli_process import read_until
 
 from effllm.agent import gpu_energy
 from effllm.commands.metrics_page import Unreachable, address
-from effllm.commands.serving import NotVllm, between, fetch, parse
+from effllm.commands.watch import NotVllm, between, fetch, parse
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import COUNTER, Device, Sample
 

@@ -12,7 +12,7 @@ from run_folders import GOLDEN, copy_golden
 import effllm
 from effllm.analysis.database import TABLES, columns_of
 from effllm.analysis.export import export_parquet
-from effllm.commands.run_export import export
+from effllm.commands.run_query import export_runs as export
 
 
 def make_run(folder, **fields):

@@ -9,11 +9,10 @@ from msgspec.structs import replace
 from sink_examples import make_summary
 
 from effllm.commands import top, top_fleet
-from effllm.commands.top_fleet import Fleet, print_once
+from effllm.commands.top_fleet import Fleet, FleetFrame, JobLine, fleet_lines, print_once
 from effllm.commands.top_reader import NoRunError
 from effllm.records.job import Coverage, Value
 from effllm.records.verdict import OF_GPUS, Verdict, Waterfall, WaterfallPart
-from effllm.views.top.fleet import FleetFrame, JobLine, fleet_lines
 from effllm.views.top.text import plain, width_of
 
 

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from effllm.commands.inspect import host_lines
 from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
 from effllm.records.host_lines import CodeLine
 from effllm.records.wire import HostSamples
-from effllm.views.host_lines_text import host_lines
 
 
 def summary(*lines, rank=0, torn=0):

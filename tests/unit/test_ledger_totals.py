@@ -18,7 +18,7 @@ from effllm.analysis.run_row import read_document
 from effllm.commands import runs
 from effllm.commands.app import app
 from effllm.commands.output import ReadingProgress
-from effllm.commands.run_totals import start_of
+from effllm.commands.runs import start_of
 
 HOUR_J = 3.6e6
 

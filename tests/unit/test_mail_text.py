@@ -6,9 +6,9 @@ from sink_examples import complete_totals, make_report, make_summary, values_of
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
+from effllm.commands.inspect import MAIL_LINES, MAIL_WIDTH, mail_text
 from effllm.records.job import Coverage
 from effllm.records.verdict import OF_GPUS, Verdict, Waterfall, WaterfallPart
-from effllm.views.mail_text import MAX_LINES, WIDTH, mail_text
 
 WHY = "in 61 % of samples the host was in tokenizer.encode, called in load (data.py:41)"
 PARTS = (
@@ -53,8 +53,8 @@ def test_text_has_at_most_15_lines_of_78_letters(changes):
     long = Verdict("device_idle", 40 * "text ", 90 * "why ", 90 * "next ", 0.1, "high")
     lines = mail_text(summary(**{"verdict": long, **changes})).splitlines()
 
-    assert len(lines) <= MAX_LINES
-    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= MAIL_LINES
+    assert max(map(len, lines)) <= MAIL_WIDTH
 
 
 def test_command_prints_the_text(tmp_path):

@@ -14,11 +14,12 @@ from run_folders import write_run
 from sink_examples import make_summary
 from typer.testing import CliRunner
 
-from effllm.analysis.recorded_run import MAX_COLUMNS, RankSumLine, RankTimes
+from effllm.analysis.recorded_run import MAX_COLUMNS, RankTimes
 from effllm.commands.app import app
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict, Waterfall, WaterfallPart
-from effllm.views.report.heat_map import heat_map
+from effllm.store.reader import RankRow
+from effllm.views.report.details import heat_map
 from effllm.views.report.markup import Markup, element
 from effllm.views.report.page import MAX_BYTES
 
@@ -165,7 +166,9 @@ def test_restart_begins_the_curve_again(report, tmp_path):
 
 
 def rank_line(rank, last, step_s, own_s=0.0):
-    return RankSumLine(rank, last - 9, last, busy_s=10 * step_s, own_steps=10 * bool(own_s), own_step_s=10 * own_s)
+    window, busy_s = last // 10, 10 * step_s
+    own = {"own_steps": 10 * bool(own_s), "own_step_s": 10 * own_s}
+    return RankRow(1, rank, window, last - 9, last, 0.0, busy_s, busy_s, busy_s, 0.0, **own)
 
 
 def test_times_of_ranks_are_own_times_if_there_are_any_and_windows_are_added_up():

@@ -79,8 +79,8 @@ def test_large_screen_has_charts_bars_and_the_map():
 def test_own_times_are_read_once_and_grow_with_the_file(tmp_path):
     def line(window, rank, **more):
         own = "".join(f',"{name}":{value}' for name, value in more.items())
-        iterations = '"iteration_first":1,"iteration_last":10'
-        return f'{{"attempt":1,"window":{window},"rank":{rank},{iterations},"busy_s":5.0{own}}}\n'
+        times = '"iteration_first":1,"iteration_last":10,"start_time_s":0,"end_time_s":6,"wall_s":6,"wait_s":1'
+        return f'{{"attempt":1,"window":{window},"rank":{rank},{times},"busy_s":5.0{own}}}\n'
 
     path = tmp_path / "ranks-0001.jsonl"
     path.write_text(line(1, 0) + line(1, 1, own_steps=10, own_step_s=2.0) + "{broken\n")

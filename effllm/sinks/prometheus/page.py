@@ -81,9 +81,10 @@ class MetricsPage(Collector):
         yield self._family("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
         yield self._family("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
+        info = _labels(self._identity()) | ({"runbook_url": self._runbook_url} if self._runbook_url else {})
         text = "Number of events by kind; their texts are in events.jsonl."
         yield self._family("events", text, counted, CounterMetricFamily)
-        yield self._family("run_info", "1: the labels are the identity of the run.", [(self._info(), 1.0)])
+        yield self._family("run_info", "1: the labels are the identity of the run.", [(info, 1.0)])
         if report is None:
             return
         yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
@@ -96,9 +97,6 @@ class MetricsPage(Collector):
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._measured(report)
-
-    def _info(self) -> dict[str, str]:
-        return {**_labels(self._identity()), **({"runbook_url": self._runbook_url} if self._runbook_url else {})}
 
     def _measured(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 
-from effllm.analysis.recorded_run import RankMeans, RecordedRun
+from effllm.analysis.recorded_run import MAX_TIMED_RANKS, RankMeans, RecordedRun
+from effllm.analysis.run_row import utc
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS, is_problem
 from effllm.records.job import SPREADS, GoodputSummary, StragglerVerdict, Summary
@@ -13,7 +14,6 @@ from effllm.records.rank import Event
 from effllm.records.verdict import CAUSES
 from effllm.store.run_folder import MAX_ROWS
 from effllm.store.summary_text import duration, readable, slowest_text
-from effllm.views.report.heat_map import heat_map
 from effllm.views.report.markup import (
     Child,
     Markup,
@@ -27,9 +27,11 @@ from effllm.views.report.markup import (
     table,
     together,
 )
-from effllm.views.report.plot import Chart, Drawn, RunCurves, legend, numbers, plot, value_axis
+from effllm.views.report.plot import WIDTH, Chart, Drawn, RunCurves, legend, numbers, plot, value_axis
 from effllm.views.report.verdicts import bar
 
+_CELL = 14  # height of a rank in the heat map
+_FULL = 0.25  # excess of a step time over the median that has the full colour
 MAX_RANK_ROWS = 24
 MAX_STRAGGLERS = 32
 MAX_LETTERS, MAX_STALL_LETTERS = 400, 2000  # of the text of an event
@@ -47,29 +49,23 @@ def curves(
     """Return a section of charts, with numbers from ``first`` on; each has its numbers as a table."""
     if not charts:
         return section(anchor, title, element("p", "No curves: no window has been recorded."))
-    figures = [
-        element(
-            "figure",
-            element("figcaption", element("b", chart.title), " ", _axes(chart, found, runs)),
-            legend(found),
-            plot(chart, found, runs, at),
-            element("p", chart.note, class_="note") if chart.note else None,
-            hidden("Numbers", table(f"{chart.title}, {chart.unit}", _numbers_header(chart), numbers(found, runs))),
-        )
-        for at, (chart, found) in enumerate(charts, first)
-    ]
+    figures = [_figure(chart, found, runs, at) for at, (chart, found) in enumerate(charts, first)]
     note = None if first else element("p", _ALL_POINTS)
     return section(anchor, title, note, element("div", figures, class_="figures"))
 
 
-def _numbers_header(chart: Chart) -> tuple[str, ...]:
-    at = f"at {chart.x}"
-    return "line", "smallest", at, "largest", at, "last"
-
-
-def _axes(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> str:
+def _figure(chart: Chart, found: list[Drawn], runs: Sequence[RunCurves], at: int) -> Markup:
     over = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
-    return ", ".join(filter(None, (chart.unit, over, value_axis(lines, runs).text_of_start())))
+    axes = ", ".join(filter(None, (chart.unit, over, value_axis(found, runs).text_of_start())))
+    header = ("line", "smallest", f"at {chart.x}", "largest", f"at {chart.x}", "last")
+    return element(
+        "figure",
+        element("figcaption", element("b", chart.title), " ", axes),
+        legend(found),
+        plot(chart, found, runs, at),
+        element("p", chart.note, class_="note") if chart.note else None,
+        hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(found, runs))),
+    )
 
 
 # --- ranks ---
@@ -102,6 +98,36 @@ def ranks(run: RecordedRun) -> Child:
         table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),
         sentences(about),
     )
+
+
+def heat_map(run: RecordedRun) -> Markup | None:
+    """Return by how much a rank takes longer than the median of the ranks, by window; ``None`` for one of either."""
+    times = run.ranks.times
+    ranks = sorted({rank for _, by_rank in times.columns for rank in by_rank})
+    if len(ranks) < 2 or len(times.columns) < 2:
+        return None
+    width, row = WIDTH / len(times.columns), {rank: at for at, rank in enumerate(ranks)}
+    cells, largest = [], 0.0
+    for at, (last, by_rank) in enumerate(times.columns):
+        means = {rank: seconds / count for rank, (seconds, count) in by_rank.items() if count}
+        usual_s = statistics.median(means.values()) if means else 0.0
+        for rank, mean_s in means.items():
+            excess = max(mean_s / usual_s - 1, 0.0) if usual_s > 0 else 0.0
+            largest = max(largest, excess)
+            text = f"rank {rank}, to iteration {last:,}: {1000 * mean_s:,.1f} ms, {100 * excess:.0f} % above the median"
+            place = {"x": f"{at * width:.5g}", "y": row[rank] * _CELL, "width": f"{width - 1:.5g}", "height": _CELL - 1}
+            colour = {"class_": "lost", "fill_opacity": f"{max(min(excess / _FULL, 1.0), 0.04):.2g}"}
+            cells.append(element("rect", element("title", text), **place, **colour))
+    what = "own time, from the start of a step to the first wait for other ranks" if times.has_own else "step time"
+    limit = f" The first {MAX_TIMED_RANKS} ranks." if len(ranks) == MAX_TIMED_RANKS else ""
+    label = f"Each rank's {what}, against the median of the ranks, over the windows"
+    about = (
+        f"{label}: at most {100 * largest:.0f} % longer; the full colour is {100 * _FULL:.0f} %. "
+        f"Rank {ranks[0]} is at the top, rank {ranks[-1]} at the bottom.{limit}"
+    )
+    size = f"0 0 {WIDTH} {len(ranks) * _CELL}"
+    drawing = element("svg", cells, viewBox=size, preserveAspectRatio="none", role="img", aria_label=label)
+    return together(element("p", about), element("div", drawing, class_="heat"))
 
 
 def _spreads(run: RecordedRun) -> Markup | None:
@@ -295,10 +321,7 @@ def _event_table(caption: str, found: Sequence[Event], letters: int) -> Markup:
 
 def moment(time_s: float) -> str:
     """Return a unix time as date and time in UTC; a time that is no date is shown as a number."""
-    try:
-        return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return f"{time_s:g} s"
+    return (utc(time_s) or f"{time_s:g} s")[: len("2026-01-01 00:00:00")]
 
 
 def definitions(found: Sequence[Summary]) -> Markup:

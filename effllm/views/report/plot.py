@@ -279,13 +279,10 @@ def value_axis(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> ValueAxis:
 def legend(lines: Sequence[Drawn]) -> Markup:
     """Return the names of the lines with their marks."""
     names = {(line.style, line.label): None for line in lines}  # repeats of a configuration have one name
-    return element("ul", [element("li", swatch(style), label) for style, label in names], class_="legend")
-
-
-def swatch(at: int) -> Markup:
-    """Return the mark of the line with this number."""
-    mark = element("path", class_=f"line s{at}", d="M0 5h24")
-    return element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
+    marks = [element("path", class_=f"line s{style}", d="M0 5h24") for style, _ in names]
+    drawn = [element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true") for mark in marks]
+    items = [element("li", mark, label) for mark, (_, label) in zip(drawn, names, strict=True)]
+    return element("ul", items, class_="legend")
 
 
 def _is_over(tag: str) -> bool:

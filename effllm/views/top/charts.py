@@ -116,11 +116,7 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
 def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line]:
     """Return the ranks that are slowest against the median of each window, window by window; empty without a median.
 
-    Args:
-        found: own times of ranks by window.
-        width: number of columns.
-        height: number of lines.
-        bars: the letters of curves; another set than `BARS` means a terminal with ASCII alone.
+    Another set of letters than `BARS` means a terminal with ASCII alone.
     """
     room = width - 13
     windows = [(times, median(times.values())) for times in found if len(times) > 2][-room:]
@@ -139,17 +135,15 @@ def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line
     for rank in sorted(shown):
         line: list[tuple[str, int]] = [(fit(f"rank {rank}", 12, right=True) + " ", PLAIN)]
         for one in ratios:
-            text, style = _cell(one.get(rank), letter)
+            excess_ratio = one.get(rank)
+            if excess_ratio is None:
+                text, style = " ", DIM
+            else:
+                cell = next(cell for cell in _CELLS if excess_ratio >= cell[0])
+                text, style = str(cell[letter]), cell[3]
             if line[-1][1] == style and len(line) > 1:
                 line[-1] = line[-1][0] + text, style
             else:
                 line.append((text, style))
         lines.append(line)
     return lines
-
-
-def _cell(ratio: float | None, letter: int) -> tuple[str, int]:
-    if ratio is None:
-        return " ", DIM
-    cell = next(cell for cell in _CELLS if ratio >= cell[0])
-    return str(cell[letter]), cell[3]

@@ -50,12 +50,10 @@ class EventHistory:
         self._states: dict[tuple[int, float], RankStates] = {}
         self._count = 0  # number of all changes
         self._base, self._base_s = _Fold(), -math.inf  # state before the kept changes, and its time
-        self.left_out = 0  # number of events that are not kept any more
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             if event.kind not in NOT_SHOWN:
-                self.left_out += len(self._shown) == MAX_EVENTS
                 self._shown.append(event)
             if (change := _change_of(event)) is not None:
                 self._changes.append(change)

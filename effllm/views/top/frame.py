@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.records.forecast import Foretold
-from effllm.records.job import Coverage, StragglerVerdict
+from effllm.records.job import Coverage, StragglerVerdict, WindowReport
 from effllm.records.rank import Event
 from effllm.records.verdict import Verdict, Waterfall
 from effllm.store.summary_text import duration
@@ -82,6 +82,16 @@ POINT_VALUES = {
     "mfu_ratio": "throughput/mfu_ratio",
     "watts": "energy/watts_per_gpu",
 }
+
+
+def point_of(window: WindowReport) -> WindowPoint | None:
+    """Return the point of a window; ``None`` without an iteration time, or for a correction of an earlier window."""
+    if window.correction or POINT_VALUES["seconds"] not in window.values:
+        return None
+    values = {name: window.values.get(tag) for name, tag in POINT_VALUES.items()}
+    return WindowPoint(window.iteration, window.time_s, loss=window.loss, **values)
+
+
 #: Own time of an iteration by rank, of each window.
 RankTimes = Sequence[Mapping[int, float]]
 
@@ -161,9 +171,8 @@ def exit_status(frame: TopFrame) -> int:
 def document(frame: TopFrame) -> dict[str, Any]:
     """Return the document; a value that is not measured is absent or ``null``."""
     head = msgspec.to_builtins(frame.head._replace(forecast=dict(frame.head.forecast))._asdict())
-    run = {"run_id": frame.head.name, **head, "unchanged_s": frame.head.age_s}
-    del run["name"], run["age_s"], run["style"]
-    verdict = msgspec.to_builtins(frame.verdict) if frame.verdict is not None else None
+    run = {"run_id": frame.head.name, **_without(head, "name", "age_s", "style"), "unchanged_s": frame.head.age_s}
+    verdict = msgspec.to_builtins(frame.verdict)
     if verdict is not None:
         verdict.pop("evidence", None)  # effllm inspect --json
     worst = frame.ranks.with_reason()
@@ -180,14 +189,12 @@ def document(frame: TopFrame) -> dict[str, Any]:
             "count": frame.ranks.count,
             "with_reason": len(worst),
             "all_have_values": frame.ranks.is_whole,
-            "worst": [_rank(line) for line in worst[:MAX_WORST]],
+            "worst": [_without(line._asdict(), "place", "size") for line in worst[:MAX_WORST]],
         },
         "events": [msgspec.to_builtins(event) for event in frame.events[:MAX_EVENTS]],
         "notes": list(frame.notes),
     }
 
 
-def _rank(line: RankLine) -> dict[str, Any]:
-    found = line._asdict()
-    del found["place"], found["size"]
-    return found
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}

@@ -99,11 +99,7 @@ SORTS = ("reason", *_COLUMN, "rank", "host")
 class RankTable:
     """The ranks of a job: those with a report or a reason, and the numbers of all others.
 
-    Args:
-        known: ranks with a report or a reason.
-        count: number of ranks in the job.
-        hosts: host of each rank, as far as known.
-        is_whole: whether all reports of the window are in the run folder.
+    ``hosts`` has the known hosts by rank, and ``is_whole`` means that all reports of the window are in the run folder.
     """
 
     def __init__(self, known: Sequence[RankLine], count: int, hosts: Mapping[int, str], is_whole: bool) -> None:
@@ -187,16 +183,7 @@ def rank_table(
     count: int,
     limits: Mapping[int, Limits] = MappingProxyType({}),
 ) -> RankTable:
-    """Return the table of a window.
-
-    Args:
-        window: the window of the job.
-        rows: the reports of ranks in this window.
-        states: the states of the ranks after the events up to this window.
-        hosts: host of each rank.
-        count: number of ranks in the job.
-        limits: limits of the GPU of each rank.
-    """
+    """Return the table of a window of the job with ``count`` ranks, and the reports and states of ranks in it."""
     by_rank = {row.rank: row for row in rows}
     found: dict[int, list[_Found]] = {}
     for one in _reasons(window, by_rank, states):

@@ -105,13 +105,7 @@ def _cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
 def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str = "", bars: str = BARS) -> list[Line]:
     """Return the lines of a screen: at most ``height`` lines of at most ``width`` cells.
 
-    Args:
-        frame: the values.
-        view: the choices of the user.
-        width: number of columns.
-        height: number of lines.
-        notice: a line about the source, such as a disk that does not answer.
-        bars: the letters of the curve, from low to high.
+    ``notice`` is a line about the source, such as a disk that does not answer; ``bars`` are the letters of curves.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         small: list[Line] = [clipped([("terminal too small", PLAIN)], width)]

@@ -81,13 +81,7 @@ class Shown(NamedTuple):
 
 
 def pressed(view: TopView, key: str, shown: Shown) -> tuple[TopView, Action | None]:
-    """Return the view after a key, and the action that the key requests.
-
-    Args:
-        view: the view before.
-        key: a letter, or the name of a key.
-        shown: what the screen shows.
-    """
+    """Return the view after a key (a letter, or the name of a key), and the action that the key requests."""
     if key == "ctrl-c":
         return view, QUIT
     if view.is_typing:
