@@ -55,7 +55,7 @@ _BY_NAME = {
     *("watts_per_gpu", "total_joules", "co2_kg", "electricity_cost", "gpu_cost", "throttled_ratio", "waiting_ratio"),
     *("startup_ratio", "redone_ratio"),
 }
-_PER_PARAMETER = ("tt_tokens_per_param_per_sec", "st_samples_per_param_per_sec")
+PER_PARAMETER = ("tt_tokens_per_param_per_sec", "st_samples_per_param_per_sec")
 
 
 class ComparedMetric(NamedTuple):
@@ -66,10 +66,6 @@ class ComparedMetric(NamedTuple):
     column: str  # in the table `runs`
     unit: str
     higher_is_better: bool
-
-    @property
-    def is_per_parameter(self) -> bool:
-        return self.name in _PER_PARAMETER
 
     @property
     def is_energy(self) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from effllm.analysis.compared_metrics import LOSS, THROUGHPUT, ComparedMetric
+from effllm.analysis.compared_metrics import LOSS, PER_PARAMETER, THROUGHPUT, ComparedMetric
 from effllm.analysis.fairness import boards
 from effllm.analysis.sides import ComparedRun, Side
 
@@ -251,7 +251,7 @@ def _not_comparable(a: Side, b: Side, metric: ComparedMetric, values_a: int, val
         return "a check of the counts failed, on which this metric depends (effllm inspect)"
     if _differs("simulated", runs):
         return "some devices are simulated"
-    if metric.is_per_parameter and _differs("parameters_kind", runs):
+    if metric.name in PER_PARAMETER and _differs("parameters_kind", runs):
         return "the kinds of parameters differ (total, trainable, active)"
     if metric.is_energy and _differs("energy_scope", runs):
         return "the power scopes differ"

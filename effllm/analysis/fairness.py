@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from msgspec import Struct
-
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, ComparedRun, Side
+from effllm.analysis.window_curves import CurveLine
 from effllm.records.plain_text import one_line
 from effllm.store.reader import JsonLines, segments
 
@@ -113,16 +112,10 @@ def _config(run: ComparedRun) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-class _WindowValues(Struct, frozen=True):
-    """The used field of a line of windows-*.jsonl."""
-
-    values: dict[str, float] = {}
-
-
 def _first_temperature_c(run: ComparedRun) -> float | None:
     """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
     try:
-        for line in JsonLines(segments(run.folder, "windows"), _WindowValues):
+        for line in JsonLines(segments(run.folder, "windows"), CurveLine):
             return line.values.get("health/hottest_c")
     except OSError:  # removed, or another user's
         pass

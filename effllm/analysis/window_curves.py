@@ -118,10 +118,9 @@ class CurveLine(Struct, frozen=True):
 
 
 class WindowCurves:
-    """The curves of a run over its iterations, by tag, with the number of windows and of lines that cannot be read."""
+    """The curves of a run over its iterations, by tag, with the number of lines that cannot be read."""
 
     def __init__(self, tags: Iterable[str]) -> None:
-        self.windows = 0
         self.skipped = 0
         self.is_simulated = False  # whether a window had simulated devices
         self.last_spread: dict[str, Spread] = {}  # distributions of the last window that has any
@@ -147,7 +146,6 @@ class WindowCurves:
         self.skipped = found.skipped
 
     def _add(self, line: CurveLine) -> None:
-        self.windows += 1
         self.is_simulated |= line.simulated
         x = float(line.iteration if line.iteration is not None else line.iteration_last)
         if line.attempt != self._attempt:  # a restart repeats iterations: the curve begins again

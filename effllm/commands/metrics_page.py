@@ -41,10 +41,8 @@ def address(url: str) -> tuple[str, str, int, str]:
 def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> str:
     """Return the text of a page.
 
-    Args:
-        url: address of the page.
-        token: sent with the request; it is not sent to another address, because redirections are not followed.
-        tls: the trusted certificates; by default those of the system.
+    The token is not sent to another address, because redirections are not followed. By default, the certificates of the
+    system are trusted.
 
     Raises:
         Unreachable: the server did not answer, or answered with an error.

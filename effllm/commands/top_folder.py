@@ -38,14 +38,9 @@ EVENTS_S = 0.1  # time for reading events before a frame
 Document = TypeVar("Document", bound=Struct)
 
 
-class _DeviceOfRank(Struct):
-    power_limit_w: float | None = None
-    memory_total_bytes: float | None = None
-
-
 class _HostOfRank(Struct):
     host: str = ""
-    devices: tuple[_DeviceOfRank, ...] = ()
+    devices: tuple[Limits, ...] = ()
 
 
 class _RunFacts(Identity, frozen=True, kw_only=True):
@@ -173,8 +168,7 @@ class FolderSource:
         ranks = self._files.facts.content.ranks.items()
         known = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
         self._hosts = {rank: sys.intern(about.host) for rank, about in known.items()}
-        first = {rank: about.devices[0] for rank, about in known.items() if about.devices}
-        self._limits = {rank: Limits(one.power_limit_w, one.memory_total_bytes) for rank, one in first.items()}
+        self._limits = {rank: about.devices[0] for rank, about in known.items() if about.devices}
         return True
 
     def _read_events(self) -> bool:

@@ -27,10 +27,6 @@ _COLUMNS = (
 
 _GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # second name: prometheus_client before 0.4
 _PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
-_RUNNING = ("vllm:num_requests_running",)
-_WAITED_S = ("vllm:time_to_first_token_seconds_sum",)
-_WAITED = ("vllm:time_to_first_token_seconds_count",)
-_STARTED = ("process_start_time_seconds",)
 
 
 def main(vllm: str, interval: float, count: int, as_json: bool) -> int:
@@ -245,15 +241,15 @@ def parse(text: str, time_s: float) -> Page:
     if not any(name.startswith("vllm:") for name in found):
         names = "none" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
         raise NotVllm(f"not a page of a vLLM server: expected metrics such as {_GENERATED[0]}, but found {names}")
-    running = _one(found, _RUNNING)
+    running = found.get("vllm:num_requests_running")
     return Page(
         time_s=time_s,
         generated=_one(found, _GENERATED),
         prompt=_one(found, _PROMPT),
         running=sum(running.values()) if running is not None else None,
-        waited_s=_one(found, _WAITED_S),
-        waited=_one(found, _WAITED),
-        started=_one(found, _STARTED),
+        waited_s=found.get("vllm:time_to_first_token_seconds_sum"),
+        waited=found.get("vllm:time_to_first_token_seconds_count"),
+        started=found.get("process_start_time_seconds"),
     )
 
 

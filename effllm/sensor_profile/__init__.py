@@ -62,8 +62,7 @@ def profile(
         if loader is not None:
             loader.close()
     progress("estimates", 1.0)
-    traits = facts.traits() if facts else {}
-    return found.profile(seconds, traits, calls, facts)
+    return found.profile(seconds, calls, facts)
 
 
 def to_calibration(found: SensorProfile) -> Calibration | None:

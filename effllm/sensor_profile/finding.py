@@ -150,9 +150,7 @@ class SensorEvidence:
 
     # --- the result ---
 
-    def profile(
-        self, seconds: float, traits: dict[str, str], calls: list[DriverCall], facts: Facts | None
-    ) -> SensorProfile:
+    def profile(self, seconds: float, calls: list[DriverCall], facts: Facts | None) -> SensorProfile:
         self._find_ratio("idle", self._idle, self._idle_parts["counter"], 0.0, self._idle.end_s)
         self._warn()
         device, sensor = self._device, self._sensor()
@@ -166,7 +164,7 @@ class SensorEvidence:
                 name=device.name,
                 uuid=hashlib.sha256(device.key.encode()).hexdigest()[:8],
                 driver=device.driver,
-                traits=traits,
+                traits=facts.traits() if facts else {},
                 power_limit_w=device.power_limit_w,
             ),
             sensor=sensor,

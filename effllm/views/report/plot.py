@@ -279,9 +279,12 @@ def value_axis(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> ValueAxis:
 def legend(lines: Sequence[Drawn]) -> Markup:
     """Return the names of the lines with their marks."""
     names = {(line.style, line.label): None for line in lines}  # repeats of a configuration have one name
-    marks = [element("path", class_=f"line s{style}", d="M0 5h24") for style, _ in names]
-    drawn = [element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true") for mark in marks]
-    items = [element("li", mark, label) for mark, (_, label) in zip(drawn, names, strict=True)]
+    items = []
+    for style, label in names:
+        mark = element("path", class_=f"line s{style}", d="M0 5h24")
+        items.append(
+            element("li", element("svg", mark, viewBox="0 0 24 10", class_="swatch", aria_hidden="true"), label)
+        )
     return element("ul", items, class_="legend")
 
 

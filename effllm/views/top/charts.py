@@ -135,11 +135,11 @@ def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line
     for rank in sorted(shown):
         line: list[tuple[str, int]] = [(fit(f"rank {rank}", 12, right=True) + " ", PLAIN)]
         for one in ratios:
-            excess_ratio = one.get(rank)
-            if excess_ratio is None:
+            own = one.get(rank)
+            if own is None:
                 text, style = " ", DIM
             else:
-                cell = next(cell for cell in _CELLS if excess_ratio >= cell[0])
+                cell = next(cell for cell in _CELLS if own >= cell[0])
                 text, style = str(cell[letter]), cell[3]
             if line[-1][1] == style and len(line) > 1:
                 line[-1] = line[-1][0] + text, style

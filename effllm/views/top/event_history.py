@@ -33,20 +33,12 @@ class RankStates(NamedTuple):
     loss_is_finite: bool = True
 
 
-class _Change(NamedTuple):
-    time_s: float
-    attempt: int
-    kind: str
-    rank: int
-    text: str  # "" for kinds without a text on the screen
-
-
 class EventHistory:
     """The events of a run in the order of their file."""
 
     def __init__(self) -> None:
         self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._changes: list[_Change] = []
+        self._changes: list[Event] = []  # that change the state of a rank or of the job
         self._states: dict[tuple[int, float], RankStates] = {}
         self._count = 0  # number of all changes
         self._base, self._base_s = _Fold(), -math.inf  # state before the kept changes, and its time
@@ -55,8 +47,8 @@ class EventHistory:
         for event in events:
             if event.kind not in NOT_SHOWN:
                 self._shown.append(event)
-            if (change := _change_of(event)) is not None:
-                self._changes.append(change)
+            if event.kind in _OF_JOB or (event.kind in _OF_RANKS | _OF_DEVICES and event.rank is not None):
+                self._changes.append(event)
                 self._count += 1
         if len(self._changes) > MAX_CHANGES:
             old, self._changes = self._changes[: MAX_CHANGES // 2], self._changes[MAX_CHANGES // 2 :]
@@ -77,16 +69,6 @@ class EventHistory:
         return self._states[key]
 
 
-def _change_of(event: Event) -> _Change | None:
-    rank = -1 if event.rank is None else event.rank
-    if event.kind in _OF_RANKS and rank >= 0:
-        text = event.text if event.kind == "left" and not event.text.endswith((f": {COMPLETED}", ": ended")) else ""
-        return _Change(event.time_s, event.attempt, event.kind, rank, text)
-    if event.kind in _OF_JOB or (event.kind in _OF_DEVICES and rank >= 0):
-        return _Change(event.time_s, event.attempt, event.kind, rank, event.text)
-    return None
-
-
 class _Fold:
     """The state of the ranks after changes."""
 
@@ -99,23 +81,23 @@ class _Fold:
     def states(self) -> RankStates:
         return RankStates(frozenset(self._lost), self._failed, self._errors, self._stall, self._loss_is_finite)
 
-    def add(self, changes: Iterable[_Change], until_s: float) -> None:
+    def add(self, changes: Iterable[Event], until_s: float) -> None:
         """Apply the changes up to a moment."""
         for change in changes:
             if change.time_s <= until_s:
                 self._apply(change)
 
-    def _apply(self, change: _Change) -> None:
+    def _apply(self, change: Event) -> None:
         if change.attempt > self._attempt:
             self._attempt, self._stall = change.attempt, ""
             for of_attempt in (self._lost, self._failed, self._errors):
                 of_attempt.clear()
-        kind, rank = change.kind, change.rank
+        kind, rank = change.kind, -1 if change.rank is None else change.rank  # -1: of the job
         if kind == "rank_lost":
             self._lost.add(rank)
         elif kind in _OF_RANKS:
             self._lost.discard(rank)
-            if change.text:
+            if kind == "left" and change.text and not change.text.endswith((f": {COMPLETED}", ": ended")):
                 self._failed[rank] = change.text.removeprefix(f"rank {rank} ")
         elif kind in _OF_DEVICES:
             self._errors[rank] = f"{kind}: {change.text}"

@@ -10,6 +10,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from effllm.metrics.ratios import measured_quotient
 from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
 from effllm.store.reader import RankRow
@@ -59,11 +61,11 @@ class RankLine(NamedTuple):
     memory_ratio: float | None = None  # memory in that of the GPU
 
 
-class Limits(NamedTuple):
-    """The limits of the first GPU of a rank."""
+class Limits(Struct, frozen=True):
+    """The limits of a GPU of a rank, as in run.json."""
 
-    power_w: float | None = None
-    memory_bytes: float | None = None
+    power_limit_w: float | None = None
+    memory_total_bytes: float | None = None
 
 
 NO_LIMITS = Limits()
@@ -216,8 +218,8 @@ def _values(rank: int, row: RankRow | None, host: str, limits: Limits = NO_LIMIT
         watts=watts,
         memory_gb=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GB,
         temperature_c=None if temperature is None else temperature.most,
-        power_ratio=measured_quotient(watts, limits.power_w or 0.0),
-        memory_ratio=measured_quotient(row.memory_peak_bytes, limits.memory_bytes or 0.0),
+        power_ratio=measured_quotient(watts, limits.power_limit_w or 0.0),
+        memory_ratio=measured_quotient(row.memory_peak_bytes, limits.memory_total_bytes or 0.0),
     )
 
 
