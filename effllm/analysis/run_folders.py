@@ -89,6 +89,8 @@ def named_run(name: str) -> Path:
         some = sorted((one.name for one in found), reverse=True)[:MAX_NAMES]
         raise UnreadableRun(f"{name} is the name of {len(found)} runs in {folder}: {', '.join(some)}")
     near = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
+    if not names:
+        raise NoRun(f"there is no run {name}: {folder} has no runs; give a run folder, or a folder of runs")
     text = f"{name} does not exist, and no run in {folder} has this name"
     raise NoRun(text + (f"; near: {', '.join(near)}" if near else ""))
 

@@ -216,5 +216,7 @@ def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         groups.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run
     if not groups:
-        raise UnreadableRun(f"no run has a tag, an identity or a fact named {by}")
+        raise UnreadableRun(
+            f"no run has a tag, an identity or a fact named {by}; EFFICIENTLLM_TAGS={by}=VALUE sets a tag"
+        )
     return [Side(name, tuple(runs.values())) for name, runs in groups.items()]

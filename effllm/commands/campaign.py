@@ -174,7 +174,7 @@ def _problem_of_summary(folder: Path) -> str:
     until_s = time.monotonic() + SUMMARY_WITHIN_S
     while (status := status_of(folder)) in ("", "running"):
         if not folder.exists():
-            return f"no run folder {folder.name} was written: the command did not measure, or chose another folder"
+            return f"no run folder {folder.name} was written: it did not measure, or ignored EFFICIENTLLM_RUN_NAME"
         if time.monotonic() > until_s:
             return f"the summary is not complete after {SUMMARY_WITHIN_S:g} s"
         time.sleep(0.1)

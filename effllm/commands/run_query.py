@@ -83,7 +83,8 @@ def _progress(written: int, files: int, table: str) -> None:
 
 def _print_text(found: Answer) -> None:
     rows = list(itertools.islice(found.rows, MAX_ROWS + 1))
-    cells = [[_cell(value) for value in row] for row in rows[:MAX_ROWS]]
+    letters = MAX_CELL if len(found.columns) > 1 else WIDTH
+    cells = [[_cell(value, letters) for value in row] for row in rows[:MAX_ROWS]]
     headers = [one_line(name) for name in found.columns]
     are_numbers = [kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT") for kind in found.types]
     for lines in _tables(headers, cells, are_numbers):
@@ -110,13 +111,13 @@ def _tables(headers: list[str], cells: list[list[str]], numbers: list[bool]) -> 
         start = end
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, letters: int) -> str:
     """Return a value in one short line; terminal escapes are never printed."""
     if value is None or isinstance(value, float):
         return readable(value)
     text = one_line(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     text = text[1:-1] if not isinstance(value, (str, list, dict)) and text.startswith('"') else text
-    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"
+    return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
 def _print_csv(found: Answer) -> None:

@@ -43,10 +43,10 @@ _METRICS = {
 #: States, the worst first.
 STATES = ("stalled", "no update", "running", "starting")
 _STYLES = {"stalled": BAD, "no update": WARNING, "running": GOOD}
-KEYS = "enter opens the job  up down  q quit"
+KEYS = "enter opens the job, and q comes back  up down  q quit"
 #: Columns: name, width, and width from which on the screen has them.
-_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("tok/s/GPU", 9, 0), ("MFU", 6, 0), ("busy", 5, 0),
-            ("time", 9, 120))  # fmt: skip
+_COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("lost", 6, 0), ("tok/s/GPU", 9, 0),
+            ("MFU", 6, 0), ("busy", 5, 100), ("time", 9, 120))  # fmt: skip
 _STATE, _MIN_NAME, _MAX_NAME = 9, 10, 28
 
 
@@ -192,12 +192,12 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     gpus = sum(job.gpus or 0 for job in frame.jobs)
     lost = sum(job.lost_gpus for job in frame.jobs)
     text = f"{len(frame.jobs):,} running jobs with {gpus:,} GPUs of {frame.num_runs:,} runs"
-    losses = f"  losses that can be avoided: {readable(lost)} GPUs" if lost else ""
+    losses = f"  avoidable losses: the time of {readable(lost)} GPUs" if lost else ""
     lines: list[Line] = [[(text, BOLD), (losses, WARNING)]]
     columns = [(name, cells) for name, cells, at_least in _COLUMNS if width >= at_least]
     used = _STATE + 1 + sum(cells + 1 for _, cells in columns)
     name = min(max(width - used - 30, _MIN_NAME), _MAX_NAME)
-    head = f"{fit('run', name)} {fit('state', _STATE)} "
+    head = f"{fit('run, most lost first', name)} {fit('state', _STATE)} "
     head += "".join(fit(text, cells, right=True) + " " for text, cells in columns) + " verdict"
     lines.append([(head, DIM)])
     room = max(height - len(lines) - 1 - bool(frame.note), 1)
@@ -205,11 +205,11 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     for at, job in enumerate(frame.jobs[first : first + room], first):
         numbers = "".join(fit(_cell(job, column), cells, right=True) + " " for column, cells in columns)
         if at == selected:
-            whole = f"{fit(job.name, name)} {fit(job.state, _STATE)} {numbers} {job.verdict}"
+            whole = f"{_end_of(job.name, name)} {fit(job.state, _STATE)} {numbers} {job.verdict}"
             lines.append([(fit(whole, width), REVERSE)])
             continue
         style = _STYLES.get(job.state, PLAIN)
-        parts = (f"{fit(job.name, name)} ", PLAIN), (fit(job.state, _STATE), style), (f" {numbers} ", PLAIN)
+        parts = (f"{_end_of(job.name, name)} ", PLAIN), (fit(job.state, _STATE), style), (f" {numbers} ", PLAIN)
         lines.append([*parts, (one_line(job.verdict), PLAIN if job.lost_gpus < 1 else WARNING)])
     if not frame.jobs:
         lines.append([("no job is running", PLAIN)])
@@ -220,11 +220,17 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     return [clipped(line, width) for line in lines][:height]
 
 
+def _end_of(name: str, cells: int) -> str:
+    """Return a name, or its end: many names begin with the same date."""
+    return fit(name if len(name) <= cells else f"…{name[1 - cells :]}", cells)
+
+
 def _cell(job: JobLine, column: str) -> str:
     if column in ("user", "partition"):
         return one_line(getattr(job, column) or "-")
     cells: dict[str, tuple[float | None, Callable[[float], str]]] = {
         "GPUs": (job.gpus, "{:,}".format),
+        "lost": (job.lost_gpus if job.verdict else None, "{:.3g}".format),
         "tok/s/GPU": (job.tokens_per_second_per_gpu, lambda value: "".join(scaled(value))),
         "MFU": (job.mfu_ratio, "{:.1%}".format),
         "busy": (job.busy_ratio, "{:.0%}".format),

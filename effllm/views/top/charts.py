@@ -39,7 +39,9 @@ _CURVES = (
 
 def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
     """Return the first curves with at least two values."""
-    found = ((curve, [curve.value(point) for point in frame.points]) for curve in _CURVES)
+    has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
+    curves = _CURVES if has_gpus else [one._replace(name=one.name.replace("GPU", "rank")) for one in _CURVES]
+    found = ((curve, [curve.value(point) for point in frame.points]) for curve in curves)
     return list(islice((one for one in found if sum(value is not None for value in one[1]) > 1), MAX_CURVES))
 
 
