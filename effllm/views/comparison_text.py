@@ -222,6 +222,8 @@ def closing(page: ComparisonPage) -> list[str]:
     lines = [f"left out: {line}" for line in grouped(page.left_out)]
     lines += _warnings(page)
     lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
+    if any(len(side.runs) > 1 for side in (page.first, *(one.side for one in page.others))):
+        lines.append("A and B are geometric means of the runs; a table of configurations has arithmetic means.")
     return [*lines, *_levels(page)]
 
 

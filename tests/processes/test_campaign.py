@@ -75,7 +75,7 @@ def test_a_failed_run_is_recorded_and_the_campaign_continues(cli):
     found = failures(cli)
     assert sorted(found) == ["bad-1", "silent-1"]
     assert found["bad-1"].startswith("exit status 3; see ")
-    assert found["silent-1"].startswith("no run folder silent-1 was written: the command did not measure")
+    assert found["silent-1"].startswith("no run folder silent-1 was written: it did not measure")
     assert summaries(cli)["good-1"]["status"] == "completed"
     assert "3 of 3 runs have ended before" in again.stdout
     assert "2 of 3 runs failed" in again.stdout
