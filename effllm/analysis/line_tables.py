@@ -51,11 +51,6 @@ def _count(name: str, unit: str, meaning: str, group: str = "") -> Column:
     return Column(name, WHOLE, unit, meaning, group + name, default="0")
 
 
-def _time(name: str, meaning: str, group: str = "") -> Column:
-    """Return the column of a time; a missing field is 0."""
-    return Column(name, NUMBER, "s", meaning, group + name, default="0")
-
-
 def _counters(group: str = "") -> list[Column]:
     units = {"samples": "samples", "counts_rejected": "calls"}
     return [_count(name, units.get(name, "tokens"), text, group) for name, text in _COUNTERS.items()]
@@ -83,9 +78,9 @@ _SUMS = (
     _count("iterations", "iterations", "iterations that ended in the window", "last."),
     *_counters("last."),
     _count("losses_not_finite", "losses", "losses that were NaN or infinite", "last."),
-    _time("time_s", "time of the iterations of the slowest rank (T)", "last."),
-    _time("wait_s", "data wait of this rank", "last."),
-    _time("generation_s", "longest generation time of a rank", "last."),
+    Column("time_s", NUMBER, "s", "time of the iterations of the slowest rank (T)", "last.time_s", default="0"),
+    Column("wait_s", NUMBER, "s", "data wait of this rank", "last.wait_s", default="0"),
+    Column("generation_s", NUMBER, "s", "longest generation time of a rank", "last.generation_s", default="0"),
     Column("energy_j", NUMBER, "J", "energy of all devices, if the coverage is sufficient", "last.energy_j"),
     Column("energy_error_j", NUMBER, "J", "its random error: half-width, 95 %", "last.energy_error_j"),
     Column("energy_gain_error_j", NUMBER, "J", "its systematic error: half-width, 95 %", "last.energy_gain_error_j"),

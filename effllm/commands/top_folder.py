@@ -24,7 +24,7 @@ from effllm.records.rank import Event
 from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
 from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
-from effllm.views.top.frame import Head, RunPlace, TopFrame, point_of, problems_of, status_of
+from effllm.views.top.frame import Head, RunPlace, TopFrame, is_point, problems_of, status_of
 from effllm.views.top.ranks import Limits, rank_table
 from effllm.views.top.text import local_time
 
@@ -246,7 +246,7 @@ class FolderSource:
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
-            points=[point for one in self._tail if one.report and (point := point_of(one.report)) is not None],
+            points=[one.report for one in self._tail if one.report is not None and is_point(one.report)],
             rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),

@@ -14,7 +14,7 @@ from effllm.records.forecast import FORECAST, Foretold
 from effllm.records.job import Coverage, Straggler, WindowReport
 from effllm.store.own_files import read_private
 from effllm.views.top.event_history import RankStates
-from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, WindowPoint, point_of, problems_of, status_of
+from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, is_point, problems_of, status_of
 from effllm.views.top.ranks import rank_table
 
 _PREFIX = "efficientllm_"
@@ -51,7 +51,7 @@ class PageSource:
         if self._token and scheme != "https" and address(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
             raise SourceError("a token is sent to another host only over https")
         self._found: Mapping[str, Mapping[str, float]] = {}
-        self._points: list[WindowPoint] = []
+        self._points: list[WindowReport] = []
 
     def refresh(self) -> bool:
         """Read the page.
@@ -151,9 +151,8 @@ class PageSource:
         if named := int(dict(self._values()).get("straggler/named_ranks", 0)):
             yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
 
-    def _added_point(self, window: WindowReport) -> list[WindowPoint]:
+    def _added_point(self, window: WindowReport) -> list[WindowReport]:
         """Add the window to those that were seen since the start of the command."""
-        point = point_of(window)
-        if point is not None and (not self._points or self._points[-1].iteration != window.iteration):
-            self._points = [*self._points, point][-MAX_STEPS:]
+        if is_point(window) and (not self._points or self._points[-1].iteration != window.iteration):
+            self._points = [*self._points, window][-MAX_STEPS:]
         return self._points

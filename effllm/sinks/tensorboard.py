@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
 from effllm.config.setting_values import FOLDER
-from effllm.metrics import headline
+from effllm.metrics import describe, headline
 from effllm.metrics.output_names import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
@@ -61,8 +61,6 @@ BESIDE: dict[str, tuple[str, str]] = {
     "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
 }
 
-#: Metric and base of a tag.
-_METRICS = {entry.tag(base): (entry, base) for entry in metrics.METRICS.values() for base in reversed(entry.bases)}
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
 
 
@@ -173,22 +171,29 @@ def _beside(report: ClusterReport) -> dict[str, float]:
 
 def _known(tag: str) -> tuple[str, str]:
     """Return unit and help of a tag; empty for an unknown tag."""
-    if tag not in _METRICS:
+    entry = describe(tag)
+    if entry is None:
         return BESIDE.get(tag, ("", ""))
-    entry, base = _METRICS[tag]
-    return entry.unit, f"{_BASES[base]}. {entry.help}"
+    return entry.unit, f"{_BASES[_base_of(tag)]}. {entry.help}"
+
+
+def _base_of(tag: str) -> str:
+    """Return the base of a metric; empty for other values."""
+    entry = describe(tag)
+    return "" if entry is None else next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
 
 
 def _is_cumulative(tag: str) -> bool:
     """Whether a tag is a total of the run or the job; late reports correct its newest point."""
-    if tag in _METRICS:
-        return _METRICS[tag][1] != "window"
-    return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
+    if tag in BESIDE:
+        return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
+    entry = describe(tag)
+    return entry is not None and tag in {entry.tag(base) for base in entry.bases if base != "window"}
 
 
 def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
     unit, text = _known(tag)
-    words = [one for one in (unit, _METRICS[tag][1] if tag in _METRICS else "") if one]
+    words = [one for one in (unit, _base_of(tag)) if one]
     name = f"{chart_tag(tag)} ({', '.join(words)})" if words else chart_tag(tag)
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])

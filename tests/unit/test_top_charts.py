@@ -5,15 +5,23 @@ import time
 import pytest
 
 from effllm.commands.top_times import OwnTimes
+from effllm.records.job import Coverage, WindowReport
 from effllm.store.line_files import LineFiles
 from effllm.views.top.charts import CHART_HEIGHT, braille, chart_lines, map_lines, spark_lines
-from effllm.views.top.frame import Head, TopFrame, WindowPoint
+from effllm.views.top.frame import Head, TopFrame
 from effllm.views.top.screen import LARGE, render
 from effllm.views.top.text import ASCII_BARS, BARS, plain, width_of
 from effllm.views.top.view_state import TopView
 
+
+def point(at, seconds, loss=None, **values):
+    values = {f"throughput/{name}": value for name, value in {"seconds_per_iteration": seconds, **values}.items()}
+    values |= {"energy/watts_per_gpu": 600.0 + at % 5} if loss else {}
+    return WindowReport(1, at, 10 * at, 1, 10, 1.79e9 + at, loss, values, Coverage(1, 1, 1, 1, 0, 0))
+
+
 POINTS = [
-    WindowPoint(10 * at, 1.79e9 + at, 0.4, 3.0 - 0.01 * at, 20_000.0 + at % 7, 0.4, 600.0 + at % 5) for at in range(100)
+    point(at, 0.4, 3.0 - 0.01 * at, tokens_per_second_per_gpu=20_000.0 + at % 7, mfu_ratio=0.4) for at in range(100)
 ]
 
 
@@ -31,7 +39,7 @@ def test_curves_are_loss_tokens_power_and_mfu_in_two_columns():
 
 
 def test_iteration_time_is_a_curve_if_others_are_not_measured():
-    points = [WindowPoint(at, 1.79e9 + at, 0.4 + 0.1 * (at % 2)) for at in range(20)]
+    points = [point(at, 0.4 + 0.1 * (at % 2)) for at in range(20)]
 
     (line,) = spark_lines(TopFrame(Head("a"), points=points), 80, BARS)
     assert plain([line]).startswith("s/it ") and "0.400 to 0.500" in plain([line])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
+from effllm.records.job import WindowReport
 from effllm.store.summary_text import readable
 from effllm.store.window_text import scaled
-from effllm.views.top.frame import RankTimes, TopFrame, WindowPoint
+from effllm.views.top.frame import SECONDS, RankTimes, TopFrame
 from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline, width_of
 
 MAX_CURVES = 4
@@ -24,16 +24,16 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a letter 
 
 class _Curve(NamedTuple):
     name: str
-    value: Callable[[WindowPoint], float | None]
+    tag: str  # of the values of a window; "" is its loss
     text: Callable[[float], str]
 
 
 _CURVES = (
-    _Curve("loss", attrgetter("loss"), readable),
-    _Curve("tok/s/GPU", attrgetter("tokens_per_second"), lambda value: "".join(scaled(value))),
-    _Curve("W/GPU", attrgetter("watts"), readable),
-    _Curve("MFU %", attrgetter("mfu_ratio"), lambda value: readable(100 * value)),
-    _Curve("s/it", attrgetter("seconds"), readable),
+    _Curve("loss", "", readable),
+    _Curve("tok/s/GPU", "throughput/tokens_per_second_per_gpu", lambda value: "".join(scaled(value))),
+    _Curve("W/GPU", "energy/watts_per_gpu", readable),
+    _Curve("MFU %", "throughput/mfu_ratio", lambda value: readable(100 * value)),
+    _Curve("s/it", SECONDS, readable),
 )
 
 
@@ -41,7 +41,10 @@ def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
     """Return the first curves with at least two values."""
     has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
     curves = _CURVES if has_gpus else [one._replace(name=one.name.replace("GPU", "rank")) for one in _CURVES]
-    found = ((curve, [curve.value(point) for point in frame.points]) for curve in curves)
+    found = (
+        (curve, [point.values.get(curve.tag) if curve.tag else point.loss for point in frame.points])
+        for curve in curves
+    )
     return list(islice((one for one in found if sum(value is not None for value in one[1]) > 1), MAX_CURVES))
 
 
@@ -74,7 +77,7 @@ def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
 
 
 def _chart(
-    curve: _Curve, values: Sequence[float | None], points: Sequence[WindowPoint], width: int, bars: str
+    curve: _Curve, values: Sequence[float | None], points: Sequence[WindowReport], width: int, bars: str
 ) -> list[list[tuple[str, int]]]:
     known = [value for value in values if value is not None]
     least, most = min(known), max(known)

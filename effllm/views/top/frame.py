@@ -63,33 +63,12 @@ class RunPlace(NamedTuple):
     window: int | None = None
 
 
-class WindowPoint(NamedTuple):
-    """A window of the curves; ``None``: not measured."""
-
-    iteration: int
-    time_s: float  # unix time of its end
-    seconds: float | None = None  # of an iteration
-    loss: float | None = None
-    tokens_per_second: float | None = None  # per GPU
-    mfu_ratio: float | None = None
-    watts: float | None = None  # per GPU
+SECONDS = "throughput/seconds_per_iteration"
 
 
-#: Field of `WindowPoint` -> tag of its value.
-POINT_VALUES = {
-    "seconds": "throughput/seconds_per_iteration",
-    "tokens_per_second": "throughput/tokens_per_second_per_gpu",
-    "mfu_ratio": "throughput/mfu_ratio",
-    "watts": "energy/watts_per_gpu",
-}
-
-
-def point_of(window: WindowReport) -> WindowPoint | None:
-    """Return the point of a window; ``None`` without an iteration time, or for a correction of an earlier window."""
-    if window.correction or POINT_VALUES["seconds"] not in window.values:
-        return None
-    values = {name: window.values.get(tag) for name, tag in POINT_VALUES.items()}
-    return WindowPoint(window.iteration, window.time_s, loss=window.loss, **values)
+def is_point(window: WindowReport) -> bool:
+    """Whether a window is a point of the curves: it has an iteration time, and is no correction of an earlier one."""
+    return SECONDS in window.values and not window.correction
 
 
 #: Own time of an iteration by rank, of each window.
@@ -110,7 +89,7 @@ class TopFrame(NamedTuple):
     verdict_note: str = ""  # for which time the verdict is
     waterfall: Waterfall | None = None
     problems: Sequence[Problem] = ()
-    points: Sequence[WindowPoint] = ()
+    points: Sequence[WindowReport] = ()  # of the curves
     rank_times: RankTimes = ()
     ranks: RankTable = RankTable((), 0, {}, False)
     lines: Sequence[RankLine | HostLine] = ()  # of the table, in the order that the view asks for
