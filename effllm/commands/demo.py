@@ -88,12 +88,12 @@ class _Job:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
-        computed = make_memory("effllm-demo", 4 * self._num_ranks)
+        waits = make_memory("effllm-demo", 4 * self._num_ranks)
         try:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
-                arguments = [*self._arguments, str(computed)]
-                self._ranks.append(spawn("effllm.commands.demo_rank", arguments, [computed], environ))
+                arguments = [*self._arguments, str(waits)]
+                self._ranks.append(spawn("effllm.commands.demo_rank", arguments, [waits], environ))
             if self._signal:  # a signal during the start: also stop the ranks that were started after the signal
                 self._stop(self._signal, None)
             orders = Orders(
@@ -109,7 +109,7 @@ class _Job:
             status = Server(orders, sys.stdout).run()
         finally:
             self._end_ranks()
-            os.close(computed)
+            os.close(waits)
         return 128 + self._signal if self._signal else int(status != "completed")
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:

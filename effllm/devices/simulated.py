@@ -18,7 +18,8 @@ MAX_CLOCK_HZ = 1.98e9
 class Waveform:
     """Four sine waves with one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
 
-    Times are seconds of the host's monotonic clock, so every process on the host can compute the exact values.
+    Utilization and clock have the phase 0 on all GPUs: a difference would be a reason for a slow rank.  Times are
+    seconds of the host's monotonic clock, so every process on the host can compute the exact values.
     """
 
     period_s: float = 10.0
@@ -45,22 +46,21 @@ class Waveform:
         return self.memory_mean_bytes * (t1 - t0) + self.memory_amplitude_bytes * self._sine_seconds(t0, t1)
 
     def utilization(self, t: float) -> float:
-        return self.utilization_mean + self.utilization_amplitude * self._sine(t)
+        return self.utilization_mean + self.utilization_amplitude * self._sine(t, 0.0)
 
     def utilization_seconds(self, t0: float, t1: float) -> float:
-        return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1)
+        return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1, 0.0)
 
     def clock_hz(self, t: float) -> float:
-        """Return the clock, which is equal on all GPUs: a difference would be a reason for a slow rank."""
-        return self.clock_mean_hz + self.clock_amplitude_hz * math.sin(2 * math.pi * t / self.period_s)
+        return self.clock_mean_hz + self.clock_amplitude_hz * self._sine(t, 0.0)
 
-    def _sine(self, t: float) -> float:
-        return math.sin(2 * math.pi * t / self.period_s + self.phase)
+    def _sine(self, t: float, phase: float | None = None) -> float:
+        return math.sin(2 * math.pi * t / self.period_s + (self.phase if phase is None else phase))
 
-    def _sine_seconds(self, t0: float, t1: float) -> float:
+    def _sine_seconds(self, t0: float, t1: float, phase: float | None = None) -> float:
         # A product is used because the difference of two cosines loses precision for short times.
         middle, half_turn = (t0 + t1) / 2, math.pi * (t1 - t0) / self.period_s
-        return self.period_s / math.pi * self._sine(middle) * math.sin(half_turn)
+        return self.period_s / math.pi * self._sine(middle, phase) * math.sin(half_turn)
 
 
 def waveform_of(local_rank: int) -> Waveform:
