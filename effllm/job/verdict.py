@@ -142,7 +142,7 @@ def verdict_of(
         return _failed(summary, ends[summary.status], evidence)
     unreported = seconds_of(found, "unreported") / found.device_seconds
     if reported and reported[0].share >= unreported:
-        return _accuse(reported[0], summary, _action(reported[0], summary, facts), unit, evidence, seen)
+        return _accuse(reported[0], summary, facts, unit, evidence, seen)
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
         return _memory_pressure(summary, facts, evidence)
     if unreported >= MAX_UNREPORTED or reported:
@@ -166,17 +166,6 @@ def verdict_of(
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
         return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
     return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
-
-
-def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any]) -> str:
-    if _is_of_cores(loss, summary):
-        return "more CPU cores for the job, or fewer threads (OMP_NUM_THREADS, DataLoader workers)"
-    return loss.action or remedy(loss.cause, facts).text
-
-
-def _is_of_cores(loss: Loss, summary: Summary) -> bool:
-    """Whether waits of the training threads for a core are at least half of a loss that they may cause."""
-    return loss.cause in _OF_CORES and 2 * _core_wait_share(summary) >= loss.share and bool(_of_cores(summary))
 
 
 def _core_wait_share(summary: Summary) -> float:
@@ -230,7 +219,7 @@ def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple
     why = f"peaks: {', '.join(parts)}; " if parts else ""
     why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
     why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
-    first = _placed(why, "summary.json: out_of_memory", windows)
+    first = Evidence(why, "summary.json: out_of_memory", windows=windows)
     return _of_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
 
 
@@ -263,22 +252,26 @@ def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple
     why = (
         f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
     )
-    first = _placed(why, "summary.json: memory_pressure", windows_of_retries(summary))
+    first = Evidence(why, "summary.json: memory_pressure", windows=windows_of_retries(summary))
     text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
     return _of_memory(text, why, MEDIUM, facts, (first, *evidence))
 
 
 def _accuse(
-    loss: Loss, summary: Summary, action: str, unit: str, evidence: tuple[Evidence, ...], seen: Goodput
+    loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
+    is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
     line = where(summary.host, loss.cause, data_share(summary.waterfall))
-    if loss.cause == "slow_iterations" and _is_of_cores(loss, summary):
+    if loss.cause == "slow_iterations" and is_of_cores:
         line = ""  # any line is long while its thread waits for a core
     line_of_slow = where_slow(summary.host, named) if named else ""
     why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
+    action = loss.action or remedy(loss.cause, facts).text
+    if is_of_cores:
+        action = "more CPU cores for the job, or fewer threads (OMP_NUM_THREADS, DataLoader workers)"
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
@@ -320,11 +313,6 @@ def _evidence(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidenc
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
     return Evidence(claim, loss.source, loss.share, windows_of(loss, summary, seen))
-
-
-def _placed(why: str, source: str, windows: LossWindows | None) -> Evidence:
-    """Return the evidence of a cause that is not in the waterfall."""
-    return Evidence(why, source, windows=windows)
 
 
 def _name(cause: str) -> str:
