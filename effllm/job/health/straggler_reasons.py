@@ -57,8 +57,8 @@ class Reasons:
             slow: its slow rank.
         """
         if verdict.evidence == DATA_WAIT:
-            own_s, others = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
-            return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {others} {1e3 * slow.peers_s:,.1f} ms")
+            own_s, them = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
+            return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {them} {1e3 * slow.peers_s:,.1f} ms")
         readings = self._readings.get(verdict.ranks)
         row = self._rows.get(verdict.ranks[0])
         if readings is None or len(verdict.ranks) > 1:
