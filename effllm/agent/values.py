@@ -22,8 +22,6 @@ _NO_DIGEST = (
 
 
 class _Name(Moments):
-    """The values of one name in one window."""
-
     __slots__ = ("_digest",)
 
     def __init__(self) -> None:

@@ -68,8 +68,6 @@ def _is_one(schedule: Any) -> bool:
 
 
 class _Iterations:
-    """The iterations of this process."""
-
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")

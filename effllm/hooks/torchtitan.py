@@ -203,7 +203,6 @@ class TitanTraining:
 
 
 def _read_figures(call: Call) -> None:
-    """Read the figures that torchtitan passes to its loggers."""
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
         known = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}

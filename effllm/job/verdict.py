@@ -211,7 +211,6 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
 
 
 def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
-    """Return the verdict on a job that ended with an out-of-memory error."""
     ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
     windows = LossWindows(1, found.iteration, found.iteration) if found.iteration else None
     sizes = {name.removesuffix("_peak"): size for name, size in found.bytes.items() if name.endswith("_peak")}
