@@ -7,14 +7,14 @@ are not covered: the covered seconds of an integral exclude this time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 from msgspec.structs import replace
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.readings import NS, runs_between
+from effllm.job.joining import join_devices
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.rank import (
     CLOCK_RATIO,
@@ -41,9 +41,6 @@ PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 #: Gauges that are means since the previous sample; all other gauges are instantaneous values.
 ACTIVITY = "tensor_activity_ratio"
 SINCE_LAST = frozenset({"sm_activity_ratio", ACTIVITY, "dram_activity_ratio"})
-
-
-_Key = TypeVar("_Key")
 
 
 class Series:
@@ -145,16 +142,26 @@ class Series:
 
     def _levels(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals without energy."""
-        memory, utilization = _Sum(), _Sum()
+        memory = memory_s = utilization = utilization_s = 0.0
         for level, covered_s in self._memory_levels(start_ns, end_ns):
-            memory.add(level * covered_s, covered_s)
+            memory += level * covered_s
+            memory_s += covered_s
         for _, second, covered_s in self._covered(start_ns, end_ns):
             if second.utilization is not None:  # utilization is the mean since the previous sample
-                utilization.add(second.utilization * covered_s, covered_s)
+                utilization += second.utilization * covered_s
+                utilization_s += covered_s
         for block, share, _ in self._blocks(start_ns, end_ns):
-            memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
-            utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
-        return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
+            memory += (block.wall.memory_byte_seconds or 0.0) * share
+            memory_s += block.wall.memory_covered_s * share
+            utilization += (block.wall.utilization_seconds or 0.0) * share
+            utilization_s += block.wall.utilization_covered_s * share
+        return Integrals(
+            NOT_MEASURED,
+            memory if memory_s > 0 else None,
+            memory_s,
+            utilization if utilization_s > 0 else None,
+            utilization_s,
+        )
 
     def _memory_levels(self, start_ns: int, end_ns: int) -> Iterator[tuple[float, float]]:
         """Yield the mean memory between adjacent samples inside the period, and the seconds of this part."""
@@ -180,7 +187,8 @@ class Series:
         sums = self._sums(start_ns, end_ns, self._outside)
         # A device that is read less often than windows end: what followed its last reading is in the next window.
         for from_ns, to_ns in _without(self._outside, self._until_ns or start_ns, start_ns):
-            sums = _together(sums, self._sums(from_ns, to_ns, self._outside))
+            late = self._sums(from_ns, to_ns, self._outside)
+            sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
         self._until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
         found = self._with_energy(sums, start_ns, end_ns, phases)
         active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
@@ -307,25 +315,6 @@ class Series:
                     yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
 
 
-def _together(sums: DeviceWindow, late: DeviceWindow) -> DeviceWindow:
-    """Return the sums of a window, and those of earlier time without the peaks."""
-    gauges = dict(sums.gauges)
-    for name, gauge in late.gauges.items():
-        _add(gauges, name, gauge)
-    return replace(
-        sums,
-        wall=sums.wall + late.wall,
-        gauges=gauges,
-        throttled_s=_added(sums.throttled_s, late.throttled_s),
-        throttle_covered_s=sums.throttle_covered_s + late.throttle_covered_s,
-        power_histogram_s=_added(sums.power_histogram_s, late.power_histogram_s),
-    )
-
-
-def _added(seconds: Mapping[_Key, float], more: Mapping[_Key, float]) -> dict[_Key, float]:
-    return {**seconds, **{name: seconds.get(name, 0.0) + value for name, value in more.items()}}
-
-
 def _without(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a period that are not in any of the intervals, which are in order.
 
@@ -358,15 +347,3 @@ def _add(gauges: dict[str, Gauge], name: str, part: Gauge) -> None:
 
 def _part(gauge: Gauge, share: float) -> Gauge:
     return replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
-
-
-class _Sum:
-    def __init__(self) -> None:
-        self._value, self._covered_s = 0.0, 0.0
-
-    def add(self, value: float, covered_s: float) -> None:
-        self._value += value
-        self._covered_s += covered_s
-
-    def pair(self) -> tuple[float | None, float]:
-        return (self._value, self._covered_s) if self._covered_s > 0 else (None, 0.0)

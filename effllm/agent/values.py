@@ -22,8 +22,6 @@ _NO_DIGEST = (
 
 
 class _Name(Moments):
-    """The values of one name in one window."""
-
     __slots__ = ("_digest",)
 
     def __init__(self) -> None:
@@ -94,14 +92,10 @@ class InstrumentValues:
                 self._run[name] = merged([self._run[name], one]) if name in self._run else one
         if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
             self._published_s = now_s
-            self._publish_percentiles()
+            known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
+            while known and not self._publish(known):  # no room: the first half or quarter of the names
+                known = dict(islice(known.items(), len(known) // 2))
         return values
-
-    def _publish_percentiles(self) -> None:
-        """Publish the percentiles of all names or, if there is no room, of the first half or quarter of the names."""
-        known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
-        while known and not self._publish(known):
-            known = dict(islice(known.items(), len(known) // 2))
 
     def take_notice(self) -> str:
         """Return a line for the user, once."""

@@ -39,15 +39,12 @@ class IterationValues:
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
         self._profiles: deque[tuple[int, Profile]] = deque()
-        self._own: deque[tuple[int, int]] = deque()  # ordinal, own time; only iterations with an own time
         self._times: deque[tuple[int, float, float, float]] = deque()  # ordinal; seconds of step, wait and own time
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
     def add(self, slot: ring.Slot) -> None:
         """Add a record of the ring; records without such values are ignored."""
-        if slot.kind == ring.ITERATION and slot.number > 0:
-            self._own.append((slot.ordinal, slot.number))
-        elif slot.kind == ring.LOSS and not slot.what:  # what = 1: the record has no loss
+        if slot.kind == ring.LOSS and not slot.what:  # what = 1: the record has no loss
             self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.PROFILE:
             self._profiles.append((slot.ordinal, _profile(slot)))
@@ -72,12 +69,10 @@ class IterationValues:
         profile = None
         while self._profiles and self._profiles[0][0] <= last:
             profile = add_profiles(profile, self._profiles.popleft()[1])
-        own_s = []
-        while self._own and self._own[0][0] <= last:
-            own_s.append(self._own.popleft()[1] * NS)
         times = []
         while self._times and self._times[0][0] <= last:
             times.append(self._times.popleft()[1:])
+        own_s = [seconds for *_, seconds in times if seconds > 0]
         device_steps, device_step_s = self._on_device.take(last)
         device_own_steps, device_own_step_s = self._own_on_device.take(last)
         return {

@@ -195,7 +195,7 @@ class BatchCounter:
     """
 
     def __init__(self, steps: Steps, evaluation: EvalMode) -> None:
-        self._steps, self._evaluation, self._batches = steps, evaluation, Batches(steps)
+        self._steps, self._evaluation, self.batches = steps, evaluation, Batches(steps)
         self._fresh: dict[int, list[Batch]] = {}  # by loader: the batches since the last backward pass, newest last
         self._ahead: list[Batch] = []  # earlier batches without a backward pass
         self._is_used = self._is_at_end = self._is_on = False
@@ -207,11 +207,11 @@ class BatchCounter:
         """
         layout, model = _layout_and_model(parameters)
         self._is_on = bool(layout)
-        self._batches = Batches(self._steps)
+        self.batches = Batches(self._steps)
         if layout:
             self._steps.learn(facts={"parallel_layout": layout})
         if model is not None:
-            self._batches.of_model(model, _COUNTING(parameters_of, model))
+            self.batches.of_model(model, _COUNTING(parameters_of, model))
 
     def fetched(self, batch: Any, loader: Any) -> None:
         """Keep the counts of a batch, or the end of the loader (``None``)."""
@@ -227,7 +227,7 @@ class BatchCounter:
             self._ahead = [*self._ahead, *chain(*self._fresh.values())][-MAX_AHEAD:]
             self._fresh = {}
         kept = self._fresh.setdefault(id(loader), [])
-        kept.append(batch_of(batch, self._batches.vocabulary))  # the batch itself is not kept
+        kept.append(batch_of(batch, self.batches.vocabulary))  # the batch itself is not kept
         del kept[:-MAX_AHEAD]
 
     def backward(self) -> None:
@@ -237,11 +237,7 @@ class BatchCounter:
             found = [self._ahead.pop()]
         if self._is_on and self._steps.recorder is not None:
             for batch in found:
-                self._batches.add(batch)
-
-    def end(self) -> None:
-        """End the iteration with the counts."""
-        self._batches.end()
+                self.batches.add(batch)
 
 
 class Rounds:
@@ -331,7 +327,7 @@ class Rounds:
         self.EvalMode.stepped(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
-            self._counter.end()
+            self._counter.batches.end()
             self._steps.start()
             return
         if optimizer not in self._joined and recorder.ordinal < PATIENCE_STEPS:
@@ -347,7 +343,7 @@ class Rounds:
             if is_first or (is_new and self._steps.put_aside()):
                 self._counter.follow(list(_parameters(optimizer)))
             else:
-                self._counter.end()
+                self._counter.batches.end()
             self._steps.start()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:

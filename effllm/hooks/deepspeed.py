@@ -65,8 +65,6 @@ def attach_pipeline(module: ModuleType) -> None:
 
 
 class _DeepSpeedLoop:
-    """The steps of the leading engine."""
-
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "deepspeed", "Step")
         self._batches = Batches(self._steps)

@@ -209,7 +209,6 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     @property
     def _epochs(self) -> float:
-        """Epochs of the measured steps."""
         return max(self._last_epoch - self._first_epoch, 0.0)
 
     def _finish(self, is_first_rank: bool) -> None:

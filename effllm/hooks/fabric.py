@@ -78,8 +78,6 @@ def _see_forward(model: Any) -> None:
 
 
 class _FabricLoop:
-    """The steps of a loop around Fabric's models and optimizers."""
-
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "fabric", "Step")
         self._batches = Batches(self._steps)

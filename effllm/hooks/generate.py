@@ -25,7 +25,7 @@ _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
 def attach(module: ModuleType) -> None:
     """Hook ``generate`` in the base class of all generating models of transformers."""
     mixin = getattr(module, "GenerationMixin", None)
-    if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
+    if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_REQUESTS.end):
         raise Unknown("GenerationMixin.generate")
 
 
@@ -67,10 +67,6 @@ def _count(call: Call, sequences: Any) -> tuple[int, int, int]:
         prompts * prompt_length,
         prompts or rows,
     )
-
-
-def _failed(begun: Any) -> None:
-    _REQUESTS.end(begun, None)
 
 
 def _prompt(call: Call) -> Any:

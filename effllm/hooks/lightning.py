@@ -24,6 +24,7 @@ from effllm.hooks._layout import precision_of, strategy_facts
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Guard
+from effllm.instruments._number import number
 from effllm.trainer import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
@@ -182,7 +183,7 @@ class LightningTraining:
             return
         self._step, self._idle_since_ns = step, 0
         self._batches.end(at_ns=end_ns)
-        self._loss = _number(outputs)
+        self._loss = number(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
 
     def log(self) -> None:
         """Record the loss, and pass the measured values to the Trainer's loggers, at their own interval."""
@@ -203,16 +204,6 @@ class LightningTraining:
         if status == "completed":
             self._batches.finish()
         _STEPS.finish(status)
-
-
-def _number(outputs: Any) -> float | None:
-    """Return the loss of a micro-batch; ``None`` on an accelerator, where reading it would be a synchronisation."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if isinstance(loss, int | float):
-        return float(loss)
-    if loss is None or getattr(getattr(loss, "device", None), "type", "") != "cpu" or loss.numel() != 1:
-        return None
-    return float(loss)
 
 
 def _total(trainer: Any, module: Any) -> int | None:

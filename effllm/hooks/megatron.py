@@ -11,6 +11,9 @@ from typing import Any
 
 from effllm.hooks._layout import DDP, FSDP, SINGLE, ZERO
 
+#: Megatron before 0.5, used by the old examples of Pai-Megatron-Patch, has no context parallelism.
+_CONTEXT = "get_context_parallel_rank"
+
 
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
     """Return the parameters that this rank counts; over all ranks each parameter is counted once.
@@ -23,7 +26,9 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
     total = trainable = experts = 0
     chosen: tuple[int, int] | None = None
     for chunk in model_chunks:
-        chosen = chosen or _chosen_experts(chunk)
+        config = configuration(chunk)
+        active, all_experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
+        chosen = chosen or ((active, all_experts) if active and all_experts else None)
         for name, parameter in chunk.named_parameters():
             if _is_counted_here(name, parameter):
                 total += parameter.numel()
@@ -46,7 +51,7 @@ def reports_data() -> bool:
 
     return bool(
         groups.get_tensor_model_parallel_rank() == 0
-        and _context_parallel_rank(groups) == 0
+        and _rank(groups, _CONTEXT) == 0
         and groups.get_pipeline_model_parallel_rank() == groups.get_pipeline_model_parallel_world_size() - 1
     )
 
@@ -92,12 +97,6 @@ def configuration(chunk: Any) -> Any:
     return None
 
 
-def _chosen_experts(chunk: Any) -> tuple[int, int] | None:
-    config = configuration(chunk)
-    chosen, experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
-    return (chosen, experts) if chosen and experts else None
-
-
 def _is_counted_here(name: str, parameter: Any) -> bool:
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
@@ -105,10 +104,13 @@ def _is_counted_here(name: str, parameter: Any) -> bool:
     if getattr(parameter, "shared", False):
         return False
     if not _is_expert(name, parameter):
-        is_first_replica = groups.get_data_parallel_rank() == 0 and _context_parallel_rank(groups) == 0
+        is_first_replica = groups.get_data_parallel_rank() == 0 and _rank(groups, _CONTEXT) == 0
         return is_first_replica and bool(param_is_not_tensor_parallel_duplicate(parameter))
     is_split = getattr(parameter, "tensor_model_parallel", False)
-    return _expert_replica(groups) == 0 and (is_split or _expert_tensor_rank(groups) == 0)
+    # The second name is from megatron-core 0.8, which has no expert data parallelism.
+    replica = _rank(groups, "get_expert_data_parallel_rank", "get_data_modulo_expert_parallel_rank")
+    part = _rank(groups, "get_expert_tensor_parallel_rank", "get_tensor_model_parallel_rank")
+    return replica == 0 and (is_split or part == 0)
 
 
 def _is_expert(name: str, parameter: Any) -> bool:
@@ -117,22 +119,7 @@ def _is_expert(name: str, parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True) or ".experts." in name
 
 
-def _context_parallel_rank(groups: Any) -> int:
-    # Megatron before 0.5, used by the old examples of Pai-Megatron-Patch, has no context parallelism.
-    rank: Callable[[], int] = getattr(groups, "get_context_parallel_rank", None) or int
-    return rank()
-
-
-def _expert_replica(groups: Any) -> int:
-    # The second name is from megatron-core 0.8, which has no expert data parallelism.
-    rank: Callable[[], int] = getattr(groups, "get_expert_data_parallel_rank", None) or (
-        groups.get_data_modulo_expert_parallel_rank
-    )
-    return rank()
-
-
-def _expert_tensor_rank(groups: Any) -> int:
-    rank: Callable[[], int] = getattr(groups, "get_expert_tensor_parallel_rank", None) or (
-        groups.get_tensor_model_parallel_rank
-    )
-    return rank()
+def _rank(groups: Any, *names: str) -> int:
+    """Return the result of the first of these functions that this version of megatron-core has; 0 without one."""
+    ask: Callable[[], int] = next((getattr(groups, name) for name in names if hasattr(groups, name)), int)
+    return ask()

@@ -49,14 +49,8 @@ def attach_optimizer(module: ModuleType) -> None:
     if not classes and module.__name__ == OPTIMIZER:
         raise Unknown("it has no optimizer with a step")
     for one in classes:
-        around(
-            one,
-            "step",
-            _guard,
-            before=lambda _: _iterations.optimizer_starts(),
-            after=lambda *_: _iterations.optimizer_ended(),
-            failed=lambda _: _iterations.optimizer_fails(),
-        )
+        begins, ends, fails = _iterations.optimizer_starts, _iterations.optimizer_ended, _iterations.optimizer_fails
+        around(one, "step", _guard, before=begins, after=ends, failed=fails)
 
 
 def attach_gradients(module: ModuleType) -> None:
@@ -74,8 +68,6 @@ def _is_one(schedule: Any) -> bool:
 
 
 class _Iterations:
-    """The iterations of this process."""
-
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
@@ -107,10 +99,10 @@ class _Iterations:
         if kind == "evaluation":
             self._steps.phase_end()
 
-    def optimizer_starts(self) -> None:
+    def optimizer_starts(self, _call: Call) -> None:
         self._depth += 1
 
-    def optimizer_ended(self) -> None:
+    def optimizer_ended(self, *_: Any) -> None:
         """End the iteration at the end of the outermost optimizer step."""
         self._depth -= 1
         if self._depth == 0 and self._runs:
@@ -118,7 +110,7 @@ class _Iterations:
             self._steps.end(self._tokens, self._samples)
             self._samples = self._tokens = 0
 
-    def optimizer_fails(self) -> None:
+    def optimizer_fails(self, _before: None) -> None:
         self._depth -= 1
 
     def _is_counting(self, call: Call) -> bool:

@@ -22,14 +22,10 @@ def attach(module: ModuleType) -> None:
     package = sys.modules.get("mlflow")
     if original is not None and getattr(package, "start_run", None) is original:  # mlflow was imported before this hook
         package.start_run = module.start_run  # type: ignore[union-attr]
-        _GUARD(_send, module.active_run())
+        _GUARD(_has_started, None, None, module.active_run())
 
 
-def _has_started(_before: Any, _call: Call, run: Any) -> None:
-    _send(run)
-
-
-def _send(run: Any) -> None:
+def _has_started(_before: Any, _call: Call | None, run: Any) -> None:
     """Record the id and the tracking URI of a run as facts; only rank 0's facts are used."""
     if run is None:
         return

@@ -18,6 +18,7 @@ from effllm.hooks._layout import DDP, FSDP, SINGLE
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.instruments._number import number
 from effllm.records.framework_figures import MFU_RATIO, TFLOPS_PER_GPU, TOKENS_PER_S_PER_GPU
 from effllm.trainer import ownership
 
@@ -98,7 +99,7 @@ def _before_log(call: Call) -> Any:
 def _after_log(training: Any, call: Call, result: Any) -> None:
     if training is not None:
         training.reset()
-        values = _STEPS.loss(int(call.get("step")), _number(call.get("global_avg_loss")))
+        values = _STEPS.loss(int(call.get("step")), number(call.get("global_avg_loss")))
         _LOGGING(training.log, int(call.get("step")), values)
 
 
@@ -202,7 +203,6 @@ class TitanTraining:
 
 
 def _read_figures(call: Call) -> None:
-    """Read the figures that torchtitan passes to its loggers."""
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
         known = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
@@ -233,7 +233,3 @@ def _is_first_of_its_stage(dims: Any) -> bool:
     # Pipeline stages are the outermost dimension of torchtitan's ranks.
     size = distributed.get_world_size() // max(getattr(dims, "pp", 1), 1)
     return bool(distributed.get_rank() % size == 0)
-
-
-def _number(loss: Any) -> float | None:
-    return float(loss) if isinstance(loss, int | float) else None

@@ -73,8 +73,6 @@ def _attach_recipe(recipe: Any) -> None:
 
 
 class _TorchtuneLoop:
-    """The steps of the recipe that trains."""
-
     def __init__(self) -> None:
         self._steps = Steps(ownership.FRAMEWORK, "torchtune", "Step")
         self._batches = Batches(self._steps)

@@ -9,17 +9,9 @@ from effllm.config.switches import this_process
 from effllm.trainer import trackers
 
 
-def attach_wandb(module: ModuleType) -> None:
-    """Hook ``wandb.sdk.wandb_run``."""
-    _attach("wandb", module)
-
-
-def attach_trackio(module: ModuleType) -> None:
-    """Hook ``trackio.run``."""
-    _attach("trackio", module)
-
-
-def _attach(name: str, module: ModuleType) -> None:
+def attach(module: ModuleType) -> None:
+    """Hook the module of a tracker's runs, ``wandb.sdk.wandb_run`` or ``trackio.run``."""
+    name = module.__name__.partition(".")[0]
     try:
         is_chosen = name in read_config(this_process()).sink_options()
     except ConfigError:  # reported at the start of the metrics

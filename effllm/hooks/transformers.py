@@ -351,7 +351,10 @@ def _train_begins(call: Call) -> Any:
     _wrap_inside(type(_trainer))
     # The first of effllm's callbacks measures; it is moved to the front, so that all other callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
-    if _are_defaults_replaced() and not any(isinstance(one, EfficientLLMCallback) for one in callbacks):
+    # A framework such as ms-swift may have replaced the list of callbacks that every Trainer gets.
+    defaults = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", _defaults)
+    is_replaced = _defaults is not None and defaults is not _defaults
+    if is_replaced and not any(isinstance(one, EfficientLLMCallback) for one in callbacks):
         callbacks.append(_Automatic())
     first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
     for one in [*(one for one in callbacks if getattr(one, "adds_to_logs", False)), first]:
@@ -359,12 +362,6 @@ def _train_begins(call: Call) -> Any:
             callbacks.remove(one)
             callbacks.insert(0, one)
     return before, _trainer
-
-
-def _are_defaults_replaced() -> bool:
-    """Whether a framework such as ms-swift has replaced the list of callbacks that every Trainer gets."""
-    now = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", _defaults)
-    return _defaults is not None and now is not _defaults
 
 
 def _train_failed(token: Any) -> None:

@@ -20,7 +20,6 @@ from effllm.instruments.grpo import tracker_of
 from effllm.trainer.collector import get_metrics_collector
 
 _REWARDS_GUARD = Guard("the reward of groups in TRL")
-
 _GUARD = Guard("the generation of TRL")
 
 #: Name in a batch of these trainers -> usual name.
@@ -42,7 +41,11 @@ def attach(module: ModuleType) -> None:
         around(trainer, "_generate_single_turn", _GUARD, before=_generates, after=_generated, failed=_generation_failed)
         around(trainer, "_generate", _GUARD, before=_rolls_out, after=_rolled_out, failed=_generation_failed)
         around(trainer, "_prepare_inputs", _GUARD, after=_prepared)
-        attach_rewards(trainer)
+        # TRL gathers the rewards of all ranks, and keeps them and its step metrics as Python numbers for its own logs.
+        # Only these numbers are added to the process's `GRPOMetricsTracker`, so there is no further synchronisation.
+        if "_generate_and_score_completions" in trainer.__dict__:
+            around(trainer, "_generate_and_score_completions", _REWARDS_GUARD, after=_scored)
+            around(trainer, "log", _REWARDS_GUARD, before=_logs)
 
 
 def _generates(call: Call) -> Any:
@@ -87,17 +90,6 @@ def _prepared(_token: Any, call: Call, result: Any) -> None:
 
 def _length(sequences: Any) -> int:
     return sum(len(one) for one in sequences if isinstance(one, Sized))
-
-
-def attach_rewards(trainer: Any) -> None:
-    """Hook a class of trainers (GRPO, RLOO): their rewards and logs are added to the process's `GRPOMetricsTracker`.
-
-    TRL gathers the rewards of all ranks, and keeps them and its step metrics as Python numbers for its own logs.  Only
-    these numbers are read, so there is no further synchronisation.
-    """
-    if "_generate_and_score_completions" in trainer.__dict__:
-        around(trainer, "_generate_and_score_completions", _REWARDS_GUARD, after=_scored)
-        around(trainer, "log", _REWARDS_GUARD, before=_logs)
 
 
 def _scored(_token: None, call: Call, _result: Any) -> None:

@@ -16,9 +16,9 @@ _REQUESTS = Requests(ownership.GENERATION, "generation")
 
 def attach(module: ModuleType) -> None:
     engine = getattr(module, "LLM", None)
-    if engine is None or not around(engine, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
+    if engine is None or not around(engine, "generate", _GUARD, before=_begins, after=_generated, failed=_REQUESTS.end):
         raise Unknown("LLM.generate")
-    around(engine, "chat", _GUARD, before=_begins, after=_generated, failed=_failed)
+    around(engine, "chat", _GUARD, before=_begins, after=_generated, failed=_REQUESTS.end)
 
 
 def _begins(call: Call) -> Any:
@@ -42,7 +42,3 @@ def _generated(begun: Any, call: Call, result: Any) -> None:
         counts = tokens, prompts, len(requests)
     finally:
         _REQUESTS.end(begun, *counts)
-
-
-def _failed(begun: Any) -> None:
-    _REQUESTS.end(begun, None)

@@ -21,8 +21,6 @@ MAX_NAMES = 256
 
 
 class _Timed:
-    """One named timer."""
-
     __slots__ = ("in_block", "is_open", "not_measured", "pending", "record_as", "start", "statistics")
 
     def __init__(self, name: str) -> None:

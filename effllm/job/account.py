@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -196,11 +196,9 @@ class Account(GpuReadings):
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
-        """Return the error (half-width, 95 %) of a mean of samples over devices, or ``None`` for an unknown error.
+        """Return the error of a mean of samples over devices, or ``None`` for an unknown error.
 
-        A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000).  The
-        mean of n samples at independent times has 1/n of this variance.  Devices of a job do the same work at the same
-        time, so their errors do not cancel.
+        Devices of a job do the same work at the same time, so their errors do not cancel.
         """
         integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
         sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
@@ -209,17 +207,16 @@ class Account(GpuReadings):
             return None
         mean = means(sums, covered_s)
         peaks = self.devices.column("memory_peak_bytes")[there] if name == "memory" else 1.0
-        variances = np.maximum(mean * (peaks - mean), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
-        error = NORMAL_95 * float(np.sqrt(variances).mean())
+        error = float(error_of_mean(mean, peaks, covered_s[there] / sample_s).mean())
         return None if np.isnan(error) else error
 
     def _clock_error(self, constants: JobConstants, sample_s: float | None) -> float | None:
-        """Return the sampling error (half-width, 95 %) of the mean clock ratio, by the bound of `_sampling_error`."""
         ratio = self._gauge(CLOCK_RATIO)
         if sample_s is None or ratio.mean is None or not constants.gpus_with_clock:
             return None
-        variance = max(ratio.mean * (max(ratio.most or 0.0, ratio.mean) - ratio.mean), 0.0)
-        return NORMAL_95 * math.sqrt(variance / max(ratio.covered_s / constants.gpus_with_clock / sample_s, 1.0))
+        return float(
+            error_of_mean(ratio.mean, ratio.most or 0.0, ratio.covered_s / constants.gpus_with_clock / sample_s)
+        )
 
     def iteration_s(self) -> float:
         """Return the mean iteration time of the rank with the longest iterations; 0 without iterations."""
@@ -232,6 +229,14 @@ class Account(GpuReadings):
 
 #: Positions in `RankSums` of the columns that `add_rows` adds.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
+
+
+def error_of_mean(mean: Any, peak: Any, samples: Any) -> Any:
+    """Return the error (half-width, 95 %) of a mean of samples at independent times; numbers or arrays.
+
+    A value between 0 and a peak p with mean m has a variance of at most m (p - m) (Bhatia and Davis, 2000).
+    """
+    return NORMAL_95 * np.sqrt(np.maximum(mean * (peak - mean), 0.0) / np.maximum(samples, 1.0))
 
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:

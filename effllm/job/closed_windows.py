@@ -36,8 +36,6 @@ MIN_DEADLINE_S = 5.0
 RECENT = 8  # number of closed windows that a late report can still complete
 #: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
 RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
-#: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
-RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
 MAX_SCOPE_COVERAGE = 0.5  # of all scopes with a higher coverage, the widest scope is used
 MAX_NAMED = 8  # maximum number of ranks in the text of an event
 

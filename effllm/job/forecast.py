@@ -77,12 +77,12 @@ class Progress(Struct):
         unknown = [at for at, one in enumerate(marks) if one.joules is None]
         sums = [(one.iteration, one.joules or 0.0) for one in marks[unknown[-1] + 1 if unknown else 0 :]]
         if joules and len(sums) > 1:
-            found[JOULES] = _after(joules, foretold(sums, left))
+            found[JOULES] = _scaled(foretold(sums, left), 1.0, joules)
             for name, formula in ((CO2_KG, energy.co2_kg), (ELECTRICITY, energy.electricity_cost)):
                 if (so_far := formula(whole)) is not None:
-                    found[name] = _times(found[JOULES], so_far / joules)
+                    found[name] = _scaled(found[JOULES], so_far / joules)
         if (cost := energy.gpu_cost(whole)) is not None and elapsed_s:
-            found[GPUS] = _times(_after(elapsed_s, remaining), cost / elapsed_s)
+            found[GPUS] = _scaled(remaining, cost / elapsed_s, elapsed_s)
         return found
 
 
@@ -127,14 +127,6 @@ def _spread(counts: Array, residuals: Array, num_fitted: int) -> float:
     return quantile * math.sqrt(float((weights * residuals**2).sum()) / freedom)
 
 
-def _after(so_far: float, more: Foretold) -> Foretold:
-    return Foretold(
-        so_far + more.value,
-        None if more.low is None else so_far + more.low,
-        None if more.high is None else so_far + more.high,
-    )
-
-
-def _times(found: Foretold, factor: float) -> Foretold:
-    low, high = (None if one is None else factor * one for one in (found.low, found.high))
-    return Foretold(factor * found.value, low, high)
+def _scaled(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
+    low, high = (None if one is None else factor * (so_far + one) for one in (more.low, more.high))
+    return Foretold(factor * (so_far + more.value), low, high)

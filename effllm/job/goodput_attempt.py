@@ -61,11 +61,6 @@ class Span(Struct, array_like=True):
             return (self.joules, *(0.0 for _ in PARTS[1:]))
         return tuple(seconds / whole_s * self.joules for seconds in self.seconds)
 
-    def share_from(self, ordinal: float) -> float:
-        """Return the share of the span's iterations from ``ordinal`` on."""
-        count = self.last - self.first + 1
-        return min(max((self.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
-
     def absorb(self, later: Span) -> None:
         """Add the next span to this one."""
         self.window_last = later.window_last
@@ -89,12 +84,14 @@ class Redone(Struct, array_like=True):
     around_s: float = 0.0
     max_around_s: float = 0.0
 
-    def add(self, span: Span, share: float) -> None:
-        """Add a share of a span; its phases may all be between the repeated iterations."""
+    def add(self, span: Span, ordinal: float) -> None:
+        """Add the iterations of a span from ``ordinal`` on; its phases may all be between them."""
+        count = span.last - span.first + 1
+        share = min(max((span.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
         if share:
             self.seconds += share * span.kept_s
             self.joules += share * span.parts_j[0]
-            self.iterations += round(share * (span.last - span.first + 1))
+            self.iterations += round(share * count)
             waits_s = share * (span.data_s + span.straggling_s + span.slow_s + span.uneven_s)
             self.around_s += waits_s + share * span.phases_s
             self.max_around_s += waits_s + span.phases_s
@@ -305,7 +302,7 @@ class Attempt(Struct):
             return
         redone = Redone()
         for span in self.spans:
-            redone.add(span, span.share_from(number - self.offset))
+            redone.add(span, number - self.offset)
         self.redone, self.redone_from = redone, number
 
     def _unreported_s(self, end_s: float) -> float:

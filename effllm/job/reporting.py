@@ -261,13 +261,7 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
     )
 
 
-def summary_of(
-    ledger: Ledger,
-    roster: Roster,
-    last: ClusterReport | None,
-    time_s: float,
-    ended: bool,
-) -> Summary:
+def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_s: float, ended: bool) -> Summary:
     """Return the summary of the run so far."""
     gaps = count_gaps(ledger, ended)
     lacking = energy_gaps(ledger, ended)

@@ -177,18 +177,6 @@ def verdict_of(
     return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
 
 
-def _action(loss: Loss, summary: Summary, facts: Mapping[str, Any], line: str) -> str:
-    is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
-    if _is_of_cores(loss, summary) and not is_of_line:
-        return "more CPU cores, or fewer threads and DataLoader workers"
-    return loss.action or remedy(loss.cause, facts).text
-
-
-def _is_of_cores(loss: Loss, summary: Summary) -> bool:
-    """Whether waits of the training threads for a core are at least half of a loss that they may cause."""
-    return loss.cause in _OF_CORES and 2 * _core_wait_share(summary) >= loss.share and bool(_of_cores(summary))
-
-
 def _core_wait_share(summary: Summary) -> float:
     """Return the share of the ranks' time in which their training threads could run and had no CPU core."""
     if summary.goodput is None or not any(summary.goodput.rank_seconds.values()):
@@ -232,7 +220,6 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
 
 
 def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
-    """Return the verdict on a job that ended with an out-of-memory error."""
     ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
     windows = LossWindows(1, found.iteration, found.iteration) if found.iteration else None
     sizes = {name.removesuffix("_peak"): size for name, size in found.bytes.items() if name.endswith("_peak")}
@@ -240,7 +227,7 @@ def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple
     why = f"peaks: {', '.join(parts)}; " if parts else ""
     why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
     why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
-    first = _placed(why, "summary.json: out_of_memory", windows)
+    first = Evidence(why, "summary.json: out_of_memory", windows=windows)
     return _of_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
 
 
@@ -273,27 +260,27 @@ def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple
     why = (
         f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
     )
-    first = _placed(why, "summary.json: memory_pressure", windows_of_retries(summary))
+    first = Evidence(why, "summary.json: memory_pressure", windows=windows_of_retries(summary))
     text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
     return _of_memory(text, why, MEDIUM, facts, (first, *evidence))
 
 
 def _accuse(
-    loss: Loss,
-    summary: Summary,
-    facts: Mapping[str, Any],
-    unit: str,
-    evidence: tuple[Evidence, ...],
-    seen: Goodput,
+    loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
     cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
+    is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
     line = where(summary.host, loss.cause, data_share(summary.waterfall))
-    if loss.cause == "slow_iterations" and _is_of_cores(loss, summary):
+    if loss.cause == "slow_iterations" and is_of_cores:
         line = ""  # any line is long while its thread waits for a core
     line_of_slow = where_slow(summary.host, named) if named else ""
     why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
+    action = loss.action or remedy(loss.cause, facts).text
+    is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
+    if is_of_cores and not is_of_line:
+        action = "more CPU cores, or fewer threads and DataLoader workers"
     # Another program of the allocation may use the GPUs that no rank uses.
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
@@ -335,11 +322,6 @@ def _evidence(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidenc
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
     claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
     return Evidence(claim, loss.source, loss.share, windows_of(loss, summary, seen))
-
-
-def _placed(why: str, source: str, windows: LossWindows | None) -> Evidence:
-    """Return the evidence of a cause that is not in the waterfall."""
-    return Evidence(why, source, windows=windows)
 
 
 def _name(cause: str) -> str:

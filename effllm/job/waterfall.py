@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from effllm.job.account import error_of_mean
 from effllm.job.goodput_attempt import HANG, KEPT, REDONE, SLOW, STRAGGLING, UNEVEN, UNKNOWN, WARMUP
 from effllm.job.losses import profile_period
-from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals, GoodputSummary, JobConstants
 from effllm.records.rank import Profile
 from effllm.records.verdict import OF_GPUS, PARTS, PRODUCTIVE, Waterfall, WaterfallPart
@@ -325,9 +325,11 @@ def errors_of(seconds: Mapping[str, float], whole: ClusterTotals, steps: float, 
     """
     errors, profile, devices = {}, whole.profile, whole.devices
     if profile is not None and profile.time_s:
-        idle_s = profile.time_s - profile.exposed_s - profile.computing_s
+        idle_s, ranks = profile.time_s - profile.exposed_s - profile.computing_s, whole.constants.world_size
         for name, part_s in (("exposed_communication", profile.exposed_s), ("device_idle", idle_s)):
-            errors[name] = steps * _share_error(part_s / profile.time_s, profile, whole.constants.world_size)
+            share = min(max(part_s / profile.time_s, 0.0), 1.0)
+            # All ranks do the same work in the same iteration, so they do not increase the number of samples.
+            errors[name] = steps * float(error_of_mean(share, 1.0, profile.iterations / max(ranks, 1)))
     if devices.sm_clock_error is not None and "clock_below_maximum" in seconds:
         clocked = whole.constants.gpus_with_clock / max(whole.constants.gpus, 1)
         errors["clock_below_maximum"] = computing * clocked * devices.sm_clock_error
@@ -335,13 +337,3 @@ def errors_of(seconds: Mapping[str, float], whole: ClusterTotals, steps: float, 
         rest = math.sqrt(sum(error**2 for error in errors.values()))
         errors |= {name: rest for name in ("below_peak", "steps") if name in seconds}
     return {name: error for name, error in errors.items() if name in seconds}
-
-
-def _share_error(share: float, profile: Profile, ranks: int) -> float:
-    """Return the error of a mean share of iterations.
-
-    A share of an iteration lies between 0 and 1, so its variance with mean m is at most m (1 - m) (Bhatia and Davis,
-    2000).  All ranks do the same work in the same iteration, so the ranks do not increase the number of samples.
-    """
-    share = min(max(share, 0.0), 1.0)
-    return NORMAL_95 * math.sqrt(share * (1.0 - share) / max(profile.iterations / max(ranks, 1), 1.0))

@@ -115,18 +115,18 @@ class SpanAnswers:
         _CHECKSUM.pack_into(self._memory, at + len(body), zlib.crc32(body))
         _NEWEST.pack_into(self._memory, self._at, sequence)
 
-    def read(self, after: int) -> tuple[list[SpanPart], int, int]:
+    def read(self, after: int) -> tuple[list[SpanPart], int]:
         """Return the complete answers after a running number, without waiting.
 
         Args:
             after: running number of the last answer that was read, 0 at first.
 
         Returns:
-            The answers, oldest first; the running number of the last one; the number of overwritten answers.
+            The answers, oldest first, without overwritten ones; the running number of the last one.
         """
         newest, parts = self.newest, list[SpanPart]()
         first = max(after + 1, newest - NUM_ANSWERS + 1)
-        lost, after = first - 1 - after, first - 1
+        after = first - 1
         for sequence in range(first, newest + 1):
             at = self._slot_at(sequence)
             body = bytes(self._memory[at : at + _BODY.size])
@@ -135,11 +135,9 @@ class SpanAnswers:
             if not is_whole or written < sequence:
                 break  # half-written: read it at the next call
             after = sequence
-            if written == sequence:
+            if written == sequence:  # not overwritten meanwhile
                 parts.append(SpanPart(*fields))
-            else:
-                lost += 1  # overwritten meanwhile
-        return parts, after, lost
+        return parts, after
 
     def _slot_at(self, sequence: int) -> int:
         return self._at + _SLOTS_AT + sequence % NUM_ANSWERS * _SLOT_BYTES

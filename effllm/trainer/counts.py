@@ -99,11 +99,15 @@ class Losses:
 
 
 def counts_of(*values: Any) -> list[int] | None:
-    """Return counts as whole numbers of at least 0; ``None`` if a count is invalid."""
-    try:
-        counts = [whole_number(value) for value in values]
-    except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
-        return None
+    """Return counts as whole numbers of at least 0; ``None`` if a count is invalid, a string or on a GPU."""
+    counts = []
+    for value in values:
+        if type(value) is not int and (isinstance(value, (str, bytes)) or is_on_gpu(value)):
+            return None  # reading a tensor on a GPU would be a synchronisation
+        try:
+            counts.append(int(value))
+        except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
+            return None
     return counts if min(counts) >= 0 and max(counts) < MAX_TOTAL else None
 
 
@@ -113,20 +117,6 @@ def is_on_gpu(value: Any) -> bool:
         return bool(getattr(value, "is_cuda", False))
     except Exception:  # noqa: BLE001 - no exception from the objects of the caller may end the loop
         return False
-
-
-def whole_number(value: Any) -> int:
-    """Return a count as an ``int``; strings and tensors on a GPU are not allowed.
-
-    Raises:
-        TypeError: the value is not a number, or has a type that is not allowed.
-        Exception: any exception that the caller's object raises when it is converted.
-    """
-    if type(value) is int:
-        return value
-    if isinstance(value, (str, bytes)) or is_on_gpu(value):
-        raise TypeError  # reading a tensor on a GPU would be a synchronisation
-    return int(value)
 
 
 class Generations:

@@ -84,7 +84,7 @@ class SpanChain:
 
     def read(self, board: Board) -> None:
         """Read the new answers from a board."""
-        parts, self._read, _ = board.spans.read(self._read)
+        parts, self._read = board.spans.read(self._read)
         if any(not 0 <= part.device < len(self.devices) for part in parts):
             document = board.devices.read() or {}
             self.devices, self.unavailable = document.get("devices", []), document.get("unavailable", [])

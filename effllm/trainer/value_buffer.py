@@ -35,20 +35,6 @@ class ValueBuffer:
         warn: called with a line for the user, once for each kind of mistake.
     """
 
-    __slots__ = (
-        "_index_of",
-        "_indices",
-        "_is_writing",
-        "_num_dropped",
-        "_num_records",
-        "_num_values",
-        "_thread",
-        "_wake",
-        "_warn",
-        "_writer",
-        "pending",
-    )
-
     def __init__(
         self,
         writer: RingWriter,

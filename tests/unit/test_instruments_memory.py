@@ -6,7 +6,7 @@ import random
 import pytest
 from cases import cases, repeats
 
-from effllm.instruments import memory, profiler
+from effllm.instruments import memory, profiling
 from effllm.instruments._device import UnknownDevice
 from effllm.instruments.profiling import ComprehensiveProfiler, GPUMemoryProfiler
 
@@ -175,7 +175,7 @@ def test_tags_are_bounded(allocator):
 def clock(monkeypatch):
     """A clock whose time only the test changes."""
     now_s = [1000.0]
-    monkeypatch.setattr(profiler.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: now_s[0])
     return now_s
 
 

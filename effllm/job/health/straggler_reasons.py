@@ -57,7 +57,8 @@ class Reasons:
             slow: its slow rank.
         """
         if verdict.evidence == DATA_WAIT:
-            return _data_wait(slow, verdict.peers)
+            own_s, them = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
+            return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {them} {1e3 * slow.peers_s:,.1f} ms")
         readings = self._readings.get(verdict.ranks)
         row = self._rows.get(verdict.ranks[0])
         if readings is None or len(verdict.ranks) > 1:
@@ -79,11 +80,6 @@ class Reasons:
             found = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
             self._windows[name] = [one for one in found if one is not None]
         return self._windows[name]
-
-
-def _data_wait(slow: Slow, peers: int) -> Reason:
-    own_s, others = slow.peers_s + slow.excess_s, "its peer" if peers == 1 else "peers"
-    return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {others} {1e3 * slow.peers_s:,.1f} ms")
 
 
 def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:

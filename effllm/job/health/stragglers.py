@@ -51,8 +51,6 @@ class Straggling(NamedTuple):
 
 
 class _Named(Struct):
-    """A current verdict."""
-
     verdict: StragglerVerdict
     slow: dict[int, Slow]  # its slow ranks
     last: float = 0.0  # number of iterations in which one of its ranks was the last one
