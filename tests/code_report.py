@@ -22,7 +22,7 @@ BUDGETS = {
     "config": 840,  # the currency and the runbook of a cluster; a process without memory or threads ends with one line
     "devices": 3_926,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 5_042,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
+    "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_588,  # no event and no read on a GPU that the process does not use
     "job": 9_679,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_091,

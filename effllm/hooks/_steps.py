@@ -69,10 +69,12 @@ class Steps:
     def begin(
         self,
         *,
+        parameters: int | None = None,
         parameter_share: Mapping[str, int] | None = None,
         first_iteration: int | None = None,
         total_iterations: int | None = None,
         flops_per_token: float | None = None,
+        hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
         is_numbered: bool = True,
         declared: Mapping[str, Any] | None = None,
@@ -86,7 +88,7 @@ class Steps:
             return False
         collector = get_metrics_collector()
         if not self.may_declare_parameters:
-            parameter_share = None
+            parameters = parameter_share = None
         if not collector.is_collecting:  # an earlier training may have left declarations
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
@@ -97,15 +99,17 @@ class Steps:
         model = None if is_from_hook else run.get("model")  # a name from the training script has priority
         Steps._model = None if model else (facts or {}).get("model")
         initialize_efficientllm_metrics(
+            parameters,
             parameter_share=parameter_share,
             first_iteration=first_iteration or 0,
             is_numbered=None if first_iteration is None else is_numbered,
             total_iterations=total_iterations,
             flops_per_token=flops_per_token,
+            hardware_flops_per_token=hardware_flops_per_token,
             facts={"framework": self.name, **(facts or {}), **({"model": model} if model else {})},
             place=place(),
         )
-        if parameter_share is not None:
+        if parameters is not None or parameter_share is not None:
             Steps._parameters = collector.declared.facts.parameters
         return collector.is_collecting
 
@@ -164,7 +168,7 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add facts of the training that became known after `begin`; ``None`` adds nothing."""
+        """Add arguments of `begin` that became known after its call; ``None`` adds nothing."""
         if self.is_owner and get_metrics_collector().is_collecting:
             initialize_efficientllm_metrics(
                 flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts
