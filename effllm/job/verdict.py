@@ -287,7 +287,7 @@ def _accuse(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
         why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
-        next=_action(loss, summary, facts, line),
+        next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_open else HIGH,
         evidence=evidence,
