@@ -146,17 +146,7 @@ def verdict_of(
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
         return _memory_pressure(summary, facts, evidence)
     if unreported >= MAX_UNREPORTED or reported:
-        text = f"{100 * unreported:.1f} % of {unit} time has no report"
-        if summary.coverage.reports_lost or "rank_lost" in summary.events:
-            why, action = "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost"
-        elif summary.status == "running":
-            why, action = "the newest window is not complete", "`effllm inspect` again in a minute"
-        else:
-            why, action = (
-                "ranks began late, ended early, or sent no report",
-                "events.jsonl: joined and left of each rank",
-            )
-        return _unknown(text, why, action, evidence)
+        return _unreported(unreported, summary, unit, evidence)
     if summary.iterations < MIN_ITERATIONS:
         text = f"only {summary.iterations:,} iterations"
         return _unknown(
@@ -175,6 +165,16 @@ def verdict_of(
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
         return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
     return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
+
+
+def _unreported(share: float, summary: Summary, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    if summary.coverage.reports_lost or "rank_lost" in summary.events:
+        why, action = "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost"
+    elif summary.status == "running":
+        why, action = "the newest window is not complete", "`effllm inspect` again in a minute"
+    else:
+        why, action = "ranks began late, ended early, or sent no report", "events.jsonl: joined and left of each rank"
+    return _unknown(f"{100 * share:.1f} % of {unit} time has no report", why, action, evidence)
 
 
 def _core_wait_share(summary: Summary) -> float:
