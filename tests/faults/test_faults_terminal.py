@@ -48,7 +48,7 @@ def on_terminal(launch, terminal):
 
     def start():
         command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.02"]
-        environ = launch.environ({"log_interval": 1, "sinks": "console:format=full"}, **jobs.long_timeouts())
+        environ = launch.environ({"log_interval": 1, "sinks": "console:format=block"}, **jobs.long_timeouts())
         job = launch._job().start(command, environ, terminal.output)
         os.close(terminal.output)
         jobs.until(lambda: terminal.blocks >= 3)
