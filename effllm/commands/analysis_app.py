@@ -23,6 +23,8 @@ _LORA = typer.Option("--lora", metavar="RANK", help="Rank of LoRA adapters. [def
 _TARGETS = typer.Option(metavar="T", help="Adapted matrices: qv, attention or all. [default: all]")
 _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA).")
 _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
+_PARAMS = typer.Option(metavar="N", help="Parameters of a model of unknown architecture: 7e9, 671B.")
+_ACTIVE = typer.Option(metavar="N", help="Those of them that compute a token. [default: unknown]")
 _KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
 _FUSED = typer.Option("--fused-loss", help="Loss without whole logits, in tiles, as TRL computes it.")
 _MEASURE = typer.Option(
@@ -42,6 +44,8 @@ def fit(
     attention: Annotated[str | None, typer.Option(metavar="A", help="sdpa, flash or eager.")] = None,
     implementation: Annotated[str | None, _KERNELS] = None,
     vocab_size: Annotated[int | None, _VOCABULARY] = None,
+    params: Annotated[str, _PARAMS] = "",
+    active_params: Annotated[str, _ACTIVE] = "",
     seq_length: Annotated[int | None, _LENGTH] = None,
     micro_batch: Annotated[int | None, _BATCH] = None,
     accumulation: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches of a step. [default: 1]")] = None,
@@ -65,7 +69,8 @@ def fit(
 
     Each part of the memory is an interval with its basis. Weights, gradients and optimizer states are exact. The
     interval of activations has the errors on configurations whose tensors were counted. Nothing is downloaded, and
-    neither torch nor a GPU is needed. docs/fit.md has the formulas, their sources and their errors.
+    no GPU is needed. With the extra fit, the parameters of a config.json are those of the model that transformers
+    builds, of any architecture. docs/fit.md has the formulas, their sources and their errors.
 
     \b
     Examples:
@@ -76,7 +81,8 @@ def fit(
       effllm fit deepseek-v3 --mode inference --gpu h200 --gpus 16 --tp 16
       effllm fit gemma-2-9b mistral-7b --gpu rtx4090 --json | jq .models
 
-    Exit status: 0 estimated, and fits if a GPU is known; 1 does not fit, or unclear; 2 wrong use, or no such model.
+    Exit status: 0 estimated, and fits if a GPU is known; 1 does not fit; 2 wrong use, or no such model; 3 unknown: the
+    interval contains the memory of the GPU, or the architecture is unknown.
     """
 
 

@@ -13,15 +13,17 @@ from typing import Any
 import typer
 
 from effllm.commands.fit_measure import CannotMeasure, measure
-from effllm.commands.fit_sources import FoundModel, UnreadableModel, find
+from effllm.commands.fit_sources import FoundModel, StatedSizes, UnknownModel, UnreadableModel, find
 from effllm.commands.output import complain
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.memory.changes import FITS, fitting_changes, verdict
+from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_document, fit_lines, wrapped
 
 MAX_GPUS = 10**6
+UNKNOWN = 3
+_STATUS = {DOES_NOT_FIT: 1, UNCLEAR: UNKNOWN}  # the exit status of the worst model
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class FitRequest:
     gpu: str
     gpus: int | None
     measured: bool
-    vocab_size: int | None  # of a script of Megatron that does not state it
+    sizes: StatedSizes
     settings: dict[str, Any]  # of a plan, those that were given
 
 
@@ -44,6 +46,8 @@ def main(
     gpus: int | None,
     measured: bool,
     vocab_size: int | None,
+    params: str,
+    active_params: str,
     zero: int | None,
     fsdp: bool,
     as_json: bool,
@@ -53,9 +57,12 @@ def main(
     _check(mode, fsdp, zero, measured)
     settings["zero"] = 3 if fsdp else zero
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
-    request = FitRequest(models, mode, gpu, gpus, measured, vocab_size, given)
     try:
+        sizes = StatedSizes(vocab_size, _count(params), _count(active_params))
+        request = FitRequest(models, mode, gpu, gpus, measured, sizes, given)
         fits, memory = _estimates(request)
+    except UnknownModel as error:
+        return complain("fit", str(error), UNKNOWN)
     except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
         return complain("fit", str(error), 2)
     if as_json:
@@ -64,9 +71,25 @@ def main(
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in fit_lines(fits, memory):
             print(*wrapped(line, width), sep="\n")
-    if memory is None:
-        return 0
-    return 0 if all(verdict(fit.any.total, memory.usable_bytes) == FITS for fit in fits) else 1
+    words = {verdict(fit.any.total, memory.usable_bytes) for fit in fits} if memory is not None else set()
+    return next((status for word, status in _STATUS.items() if word in words), 0)
+
+
+def _count(text: str) -> int | None:
+    """Return a number such as 7e9, 671B or 124M.
+
+    Raises:
+        UnreadableModel: the text is no number from 1 on.
+    """
+    factors = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    number, factor = (text[:-1], factors[text[-1].upper()]) if text[-1:].upper() in factors else (text, 1)
+    try:
+        count = round(float(number.replace(",", "")) * factor) if text else None
+    except (OverflowError, ValueError):
+        count = 0
+    if count is not None and not 1 <= count <= 10**15:
+        raise UnreadableModel(f"{text} is not a number of parameters such as 7e9, 671B or 124M")
+    return count
 
 
 def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
@@ -80,7 +103,7 @@ def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
 
 
 def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
-    found = [find(text, request.vocab_size) for text in request.models]
+    found = [find(text, request.sizes) for text in request.models]
     only_settings = [one for one in found if one.shape is None]
     models = [one for one in found if one.shape is not None]
     if not models:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
-from effllm.memory.config_json import find_model, find_variant, known_models, read_config, similar_names
+from effllm.memory.config_fields import architecture_of
+from effllm.memory.config_json import (
+    UnknownArchitecture,
+    find_model,
+    find_variant,
+    known_models,
+    read_config,
+    similar_names,
+)
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
+from effllm.memory.model_count import CannotCount, can_count, count_model, stated_model, with_counted
 from effllm.memory.yaml_settings import accelerate_settings, is_accelerate, is_llama_factory, llama_factory_settings
 
 MAX_BYTES = 10**7  # of a config file
@@ -18,6 +27,21 @@ MAX_BYTES = 10**7  # of a config file
 
 class UnreadableModel(ValueError):
     """An argument that names no readable model, with the reason and the remedy."""
+
+
+class UnknownModel(ValueError):
+    """A model of an architecture whose parameters cannot be counted here, with the remedy."""
+
+
+class StatedSizes(NamedTuple):
+    """Sizes in options, for what a file does not state."""
+
+    vocab: int | None = None  # of a script of Megatron
+    parameters: int | None = None
+    active_parameters: int | None = None
+
+
+NONE_STATED = StatedSizes()
 
 
 @dataclass(frozen=True)
@@ -31,17 +55,18 @@ class FoundModel:
     config: dict[str, Any] | None = None  # the fields of a config.json
 
 
-def find(text: str, vocab_size: int | None = None) -> FoundModel:
-    """Return the model of an argument; the vocabulary is that of a script of Megatron which does not state it.
+def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
+    """Return the model of an argument; ``sizes`` are those of the options, for what the file does not state.
 
     Raises:
         UnreadableModel: there is no such file or name, or the file describes no model.
+        UnknownModel: its architecture is unknown.
     """
     if not text.strip():
         raise UnreadableModel("MODEL is empty: give a file, a folder or a name")
     if "--num-layers" in text:
         try:
-            return _megatron(text, vocab_size, "arguments", "arguments")
+            return _megatron(text, sizes.vocab, "arguments", "arguments")
         except WrongModel as error:
             raise UnreadableModel(str(error)) from None
     path = Path(text)
@@ -50,7 +75,7 @@ def find(text: str, vocab_size: int | None = None) -> FoundModel:
         if not path.is_file():
             raise UnreadableModel(f"{text} is a folder without a config.json: give the folder of a model, or a file")
     if path.is_file():
-        return _file(path, vocab_size)
+        return _file(path, sizes)
     if known := find_model(text):
         return FoundModel(known.shape, f"table: {known.source}", known.notes, config=known.config)
     if known := find_variant(text):
@@ -65,7 +90,7 @@ def find(text: str, vocab_size: int | None = None) -> FoundModel:
     raise UnreadableModel(f"there is no file {text}, and no model of this name in the table: {near}")
 
 
-def _file(path: Path, vocab_size: int | None) -> FoundModel:
+def _file(path: Path, sizes: StatedSizes) -> FoundModel:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UnreadableModel(f"{path} is too large for a config: give the config.json of the model")
@@ -78,15 +103,15 @@ def _file(path: Path, vocab_size: int | None) -> FoundModel:
         raise UnreadableModel(f"{path} is empty: give the config.json of the model")
     try:
         if path.suffix in (".yaml", ".yml"):
-            return _yaml(path, text)
+            return _yaml(path, text, sizes)
         if path.suffix != ".json" and is_megatron(read_script(text)):
-            return _megatron(text, vocab_size, path.stem, str(path))
-        return _json(path, text)
+            return _megatron(text, sizes.vocab, path.stem, str(path))
+        return _json(path, text, sizes)
     except WrongModel as error:
         raise UnreadableModel(f"{path}: {error}") from None
 
 
-def _json(path: Path, text: str) -> FoundModel:
+def _json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -99,8 +124,30 @@ def _json(path: Path, text: str) -> FoundModel:
         raise UnreadableModel(
             f"{path} is not the config of a model, because it has no fields: give the config.json of the model"
         )
-    shape = read_config(fields, _name(path, fields))
+    shape = _shape(fields, _name(path, fields), sizes)
     return FoundModel(shape, str(path), shape.notes, config=fields)
+
+
+def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
+    """Return the shape of a config, with the parameters of the model that transformers builds, if it is installed."""
+    try:
+        known = read_config(fields, name)
+    except UnknownArchitecture as error:
+        known, reason = None, str(error)
+    if known is None and sizes.parameters is not None:
+        named = str(fields.get("model_type") or architecture_of(fields))
+        return stated_model(name, named, sizes.parameters, sizes.active_parameters)
+    if not can_count():
+        if known is None:
+            raise UnknownModel(f"{reason}: pip install 'effllm[fit]' counts its parameters, or give --params N")
+        return known
+    try:
+        counted = count_model(fields, name)
+    except CannotCount as error:
+        if known is None:
+            raise UnknownModel(f"{reason}, and {error}: give --params N") from None
+        return replace(known, notes=(*known.notes, f"by formulas, because {error}"))
+    return counted if known is None else with_counted(known, counted)
 
 
 def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
@@ -110,7 +157,7 @@ def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> Foun
     return FoundModel(read_shape(arguments, name), source, (*notes, *ambiguous(text)), settings)
 
 
-def _yaml(path: Path, text: str) -> FoundModel:
+def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     """Return the model of a LLaMA-Factory YAML, or the settings of an accelerate YAML."""
     try:
         import yaml
@@ -140,7 +187,7 @@ def _yaml(path: Path, text: str) -> FoundModel:
         raise UnreadableModel(
             f"{path}: model_name_or_path is {named}, which is not a model: give a name of the table, or a path"
         )
-    found = find(str(beside) if beside.exists() else named)
+    found = find(str(beside) if beside.exists() else named, sizes)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
 
 

@@ -56,6 +56,8 @@ def fitting_changes(
         usable_bytes: memory of a GPU.
         keeps_gpus: whether the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
     """
+    if not found.shape.has_known_layers:
+        return []
     changes = list(_serving_changes(found.plan) if not found.plan.is_training else _training_changes(found.plan))
     changes += _splits(found.shape, found.plan, keeps_gpus)
     sets: list[frozenset[str]] = []

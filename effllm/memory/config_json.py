@@ -12,29 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from effllm.memory.architectures import FAMILIES
-from effllm.memory.config_fields import ALIASES, TEXT_DEFAULTS, Fields, architecture_of, dense, text, whole
-from effllm.memory.model import Experts, ModelShape, WrongModel
+from effllm.memory.config_fields import ALIASES, TEXT_DEFAULTS, Fields, architecture_of, text
+from effllm.memory.model import ModelShape, WrongModel
+
+ONLY_TEXT = "only the text model"  # beginning of a note
+
+
+class UnknownArchitecture(WrongModel):
+    """A config whose architecture has no formulas here."""
 
 
 def read_config(fields: Fields, name: str = "") -> ModelShape:
     """Return the shape of the model that a config.json describes.
 
-    A config of an unknown architecture gives an upper bound, if it has the usual sizes.
-
     Raises:
+        UnknownArchitecture: there are no formulas for its architecture.
         WrongModel: sizes are missing or impossible.
     """
     notes = [*_quantization(fields)]
     other = [key for key in ("vision_config", "audio_config") if key in fields]
     if other:
-        notes.append(f"only the text model: the parameters of {' and '.join(other)} are not counted")
+        notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
     inner = fields.get("text_config")
     if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
         fields = _text_model(inner, fields, notes)
     architecture = text(fields, "model_type") or architecture_of(fields)
     read = FAMILIES.get(architecture)
+    if not architecture:
+        raise WrongModel("the config has no model_type and no architectures: give the config.json of a model")
+    if read is None:
+        raise UnknownArchitecture(f"unknown architecture ({architecture})")
     try:
-        shape = read(fields) if read else _unknown(fields, architecture)
+        shape = read(fields)
     except WrongModel:
         raise
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -66,50 +75,6 @@ def _quantization(fields: Fields) -> Iterator[str]:
                 "or 8 estimates quantized matrices, for a training together with --lora"
             )
             return
-
-
-def _unknown(fields: Fields, architecture: str) -> ModelShape:
-    """Return an upper bound for an unknown architecture: every bias and norm, a gated MLP and a head of its own."""
-    named = architecture or "no model_type"
-    absent = [names[0] for names in ALIASES.values() if not any(fields.get(key) is not None for key in names)]
-    if "intermediate_size" in absent and len(absent) == 1:
-        absent = []
-    if absent:
-        raise WrongModel(
-            f"unknown architecture ({named}), and the config has no {', '.join(absent)}: give a config.json of a "
-            "decoder-only language model with these sizes"
-        )
-    sizes = {**fields, "num_key_value_heads": None}  # other architectures may name or use it differently
-    shape = dense(sizes, bias=True, mlp_bias=True, norm_bias=True, head_bias=True)
-    shape = replace(
-        shape,
-        architecture=architecture,
-        tied=False,
-        norms_per_layer=4,
-        qk_norm_per_layer=(shape.heads + shape.kv_heads) * shape.head_dim,
-        positions=whole(fields, "max_position_embeddings", 0) if fields.get("max_position_embeddings", 0) else 0,
-        sliding_window=0,
-        sliding_layers=0,
-        is_upper_bound=True,
-        notes=(f"unknown architecture ({named}): an upper bound of the usual layer with every bias and norm",),
-    )
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next((whole(fields, key) for key in keys if fields.get(key)), 0)
-    if not total:
-        return shape
-    width = whole(fields, "moe_intermediate_size", shape.intermediate)
-    experts = Experts(
-        total=total,
-        active=whole(fields, "num_experts_per_tok", 1),
-        intermediate=width,
-        layers=shape.layers,
-        shared_intermediate=width * whole(fields, "n_shared_experts", 0)
-        or whole(fields, "shared_expert_intermediate_size", 0),
-        shared_gate=True,
-        router_bias=True,
-        expert_bias=True,
-    )
-    return replace(shape, experts=experts)
 
 
 @dataclass(frozen=True)

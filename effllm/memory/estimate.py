@@ -47,9 +47,14 @@ class ByteRange:
         return ByteRange(self.expected * low, self.expected, self.expected * high)
 
 
+UNKNOWN = ByteRange(0.0, math.inf, math.inf)  # of a part that cannot be estimated
+
+
 def total_of(parts: Iterable[ByteRange]) -> ByteRange:
     """Return the sum of independent parts: the distances of their limits add as squares."""
     found = list(parts)
+    if UNKNOWN in found:
+        return ByteRange(math.fsum(one.low for one in found), math.inf, math.inf)
     expected = math.fsum(one.expected for one in found)
     below = math.sqrt(math.fsum((one.expected - one.low) ** 2 for one in found))
     above = math.sqrt(math.fsum((one.high - one.expected) ** 2 for one in found))
@@ -73,6 +78,8 @@ COUNTED_ARCHITECTURES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt")
 ).union(("mixtral", "qwen3_moe", "deepseek_v3"))
 
+_PUBLISHED = "published ranges and settings; not measured on a GPU"
+_NOT_KNOWN = "unknown: there are no formulas for these layers; --measure counts a step"
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
 
@@ -115,6 +122,8 @@ def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
         ImpossiblePlan: the plan contradicts itself or the model.
     """
     check_plan(plan, shape)
+    if not shape.has_known_layers:
+        return _estimate_of_parameters(shape, plan)
     plan = as_computed(shape, plan)
     whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
     build: Callable[[ModelShape, MemoryPlan, Stage], list[Moment]]
@@ -123,9 +132,34 @@ def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
     trained = elements(trained_tensors(plan, whole))
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
-    total, counts = _largest(shape, totals), count_parameters(shape)
-    allocated, reserved = (_largest(shape, [_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
+    total, counts = _largest(totals), count_parameters(shape)
+    allocated, reserved = (_largest([_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
     return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
+
+
+def _estimate_of_parameters(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
+    """Return the memory of a model whose layers are unknown: what its parameters need, and the rest as unknown."""
+    held = rank_tensors(shape, plan, Stage(True, True, shape.layers))
+    trained = trained_tensors(plan, held) if plan.is_training else []
+    gradients = gradient_bytes(plan, trained)
+    weights = weight_bytes(plan, held, trained)
+    parts = [_weights(plan, held, trained)]
+    if plan.is_training:
+        states = state_bytes(plan, divided(plan, trained, 1))
+        parts += [
+            _static("optimizer states", states, plan.optimizer),
+            _static("gradients", gradient_bytes(plan, divided(plan, trained, 2)), _per_parameter(plan)),
+        ]
+    layer = weights / shape.layers
+    parts += [
+        MemoryPart("communication buffers", communication(plan, gradients, weights, layer), _PUBLISHED),
+        _CONTEXT,
+        MemoryPart("activations" if plan.is_training else "KV cache, activations", UNKNOWN, _NOT_KNOWN),
+    ]
+    total = total_of(part.bytes for part in parts)
+    moment = FORWARD_BACKWARD if plan.is_training else SERVING
+    counts = count_parameters(shape)
+    return MemoryEstimate(shape, plan, counts, elements(trained), tuple(parts), moment, total, UNKNOWN, UNKNOWN)
 
 
 def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
@@ -134,10 +168,11 @@ def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, attention="eager") if is_eager else plan
 
 
-def _largest(shape: ModelShape, totals: list[ByteRange]) -> ByteRange:
-    """Return the range of the largest of the moments and stages; an upper bound has no low limit."""
-    low = 0.0 if shape.is_upper_bound else max(one.low for one in totals)
-    return ByteRange(low, max(one.expected for one in totals), max(one.high for one in totals))
+def _largest(totals: list[ByteRange]) -> ByteRange:
+    """Return the range of the largest of the moments and stages."""
+    return ByteRange(
+        max(one.low for one in totals), max(one.expected for one in totals), max(one.high for one in totals)
+    )
 
 
 #: Parts that are not allocated by torch's allocator, and those that it does not reserve.
@@ -172,15 +207,15 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
     master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     fixed = [
-        _weights(plan, held, trained, shape),
-        _static("optimizer states", states, shape, plan.optimizer + master),
-        MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
+        _weights(plan, held, trained),
+        _static("optimizer states", states, plan.optimizer + master),
+        MemoryPart("communication buffers", buffers, _PUBLISHED),
         *_of_quantized_base(plan, held, peak.activations - once.activations),
         _CONTEXT,
     ]
-    basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
+    basis = _per_parameter(plan)
     forward_backward = [
-        replace(_static("gradients", gradients, shape, basis), largest=max(held_gradients, gradients)),
+        replace(_static("gradients", gradients, basis), largest=max(held_gradients, gradients)),
         MemoryPart(
             "activations",
             ByteRange.exact(peak.activations).scaled(*limits),
@@ -192,11 +227,15 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     copy = ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
-        _static("gradients", held_gradients, shape, basis),
+        _static("gradients", held_gradients, basis),
         MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
         _fragmentation(held_gradients),
     ]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
+
+
+def _per_parameter(plan: MemoryPlan) -> str:
+    return f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
 
 
 def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
@@ -224,10 +263,10 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
     cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
     buffers = communication(plan, 0.0, weights, weights / stage.layers)
     parts = [
-        _weights(plan, held, [], shape),
+        _weights(plan, held, []),
         MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
         MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
-        MemoryPart("communication buffers", buffers, "published ranges and settings; not measured on a GPU"),
+        MemoryPart("communication buffers", buffers, _PUBLISHED),
         *_of_quantized_base(plan, held),
         _CONTEXT,
         _fragmentation(working.expected + cache.expected),
@@ -245,13 +284,11 @@ def _fragmentation(dynamic: float) -> MemoryPart:
     return MemoryPart("fragmentation", size, "an assumption, 0 to 20 %; not measured on a GPU")
 
 
-def _static(name: str, size: float, shape: ModelShape, basis: str) -> MemoryPart:
-    if shape.is_upper_bound:
-        return MemoryPart(name, ByteRange(0.0, size, size), "an upper bound: the architecture is unknown")
+def _static(name: str, size: float, basis: str) -> MemoryPart:
     return MemoryPart(name, ByteRange.exact(size), basis)
 
 
-def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor], shape: ModelShape) -> MemoryPart:
+def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]) -> MemoryPart:
     """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized."""
     tensors = divided(plan, held, 3)
     size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
@@ -259,7 +296,7 @@ def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]
     experts = "; high: experts are not quantized (transformers 5)" if more else ""
     bits = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
     basis = bits if plan.base_bits else f"{plan.numbers.weights} bytes for each parameter"
-    part = _static("weights", size, shape, basis + experts)
+    part = _static("weights", size, basis + experts)
     low, high = max(part.bytes.low - saving, 0.0), part.bytes.high + more
     return replace(part, bytes=replace(part.bytes, low=low, high=high))
 

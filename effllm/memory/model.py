@@ -8,8 +8,28 @@ MAX_SIZE = 10**8  # of a single dimension; the largest vocabularies have below 1
 MAX_LAYERS = 10_000
 
 
+EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
+SHARED, ROUTER, NORM = "shared", "router", "norm"
+
+
 class WrongModel(ValueError):
     """A model description that is not possible, or that cannot be read."""
+
+
+@dataclass(frozen=True)
+class ParameterTensor:
+    """A matrix or a vector of parameters, whose shape optimizers and adapters depend on; and how often it occurs."""
+
+    group: str
+    name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters; "bias" of its bias
+    rows: int
+    columns: int  # 0: a vector
+    count: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of one of these tensors."""
+        return self.rows * (self.columns or 1)
 
 
 @dataclass(frozen=True)
@@ -74,7 +94,9 @@ class ModelShape:
     fused_qkv: bool = False  # queries, keys and values are one matrix
     fused_gate: bool = False  # gate and up of the MLP are one matrix; those of experts always are
     notes: tuple[str, ...] = ()
-    is_upper_bound: bool = False  # of an unknown architecture
+    tensors: tuple[ParameterTensor, ...] = ()  # counted in the model that transformers builds; (): by formulas
+    active_parameters: int | None = None  # as stated by the user
+    has_known_layers: bool = True  # otherwise what a layer keeps for the backward pass is unknown
 
     def __post_init__(self) -> None:
         sizes = {

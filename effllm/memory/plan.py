@@ -147,6 +147,11 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
 
 
 def _check_layout(plan: MemoryPlan, shape: ModelShape) -> None:
+    split = {"TP": plan.tp, "PP": plan.pp, "CP": plan.cp, "EP": plan.ep}
+    if not shape.has_known_layers and (names := [name for name, size in split.items() if size > 1]):
+        raise ImpossiblePlan(
+            f"{', '.join(names)}: it is not known how {shape.architecture} is divided; give --dp, --zero"
+        )
     if shape.heads % plan.tp:
         raise ImpossiblePlan(f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads")
     if plan.pp > shape.layers:

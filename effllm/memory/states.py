@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from effllm.memory.model import ModelShape
+from effllm.memory.model import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERT,
+    HEAD,
+    MLP,
+    NORM,
+    ROUTER,
+    SHARED,
+    ModelShape,
+    ParameterTensor,
+)
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
-
-EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
-SHARED, ROUTER, NORM = "shared", "router", "norm"
 
 #: Of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits.
 ADAPTER_BYTES = 4
@@ -25,24 +33,11 @@ STATE_BLOCK, SMALLEST_8BIT = 256, 4096
 NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-@dataclass(frozen=True)
-class ParameterTensor:
-    """A matrix or a vector of parameters, whose shape optimizers and adapters depend on; and how often it occurs."""
-
-    group: str
-    name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters; "bias" of its bias
-    rows: int
-    columns: int  # 0: a vector
-    count: int
-
-    @property
-    def elements(self) -> int:
-        """Elements of one of these tensors."""
-        return self.rows * (self.columns or 1)
-
-
 def parameter_tensors(shape: ModelShape) -> Iterator[ParameterTensor]:
     """Yield the matrices and vectors of a model; equal ones have one row."""
+    if shape.tensors:
+        yield from shape.tensors
+        return
     hidden, layers = shape.hidden, shape.layers
     yield ParameterTensor(EMBEDDING, "", shape.vocab, hidden, 1)
     if shape.positions:
@@ -116,7 +111,7 @@ class ParameterCounts(NamedTuple):
     """The exact number of parameters of a model."""
 
     total: int
-    active: int  # that compute one token; the embedding counts whole, as in the published figures
+    active: int | None  # that compute one token; the embedding counts whole, as in the published figures
 
 
 def count_parameters(shape: ModelShape) -> ParameterCounts:
@@ -124,6 +119,8 @@ def count_parameters(shape: ModelShape) -> ParameterCounts:
     tensors, experts = list(parameter_tensors(shape)), shape.experts
     total = sum(one.count * one.elements for one in tensors)
     routed = sum(one.count * one.elements for one in tensors if one.group == EXPERT)
+    if shape.active_parameters is not None or (routed and experts is None):
+        return ParameterCounts(total, shape.active_parameters)
     idle = routed * (experts.total - experts.active) // experts.total if experts else 0
     return ParameterCounts(total, total - idle)
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import MemoryPlan
-from effllm.memory.states import (
+from effllm.memory.model import (
     ATTENTION,
     EMBEDDING,
     EXPERT,
@@ -17,6 +15,10 @@ from effllm.memory.states import (
     NORM,
     ROUTER,
     SHARED,
+    ModelShape,
+)
+from effllm.memory.plan import MemoryPlan
+from effllm.memory.states import (
     RankTensor,
     Stage,
     elements,

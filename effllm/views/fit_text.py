@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from effllm.memory.changes import FITS, FittingChange, verdict
-from effllm.memory.estimate import ByteRange, MemoryEstimate, total_of
+from effllm.memory.changes import DOES_NOT_FIT, FITS, FittingChange, verdict
+from effllm.memory.estimate import UNKNOWN, ByteRange, MemoryEstimate, total_of
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 
@@ -85,7 +86,7 @@ def requirement_lines(fits: Sequence[ModelFit]) -> Iterator[str]:
         cells = [_range(found.total) if found else "" for found in (fit.inference, fit.training)]
         name = one_line(fit.any.shape.name)[:24]
         yield f"{name:<24} {fit.any.parameters.total:>16,}  {cells[0]:<25} {cells[1]}".rstrip()
-        if fit.any.parameters.active != fit.any.parameters.total:
+        if fit.any.parameters.active not in (None, fit.any.parameters.total):
             yield f"{'  of these active':<24} {fit.any.parameters.active:>16,}  (memory needs all parameters)"
 
 
@@ -116,6 +117,9 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
             if part.largest and part.largest > 1.01 * part.bytes.high:
                 yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
     total = found.total
+    if total.high == math.inf:
+        yield f"{'total':<22} {_numbers(total)}  at least; in GiB: {total.low / GIB:.1f}"
+        return
     yield f"{'total':<22} {_numbers(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
     if total.high > total_of(part.bytes for part in found.parts).high:
         yield "the high limit is at the optimizer step: foreach optimizers allocate a copy of the weights"
@@ -125,7 +129,7 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
 def _measured_lines(measured: dict[str, int], found: MemoryEstimate) -> Iterator[str]:
     """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
     names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
-    same = [part for part in found.parts if part.name in names]
+    same = [part for part in found.parts if part.name in names and part.bytes != UNKNOWN]
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in measured.items() if name != "peak")
     yield f"measured with fake tensors, GB: peak {measured['peak'] / GB:.2f} ({parts})"
     yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
@@ -143,6 +147,12 @@ def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
     word = verdict(fit.any.total, gpu.usable_bytes)
     yield f"{fit.any.plan.mode}: {SIGNS[word]} {word}"
     if word == FITS:
+        return
+    if not fit.any.shape.has_known_layers:
+        if word == DOES_NOT_FIT:
+            yield "what the parameters need does not fit: more GPUs (--gpus N --zero 3), or a smaller --precision"
+        else:
+            yield "the memory of the activations is unknown: --measure counts that of a training step"
         return
     if not fit.changes:
         yield "no combination of up to three changes makes it fit: use more GPUs, or a smaller model"
@@ -182,12 +192,16 @@ def _column(found: MemoryEstimate | None) -> str:
 
 
 def _range(total: ByteRange) -> str:
+    if total.high == math.inf:
+        return f"at least {total.low / GB:,.1f} GB"
     digits = 1 if total.high < 1000 * GB else 0
     low, expected, high = (f"{size / GB:,.{digits}f}" for size in (total.low, total.expected, total.high))
     return f"{expected} GB ({low}-{high})"
 
 
 def _numbers(size: ByteRange) -> str:
+    if size.high == math.inf:
+        return f"{size.low / GB:>8.2f} {'unknown':>9} {'unknown':>8}"
     return f"{size.low / GB:>8.2f} {size.expected / GB:>9.2f} {size.high / GB:>8.2f}"
 
 
@@ -205,7 +219,7 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
     return {
         "name": found.shape.name,
         "architecture": found.shape.architecture,
-        "is_upper_bound": found.shape.is_upper_bound,
+        "has_known_layers": found.shape.has_known_layers,
         "source": fit.source,
         "notes": list(fit.notes),
         "parameters": found.parameters.total,
@@ -247,5 +261,6 @@ def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, 
     }
 
 
-def _range_document(size: ByteRange) -> dict[str, int]:
-    return {"low": round(size.low), "expected": round(size.expected), "high": round(size.high)}
+def _range_document(size: ByteRange) -> dict[str, int | None]:
+    sizes = {"low": size.low, "expected": size.expected, "high": size.high}
+    return {name: round(one) if math.isfinite(one) else None for name, one in sizes.items()}

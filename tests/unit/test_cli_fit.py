@@ -6,7 +6,13 @@ import pytest
 from cases import cases
 from typer.testing import CliRunner
 
+from effllm.commands import fit_sources
 from effllm.commands.app import app
+
+
+@pytest.fixture(autouse=True)
+def _without_transformers(monkeypatch):
+    monkeypatch.setattr(fit_sources, "can_count", lambda: False)
 
 
 def fit(*arguments):
@@ -172,13 +178,42 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
     assert "a folder without a config.json" in fit(str(tmp_path)).stderr
 
 
-def test_an_unknown_architecture_is_an_upper_bound(config):
-    done = fit(str(config(model_type="newest")), "--json")
+def test_an_unknown_architecture_is_refused_with_the_remedy(config):
+    done = fit(str(config(model_type="newest")), "--gpu", "b300")
+
+    assert (done.exit_code, done.stdout) == (3, "")
+    remedy = "pip install 'effllm[fit]' counts its parameters, or give --params N"
+    assert done.stderr == f"effllm fit: unknown architecture (newest): {remedy}\n"
+
+
+@pytest.mark.parametrize(("gpu", "status", "word"), [("t4", 1, "does not fit"), ("b300", 3, "unclear")])
+def test_stated_parameters_never_fit_because_activations_are_unknown(config, gpu, status, word):
+    path = str(config(model_type="newest"))
+
+    done = fit(path, "--gpu", gpu, "--params", "7e9", "--active-params", "1B", "--json", "--precision", "bf16")
 
     [model] = json.loads(done.stdout)["models"]
-    assert model["is_upper_bound"]
-    assert model["training"]["total"]["low"] == 0
-    assert "unknown architecture (newest)" in model["notes"][0]
+    assert (done.exit_code, model["training"]["verdict"]) == (status, word)
+    assert (model["parameters"], model["active_parameters"]) == (7_000_000_000, 1_000_000_000)
+    parts = model["training"]["parts"]
+    assert [parts[name]["low"] for name in ("weights", "gradients", "optimizer_states")] == [14e9, 14e9, 28e9]
+    assert parts["activations"]["high"] is model["training"]["total"]["expected"] is None
+    assert model["training"]["total"]["low"] > 56e9
+    assert model["changes"] == []
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-7B", "1e99", "B"])
+def test_wrong_number_of_parameters_is_named(config, text):
+    done = fit(str(config.path), "--params", text)
+
+    assert (done.exit_code, f"{text} is not a number of parameters" in done.stderr) == (2, True)
+
+
+def test_layout_of_an_unknown_architecture_is_refused(config):
+    done = fit(str(config(model_type="newest")), "--params", "7B", "--gpus", "8", "--tp", "2")
+
+    assert done.exit_code == 2
+    assert "TP: it is not known how newest is divided" in done.stderr
 
 
 def test_a_model_too_large_for_every_change_has_no_changes(config):

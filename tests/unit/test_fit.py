@@ -10,9 +10,10 @@ from cases import cases, repeats
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
-from effllm.memory.config_json import find_model, known_models, read_config, similar_names
-from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, ByteRange, estimate, total_of
+from effllm.memory.config_json import UnknownArchitecture, find_model, known_models, read_config, similar_names
+from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, UNKNOWN, ByteRange, estimate, total_of
 from effllm.memory.model import WrongModel
+from effllm.memory.model_count import stated_model
 from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
 from effllm.memory.states import count_parameters
 from effllm.views.fit_text import BASIS_AT, wrapped
@@ -363,7 +364,6 @@ def test_usable_memory_is_below_that_of_the_board():
         ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000"),
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is above"),
         ({"num_attention_heads": 3}, "not a multiple of 3 attention heads"),
-        ({"model_type": "new", "num_experts": "many"}, "num_experts is 'many', not a whole number"),
         ({"num_attention_heads": 0}, "not a multiple of 0 attention heads"),
         ({"vocab_size": "ten"}, "vocab_size is 'ten', not a whole number"),
         ({"vocab_size": None}, "the config has no vocab_size"),
@@ -378,14 +378,20 @@ def test_impossible_sizes_are_named(changes, text):
         read_config({**TINY, **changes})
 
 
-def test_an_unknown_architecture_gets_an_upper_bound_or_its_missing_fields():
-    shape = read_config({**TINY, "model_type": "newest"})
+def test_an_unknown_architecture_has_no_formulas():
+    with pytest.raises(UnknownArchitecture, match=r"unknown architecture \(newest\)"):
+        read_config({**TINY, "model_type": "newest"})
+    with pytest.raises(WrongModel, match="no model_type and no architectures"):
+        read_config({"hidden_size": 8})
 
-    assert shape.is_upper_bound
-    assert count_parameters(shape).total >= TINY_PARAMETERS
-    assert estimate(shape, MemoryPlan()).total.low == 0
-    with pytest.raises(WrongModel, match=r"unknown architecture \(mamba\).* num_hidden_layers, num_attention_heads"):
-        read_config({"model_type": "mamba", "hidden_size": 8, "vocab_size": 10})
+
+def test_zero_divides_what_the_parameters_of_an_unknown_model_need():
+    shape = stated_model("new", "newest", 8_000_000, None)
+
+    found = estimate(shape, MemoryPlan(precision="bf16", dp=4, zero=3))
+
+    assert [found.part(name).bytes.low for name in ("weights", "gradients", "optimizer states")] == [4e6, 4e6, 8e6]
+    assert found.part("activations").bytes == UNKNOWN
 
 
 @pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": True}])

@@ -5,7 +5,7 @@ import json
 import pytest
 from cases import cases
 
-from effllm.commands.fit_sources import UnreadableModel, find
+from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
 from effllm.memory.states import count_parameters
@@ -158,7 +158,7 @@ def test_gpt_oss_of_megatron_has_its_published_parameters():
 def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT.replace("--vocab-size 128256", ""))
-    assert find(str(path), 1000).shape.vocab == 1024  # a multiple of 128 for each of two ranks
+    assert find(str(path), StatedSizes(vocab=1000)).shape.vocab == 1024  # a multiple of 128 for each of two ranks
 
     path.write_text(SCRIPT.replace("--vocab-size 128256", "--tokenizer-model Qwen/Qwen3-8B"))
     assert find(str(path)).shape.vocab == 152064

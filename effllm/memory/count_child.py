@@ -1,0 +1,122 @@
+"""Build the model of a config on the meta device with transformers, and count its parameters.
+
+A process of its own, started by `model_count`: config.json on stdin, a JSON object on stdout.  No weights are
+allocated, nothing is downloaded, and no code of a model's repository is run: the class is the one of transformers that
+the config names in ``architectures``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from effllm.memory.model import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED, ParameterTensor
+
+#: Names of the experts that compute a token, in the configs of transformers 5.23.
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "experts_per_token")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_QKV = ("q", "k", "v")
+
+
+def main() -> None:
+    """Read a config, and print what was counted, or the reason why the model cannot be built."""
+    answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
+    socket.socket.connect = _refuse  # type: ignore[method-assign]
+    try:
+        answer = _count(json.load(sys.stdin))
+    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
+        lines = str(error).strip().splitlines() or [""]
+        answer = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
+    print(json.dumps(answer), file=answer_to)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise OSError("no network")
+
+
+def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    named = fields["architectures"][0]
+    build: Any = getattr(transformers, named, None)
+    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+        return {"reason": f"transformers {transformers.__version__} has no model {named}"}
+    config = build.config_class.from_dict(dict(fields))  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model = build(config)
+    inner = config.get_text_config()
+    active, total = (
+        next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
+        for names in (ACTIVE, EXPERTS)
+    )
+    sizes = {
+        "layers": getattr(inner, "num_hidden_layers", None),
+        "hidden": getattr(inner, "hidden_size", None),
+        "heads": getattr(inner, "num_attention_heads", None),
+    }
+    tensors = Counter(tensors_of(model))
+    rows = [[one.group, one.name, one.rows, one.columns, one.count * times] for one, times in tensors.items()]
+    about = {"version": transformers.__version__, "active_experts": active, "experts": total}
+    return {**about, "sizes": sizes, "tensors": rows}
+
+
+def tensors_of(model: Any) -> Iterator[ParameterTensor]:
+    """Yield the tensors of a model by kind; a tensor that several modules share is one."""
+    head = model.get_output_embeddings()
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                group = HEAD if module is head else _group(path, type(module).__name__)
+                yield _tensor(group, path, leaf, tuple(parameter.shape))
+
+
+def _group(path: str, kind: str) -> str:
+    leaf = path.rsplit(".", 1)[-1]
+    if kind == "Embedding":
+        return EMBEDDING
+    if "norm" in kind.lower() or leaf.endswith("norm"):
+        return NORM
+    if "shared_expert" in path:
+        return SHARED
+    if "experts" in path:
+        return EXPERT
+    if leaf in ("gate", "router") or "router" in path:
+        return ROUTER
+    return ATTENTION if any(word in path for word in ("attn", "attention", "mixer", "mamba")) else MLP
+
+
+def _tensor(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> ParameterTensor:
+    """Return a tensor: the experts of a layer are one tensor of three dimensions, or of two for their biases."""
+    is_bias = leaf.endswith("bias")
+    count = 1
+    if group == EXPERT and len(sizes) == 3 - is_bias:
+        count, *rest = sizes
+        sizes = tuple(rest)
+    rows, columns = (sizes[0] if sizes else 1), (math.prod(sizes[1:]) if len(sizes) > 1 else 0)
+    if is_bias:
+        name = "bias"
+    elif group in (ATTENTION, MLP, EXPERT, SHARED) and columns:
+        name = _name_of_matrix(path.rsplit(".", 1)[-1]) if group == ATTENTION else "mlp"
+    else:
+        name = ""
+    return ParameterTensor(group, name, rows, columns, count)
+
+
+def _name_of_matrix(leaf: str) -> str:
+    """Return the name by which LoRA chooses a matrix of an attention."""
+    if leaf.startswith("kv_b"):
+        return "v"
+    first = leaf.removeprefix("c_")[:1]
+    return first if first in _QKV else "q" if leaf in ("c_attn", "W_pack") else "o"
+
+
+if __name__ == "__main__":
+    main()

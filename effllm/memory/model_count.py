@@ -1,0 +1,160 @@
+"""The parameters of a model, counted in the model that transformers builds from its config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from effllm.memory.config_fields import architecture_of
+from effllm.memory.config_json import ONLY_TEXT
+from effllm.memory.model import EXPERT, MAX_LAYERS, MLP, Experts, ModelShape, ParameterTensor, WrongModel
+from effllm.memory.states import parameter_tensors
+
+DEADLINE_S = 120.0  # the import of torch and transformers takes 3 to 10 s, the largest models 3 s more
+MAX_MEMORY_BYTES = 8 * 2**30  # of the data of the process; a model on the meta device has no weights
+#: Fields of a config that name layers which transformers does not build: predictions of further tokens (MTP).
+LEFT_OUT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
+_ALONE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "EFFICIENTLLM_METRICS_ENABLED": "0",
+    "EFFICIENTLLM_ATTACH": "0",
+}
+
+
+class CannotCount(ValueError):
+    """A config whose model cannot be built, with the reason."""
+
+
+def can_count() -> bool:
+    """Return whether torch and transformers are installed, without importing them."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a model whose layers are unknown, with the tensors that were counted.
+
+    Raises:
+        CannotCount: the class is not named, or transformers cannot build it.
+        WrongModel: sizes are impossible.
+    """
+    named = architecture_of(fields)
+    if not named:
+        raise CannotCount("the config has no architectures, which name the class of the model")
+    _check(fields)
+    found = _run(fields)
+    if "reason" in found:
+        raise CannotCount(found["reason"])
+    tensors = tuple(ParameterTensor(*row) for row in found["tensors"])
+    sizes = found["sizes"]
+    notes = (f"parameters counted in {named} of transformers {found['version']}", *_left_out(fields))
+    layers = _whole(sizes["layers"])
+    experts = _experts(tensors, found["active_experts"], found["experts"])
+    shape = _unknown_layers(name, named, tensors, notes, experts)
+    return replace(shape, layers=layers, hidden=_whole(sizes["hidden"]), heads=_whole(sizes["heads"]))
+
+
+def stated_model(name: str, architecture: str, parameters: int, active: int | None) -> ModelShape:
+    """Return the shape of a model of which only the number of parameters is known.
+
+    Raises:
+        WrongModel: more parameters are active than there are.
+    """
+    if active is not None and active > parameters:
+        raise WrongModel(f"{active:,} of {parameters:,} parameters are active")
+    tensors = (ParameterTensor(MLP, "", parameters, 0, 1),)
+    notes = ("only the number of parameters is known: as vectors, without matrices for Adafactor, Muon or LoRA",)
+    shape = _unknown_layers(name, architecture or "this model", tensors, notes, None)
+    return replace(shape, active_parameters=active)
+
+
+def with_counted(known: ModelShape, counted: ModelShape) -> ModelShape:
+    """Return the shape of a known architecture; with another number of parameters, the counted tensors are used."""
+    totals = [sum(one.count * one.elements for one in parameter_tensors(shape)) for shape in (known, counted)]
+    if totals[0] == totals[1]:
+        return replace(known, notes=(*known.notes, *counted.notes))
+    notes = [note for note in known.notes if not note.startswith(ONLY_TEXT)]
+    more = f"the formulas of {known.architecture} give {totals[0]:,}"
+    return replace(known, tensors=counted.tensors, notes=(*notes, *counted.notes, more))
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _experts(tensors: tuple[ParameterTensor, ...], active: int | None, total: int | None) -> Experts | None:
+    has_experts = any(one.group == EXPERT for one in tensors)
+    if not has_experts or active is None or total is None or not 1 <= active <= total:
+        return None
+    return Experts(total=total, active=active, intermediate=1, layers=1)
+
+
+def _unknown_layers(
+    name: str, architecture: str, tensors: tuple[ParameterTensor, ...], notes: tuple[str, ...], experts: Experts | None
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        architecture=architecture,
+        layers=1,
+        hidden=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        intermediate=1,
+        vocab=1,
+        tied=True,
+        experts=experts,
+        tensors=tensors,
+        has_known_layers=False,
+        notes=notes,
+    )
+
+
+def _left_out(fields: Mapping[str, Any]) -> list[str]:
+    inner = fields.get("text_config")
+    stated = {**(inner if isinstance(inner, Mapping) else {}), **fields}
+    return [f"{name} is {stated[name]}: transformers builds no such layers" for name in LEFT_OUT if stated.get(name)]
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers with which a model would not be built in any time."""
+    inner = fields.get("text_config")
+    for one in (fields, inner if isinstance(inner, Mapping) else {}):
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            value = one.get(name)
+            if isinstance(value, (int, float)) and value > MAX_LAYERS:
+                raise WrongModel(f"{name} is {value:,}: a size from 1 to {MAX_LAYERS:,} is possible")
+
+
+def _run(fields: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "effllm.memory.count_child"],
+            input=json.dumps(fields),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env={**os.environ, **_ALONE},
+            preexec_fn=_limit_memory,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotCount(f"transformers did not build the model in {DEADLINE_S:.0f} s") from None
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise CannotCount(f"the process that builds the model ended: {last[:300]}") from None
+    return found
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
