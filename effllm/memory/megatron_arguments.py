@@ -1,14 +1,17 @@
 """Read a model and its plan from Megatron's arguments, or from a launch script with these arguments.
 
-A script is not run: assignments of variables and arrays are replaced in the text, and every ``--name`` with its value
-is an argument.  The shape is that of Megatron's GPT model with these arguments.
+A script is not run: assignments of variables and arrays are replaced in the text, sums and products of whole numbers
+are computed, and every ``--name`` with its value is an argument.  The shape is that of Megatron's GPT model with these
+arguments.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from effllm.memory.config_json import find_model
@@ -17,8 +20,16 @@ from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
 Arguments = Mapping[str, str]
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.M)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
-_ARITHMETIC = re.compile(r"\$\(\(([^()\n]*)\)\)")  # not computed: named as a variable without a value
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()\n]|\([^()\n]*\))*)\)\)")
+_FORMULA = re.compile(r"\$\[(\d+)\]")  # an arithmetic expression as one word: its number
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 MAX_VALUE = 100_000  # letters
 #: Vocabularies of tokenizers whose size is not an argument.
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -38,13 +49,13 @@ _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum", "muon": "muon", "dist_muo
 
 def read_script(text: str) -> dict[str, str]:
     """Return the arguments in a launch script, or in a list of arguments; the last one counts, as in argparse."""
-    return dict(_arguments(_replaced(text)))
+    return dict(_arguments(text))
 
 
 def ambiguous(text: str) -> list[str]:
     """Return notes of sizes that have several values in a script, such as those of its branches."""
     found: dict[str, list[str]] = {}
-    for name, value in _arguments(_replaced(text)):
+    for name, value in _arguments(text):
         if (name in _SIZES.values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
             found.setdefault(name, []).append(value)
     return [
@@ -55,24 +66,57 @@ def ambiguous(text: str) -> list[str]:
     ]
 
 
-def _replaced(text: str) -> str:
-    """Return a script with the values of its variables; a variable without a value stays."""
+def _replaced(text: str) -> tuple[str, list[str]]:
+    """Return a script with the values of its variables, and its arithmetic expressions without a value, by number.
+
+    A variable without a value stays.
+    """
     text = re.sub(r"\\\n", " ", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    text = _ARITHMETIC.sub(lambda match: f"$[{re.sub('[ $]', '', match[1])}]", "\n".join(lines))
+    formulas: list[str] = []
+
+    def numbered(match: re.Match[str]) -> str:
+        formulas.append(match[1])
+        return f"$[{len(formulas) - 1}]"
+
+    text = _ARITHMETIC.sub(numbered, "\n".join(lines))
     values: dict[str, str] = {}
     for name, value in _ASSIGNMENT.findall(text):
         # As in a shell, a value has the variables that were assigned before.
-        values[name] = _VARIABLE.sub(lambda match: _value(match, values), value.strip("()\"'"))[:MAX_VALUE]
-    return _VARIABLE.sub(lambda match: _value(match, values), text)
+        values[name] = _with_values(value.strip("()\"'"), values, formulas)[:MAX_VALUE]
+    return _with_values(text, values, formulas), formulas
 
 
-def _value(match: re.Match[str], values: Mapping[str, str]) -> str:
-    name = match[1] or match[3]
-    return values.get(name, match[0] if match[2] is None else match[2])
+def _with_values(text: str, values: Mapping[str, str], formulas: list[str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return values.get(name, match[0] if default is None else _VARIABLE.sub(value, default))
+
+    def result(match: re.Match[str]) -> str:
+        names = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda name: values.get(name[1], name[0]), formulas[int(match[1])])
+        return _computed(_VARIABLE.sub(value, names)) or match[0]
+
+    return _FORMULA.sub(result, _VARIABLE.sub(value, text))
 
 
-def _arguments(text: str) -> Iterator[tuple[str, str]]:
+def _computed(formula: str) -> str:
+    """Return the value of an expression of whole numbers as the shell computes it; "" for any other expression."""
+
+    def number(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 10**15:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](number(node.left), number(node.right))
+        raise ValueError
+
+    try:
+        return str(number(ast.parse(formula.strip(), mode="eval").body)) if len(formula) < 200 else ""
+    except (ArithmeticError, RecursionError, SyntaxError, ValueError):
+        return ""
+
+
+def _arguments(script: str) -> Iterator[tuple[str, str]]:
+    text, formulas = _replaced(script)
     text = re.sub(r"[()\"';]", " ", text)
     try:
         words = shlex.split(text, comments=True)
@@ -83,7 +127,8 @@ def _arguments(text: str) -> Iterator[tuple[str, str]]:
             continue
         name, equals, value = word[2:].partition("=")
         following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
-        yield name.replace("_", "-"), value if equals else following
+        value = _FORMULA.sub(lambda match: f"$(({formulas[int(match[1])]}))", value if equals else following)
+        yield name.replace("_", "-"), value
 
 
 def is_megatron(arguments: Arguments) -> bool:
@@ -153,6 +198,8 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     The notes are what is not estimated, and variables that have no value in the script.
     """
     notes = [f"--{name} is not estimated: the estimate is without it" for name in NOT_ESTIMATED if name in arguments]
+    if "spec" in arguments:
+        notes.append("--spec names layers of another module: the estimate has those of Megatron's GPT model")
     found: dict[str, Any] = {}
     for key, name in _SIZES.items():
         if (value := arguments.get(name, "")).startswith("$"):

@@ -1,4 +1,4 @@
-"""Read the settings of a plan from a YAML of LLaMA-Factory or accelerate."""
+"""Read the settings of a plan from a YAML of LLaMA-Factory, axolotl, ms-swift or accelerate."""
 
 from __future__ import annotations
 
@@ -24,10 +24,43 @@ _OPTIMIZERS = {
 #: Options of LLaMA-Factory that change the memory, and that no plan has.
 _NOT_ESTIMATED = (
     *("use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_llama_pro", "use_dora", "use_unsloth"),
-    *("use_unsloth_gc", "enable_liger_kernel", "mixture_of_depths", "fp8", "use_kt", "use_mca", "use_megatron_bridge"),
+    *(
+        "use_unsloth_gc",
+        "enable_liger_kernel",
+        "mixture_of_depths",
+        "fp8",
+        "use_kt",
+        "virtual_pipeline_model_parallel_size",
+    ),
     *("use_hyper_parallel", "cp_size", "additional_target", "ref_model", "reward_model", "use_asft_loss", "shift_attn"),
     *("freeze_vision_tower", "freeze_language_model", "fsdp"),
 )
+
+
+#: Keys of Megatron's layout, in a YAML of LLaMA-Factory or ms-swift -> settings of a plan.
+_MEGATRON_LAYOUT = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "context_parallel_size": "cp",
+}
+_MEGATRON = (*_MEGATRON_LAYOUT, "use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
+
+
+def megatron_settings(fields: Fields) -> dict[str, Any]:
+    """Return the settings of a YAML whose training runs in Megatron; none if it has no such key."""
+    if not any(fields.get(key) for key in _MEGATRON):
+        return {}
+    found: dict[str, Any] = {name: _whole(fields, key, 1) for key, name in _MEGATRON_LAYOUT.items()}
+    granularity = fields.get("recompute_granularity")
+    is_short = bool(fields.get("bf16") or fields.get("fp16"))
+    return found | {
+        "implementation": "megatron",
+        "precision": "bf16-master" if is_short else "fp32",
+        "zero": 1 if fields.get("use_distributed_optimizer") else 0,
+        "checkpointing": {None: "none", "full": "full"}.get(granularity, "selective"),
+        "sequence_parallel": found["tp"] > 1 and bool(fields.get("sequence_parallel")),
+    }
 
 
 def is_llama_factory(fields: Fields) -> bool:
@@ -79,7 +112,7 @@ def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[di
         found["zero"] = _zero_stage(deepspeed, notes)
         if kind == "full" and is_short:
             found["precision"] = "bf16-zero"
-    return found, notes
+    return found | megatron_settings(fields), notes
 
 
 def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -92,8 +125,13 @@ def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tupl
         found["precision"] = "fp32"
     elif mixed is not None:
         notes.append(f"mixed_precision {mixed} is not estimated")
-    if fields.get("parallelism_config"):
-        notes.append("parallelism_config is not read: give --tp and --cp")
+    layout = _mapping(fields, "parallelism_config")
+    for key, name in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", ""), ("dp_shard_size", "")):
+        size = _whole(layout, f"parallelism_config_{key}", 1)
+        if name and size > 1:
+            found[name] = size
+        elif size > 1 and key == "dp_replicate_size":
+            notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
         config = _mapping(fields, "fsdp_config")
