@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,16 @@ from effllm.memory.config_json import (
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.model_count import CannotCount, can_count, count_model, stated_model, with_counted
-from effllm.memory.yaml_settings import accelerate_settings, is_accelerate, is_llama_factory, llama_factory_settings
+from effllm.memory.yaml_settings import (
+    accelerate_settings,
+    axolotl_settings,
+    is_accelerate,
+    is_axolotl,
+    is_llama_factory,
+    is_swift,
+    llama_factory_settings,
+    swift_settings,
+)
 
 MAX_BYTES = 10**7  # of a config file
 
@@ -158,7 +169,7 @@ def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> Foun
 
 
 def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
-    """Return the model of a LLaMA-Factory YAML, or the settings of an accelerate YAML."""
+    """Return the model of a training's YAML, or the settings of an accelerate YAML."""
     try:
         import yaml
     except ImportError:
@@ -172,23 +183,39 @@ def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
         named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
         settings, notes = accelerate_settings(fields, _deepspeed(path, str(named)) if named else None)
         return FoundModel(None, str(path), tuple(notes), settings)
-    if not isinstance(fields, dict) or not is_llama_factory(fields):
+    systems = () if not isinstance(fields, dict) else _SYSTEMS
+    key, read = next(((key, read) for is_one, key, read in systems if is_one(fields)), ("", None))
+    if read is None:
         raise UnreadableModel(
-            f"{path} is neither of LLaMA-Factory (model_name_or_path) nor of accelerate (distributed_type)"
+            f"{path} is neither of LLaMA-Factory (model_name_or_path), axolotl (base_model) or ms-swift (model and "
+            "max_length) nor of accelerate (distributed_type)"
         )
-    deepspeed = fields.get("deepspeed")
-    stages = deepspeed if isinstance(deepspeed, dict) else _deepspeed(path, str(deepspeed)) if deepspeed else None
-    settings, notes = llama_factory_settings(fields, stages)
-    named = fields["model_name_or_path"]
+    settings, notes = read(fields, _stages(path, fields.get("deepspeed")))
+    named = fields[key]
     if not isinstance(named, str) or not named.strip():
-        raise UnreadableModel(f"{path}: model_name_or_path is {named!r}: give a name of the table, or a path")
+        raise UnreadableModel(f"{path}: {key} is {named!r}: give a name of the table, or a path")
     beside = path.parent / named
     if beside.suffix in (".yaml", ".yml"):
-        raise UnreadableModel(
-            f"{path}: model_name_or_path is {named}, which is not a model: give a name of the table, or a path"
-        )
+        raise UnreadableModel(f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path")
     found = find(str(beside) if beside.exists() else named, sizes)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
+
+
+_SYSTEMS: tuple[tuple[Callable[[Any], bool], str, Callable[[Any, Any], tuple[dict[str, Any], list[str]]]], ...] = (
+    (is_llama_factory, "model_name_or_path", llama_factory_settings),
+    (is_axolotl, "base_model", axolotl_settings),
+    (is_swift, "model", swift_settings),
+)
+
+
+def _stages(path: Path, stated: Any) -> dict[str, Any] | None:
+    """Return the config of DeepSpeed in a YAML: a mapping, the path of a file, or a name of ms-swift such as zero2."""
+    if isinstance(stated, dict) or not stated:
+        return stated or None
+    if short := re.fullmatch(r"zero([0-3])(_offload)?", str(stated)):
+        offload = {"offload_optimizer": {"device": "cpu"}} if short[2] else {}
+        return {"zero_optimization": {"stage": int(short[1]), **offload}}
+    return _deepspeed(path, str(stated))
 
 
 def _deepspeed(path: Path, named: str) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     other = [key for key in ("vision_config", "audio_config") if key in fields]
     if other:
         notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
+    if "dim" in fields and "n_layers" in fields:
+        fields = _of_mistral(fields)
     inner = fields.get("text_config")
     if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
         fields = _text_model(inner, fields, notes)
@@ -49,6 +51,35 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise WrongModel(f"a field of the config cannot be read: {error}") from None
     return replace(shape, name=name or text(fields, "_name_or_path") or architecture, notes=(*shape.notes, *notes))
+
+
+#: Names of sizes in Mistral's own params.json -> names in config.json.
+_MISTRAL = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "sliding_window": "sliding_window",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+
+def _of_mistral(fields: Fields) -> Fields:
+    """Return the fields of Mistral's own params.json as those of a config.json."""
+    found: dict[str, Any] = {"model_type": "mistral", "sliding_window": None}
+    found |= {name: fields[key] for key, name in _MISTRAL.items() if key in fields}
+    experts = fields.get("moe")
+    if isinstance(experts, Mapping):
+        if set(experts) - {"num_experts", "num_experts_per_tok"}:
+            raise UnknownArchitecture(f"params.json with moe: {', '.join(experts)}")
+        found |= {"model_type": "mixtral", "num_local_experts": experts.get("num_experts")}
+        found["num_experts_per_tok"] = experts.get("num_experts_per_tok")
+    if other := [name for name in ("kv_lora_rank", "vision_encoder", "ssm_cfg", "d_model") if fields.get(name)]:
+        raise UnknownArchitecture(f"params.json with {', '.join(other)}")
+    return found
 
 
 def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:

@@ -115,6 +115,100 @@ def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[di
     return found | megatron_settings(fields), notes
 
 
+#: Options of axolotl that change the memory, and that no plan has.
+_NOT_OF_AXOLOTL = (
+    "unfrozen_parameters",
+    "lora_modules_to_save",
+    "plugins",
+    "qat",
+    "fp8",
+    "rl",
+    "peft_use_dora",
+    "relora",
+)
+
+
+def is_axolotl(fields: Fields) -> bool:
+    return "base_model" in fields and bool({"sequence_len", "micro_batch_size"} & set(fields))
+
+
+def axolotl_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a YAML of axolotl, and what of it is not estimated.
+
+    axolotl loads the model in 16 bits with ``bf16: true``, ``auto`` or ``full``, and trains these weights.
+    """
+    adapter, short = fields.get("adapter"), "fp16" if fields.get("fp16") else "bf16"
+    is_short = bool(fields.get("bf16") or fields.get("bfloat16") or fields.get("fp16"))
+    stated = str(fields.get("optimizer", "adamw_torch_fused"))
+    found: dict[str, Any] = {
+        "seq_length": _whole(fields, "sequence_len", 512),
+        "micro_batch": _whole(fields, "micro_batch_size", 1),
+        "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
+        "checkpointing": "full" if fields.get("gradient_checkpointing") else "none",
+        "attention": "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa",
+        "precision": short if is_short and (adapter or short == "bf16") else f"{short}-mixed" if is_short else "fp32",
+        "optimizer": _OPTIMIZERS.get(stated, "adamw"),
+        "tp": _whole(fields, "tensor_parallel_size", 1),
+        "cp": _whole(fields, "context_parallel_size", _whole(fields, "sequence_parallel_degree", 1)),
+    }
+    notes = [f"{key} is not estimated: the estimate is without it" for key in _NOT_OF_AXOLOTL if fields.get(key)]
+    notes += [f"optimizer {stated} is estimated as AdamW"] if stated not in _OPTIMIZERS else []
+    if adapter:
+        found["lora_rank"] = _whole(fields, "lora_r", 8)
+        found["lora_targets"] = (
+            "all" if fields.get("lora_target_linear") else _targets(fields.get("lora_target_modules"))
+        )
+        found["base_bits"] = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 0
+    if deepspeed is not None:
+        found["zero"] = _zero_stage(deepspeed, notes)
+        found["precision"] = f"{short}-zero" if is_short and not adapter and short == "bf16" else found["precision"]
+    elif fields.get("fsdp") or fields.get("fsdp_config"):
+        config = _mapping(fields, "fsdp_config")
+        found["zero"] = 2 if config.get("reshard_after_forward") is False else 3
+        if config.get("offload_params") or config.get("fsdp_offload_params"):
+            notes.append("offload_params is not estimated: the estimate is without it")
+    return found, notes
+
+
+def is_swift(fields: Fields) -> bool:
+    return "model" in fields and bool({"tuner_type", "train_type", "torch_dtype", "max_length"} & set(fields))
+
+
+def swift_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a YAML of ms-swift, and what of it is not estimated."""
+    usual = "full" if any(fields.get(key) for key in _MEGATRON) else "lora"
+    kind = str(fields.get("tuner_type", fields.get("train_type", usual)))
+    short = {"float16": "fp16", "float32": ""}.get(str(fields.get("torch_dtype")), "bf16")
+    found: dict[str, Any] = {
+        "micro_batch": _whole(fields, "per_device_train_batch_size", _whole(fields, "micro_batch_size", 1)),
+        "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
+        "checkpointing": "none" if fields.get("gradient_checkpointing") is False else "full",
+        "attention": {"flash_attn": "flash", "flash_attention_2": "flash", "eager": "eager"}.get(
+            str(fields.get("attn_impl")), "sdpa"
+        ),
+        "precision": short or "fp32",
+    }
+    if "global_batch_size" in fields:
+        found["global_batch"] = _whole(fields, "global_batch_size", 1)
+    notes = [
+        f"{key} is not estimated" for key in ("rlhf_type", "use_liger_kernel", "modules_to_save") if fields.get(key)
+    ]
+    if "max_length" in fields:
+        found["seq_length"] = _whole(fields, "max_length", 2048)
+    else:
+        notes.append("max_length is not stated, so it is that of the model; the estimate has 2048: give --seq-length N")
+    if kind == "full":
+        found["precision"] = f"{short}-zero" if deepspeed is not None and short == "bf16" else found["precision"]
+    else:
+        found["lora_rank"] = _whole(fields, "lora_rank", 8)
+        found["lora_targets"] = _targets(fields.get("target_modules", "all-linear"))
+        found["base_bits"] = _whole(fields, "quant_bits", 0, 0)
+        notes += [f"{kind} is estimated as LoRA"] if kind != "lora" else []
+    if deepspeed is not None:
+        found["zero"] = _zero_stage(deepspeed, notes)
+    return found | megatron_settings({"bf16": short, **fields}), notes
+
+
 def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of an accelerate YAML, and what of it is not estimated."""
     found: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}

@@ -378,6 +378,18 @@ def test_impossible_sizes_are_named(changes, text):
         read_config({**TINY, **changes})
 
 
+def test_params_json_of_mistral_has_the_same_sizes_as_its_config():
+    sizes = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8}
+
+    dense = read_config({**sizes, "vocab_size": 32000, "norm_eps": 1e-05})
+    routed = read_config({**sizes, "vocab_size": 32000, "moe": {"num_experts": 8, "num_experts_per_tok": 2}})
+
+    assert count_parameters(dense).total == 7_241_732_096  # Mistral 7B
+    assert count_parameters(routed).total == 46_702_792_704  # Mixtral 8x7B
+    with pytest.raises(UnknownArchitecture, match="params.json with kv_lora_rank"):
+        read_config({**sizes, "vocab_size": 32000, "kv_lora_rank": 512})
+
+
 def test_an_unknown_architecture_has_no_formulas():
     with pytest.raises(UnknownArchitecture, match=r"unknown architecture \(newest\)"):
         read_config({**TINY, "model_type": "newest"})

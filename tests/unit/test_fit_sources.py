@@ -9,7 +9,7 @@ from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
 from effllm.memory.states import count_parameters
-from effllm.memory.yaml_settings import accelerate_settings, llama_factory_settings
+from effllm.memory.yaml_settings import accelerate_settings, axolotl_settings, llama_factory_settings
 
 SCRIPT = """#!/bin/bash
 # --num-layers 99 is a comment
@@ -99,9 +99,10 @@ def test_an_argument_that_cannot_be_read_is_named(argument, text):
     ("argument", "note"),
     [
         ("--pipeline-model-parallel-size $PP", "--pipeline-model-parallel-size is $PP, which has no value"),
-        ("--context-parallel-size $((GPUS / 2))", "--context-parallel-size is $[GPUS/2], which has no value"),
+        ("--context-parallel-size $((GPUS / 2))", "--context-parallel-size is $((GPUS / 2)), which has no value"),
         ("--fp8-format hybrid", "--fp8-format is not estimated: the estimate is without it"),
         ("--optimizer new", "--optimizer new is estimated as AdamW"),
+        ("--spec my_plugin.hybrid get_spec", "--spec names layers of another module"),
     ],
 )
 def test_settings_that_are_not_read_have_a_note(argument, note):
@@ -109,6 +110,105 @@ def test_settings_that_are_not_read_have_a_note(argument, note):
 
     assert found.startswith(note)
     assert not {"pp", "cp"} & set(settings)
+
+
+@cases(
+    ("script", "layers"),
+    [
+        ("A=1\nB=45\n--num-layers $((A + B)) --hidden-size 8", "46"),
+        ("A=3\n--num-layers $(( $A * (4 - 2) / 4 )) --hidden-size 8", "1"),
+        ("A=2\nB=$((A * 8))\n--num-layers ${B} --hidden-size 8", "16"),
+        ("A=7\n--num-layers ${LAYERS:-${A}} --hidden-size 8", "7"),
+        ("--num-layers ${LAYERS:-${A:-5}} --hidden-size 8", "5"),
+        ("--num-layers $((A + 1)) --hidden-size 8", "$((A + 1))"),
+        ("--num-layers $((__import__)) --hidden-size 8", "$((__import__))"),
+        ("--num-layers $((9 ** 9 ** 9)) --hidden-size 8", "$((9 ** 9 ** 9))"),
+        ("--num-layers $((1 / 0)) --hidden-size 8", "$((1 / 0))"),
+    ],
+)
+def test_sums_and_products_of_a_script_are_computed(script, layers):
+    arguments = read_script(script)
+
+    assert (arguments["num-layers"], arguments["hidden-size"]) == (layers, "8")
+
+
+def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
+    fields = {"finetuning_type": "full", "bf16": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
+    fields |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2}
+
+    found, notes = llama_factory_settings(
+        {**fields, "use_distributed_optimizer": True, "recompute_granularity": "full"}, None
+    )
+
+    assert notes == []
+    layout = {"tp": 1, "pp": 4, "ep": 2, "cp": 1, "zero": 1, "implementation": "megatron", "precision": "bf16-master"}
+    assert found.items() >= {**layout, "checkpointing": "full", "seq_length": 4096, "micro_batch": 1}.items()
+
+
+def test_layout_of_accelerate_is_read():
+    layout = {f"parallelism_config_{name}_size": size for name, size in (("tp", 2), ("cp", 4), ("dp_shard", 8))}
+
+    found, notes = accelerate_settings({"num_processes": 64, "parallelism_config": layout})
+
+    assert (found, notes) == ({"gpus": 64, "tp": 2, "cp": 4}, [])
+
+
+def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
+    path = tmp_path / "qlora.yaml"
+    path.write_text(
+        "base_model: mistralai/Mistral-7B-v0.1\nload_in_4bit: true\nadapter: qlora\nlora_r: 32\n"
+        "lora_target_linear: true\nsequence_len: 8192\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "optimizer: adamw_bnb_8bit\nbf16: auto\ngradient_checkpointing: true\nflash_attention: true\n"
+        "lora_modules_to_save: [embed_tokens]\nfsdp: [full_shard]\nfsdp_config: {fsdp_offload_params: true}\n"
+    )
+
+    found = find(str(path))
+
+    assert count_parameters(found.shape).total == 7_241_732_096
+    lora = {"lora_rank": 32, "lora_targets": "all", "base_bits": 4, "precision": "bf16", "optimizer": "adamw-8bit"}
+    batch = {"seq_length": 8192, "micro_batch": 2, "accumulation": 4, "checkpointing": "full", "attention": "flash"}
+    assert found.settings == {**lora, **batch, "zero": 3, "tp": 1, "cp": 1}
+    assert [note.split(" ")[0] for note in found.notes[-2:]] == ["lora_modules_to_save", "offload_params"]
+
+
+@cases(
+    ("changes", "settings"),
+    [
+        ({}, {"precision": "bf16", "checkpointing": "none"}),
+        ({"bf16": None, "fp16": True}, {"precision": "fp16-mixed"}),
+        ({"bf16": None}, {"precision": "fp32"}),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"precision": "bf16-zero", "zero": 2}),
+        ({"fsdp_config": {"reshard_after_forward": False}}, {"precision": "bf16", "zero": 2}),
+        ({"context_parallel_size": 4, "tensor_parallel_size": 2}, {"cp": 4, "tp": 2}),
+    ],
+)
+def test_full_training_of_axolotl(changes, settings):
+    fields = {"base_model": "x", "sequence_len": 2048, "bf16": True, **changes}
+
+    found, _ = axolotl_settings(fields, fields.get("deepspeed"))
+
+    assert found.items() >= settings.items() and "lora_rank" not in found
+
+
+@cases(
+    ("changes", "settings"),
+    [
+        ({}, {"lora_rank": 8, "lora_targets": "all", "precision": "bf16", "checkpointing": "full"}),
+        ({"quant_bits": 4, "target_modules": ["q_proj", "v_proj"]}, {"base_bits": 4, "lora_targets": "qv"}),
+        ({"train_type": "full"}, {"precision": "bf16"}),
+        ({"tuner_type": "full", "deepspeed": "zero3"}, {"precision": "bf16-zero", "zero": 3}),
+        ({"attn_impl": "flash_attn", "gradient_checkpointing": False}, {"attention": "flash", "checkpointing": "none"}),
+        ({"tensor_model_parallel_size": 2, "micro_batch_size": 4}, {"tp": 2, "micro_batch": 4, "zero": 0}),
+    ],
+)
+def test_yaml_of_swift_is_a_model_and_its_plan(tmp_path, changes, settings):
+    path = tmp_path / "sft.yaml"
+    path.write_text(json.dumps({"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 4096, **changes}))
+
+    found = find(str(path))
+
+    assert found.shape.name == "qwen2.5-7b" and found.settings["seq_length"] == 4096
+    assert found.settings.items() >= settings.items()
 
 
 def test_sizes_of_two_branches_have_a_note():
@@ -211,7 +311,10 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
     ("fields", "text"),
     [
         ({"mixed_precision": "fp8"}, "mixed_precision fp8 is not estimated"),
-        ({"parallelism_config": {"tp_size": 2}}, "parallelism_config is not read: give --tp"),
+        (
+            {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
+            "dp_replicate_size is estimated as sharding between all GPUs",
+        ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}},
             "nvme is not estimated",
