@@ -386,7 +386,7 @@ def test_params_json_of_mistral_has_the_same_sizes_as_its_config():
 
     assert count_parameters(dense).total == 7_241_732_096  # Mistral 7B
     assert count_parameters(routed).total == 46_702_792_704  # Mixtral 8x7B
-    with pytest.raises(UnknownArchitecture, match="params.json with kv_lora_rank"):
+    with pytest.raises(UnknownArchitecture, match=r"params\.json with kv_lora_rank"):
         read_config({**sizes, "vocab_size": 32000, "kv_lora_rank": 512})
 
 
