@@ -1,12 +1,17 @@
 """The number of parameters of ``effllm fit`` against the modules of transformers, built on the meta device."""
 
+import json
+from contextlib import suppress
+
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.config_fields import TEXT_DEFAULTS
 from effllm.memory.config_json import known_models, read_config
+from effllm.memory.model import WrongModel
 from effllm.memory.states import count_parameters
 
 SIZES = {
@@ -110,3 +115,20 @@ def test_defaults_of_text_models_are_those_of_transformers(kind):
     stated = AutoConfig.for_model(kind).to_dict()
 
     assert TEXT_DEFAULTS[kind] == {name: stated[name] for name in TEXT_DEFAULTS[kind]}
+
+
+def test_formulas_give_the_parameters_of_each_text_model_of_transformers_or_none():
+    exact = 0
+    for config_class, build in transformers.MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        try:
+            config = config_class()
+            with torch.device("meta"):
+                expected = sum(one.numel() for one in build(config).parameters())
+        except Exception:  # noqa: BLE001 - the defaults of a few classes are not a model
+            continue
+        fields = json.loads(config.to_json_string(use_diff=False))
+        with suppress(WrongModel):  # also an unknown architecture
+            if not {"text_config", "vision_config", "audio_config"} & set(fields):
+                assert count_parameters(read_config(fields)).total == expected, config_class.__name__
+                exact += 1
+    assert exact > 40
