@@ -131,4 +131,4 @@ def test_formulas_give_the_parameters_of_each_text_model_of_transformers_or_none
             if not {"text_config", "vision_config", "audio_config"} & set(fields):
                 assert count_parameters(read_config(fields)).total == expected, config_class.__name__
                 exact += 1
-    assert exact > 40
+    assert exact > 30
