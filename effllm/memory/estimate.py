@@ -154,6 +154,7 @@ def _estimate_of_parameters(shape: ModelShape, plan: MemoryPlan) -> MemoryEstima
     parts += [
         MemoryPart("communication buffers", communication(plan, gradients, weights, layer), _PUBLISHED),
         _CONTEXT,
+        _WORKSPACE,
         MemoryPart("activations" if plan.is_training else "KV cache, activations", UNKNOWN, _NOT_KNOWN),
     ]
     total = total_of(part.bytes for part in parts)
@@ -212,6 +213,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         MemoryPart("communication buffers", buffers, _PUBLISHED),
         *_of_quantized_base(plan, held, peak.activations - once.activations),
         _CONTEXT,
+        _WORKSPACE,
     ]
     basis = _per_parameter(plan)
     forward_backward = [
@@ -225,7 +227,8 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         _fragmentation(peak.activations + peak.logits + gradients),
     ]
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
-    copy = ByteRange(0.0, 0.0, elements(divided(plan, trained, 1)) * size)
+    # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
+    copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
         _static("gradients", held_gradients, basis),
         MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
@@ -241,7 +244,10 @@ def _per_parameter(plan: MemoryPlan) -> str:
 def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
     """Return the logits, or the tiles of a fused loss: low: one of other kernels, high: one without kernels."""
     if not plan.fused_loss:
-        return MemoryPart("logits", ByteRange.exact(size).scaled(*limits), "log-softmax and gradients in 32 bits")
+        # A loop that holds the output of the model until the next step keeps its logits during the backward pass, too.
+        held = plan.tokens * shape.vocab * plan.numbers.compute / plan.tp if size else 0.0
+        whole = ByteRange(size * limits[0], size, size * limits[1] + held)
+        return MemoryPart("logits", whole, "log-softmax and gradients in 32 bits; high: the output is held, too")
     tiles = ByteRange(0.0, size, size + torch_tiles(TensorSizes(shape, plan)))
     return MemoryPart("logits", tiles, "a fused loss: tiles of TRL 1.16 with Triton; high: without Triton")
 
@@ -269,14 +275,15 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
         MemoryPart("communication buffers", buffers, _PUBLISHED),
         *_of_quantized_base(plan, held),
         _CONTEXT,
+        _WORKSPACE,
         _fragmentation(working.expected + cache.expected),
     ]
     return [(SERVING, parts)]
 
 
-_CONTEXT = MemoryPart(
-    "CUDA context", total_of([CUDA_CONTEXT, CUBLAS_WORKSPACE]), "published ranges; not measured on a GPU"
-)
+_CONTEXT = MemoryPart("CUDA context", CUDA_CONTEXT, "published ranges; not measured on a GPU")
+# torch allocates the workspaces of cuBLAS, so that they are in its own counts.
+_WORKSPACE = MemoryPart("cuBLAS workspace", CUBLAS_WORKSPACE, "published ranges; not measured on a GPU")
 
 
 def _fragmentation(dynamic: float) -> MemoryPart:

@@ -25,7 +25,10 @@ def published(row):
 
 
 def is_inside(row):
-    return predicted(row).low <= published(row) <= predicted(row).high
+    """Whether the interval has a number that is published as this figure, which is rounded to its last digit."""
+    figure = row["figure"].split()[0]
+    half = 0.5 * 10.0 ** -len(figure.partition(".")[2]) * UNITS[row["unit"]]
+    return predicted(row).low <= published(row) + half and published(row) - half <= predicted(row).high
 
 
 def table():
