@@ -109,7 +109,7 @@ def test_no_code_of_a_repository_is_run_and_nothing_is_downloaded(tmp_path, monk
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
 
-    shape = count_model({**ERNIE, **evil, "_name_or_path": "nobody/nothing"}, "evil")
+    shape = count_model({**ERNIE, **evil, "_name_or_path": "absent/nothing"}, "evil")
 
     assert count_parameters(shape).total == ERNIE_PARAMETERS
     assert [path.name for path in tmp_path.iterdir()] == ["modeling_evil.py"]
