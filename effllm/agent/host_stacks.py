@@ -125,19 +125,15 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
     return {frames: count for frames, us in found.items() if (count := round(us * 1e-6 * RATE_HZ))}
 
 
-def with_frame(place: tuple[str, str], stacks: Stacks) -> Stacks:
-    """Return the stacks with a frame of torch/utils/data.
-
-    Args:
-        place: end of the name of its file, and its function without the class.
-        stacks: all stacks.
-    """
+def has_frame(frames: Iterable[Frame], place: tuple[str, str]) -> bool:
+    """Whether a stack has a frame of torch/utils/data: of the end of a file's name, and of a function or method."""
     file, function = f"torch/utils/data/{place[0]}", place[1]
-    return {
-        frames: count
-        for frames, count in stacks.items()
-        if any(one.path.endswith(file) and one.function.rpartition(".")[2] == function for one in frames)
-    }
+    return any(one.path.endswith(file) and one.function.rpartition(".")[2] == function for one in frames)
+
+
+def with_frame(stacks: Stacks, place: tuple[str, str]) -> Stacks:
+    """Return the stacks with such a frame."""
+    return {frames: samples for frames, samples in stacks.items() if has_frame(frames, place)}
 
 
 def folder_of(stacks: Stacks) -> str:
@@ -229,6 +225,8 @@ class LineNames:
         if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
             kind = COMPUTE
         function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
+        if has_frame(frames, WAIT_FOR_WORKER):
+            function = "a wait for DataLoader workers"
         # Some versions of Python show a generator without its callers.
         name = _clean(re.sub(r"(\.<locals>\.<\w+>)+$", "", user.function))
         return self._kind or kind, f"{name} ({self._file(user.path)}:{user.line})", function

@@ -22,7 +22,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from effllm.agent.proc import INSTALL, content, process_state, py_spy
+from effllm.agent.proc import INSTALL, content, process_state, py_spy, py_spy_error
 from effllm.config.switches import this_process
 from effllm.records.wire import MAX_STACK
 from effllm.store import own_files
@@ -33,14 +33,7 @@ DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  
 DUMP_WAIT_S = 10.0  # torch reads its pipe once a second
 SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
 MAX_DUMP_BYTES = 256 * 2**20
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "uninterruptible sleep",
-    "T": "stopped",
-    "t": "traced",
-    "Z": "dead",
-}
+STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible sleep", "T": "stopped", "t": "traced", "Z": "dead"}
 MAX_THREADS = 2000
 PY_SPY_S = 10.0
 MAX_TOP = 200
@@ -116,8 +109,7 @@ def _stacks(pid: int) -> tuple[str, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no stacks: {error}", ""
     if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[:500]
-        return f"no stacks: py-spy failed: {said}", ""
+        return f"no stacks: {py_spy_error(done.stderr)}", ""
     # The text before the version is the command line, which may contain secrets and line breaks.
     _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
     stacks = (mark + stacks).strip()

@@ -125,6 +125,18 @@ def py_spy() -> str:
     return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
 
 
+def py_spy_error(messages: bytes, scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str:
+    """Return why py-spy has failed, in one line, from its messages and from Yama's setting."""
+    lines = [" ".join(line.split()) for line in messages.decode(errors="replace").splitlines() if line.strip()]
+    said = next((line for line in lines if "rror" in line), lines[0] if lines else "no message")[:200]
+    if "permission denied" not in said.lower():
+        return f"py-spy failed: {said}"
+    setting = content(scope).strip()
+    if setting in ("", "0"):
+        return "Linux does not permit py-spy to read the process; a container needs --cap-add=SYS_PTRACE"
+    return f"Linux does not permit py-spy to read the process (kernel.yama.ptrace_scope={setting})"
+
+
 def private_bytes(pid: int) -> float | None:
     """Return the private memory of a process: without files and libraries; ``None`` if it has ended."""
     found = _PRIVATE.search(content(f"/proc/{pid}/status"))

@@ -29,7 +29,7 @@ from effllm.agent.host_stacks import (
     stacks_of,
     with_frame,
 )
-from effllm.agent.proc import INSTALL, process_state, py_spy
+from effllm.agent.proc import INSTALL, process_state, py_spy, py_spy_error
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import pidfd
 from effllm.records.host_lines import WORKER
@@ -152,7 +152,7 @@ class StackRecording:
         if is_late:
             return self._failed(f"py-spy took more than {LIMIT_S:.0f} s")
         if code and process_state(self._pid) not in ("", "Z", "X"):
-            return self._failed(f"py-spy failed: {_reason(messages)}")
+            return self._failed(py_spy_error(messages))
         is_worker = self._pid != self._trainer.pid
         try:
             stacks = stacks_of(recording, 0 if is_worker else self._trainer.facts.thread_id)
@@ -160,13 +160,13 @@ class StackRecording:
             return None  # the process has ended
         torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
         if is_worker:
-            return self._samples(LineNames(self._folder, WORKER), with_frame(FETCH, stacks), torn)
+            return self._samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), torn)
         self._folder = folder_of(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
         long = LongIterations.of([*iterations_ns(), *running], self._began_ns)
         in_long = stacks_of(recording, self._trainer.facts.thread_id, long.within_us)
-        waits = sum(with_frame(WAIT_FOR_WORKER, stacks).values())
+        waits = sum(with_frame(stacks, WAIT_FOR_WORKER).values())
         if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):
             self._worker = _worker_of(self._pid)
         return self._samples(LineNames(self._folder), stacks, torn, in_long, long.usual)
@@ -218,9 +218,3 @@ def _worker_of(pid: int) -> int:
                 if child.name() == WORKER_NAME:
                     found[child.pid] = sum(child.cpu_times()[:2])
     return max(found, key=found.__getitem__, default=0)
-
-
-def _reason(messages: bytes) -> str:
-    """Return the first error of py-spy in one line."""
-    lines = [line.strip() for line in messages.decode(errors="replace").splitlines() if line.strip()]
-    return " ".join(next((line for line in lines if "rror" in line), lines[0] if lines else "no message").split())[:200]

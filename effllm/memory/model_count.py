@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from effllm.config.switches import this_process
 from effllm.memory.config_fields import architecture_of
 from effllm.memory.config_json import ONLY_TEXT
 from effllm.memory.model import EXPERT, MAX_LAYERS, MLP, Experts, ModelShape, ParameterTensor, WrongModel
@@ -142,7 +142,7 @@ def _run(fields: Mapping[str, Any]) -> dict[str, Any]:
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
-            env={**os.environ, **_ALONE},
+            env={**this_process(), **_ALONE},
             preexec_fn=_limit_memory,
             check=False,
         )

@@ -93,7 +93,22 @@ def test_missing_permission_of_py_spy_is_reported(no_recorder, monkeypatch, tmp_
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
 
-    assert "no stacks: py-spy failed: Permission Denied: try as root" in found.text
+    assert "no stacks: Linux does not permit py-spy to read the process" in found.text
+
+
+@pytest.mark.parametrize("setting", ["1", "2", "3"])
+def test_refusal_names_the_setting_of_the_kernel(tmp_path, setting):
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text(f"{setting}\n")
+    said = proc.py_spy_error(b"Error: Permission Denied: Try running again with elevated permissions", scope)
+
+    assert said == f"Linux does not permit py-spy to read the process (kernel.yama.ptrace_scope={setting})"
+
+
+def test_other_errors_of_py_spy_are_quoted(tmp_path):
+    said = proc.py_spy_error(b"some text\nError: Failed to find   python version\n", tmp_path / "none")
+
+    assert said == "py-spy failed: Error: Failed to find python version"
 
 
 def test_ended_trainer_is_not_inspected(no_recorder):
