@@ -52,7 +52,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
     head = f"[EfficientLLM] Run {outcome(summary.status)}{simulated}"
     facts = list(facts_of(summary))
-    missing = [("Blind", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
+    missing = [("Missing", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
     last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, here())]
     if is_cut:
         after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
@@ -61,7 +61,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
             before = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in long), COLUMN)]
             if len(before) <= room:
                 break
-        lines = [*before, *_blind(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
+        lines = [*before, *_missing(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
     else:
         lines = [f"  {name:<9}{text}" for name, text in (*facts, *missing, *last)]
     return "".join(f"{line}\n" for line in (head, *lines))
@@ -126,7 +126,7 @@ def how_to_open(
         yield f"tensorboard --logdir {shlex.quote(str(events))}"
 
 
-def _blind(missing: Sequence[Fact], room: int) -> Iterator[str]:
+def _missing(missing: Sequence[Fact], room: int) -> Iterator[str]:
     """Yield the most harmful gaps, whole, and the number of the others."""
     shown, rest = 0, room
     for name, text in missing[:2]:
@@ -137,7 +137,7 @@ def _blind(missing: Sequence[Fact], room: int) -> Iterator[str]:
         yield from lines
         shown, rest = shown + 1, rest - len(lines)
     if more := len(missing) - shown:
-        yield f"  {'Blind':<9}{more:,} {'more ' * bool(shown)}in summary.txt, not measured"
+        yield f"  {'Missing':<9}{more:,} {'more ' * bool(shown)}in summary.txt, not measured"
 
 
 def _harm(sentence: str) -> int:

@@ -409,7 +409,7 @@ def test_end_on_a_terminal_is_at_most_14_lines_of_80_columns_with_the_verdict_fi
     assert len(lines) <= 14
     assert max(map(len, lines)) <= 80
     names = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
-    assert " ".join(names) == "Verdict Why Next Result Energy Paper Ran Slow Doubt Events Blind Open Open"
+    assert " ".join(names) == "Verdict Why Next Result Energy Paper Ran Slow Doubt Events Missing Open Open"
     assert lines[-2:] == ["  Open     effllm inspect /runs/one", "  Open     tensorboard --logdir /runs/one/tb"]
 
 
@@ -419,7 +419,7 @@ def test_end_in_a_file_cuts_nothing():
 
     assert "…" not in text
     assert f"  Why      {40 * 'why '}".rstrip() in text
-    assert text.count(f"  Blind    {summary.not_measured[0]}\n") == 9
+    assert text.count(f"  Missing  {summary.not_measured[0]}\n") == 9
 
 
 def test_most_harmful_gaps_are_on_the_terminal_with_their_whole_remedies():
@@ -429,9 +429,9 @@ def test_most_harmful_gaps_are_on_the_terminal_with_their_whole_remedies():
     lines = closing_text(make_summary(not_measured=gaps), None, None, is_cut=True).splitlines()
 
     blind = " ".join(
-        " ".join(line.split()) for line in lines[next(at for at, one in enumerate(lines) if "Blind" in one) :]
+        " ".join(line.split()) for line in lines[next(at for at, one in enumerate(lines) if "Missing" in one) :]
     )
-    assert blind == f"Blind {tokens} Blind {gaps[0]} Blind 1 more in summary.txt, not measured"
+    assert blind == f"Missing {tokens} Missing {gaps[0]} Missing 1 more in summary.txt, not measured"
 
 
 def test_errors_of_energy_are_the_larger_one_in_percent():
