@@ -48,8 +48,8 @@ def main() -> int:
             drawn = [replace(one, checkpointing="selective", attention="eager") for one in drawn]
         found = list(_count(drawn, refused))
     options = f"--seed {given.seed} --count {len(found) + len(refused)}" + " --selective" * given.selective
-    checkout = " --megatron CHECKOUT" * given.megatron.exists()
-    about = machine(gpu="none", command=f"make bench-memory ARGUMENTS='{options}{checkout} --keep'")
+    more = f" --again {given.again}" * bool(given.again) + " --megatron CHECKOUT" * given.megatron.exists()
+    about = machine(gpu="none", command=f"make bench-memory ARGUMENTS='{options}{more} --keep'")
     title, tiny = f"# Estimates of effllm fit, {about['date']}\n", "\n## Tiny trainings, counted on the CPU\n"
     lines = [title, *_text(about), tiny, *_text(summary(found)), *[f"- not counted: {one}" for one in refused], ""]
     report = "\n".join([*lines, *classes(), *published(peers(given.megatron)), ""])

@@ -1,6 +1,6 @@
 """The numbers of other estimators for a model and a plan, in bytes for a GPU: their own functions are called.
 
-None of them is told of all settings of a plan; for the others it gives a number without a warning.
+None of them has an argument for every setting of a plan; without it, it gives its number all the same.
 """
 
 from __future__ import annotations
