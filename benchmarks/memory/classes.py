@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,14 +36,14 @@ def classes() -> Iterator[str]:
         found: list[str] = []
         for config, build in (mapping := getattr(transformers, f"MODEL_FOR_{kind}_MAPPING")).items():
             print(f"{kind} {len(found) + 1} of {len(mapping)}: {config.__name__:<40}", end="\r", file=sys.stderr)
-            outcome, why = _outcome(config, build[0] if isinstance(build, tuple) else build)
-            found.append(outcome)
-            named += [f"- {outcome}: {config.__name__}: {why}"] if why else []
+            what, why = outcome(config, build[0] if isinstance(build, tuple) else build)
+            found.append(what)
+            named += [f"- {what}: {config.__name__}: {why}"] if why else []
         yield line(kind, *(str(found.count(one)) for one in OUTCOMES))
     yield from ("", *sorted(set(named)), "")
 
 
-def _outcome(config_class: Any, build: Any) -> tuple[str, str]:
+def outcome(config_class: Any, build: Any) -> tuple[str, str]:
     """Return what fit says of a class, and the reason if it is not the number of parameters of the model."""
     import torch
 
@@ -62,8 +63,8 @@ def _outcome(config_class: Any, build: Any) -> tuple[str, str]:
     said = count_parameters(shape).total if shape else 0
     if said == expected:
         return "exact by formulas", ""
-    stdin = patch.object(sys, "stdin", StringIO(json.dumps(fields)))
-    with stdin, redirect_stderr(StringIO()), redirect_stdout(StringIO()) as printed:
+    stdin, connect = patch.object(sys, "stdin", StringIO(json.dumps(fields))), patch.object(socket.socket, "connect")
+    with stdin, connect, redirect_stderr(StringIO()), redirect_stdout(StringIO()) as printed:
         count_child.main()  # in this process, which has imported transformers
     answer = json.loads(printed.getvalue())
     if "reason" in answer:

@@ -17,6 +17,8 @@ from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import count_parameters, parameter_tensors
 
+THEORY = "megatron/training/theoretical_memory_usage.py"
+
 
 class Peer(NamedTuple):
     """Another estimator; without its package, it raises ImportError."""
@@ -68,7 +70,7 @@ def megatron(checkout: Path, shape: ModelShape, plan: MemoryPlan) -> float:
 @cache
 def _theory(checkout: Path) -> Any:
     """Return Megatron's module, without the rest of Megatron, which needs a GPU."""
-    path = checkout / "megatron/training/theoretical_memory_usage.py"
+    path = checkout / THEORY
     spec = spec_from_file_location("megatron_theory.usage", path)
     if spec is None or spec.loader is None or not path.exists():
         raise ImportError(f"no {path.name}")

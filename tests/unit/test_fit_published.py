@@ -6,7 +6,7 @@ The table of docs/fit.md must have the same values.  ``python tests/unit/test_fi
 import json
 from dataclasses import replace
 
-from benchmarks.memory.peers import peers
+from benchmarks.memory.peers import THEORY, peers
 from benchmarks.memory.published import ROOT, SETS, judged, published
 from effllm.memory.estimate import ByteRange
 
@@ -65,6 +65,16 @@ def test_report_has_each_set_of_rows_and_names_an_estimator_that_is_not_installe
     for name in SETS:
         assert any(line.startswith(f"| {name} | all | ") for line in lines)
         assert f"left out (no theoretical_memory_usage.py): {megatron.get}" in "".join(lines)
+
+
+def test_function_of_a_checkout_of_megatron_is_called(tmp_path):
+    (tmp_path / THEORY).parent.mkdir(parents=True)
+    text = "from .utils import print_rank_0\ndef report_theoretical_memory(args, batches):\n    return 0, 0, args.{}\n"
+    (tmp_path / THEORY).write_text(text.format("hidden_size"))
+    [megatron] = [one for one in peers(tmp_path) if one.name.startswith("Megatron")]
+    one = judged(ROWS[0])
+
+    assert megatron.estimate(one.shape, one.plan) == one.shape.hidden * 2**20
 
 
 if __name__ == "__main__":
