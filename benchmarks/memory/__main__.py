@@ -47,9 +47,9 @@ def main() -> int:
         if given.selective:
             drawn = [replace(one, checkpointing="selective", attention="eager") for one in drawn]
         found = list(_count(drawn, refused))
-    options = f"--seed {given.seed} --count {len(found) + len(refused)}" + " --selective" * given.selective
-    more = f" --again {given.again}" * bool(given.again) + " --megatron CHECKOUT" * given.megatron.exists()
-    about = machine(gpu="none", command=f"make bench-memory ARGUMENTS='{options}{more} --keep'")
+    drawn_as = f"--seed {given.seed} --count {given.count}" + " --selective" * given.selective
+    options = (f"--again {given.again}" if given.again else drawn_as) + " --megatron CHECKOUT" * given.megatron.exists()
+    about = machine(gpu="none", command=f"make bench-memory ARGUMENTS='{options} --keep'")
     title, tiny = f"# Estimates of effllm fit, {about['date']}\n", "\n## Tiny trainings, counted on the CPU\n"
     lines = [title, *_text(about), tiny, *_text(summary(found)), *[f"- not counted: {one}" for one in refused], ""]
     report = "\n".join([*lines, *classes(), *published(peers(given.megatron)), ""])
@@ -58,7 +58,7 @@ def main() -> int:
         kept = RESULTS / f"{about['date']}-memory.md"
         kept.write_text(report)
         if not given.again:
-            _keep(kept.with_name(f"{kept.stem}-{options.replace('--', '').replace(' ', '-')}.json"), about, found)
+            _keep(kept.with_name(f"{kept.stem}-seed-{given.seed}{'-selective' * given.selective}.json"), about, found)
         print(f"kept in {kept}", file=sys.stderr)
     return 0
 
