@@ -114,8 +114,8 @@ bench-compare: $(VENV)/.ready ## Count false and missed differences of compariso
 bench-verdict: $(VENV)/.ready ## Compare the verdicts on jobs with a planted cause with this cause
 	@$(BIN)/python -m benchmarks.verdict $(ARGUMENTS)
 
-# Six minutes on an idle core.  ARGUMENTS: --count 22, --seed 16, --keep, --gpu, --again benchmarks/results/FILE
-bench-memory: $(FRAMEWORKS)/.ready ## Compare the estimates of effllm fit with tensors counted on the CPU
+# Ten minutes.  ARGUMENTS: --count 22, --seed 16, --megatron CHECKOUT, --keep, --gpu, --again benchmarks/results/FILE
+bench-memory: $(FRAMEWORKS)/.ready ## Compare effllm fit with counted tensors, transformers, published peaks and others
 	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m benchmarks.memory $(ARGUMENTS)
 
 # Five minutes: TraceML's own demonstration jobs, on the CPU.

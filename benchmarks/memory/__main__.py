@@ -1,7 +1,8 @@
-"""Count the storages of tiny trainings, and compare estimates with them: ``python -m benchmarks.memory``.
+"""Compare the estimates of effllm fit with what is counted and published: ``python -m benchmarks.memory``.
 
-Needs the environment with transformers, accelerate and PEFT: ``make bench-memory``.  Every configuration trains two
-steps on the CPU; the second one is counted.  With ``--gpu``, forty models of real size train on the first GPU instead.
+Tiny trainings make two steps on the CPU, of which the second one is counted; the classes of transformers are built;
+published peaks are compared, with other estimators beside.  Needs the environment with transformers, accelerate and
+PEFT: ``make bench-memory``.  With ``--gpu``, forty models of real size train on the first GPU instead.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.memory import on_gpu, peers
+from benchmarks.memory import on_gpu
+from benchmarks.memory.classes import classes
 from benchmarks.memory.configurations import Configuration, configurations
-from benchmarks.memory.judged import Judged, judge, peak_errors, shape_and_plan, summary
+from benchmarks.memory.judged import Judged, judge, summary
+from benchmarks.memory.peers import peers
+from benchmarks.memory.published import published
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -29,6 +33,7 @@ def main() -> int:
     parser.add_argument("--selective", action="store_true", help="recompute the attention of all configurations")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
     parser.add_argument("--again", metavar="FILE", help="judge the counted configurations of a kept file")
+    parser.add_argument("--megatron", type=Path, default=Path("Megatron-LM"), help="a checkout of Megatron-LM")
     parser.add_argument("--gpu", action="store_true", help="compare the peaks of forty models on a GPU")
     given = parser.parse_args()
     if given.gpu:
@@ -42,16 +47,19 @@ def main() -> int:
         if given.selective:
             drawn = [replace(one, checkpointing="selective", attention="eager") for one in drawn]
         found = list(_count(drawn, refused))
-    figures = summary(found)
-    compared = _compare(found)
-    print(json.dumps(figures, indent=2))
-    for name, errors in compared.items():
-        print(f"{name:<36} " + "  ".join(f"{key} {value:.3f}" for key, value in errors.items()))
-    for line in refused:
-        print(f"not counted: {line}")
+    drawn_as = f"--seed {given.seed} --count {given.count}" + " --selective" * given.selective
+    options = (f"--again {given.again}" if given.again else drawn_as) + " --megatron CHECKOUT" * given.megatron.exists()
+    about = machine(gpu="none", command=f"make bench-memory ARGUMENTS='{options} --keep'")
+    title, tiny = f"# Estimates of effllm fit, {about['date']}\n", "\n## Tiny trainings, counted on the CPU\n"
+    lines = [title, *_text(about), tiny, *_text(summary(found)), *[f"- not counted: {one}" for one in refused], ""]
+    report = "\n".join([*lines, *classes(), *published(peers(given.megatron)), ""])
+    print(report)
     if given.keep:
-        options = f"--seed {given.seed} --count {len(found) + len(refused)}" + " --selective" * given.selective
-        print(f"kept in {_keep(options, found, figures, compared, refused)}")
+        kept = RESULTS / f"{about['date']}-memory.md"
+        kept.write_text(report)
+        if not given.again:
+            _keep(kept.with_name(f"{kept.stem}-seed-{given.seed}{'-selective' * given.selective}.json"), about, found)
+        print(f"kept in {kept}", file=sys.stderr)
     return 0
 
 
@@ -64,46 +72,21 @@ def _count(wanted: Sequence[Configuration], refused: list[str]) -> Any:
         except RuntimeError as error:  # an operation that the CPU does not have
             refused.append(f"{one.name}: {error}")
             continue
-        if sys.stderr.isatty():
-            print(f"{at + 1} of {len(wanted)}", end="\r", file=sys.stderr)
+        print(f"training {at + 1} of {len(wanted)}", end="\r", file=sys.stderr)
         yield judge(one, asdict(counted))
 
 
-def _compare(found: Sequence[Judged]) -> dict[str, dict[str, float]]:
-    """Return the errors of the peak, by estimator."""
-    pairs = [shape_and_plan(one.configuration) for one in found]
-    counts = [round(one.estimated["parameters"]) for one in found]
-    estimators = {
-        peers.MEGATRON: lambda shape, plan, count: peers.megatron(shape, count, plan),
-        peers.DEEPSPEED: lambda _shape, _plan, count: peers.deepspeed(count),
-        peers.DEEPSPEED_3: lambda shape, _plan, count: peers.deepspeed_3(shape, count),
-        peers.ACCELERATE: lambda _shape, plan, count: peers.accelerate(count, plan),
-    }
-    estimates = {"effllm": [one.estimated["peak"] for one in found]}
-    for name, of in estimators.items():
-        try:
-            estimates[name] = [of(*pair, count) for pair, count in zip(pairs, counts, strict=True)]
-        except ImportError as error:
-            print(f"{name} is left out: {error}")
-    return {name: peak_errors(values, found) for name, values in estimates.items()}
+def _text(figures: dict[str, Any]) -> list[str]:
+    return [f"- {name}: {round(one, 4) if isinstance(one, float) else one}" for name, one in figures.items()]
 
 
-def _keep(options: str, found: Sequence[Judged], figures: Any, compared: Any, refused: list[str]) -> Path:
-    about = machine(gpu="none: counted on a CPU")
-    words = [word.strip("-") for word in options.split() if word not in ("--count", str(len(found) + len(refused)))]
-    path = RESULTS / f"{about['date']}-memory-{'-'.join(words)}.json"
-    rows = [
+def _keep(path: Path, about: dict[str, Any], found: Sequence[Judged]) -> None:
+    counted = [
         {"configuration": asdict(one.configuration), "bytes": one.counted, "estimated": one.estimated} for one in found
     ]
-    body = {
-        "command": f"make bench-memory ARGUMENTS='{options} --keep'",
-        "machine": about,
-        "figures": figures,
-    }
-    text = json.dumps({**body, "peaks": compared, "not_counted": refused, "counted": None}, indent=2)
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    path.write_text(text.replace('"counted": null', f'"counted": [\n{lines}\n  ]') + "\n")
-    return path
+    rows = ",\n".join("    " + json.dumps(row) for row in counted)
+    text = json.dumps({"machine": about, "figures": summary(found), "counted": None}, indent=2)
+    path.write_text(text.replace('"counted": null', f'"counted": [\n{rows}\n  ]') + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
@@ -97,19 +97,13 @@ def limits(ratios: Sequence[float]) -> tuple[float, float]:
 
 def covered(found: Sequence[Judged]) -> float:
     """Return the share of configurations whose ratio is within the limits of all others."""
-    inside = 0
-    for at, one in enumerate(found):
-        low, high = limits([other.ratio for other in (*found[:at], *found[at + 1 :])])
-        inside += low <= one.ratio <= high
-    return inside / len(found)
+    return _covered(found, lambda one, other: one is not other)
 
 
-def covered_architectures(found: Sequence[Judged]) -> float:
-    """Return the same share, with the limits of the other architectures alone."""
+def _covered(found: Sequence[Judged], is_other: Callable[[Judged, Judged], bool]) -> float:
     inside = 0
     for one in found:
-        others = [other.ratio for other in found if other.configuration.architecture != one.configuration.architecture]
-        low, high = limits(others)
+        low, high = limits([other.ratio for other in found if is_other(one, other)])
         inside += low <= one.ratio <= high
     return inside / len(found)
 
@@ -124,20 +118,11 @@ def summary(found: Sequence[Judged]) -> dict[str, Any]:
         "activations_within_10_percent": sum(error <= 0.1 for error in errors) / len(errors),
         "activations_median_error": median(errors),
         "activations_largest_error": errors[-1],
+        "peak_median_error": median(abs(one.error) for one in found),
+        "peak_within_10_percent": sum(abs(one.error) <= 0.1 for one in found) / len(found),
         "limits": [round(low, 4), round(high, 4)],
         "covered_leave_one_out": covered(found),
-        "covered_leave_one_architecture_out": covered_architectures(found),
-    }
-
-
-def peak_errors(estimates: Sequence[float], found: Sequence[Judged]) -> dict[str, float]:
-    """Return the errors of an estimator's peaks against the counted peaks."""
-    ratios = [estimate / one.counted["peak"] for estimate, one in zip(estimates, found, strict=True)]
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return {
-        "median_error": median(errors),
-        "error_of_nine_of_ten": quantile(errors, 0.9),
-        "within_10_percent": sum(error <= 0.1 for error in errors) / len(errors),
-        "lowest_ratio": min(ratios),
-        "highest_ratio": max(ratios),
+        "covered_leave_one_architecture_out": _covered(
+            found, lambda one, other: one.configuration.architecture != other.configuration.architecture
+        ),
     }

@@ -28,7 +28,7 @@ def main() -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
     socket.socket.connect = _refuse  # type: ignore[method-assign]
     try:
-        answer = _count(json.load(sys.stdin))
+        answer = _count(json.load(sys.stdin, object_hook=lambda one: float(one.get("__float__", 0)) or one))  # infinity
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
         lines = str(error).strip().splitlines() or [""]
         answer = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}

@@ -7,6 +7,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from benchmarks.memory.classes import outcome
 from effllm.commands.app import app
 from effllm.memory import model_count
 from effllm.memory.count_child import tensors_of
@@ -140,3 +141,27 @@ def test_tensors_of_each_model_of_transformers_have_all_of_its_parameters():
         assert counted == sum(one.numel() for one in model.parameters()), type(model).__name__
         checked += 1
     assert checked > 80
+
+
+def test_infinity_in_a_config_of_transformers_5_is_read():
+    config = transformers.Mamba2Config(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, state_size=16)
+    stated = json.loads(config.to_json_string(use_diff=False))
+    with torch.device("meta"):
+        expected = sum(one.numel() for one in transformers.Mamba2ForCausalLM(config).parameters())
+
+    shape = count_model({**stated, "architectures": ["Mamba2ForCausalLM"]}, "mamba2")
+
+    assert stated["time_step_limit"][1] == {"__float__": "Infinity"}
+    assert count_parameters(shape).total == expected
+
+
+def test_benchmark_says_what_fit_says_of_a_class():
+    of = [
+        outcome(transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        outcome(transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
+        outcome(transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+        outcome(transformers.DbrxConfig, transformers.DbrxForCausalLM),
+    ]
+
+    assert of[:3] == [("exact by formulas", ""), ("counted", ""), ("text by formulas, whole counted", "")]
+    assert of[3][0] == "not built"
