@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from effllm.memory.config_json import find_model
-from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
+from effllm.memory.model import MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
 
 Arguments = Mapping[str, str]
 
@@ -118,7 +118,7 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")
-        following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
+        following = words[at + 1] if at + 1 < len(words) and not re.match(r"-(?!\d)", words[at + 1]) else ""
         value = _FORMULA.sub(lambda match: f"$(({formulas[int(match[1])]}))", value if equals else following)
         yield name.replace("_", "-"), value
 
@@ -141,9 +141,9 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
     width = _number(arguments, "ffn-hidden-size", 4 * hidden if not gated else (4 * hidden * 2 // 3) // 64 * 64)
     bias = "disable-bias-linear" not in arguments
     groups = _number(arguments, "num-query-groups", 1) if "group-query-attention" in arguments else heads
-    if "kv-channels" not in arguments and (heads < 1 or hidden % heads):
-        raise WrongModel(f"--hidden-size {hidden:,} is not a multiple of --num-attention-heads {heads:,}")
-    head_dim = _number(arguments, "kv-channels", hidden // max(heads, 1))
+    if "kv-channels" not in arguments and hidden % heads:
+        raise WrongModel(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}")
+    head_dim = _number(arguments, "kv-channels", hidden // heads)
     rms, learned = arguments.get("normalization") == "RMSNorm", _learned_positions(arguments)
     return ModelShape(
         name=name,
@@ -210,7 +210,9 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
         found["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
     elif "use-torch-fsdp2" in arguments:
         found["zero"] = 3
-    if found.get("tp", 1) > 1 and "sequence-parallel" in arguments:
+    if found.get("tp", 1) == 1:  # that of experts is 1, too
+        arguments.get("expert-tensor-parallel-size")
+    elif "sequence-parallel" in arguments:
         found["sequence_parallel"] = True
     if "recompute-activations" in arguments:
         found["checkpointing"] = "selective"
@@ -245,8 +247,6 @@ def _vocabulary(arguments: Arguments) -> int:
     size = _number(arguments, "vocab-size", known)
     multiple = _number(arguments, "make-vocab-size-divisible-by", 128)
     multiple *= _number(arguments, "tensor-model-parallel-size", 1)
-    if multiple < 1:
-        raise WrongModel(f"the vocabulary cannot be a multiple of {multiple}")
     return -(-size // multiple) * multiple
 
 
@@ -301,4 +301,7 @@ def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
         raise WrongModel(f"--{name} is {value}, which has no value in the script: replace it by its number")
     if not re.fullmatch(r"-?\d{1,15}", value):
         raise WrongModel(f"--{name} is {value!r}, not a whole number")
+    lowest = name not in ("q-lora-rank", "qk-pos-emb-head-dim", "moe-shared-expert-intermediate-size")
+    if not lowest <= int(value) <= MAX_SIZE:
+        raise WrongModel(f"--{name} is {value}: a number from {lowest:d} to {MAX_SIZE:,} is possible")
     return int(value)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from effllm.memory.model import WrongModel
+from effllm.memory.plan import MAX_COUNT
 from effllm.memory.stated_fields import StatedFields, left_out, training_systems
 
 Fields = Mapping[str, Any]
@@ -90,8 +91,9 @@ def _llama_factory(fields: Fields, deepspeed: Fields | None) -> Read:
 
 def _axolotl(fields: Fields, deepspeed: Fields | None) -> Read:
     """Read a YAML of axolotl: it loads the model in 16 bits with any ``bf16`` but false, and trains these weights."""
-    adapter, short = fields.get("adapter"), "fp16" if fields.get("fp16") else "bf16"
-    is_short = bool(fields.get("bf16") or fields.get("bfloat16") or fields.get("fp16"))
+    adapter, is_mixed = fields.get("adapter"), bool(fields.get("fp16"))  # bfloat16 and float16 are without autocast
+    short = "fp16" if is_mixed or fields.get("float16") else "bf16"
+    is_short = is_mixed or bool(fields.get("float16") or fields.get("bf16") or fields.get("bfloat16"))
     attention = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
     notes: list[str] = []
     found: dict[str, Any] = {
@@ -100,7 +102,7 @@ def _axolotl(fields: Fields, deepspeed: Fields | None) -> Read:
         "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
         "checkpointing": "full" if fields.get("gradient_checkpointing") else "none",
         "attention": _attention(fields.get("attn_implementation") or attention),
-        "precision": short if is_short and (adapter or short == "bf16") else f"{short}-mixed" if is_short else "fp32",
+        "precision": f"{short}-mixed" if is_mixed and not adapter else short if is_short else "fp32",
         "optimizer": _optimizer(fields, "optimizer", notes),
         "tp": _whole(fields, "tensor_parallel_size", 1),
         "cp": _whole(fields, "context_parallel_size", _whole(fields, "sequence_parallel_degree", 1)),
@@ -289,6 +291,6 @@ def _whole(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongModel(f"{key} is {str(value)[:40]!r}, not a whole number")
-    if value < lowest:
-        raise WrongModel(f"{key} is {value}: a number from {lowest} is possible")
+    if not lowest <= value <= MAX_COUNT:
+        raise WrongModel(f"{key} is {value}: a number from {lowest} to {MAX_COUNT:,} is possible")
     return value
