@@ -93,7 +93,7 @@ def _axolotl(fields: Fields, deepspeed: Fields | None) -> Read:
     """Read a YAML of axolotl: it loads the model in 16 bits with any ``bf16`` but false, and trains these weights."""
     adapter, is_mixed = fields.get("adapter"), bool(fields.get("fp16"))  # bfloat16 and float16 are without autocast
     short = "fp16" if is_mixed or fields.get("float16") else "bf16"
-    is_short = is_mixed or bool(fields.get("float16") or fields.get("bf16") or fields.get("bfloat16"))
+    is_short = is_mixed or bool(fields.get("float16") or fields.get("bf16", "auto") or fields.get("bfloat16"))
     attention = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
     notes: list[str] = []
     found: dict[str, Any] = {

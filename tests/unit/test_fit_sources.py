@@ -200,6 +200,8 @@ def test_full_training_of_axolotl(changes, settings):
     found, _ = read("axolotl", fields, fields.get("deepspeed"))
 
     assert found.items() >= settings.items() and "lora_rank" not in found
+    del fields["bf16"]
+    assert read("axolotl", fields)[0]["precision"].startswith(("bf16", "fp16"))  # auto
 
 
 @cases(
