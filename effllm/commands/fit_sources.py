@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
-from effllm.memory.config_fields import architecture_of
+from effllm.memory.config_fields import UnknownArchitecture, architecture_of
 from effllm.memory.config_json import (
-    UnknownArchitecture,
     find_model,
     find_variant,
     known_models,
@@ -22,16 +20,8 @@ from effllm.memory.config_json import (
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.model_count import CannotCount, can_count, count_model, stated_model, with_counted
-from effllm.memory.yaml_settings import (
-    accelerate_settings,
-    axolotl_settings,
-    is_accelerate,
-    is_axolotl,
-    is_llama_factory,
-    is_swift,
-    llama_factory_settings,
-    swift_settings,
-)
+from effllm.memory.stated_fields import StatedFields, left_out
+from effllm.memory.yaml_settings import read_yaml, system_of
 
 MAX_BYTES = 10**7  # of a config file
 
@@ -118,7 +108,7 @@ def _file(path: Path, sizes: StatedSizes) -> FoundModel:
         if path.suffix != ".json" and is_megatron(read_script(text)):
             return _megatron(text, sizes.vocab, path.stem, str(path))
         return _json(path, text, sizes)
-    except WrongModel as error:
+    except (RecursionError, WrongModel) as error:
         raise UnreadableModel(f"{path}: {error}") from None
 
 
@@ -163,9 +153,11 @@ def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
 
 def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
     stated = {} if vocab_size is None else {"vocab-size": str(vocab_size)}
-    arguments = {**stated, **read_script(text)}
+    arguments = StatedFields({**stated, **read_script(text)})
     settings, notes = read_settings(arguments)
-    return FoundModel(read_shape(arguments, name), source, (*notes, *ambiguous(text)), settings)
+    shape = read_shape(arguments, name)
+    unread = [f"--{name}" for name in arguments.unread("megatron")]
+    return FoundModel(shape, source, (*notes, *ambiguous(text), *left_out(unread)), settings)
 
 
 def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
@@ -178,34 +170,27 @@ def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
         fields = load_yaml(text)
     except yaml.YAMLError as error:
         raise UnreadableModel(f"{path} is not YAML: {error}") from None
-    if isinstance(fields, dict) and is_accelerate(fields):
-        inner = fields.get("deepspeed_config")
-        named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
-        settings, notes = accelerate_settings(fields, _deepspeed(path, str(named)) if named else None)
-        return FoundModel(None, str(path), tuple(notes), settings)
-    systems = () if not isinstance(fields, dict) else _SYSTEMS
-    key, read = next(((key, read) for is_one, key, read in systems if is_one(fields)), ("", None))
-    if read is None:
+    system = system_of(fields) if isinstance(fields, dict) else None
+    if system is None:
         raise UnreadableModel(
             f"{path} is neither of LLaMA-Factory (model_name_or_path), axolotl (base_model) or ms-swift (model and "
             "max_length) nor of accelerate (distributed_type)"
         )
-    settings, notes = read(fields, _stages(path, fields.get("deepspeed")))
-    named = fields[key]
+    if not system.model:
+        inner = fields.get("deepspeed_config")
+        named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
+        settings, notes = read_yaml(system, fields, _deepspeed(path, str(named)) if named else None)
+        return FoundModel(None, str(path), tuple(notes), settings)
+    settings, notes = read_yaml(system, fields, _stages(path, fields.get("deepspeed")))
+    named = fields[system.model]
     if not isinstance(named, str) or not named.strip():
-        raise UnreadableModel(f"{path}: {key} is {named!r}: give a name of the table, or a path")
+        raise UnreadableModel(f"{path}: {system.model} is {named!r}: give a name of the table, or a path")
     beside = path.parent / named
     if beside.suffix in (".yaml", ".yml"):
-        raise UnreadableModel(f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path")
+        message = f"{path}: {system.model} is {named}, which is not a model: give a name of the table, or a path"
+        raise UnreadableModel(message)
     found = find(str(beside) if beside.exists() else named, sizes)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
-
-
-_SYSTEMS: tuple[tuple[Callable[[Any], bool], str, Callable[[Any, Any], tuple[dict[str, Any], list[str]]]], ...] = (
-    (is_llama_factory, "model_name_or_path", llama_factory_settings),
-    (is_axolotl, "base_model", axolotl_settings),
-    (is_swift, "model", swift_settings),
-)
 
 
 def _stages(path: Path, stated: Any) -> dict[str, Any] | None:

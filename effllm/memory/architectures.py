@@ -66,14 +66,13 @@ def _with_experts(fields: Fields, shape: ModelShape, default: tuple[int, int, in
 
 def _sparse_layers(fields: Fields, layers: int) -> int:
     step, dense = whole(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    if step < 1:
-        raise WrongModel(f"decoder_sparse_step is {step}")
     return sum((layer + 1) % step == 0 and layer not in dense for layer in range(min(layers, 10_000)))
 
 
 def _head_norms(fields: Fields) -> ModelShape:
     """Return the usual layer with a norm of the queries and one of the keys of each head."""
-    shape = dense(fields, bias=_attention_bias(fields))
+    pattern = {"sliding_window_pattern": 4} if text(fields, "model_type") == "exaone4" else {}
+    shape = dense({**pattern, **fields}, bias=_attention_bias(fields))
     return replace(shape, qk_norm_per_layer=2 * shape.head_dim)
 
 
@@ -82,7 +81,7 @@ def _qwen3(fields: Fields) -> ModelShape:
 
 
 def _qwen3_moe(fields: Fields) -> ModelShape:
-    head_dim = size(fields, "hidden") // max(size(fields, "heads"), 1)
+    head_dim = size(fields, "hidden") // size(fields, "heads")
     return _with_experts(fields, _qwen3({"head_dim": head_dim, **fields}), (128, 8, 768))
 
 
@@ -225,8 +224,6 @@ def _llama4(fields: Fields) -> ModelShape:
     sizes = {"head_dim": 128, **fields, "intermediate_size": whole(fields, "intermediate_size_mlp", width)}
     shape = dense(sizes, bias=_attention_bias(fields))
     every, stated = whole(fields, "interleave_moe_layer_step", 1), fields.get("moe_layers")
-    if every < 1:
-        raise WrongModel(f"interleave_moe_layer_step is {every}: a number above 0 is possible")
     experts = Experts(
         total=whole(fields, "num_local_experts", 16),
         active=whole(fields, "num_experts_per_tok", 1),
@@ -269,8 +266,6 @@ def _routed(fields: Fields, shape: ModelShape) -> ModelShape:
     total = whole(fields, "n_routed_experts", 0)
     if not total:
         return shape
-    if every < 1:
-        raise WrongModel(f"moe_layer_freq is {every}: a number above 0 is possible")
     width = whole(fields, "moe_intermediate_size")
     experts = Experts(
         total=total,
@@ -283,51 +278,32 @@ def _routed(fields: Fields, shape: ModelShape) -> ModelShape:
     return replace(shape, experts=experts, notes=notes if fields.get("num_nextn_predict_layers") else ())
 
 
-FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
-    "llama": _llama,
-    "granite": _llama,
-    "smollm3": _llama,
-    "mistral": _mistral,
-    "phi3": _mistral,
-    "ministral3": _mistral,
-    "mixtral": _mixtral,
-    "granitemoe": _mixtral,
-    "qwen2": _qwen2,
-    "qwen2_vl": _qwen2,
-    "qwen2_vl_text": _qwen2,
-    "qwen2_5_vl": _qwen2,
-    "qwen2_5_vl_text": _qwen2,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3": _qwen3,
-    "qwen3_vl_text": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_vl_moe_text": _qwen3_moe,
-    "gemma": _gemma,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "gpt_oss": _gpt_oss,
-    "phi": _phi,
-    "opt": _opt,
-    "starcoder2": _starcoder2,
-    "stablelm": _stablelm,
-    "olmo": _olmo,
-    "olmo2": _olmo,
-    "olmo3": _olmo,
-    "cohere": _cohere,
-    "cohere2": _cohere,
-    "falcon": _falcon,
-    "nemotron": _nemotron,
-    "seed_oss": _seed_oss,
-    "ernie4_5": _ernie,
-    "exaone4": _head_norms,
-    "hunyuan_v1_dense": _head_norms,
-    "glm": _glm,
-    "glm4": _glm,
-    "glm4_moe": _glm4_moe,
-    "llama4_text": _llama4,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
+_READERS: dict[Callable[[Fields], ModelShape], str] = {
+    _llama: "llama granite smollm3",
+    _mistral: "mistral phi3 ministral3",
+    _mixtral: "mixtral granitemoe",
+    _qwen2: "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
+    _qwen2_moe: "qwen2_moe",
+    _qwen3: "qwen3 qwen3_vl_text",
+    _qwen3_moe: "qwen3_moe qwen3_vl_moe_text",
+    _gemma: "gemma gemma2 gemma3_text",
+    _gpt2: "gpt2",
+    _gpt_neox: "gpt_neox",
+    _gpt_oss: "gpt_oss",
+    _phi: "phi",
+    _opt: "opt",
+    _starcoder2: "starcoder2",
+    _stablelm: "stablelm",
+    _olmo: "olmo olmo2 olmo3",
+    _cohere: "cohere cohere2",
+    _falcon: "falcon",
+    _nemotron: "nemotron",
+    _seed_oss: "seed_oss",
+    _ernie: "ernie4_5",
+    _head_norms: "exaone4 hunyuan_v1_dense",
+    _glm: "glm glm4",
+    _glm4_moe: "glm4_moe",
+    _llama4: "llama4_text",
+    _deepseek: "deepseek_v2 deepseek_v3 kimi_k2",
 }
+FAMILIES = {name: read for read, names in _READERS.items() for name in names.split()}

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from effllm.memory.model import ModelShape, WrongModel
+from effllm.memory.model import MAX_LAYERS, MAX_SIZE, ModelShape, WrongModel
 
 Fields = Mapping[str, Any]
 
-MAX_VALUE = 10**12  # of a size; larger numbers are errors of the file
+
+class UnknownArchitecture(WrongModel):
+    """A config whose architecture has no formulas here."""
+
+
+#: Numbers that may be 0.
+_MAY_BE_ZERO = re.compile(
+    "first_k_dense_replace|n_(routed|shared)_experts|q_lora_rank|qk_rope_head_dim|shared_expert_intermediate_size"
+    "|sliding_window(_pattern)?|max_window_layers"
+)
+#: Fields that are lists, with a value for each layer.
+_PER_LAYER = re.compile(".*per_layer.*|block_configs|.*_multipliers")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -51,28 +65,33 @@ def architecture_of(fields: Fields) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
+def written(value: Any) -> str:
+    """Return the beginning of a value as it is in a JSON file."""
+    return json.dumps(value)[:60]
+
+
 def whole(fields: Fields, key: str, default: int | None = None) -> int:
     value = fields.get(key)
     if value is None:
         if default is None:
-            raise WrongModel(f"the config has no {key}")
+            raise WrongModel(f"{key} is null" if key in fields else f"the config has no {key}")
         return default
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, list):
+        raise UnknownArchitecture(f"{key} is {written(value)}: there are no formulas for a size of each layer")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongModel(f"{key} is {str(value)[:40]!r}, not a whole number")
-    if not 0 <= value <= MAX_VALUE:
-        raise WrongModel(f"{key} is {'negative' if value < 0 else f'above {MAX_VALUE:,}'}: correct it in the config")
+        raise WrongModel(f"{key} is {written(value)}, not a whole number")
+    lowest, limit = not _MAY_BE_ZERO.fullmatch(key), MAX_LAYERS if key in ALIASES["layers"] else MAX_SIZE
+    if not lowest <= value <= limit:
+        raise WrongModel(f"{key} is {written(fields[key])}: a number from {lowest:d} to {limit:,} is possible")
     return value
 
 
 def size(fields: Fields, kind: str, default: int | None = None) -> int:
-    for key in ALIASES[kind]:
-        if fields.get(key) is not None:
-            return whole(fields, key)
-    if default is None:
-        raise WrongModel(f"the config has no {ALIASES[kind][0]}")
-    return default
+    stated = [key for key in ALIASES[kind] if key in fields]
+    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else ALIASES[kind][0])
+    return whole(fields, key, default)
 
 
 def either(fields: Fields, key: str, other: str, default: int) -> int:
@@ -81,6 +100,8 @@ def either(fields: Fields, key: str, other: str, default: int) -> int:
 
 def flag(fields: Fields, key: str, default: bool) -> bool:
     value = fields.get(key)
+    if value not in (None, True, False):
+        raise WrongModel(f"{key} is {written(value)}, not true or false")
     return default if value is None else bool(value)
 
 
@@ -93,11 +114,16 @@ def dense(fields: Fields, *, tied: bool = False, bias: bool = False, **changes: 
         bias: whether the matrices of the attention have biases.
         changes: other fields of the shape.
     """
+    if listed := [key for key in fields if _PER_LAYER.fullmatch(key) and isinstance(fields[key], (list, dict))]:
+        raise UnknownArchitecture(
+            f"{listed[0]} is {written(fields[listed[0]])}: there are no formulas for a size of each layer"
+        )
     hidden, heads = size(fields, "hidden"), size(fields, "heads")
-    if not fields.get("head_dim") and (heads < 1 or hidden % heads):
-        raise WrongModel(f"hidden size {hidden:,} is not a multiple of {heads:,} attention heads")
+    if not fields.get("head_dim") and hidden % heads:
+        raise WrongModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     layers = size(fields, "layers")
-    window = whole(fields, "sliding_window", 0) if fields.get("use_sliding_window", True) else 0
+    window = whole(fields, "sliding_window", 0) if flag(fields, "use_sliding_window", True) else 0
+    sliding = _sliding_layers(fields, layers)
     shape = ModelShape(
         name="",
         architecture=text(fields, "model_type"),
@@ -105,14 +131,14 @@ def dense(fields: Fields, *, tied: bool = False, bias: bool = False, **changes: 
         hidden=hidden,
         heads=heads,
         kv_heads=whole(fields, "num_key_value_heads", heads),
-        head_dim=whole(fields, "head_dim", hidden // max(heads, 1)),
+        head_dim=whole(fields, "head_dim", hidden // heads),
         intermediate=size(fields, "intermediate", 4 * hidden),
         vocab=size(fields, "vocab"),
         tied=flag(fields, "tie_word_embeddings", tied),
         qkv_bias=bias,
         out_bias=bias,
         sliding_window=window,
-        sliding_layers=_sliding_layers(fields, layers) if window else 0,
+        sliding_layers=sliding if window else 0,
         activation=activation(fields),
     )
     return replace(shape, **changes)
@@ -125,11 +151,19 @@ def activation(fields: Fields) -> str:
 
 
 def _sliding_layers(fields: Fields, layers: int) -> int:
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list):
-        return sum(kind == "sliding_attention" for kind in kinds)
-    if pattern := fields.get("sliding_window_pattern"):
-        return layers - layers // int(pattern)
+    kinds, pattern = fields.get("layer_types"), fields.get("sliding_window_pattern")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise WrongModel(f"layer_types is {written(kinds)}, not a list of {layers} layers")
+        if other := [kind for kind in kinds if kind not in _LAYER_TYPES]:
+            raise UnknownArchitecture(f"layer_types has {written(other[0])}: there are no formulas for such a layer")
+        return kinds.count("sliding_attention")
+    if isinstance(pattern, str):  # such as LLLG of EXAONE 4: local and global layers, of which the last one is global
+        if not re.fullmatch("[LG]+", pattern):
+            raise WrongModel(f"sliding_window_pattern is {written(pattern)}, not a number or letters L and G")
+        return sum(pattern[layer % len(pattern)] == "L" for layer in range(layers - 1))
+    if every := whole(fields, "sliding_window_pattern", 0):
+        return layers - layers // every
     if "max_window_layers" in fields:
-        return max(layers - whole(fields, "max_window_layers"), 0)
+        return max(layers - whole(fields, "max_window_layers", layers), 0)
     return layers

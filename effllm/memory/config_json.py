@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from effllm.memory.architectures import FAMILIES
-from effllm.memory.config_fields import ALIASES, TEXT_DEFAULTS, Fields, architecture_of, text
+from effllm.memory.config_fields import (
+    ALIASES,
+    TEXT_DEFAULTS,
+    Fields,
+    UnknownArchitecture,
+    architecture_of,
+    flag,
+    text,
+    written,
+)
 from effllm.memory.model import ModelShape, WrongModel
 
 ONLY_TEXT = "only the text model"  # beginning of a note
-
-
-class UnknownArchitecture(WrongModel):
-    """A config whose architecture has no formulas here."""
 
 
 def read_config(fields: Fields, name: str = "") -> ModelShape:
@@ -41,9 +46,13 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     architecture = text(fields, "model_type") or architecture_of(fields)
     read = FAMILIES.get(architecture)
     if not architecture:
-        raise WrongModel("the config has no model_type and no architectures: give the config.json of a model")
+        stated = (
+            f"model_type is {written(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
+        )
+        raise WrongModel(f"{stated}, and architectures name no class: give the config.json of a model")
     if read is None:
-        raise UnknownArchitecture(f"unknown architecture ({architecture})")
+        key = "model_type" if text(fields, "model_type") else "architectures"
+        raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
     try:
         shape = read(fields)
     except WrongModel:
@@ -85,13 +94,41 @@ def _of_mistral(fields: Fields) -> Fields:
 def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
     stated = {key: value for key, value in inner.items() if value is not None}
-    if "tie_word_embeddings" in outer:
-        stated.setdefault("tie_word_embeddings", outer["tie_word_embeddings"])
+    stated["tie_word_embeddings"] = _tied(inner, outer, notes)
     defaults = TEXT_DEFAULTS.get(text(inner, "model_type"), {})
     absent = [key for key in defaults if key not in stated]
     if absent:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
     return {**defaults, **stated}
+
+
+#: Whose tie_word_embeddings transformers 5.23 obeys in a multimodal model: that of the outer config, with true or false
+#: as default, or of the text model, or either one; measured for each class. Others: the text model, or else outside.
+_OUTER_OR_TRUE = re.compile(
+    "aya_vision|cohere2_vision|deepseek_vl(_hybrid)?|gemma3|got_ocr2|internvl|janus|kimi_k25|lighton_ocr|mistral3|ovis2"
+    "|paligemma|pp_chart2table"
+)
+_OUTER_OR_FALSE = re.compile(
+    "cosmos3_omni|exaone4_5|idefics[23]|llava_next|qianfan_ocr|qwen3_vl(_moe)?|smolvlm|video_llava|vipllava"
+)
+_INNER = re.compile("llama4|blip-2|instructblip(video)?")
+_EITHER = re.compile("llava|llava_next_video|llava_onevision|qwen2(_5)?_vl|video_llama_3")
+
+
+def _tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
+    """Return whether the head of a multimodal model is its embedding; None: the default of the text model."""
+    kind, key = text(outer, "model_type"), "tie_word_embeddings"
+    if (is_default := _OUTER_OR_TRUE.fullmatch(kind) is not None) or _OUTER_OR_FALSE.fullmatch(kind):
+        if is_default and outer.get(key) is None:
+            notes.append(
+                f"{key} of {kind} is not stated, so head and embedding are one in transformers: a checkpoint with a "
+                "head of its own has more parameters"
+            )
+        return flag(outer, key, is_default)
+    if _EITHER.fullmatch(kind):
+        return flag(outer, key, False) or flag(inner, key, False)
+    places = (inner,) if _INNER.fullmatch(kind) else (inner, outer)
+    return next((one[key] for one in places if one.get(key) is not None), None)
 
 
 def _quantization(fields: Fields) -> Iterator[str]:

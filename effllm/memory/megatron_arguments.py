@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from effllm.memory.config_json import find_model
-from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
+from effllm.memory.model import MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
 
 Arguments = Mapping[str, str]
 
@@ -33,14 +33,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 MAX_VALUE = 100_000  # letters
 #: Vocabularies of tokenizers whose size is not an argument.
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-#: Arguments that change the memory, and that no plan has.
-NOT_ESTIMATED = (
-    *("fp8-format", "fp4-format", "optimizer-cpu-offload", "use-precision-aware-optimizer", "cpu-offloading"),
-    *("recompute-modules", "recompute-num-layers", "num-layers-per-virtual-pipeline-stage", "mtp-num-layers"),
-    *("num-virtual-stages-per-pipeline-rank", "expert-tensor-parallel-size", "decoder-first-pipeline-num-layers"),
-    *("decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout", "window-size", "attention-output-gate"),
-    *("vision-model-type", "bert-no-binary-head"),
-)
 #: Arguments of models that are not the GPT model.
 OTHER_MODELS = ("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model", "encoder-num-layers")
 _SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -126,7 +118,7 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")
-        following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
+        following = words[at + 1] if at + 1 < len(words) and not re.match(r"-(?!\d)", words[at + 1]) else ""
         value = _FORMULA.sub(lambda match: f"$(({formulas[int(match[1])]}))", value if equals else following)
         yield name.replace("_", "-"), value
 
@@ -145,13 +137,13 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
     heads = _number(arguments, "num-attention-heads")
-    gated = bool({"swiglu", "quick-geglu"} & set(arguments))
+    gated = _has(arguments, "swiglu", "quick-geglu")
     width = _number(arguments, "ffn-hidden-size", 4 * hidden if not gated else (4 * hidden * 2 // 3) // 64 * 64)
     bias = "disable-bias-linear" not in arguments
     groups = _number(arguments, "num-query-groups", 1) if "group-query-attention" in arguments else heads
-    if "kv-channels" not in arguments and (heads < 1 or hidden % heads):
-        raise WrongModel(f"--hidden-size {hidden:,} is not a multiple of --num-attention-heads {heads:,}")
-    head_dim = _number(arguments, "kv-channels", hidden // max(heads, 1))
+    if "kv-channels" not in arguments and hidden % heads:
+        raise WrongModel(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}")
+    head_dim = _number(arguments, "kv-channels", hidden // heads)
     rms, learned = arguments.get("normalization") == "RMSNorm", _learned_positions(arguments)
     return ModelShape(
         name=name,
@@ -195,9 +187,9 @@ _SIZES = {
 def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a plan, with ``gpus`` and ``global_batch`` where they are stated, and notes.
 
-    The notes are what is not estimated, and variables that have no value in the script.
+    The notes are what is estimated as another setting, and variables that have no value in the script.
     """
-    notes = [f"--{name} is not estimated: the estimate is without it" for name in NOT_ESTIMATED if name in arguments]
+    notes = []
     if "spec" in arguments:
         notes.append("--spec names layers of another module: the estimate has those of Megatron's GPT model")
     found: dict[str, Any] = {}
@@ -208,17 +200,19 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
             found[key] = _number(arguments, name)
     found["implementation"] = "megatron"
     short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master"
-    found["precision"] = short if {"bf16", "fp16"} & set(arguments) else "fp32"
+    found["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
     found["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")
     if optimizer not in _OPTIMIZERS:
         notes.append(f"--optimizer {optimizer} is estimated as AdamW")
     found["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
-    if {"use-megatron-fsdp", "use-custom-fsdp"} & set(arguments):
+    if _has(arguments, "use-megatron-fsdp", "use-custom-fsdp"):
         found["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
     elif "use-torch-fsdp2" in arguments:
         found["zero"] = 3
-    if found.get("tp", 1) > 1 and "sequence-parallel" in arguments:
+    if found.get("tp", 1) == 1:  # that of experts is 1, too
+        arguments.get("expert-tensor-parallel-size")
+    elif "sequence-parallel" in arguments:
         found["sequence_parallel"] = True
     if "recompute-activations" in arguments:
         found["checkpointing"] = "selective"
@@ -233,7 +227,7 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
 def _learned_positions(arguments: Arguments) -> int:
     if arguments.get("position-embedding-type", "learned_absolute") != "learned_absolute":
         return 0
-    if {"use-rotary-position-embeddings", "enable-gpt-oss"} & set(arguments):
+    if _has(arguments, "use-rotary-position-embeddings", "enable-gpt-oss", "no-position-embedding"):
         return 0
     return _number(arguments, "max-position-embeddings", _number(arguments, "seq-length", 0))
 
@@ -253,8 +247,6 @@ def _vocabulary(arguments: Arguments) -> int:
     size = _number(arguments, "vocab-size", known)
     multiple = _number(arguments, "make-vocab-size-divisible-by", 128)
     multiple *= _number(arguments, "tensor-model-parallel-size", 1)
-    if multiple < 1:
-        raise WrongModel(f"the vocabulary cannot be a multiple of {multiple}")
     return -(-size // multiple) * multiple
 
 
@@ -267,6 +259,7 @@ def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
         intermediate=_number(arguments, "moe-ffn-hidden-size", width),
         layers=_sparse_layers(arguments.get("moe-layer-freq") or "1", layers),
         shared_intermediate=_number(arguments, "moe-shared-expert-intermediate-size", 0),
+        shared_gate="moe-shared-expert-gate" in arguments,
         router_bias="disable-bias-linear" not in arguments,
         expert_bias="disable-bias-linear" not in arguments,
     )
@@ -294,6 +287,10 @@ def _latent(arguments: Arguments) -> LatentAttention | None:
     )
 
 
+def _has(arguments: Arguments, *names: str) -> bool:
+    return bool([name for name in names if name in arguments])
+
+
 def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
     value = arguments.get(name, "")
     if not value:
@@ -304,4 +301,7 @@ def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
         raise WrongModel(f"--{name} is {value}, which has no value in the script: replace it by its number")
     if not re.fullmatch(r"-?\d{1,15}", value):
         raise WrongModel(f"--{name} is {value!r}, not a whole number")
+    lowest = name not in ("q-lora-rank", "qk-pos-emb-head-dim", "moe-shared-expert-intermediate-size")
+    if not lowest <= int(value) <= MAX_SIZE:
+        raise WrongModel(f"--{name} is {value}: a number from {lowest:d} to {MAX_SIZE:,} is possible")
     return int(value)

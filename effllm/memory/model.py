@@ -113,7 +113,10 @@ class ModelShape:
             if not 1 <= size <= limit:
                 raise WrongModel(f"{name} is {size:,}: a size from 1 to {limit:,} is possible")
         if self.heads % self.kv_heads:
-            raise WrongModel(f"{self.heads} attention heads are not a multiple of {self.kv_heads} key-value heads")
+            raise WrongModel(
+                f"{self.heads} attention heads (num_attention_heads, --num-attention-heads) are not a multiple of "
+                f"{self.kv_heads} key-value heads (num_key_value_heads, --num-query-groups)"
+            )
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.latent is not None:
@@ -125,7 +128,8 @@ class ModelShape:
 
     def _check_experts(self, experts: Experts) -> None:
         if not 1 <= experts.active <= experts.total <= MAX_SIZE:
-            raise WrongModel(f"{experts.active:,} of {experts.total:,} experts are active")
+            active = "experts are active (num_experts_per_tok, --moe-router-topk)"
+            raise WrongModel(f"{experts.active} of {experts.total} {active}")
         if not 1 <= experts.intermediate <= MAX_SIZE or not 0 <= experts.shared_intermediate <= MAX_SIZE:
             raise WrongModel(f"intermediate size of an expert is {experts.intermediate:,}")
         if not 0 <= experts.layers <= self.layers:

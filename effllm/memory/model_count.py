@@ -131,7 +131,7 @@ def _check(fields: Mapping[str, Any]) -> None:
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             value = one.get(name)
             if isinstance(value, (int, float)) and value > MAX_LAYERS:
-                raise WrongModel(f"{name} is {value:,}: a size from 1 to {MAX_LAYERS:,} is possible")
+                raise WrongModel(f"{name} is {value}: a number from 1 to {MAX_LAYERS:,} is possible")
 
 
 def _run(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from effllm.memory.model import WrongModel
+from effllm.memory.plan import MAX_COUNT
+from effllm.memory.stated_fields import StatedFields, left_out, training_systems
 
 Fields = Mapping[str, Any]
+Read = tuple[dict[str, Any], list[str]]
 
-_OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_8bit": "adamw-8bit",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "adamw-8bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-    "sgd": "sgd",
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_TARGETS = {
+    "qv": {"q_proj", "v_proj"},
+    "attention": _ATTENTION,
+    "all": _ATTENTION | {"gate_proj", "up_proj", "down_proj"},
 }
-
-#: Options of LLaMA-Factory that change the memory, and that no plan has.
-_NOT_ESTIMATED = (
-    *("use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_llama_pro", "use_dora", "use_unsloth"),
-    *(
-        "use_unsloth_gc",
-        "enable_liger_kernel",
-        "mixture_of_depths",
-        "fp8",
-        "use_kt",
-        "virtual_pipeline_model_parallel_size",
-    ),
-    *("use_hyper_parallel", "cp_size", "additional_target", "ref_model", "reward_model", "use_asft_loss", "shift_attn"),
-    *("freeze_vision_tower", "freeze_language_model", "fsdp"),
-)
-
-
 #: Keys of Megatron's layout, in a YAML of LLaMA-Factory or ms-swift -> settings of a plan.
 _MEGATRON_LAYOUT = {
     "tensor_model_parallel_size": "tp",
@@ -47,13 +28,16 @@ _MEGATRON_LAYOUT = {
 _MEGATRON = (*_MEGATRON_LAYOUT, "use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
 
 
-def megatron_settings(fields: Fields) -> dict[str, Any]:
+def _is_of_megatron(fields: Fields) -> bool:
+    return bool([key for key in _MEGATRON if fields.get(key)])
+
+
+def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
     """Return the settings of a YAML whose training runs in Megatron; none if it has no such key."""
-    if not any(fields.get(key) for key in _MEGATRON):
+    if not _is_of_megatron(fields):
         return {}
     found: dict[str, Any] = {name: _whole(fields, key, 1) for key, name in _MEGATRON_LAYOUT.items()}
     granularity = fields.get("recompute_granularity")
-    is_short = bool(fields.get("bf16") or fields.get("fp16"))
     return found | {
         "implementation": "megatron",
         "precision": "bf16-master" if is_short else "fp32",
@@ -63,16 +47,8 @@ def megatron_settings(fields: Fields) -> dict[str, Any]:
     }
 
 
-def is_llama_factory(fields: Fields) -> bool:
-    return "model_name_or_path" in fields
-
-
-def is_accelerate(fields: Fields) -> bool:
-    return "distributed_type" in fields or "compute_environment" in fields
-
-
-def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a LLaMA-Factory YAML, and what of it is not estimated.
+def _llama_factory(fields: Fields, deepspeed: Fields | None) -> Read:
+    """Read a YAML of LLaMA-Factory.
 
     LLaMA-Factory loads the model in the precision of the products, and trains weights or adapters in 32 bits unless
     ``pure_bf16`` is set; it checkpoints activations unless ``disable_gradient_checkpointing`` is set.
@@ -85,16 +61,16 @@ def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[di
         "micro_batch": _whole(fields, "per_device_train_batch_size", 8),
         "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
         "checkpointing": "none" if fields.get("disable_gradient_checkpointing") else "full",
-        "attention": "eager" if fields.get("flash_attn") == "disabled" else "sdpa",
+        "attention": _attention(fields.get("flash_attn")),
     }
-    notes = [f"{key} is not estimated: the estimate is without it" for key in _NOT_ESTIMATED if fields.get(key)]
+    notes = []
     if (stage := fields.get("stage")) in ("dpo", "kto", "rm", "ppo"):
         notes.append(
             f"stage {stage} is estimated as sft: a reference or reward model and pairs of answers are left out"
         )
     if kind in ("lora", "oft"):
         found["lora_rank"] = _whole(fields, "lora_rank", 8)
-        found["lora_targets"] = _targets(fields.get("lora_target", "all"))
+        found["lora_targets"] = _targets(fields, "lora_target", "all", notes)
         found["precision"] = short if is_short else "fp32"
         if kind == "oft":
             notes.append("finetuning_type oft is estimated as LoRA")
@@ -104,95 +80,62 @@ def llama_factory_settings(fields: Fields, deepspeed: Fields | None) -> tuple[di
         found["precision"] = "bf16" if fields.get("pure_bf16") else f"{short}-mixed" if is_short else "fp32"
         if kind != "full":
             notes.append(f"finetuning_type {kind} is estimated as full")
-    stated = str(fields.get("optim", "adamw_torch"))
-    found["optimizer"] = "muon" if fields.get("use_muon") else _OPTIMIZERS.get(stated, "adamw")
-    if stated not in _OPTIMIZERS:
-        notes.append(f"optim {stated} is estimated as AdamW")
-    if deepspeed is not None:
-        found["zero"] = _zero_stage(deepspeed, notes)
-        if kind == "full" and is_short:
-            found["precision"] = "bf16-zero"
-    return found | megatron_settings(fields), notes
+    found["optimizer"] = _optimizer(fields, "optim", notes)
+    if fields.get("use_muon"):
+        found["optimizer"] = "muon"
+    found |= _sharded(fields, deepspeed, notes)
+    if deepspeed is not None and kind == "full" and is_short:
+        found["precision"] = "bf16-zero"
+    return found | _megatron(fields, is_short), notes
 
 
-#: Options of axolotl that change the memory, and that no plan has.
-_NOT_OF_AXOLOTL = (
-    "unfrozen_parameters",
-    "lora_modules_to_save",
-    "plugins",
-    "qat",
-    "fp8",
-    "rl",
-    "peft_use_dora",
-    "relora",
-)
-
-
-def is_axolotl(fields: Fields) -> bool:
-    return "base_model" in fields and bool({"sequence_len", "micro_batch_size"} & set(fields))
-
-
-def axolotl_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a YAML of axolotl, and what of it is not estimated.
-
-    axolotl loads the model in 16 bits with ``bf16: true``, ``auto`` or ``full``, and trains these weights.
-    """
-    adapter, short = fields.get("adapter"), "fp16" if fields.get("fp16") else "bf16"
-    is_short = bool(fields.get("bf16") or fields.get("bfloat16") or fields.get("fp16"))
-    stated = str(fields.get("optimizer", "adamw_torch_fused"))
+def _axolotl(fields: Fields, deepspeed: Fields | None) -> Read:
+    """Read a YAML of axolotl: it loads the model in 16 bits with any ``bf16`` but false, and trains these weights."""
+    adapter, is_mixed = fields.get("adapter"), bool(fields.get("fp16"))  # bfloat16 and float16 are without autocast
+    short = "fp16" if is_mixed or fields.get("float16") else "bf16"
+    is_short = is_mixed or bool(fields.get("float16") or fields.get("bf16", "auto") or fields.get("bfloat16"))
+    attention = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
+    notes: list[str] = []
     found: dict[str, Any] = {
         "seq_length": _whole(fields, "sequence_len", 512),
         "micro_batch": _whole(fields, "micro_batch_size", 1),
         "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
         "checkpointing": "full" if fields.get("gradient_checkpointing") else "none",
-        "attention": "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa",
-        "precision": short if is_short and (adapter or short == "bf16") else f"{short}-mixed" if is_short else "fp32",
-        "optimizer": _OPTIMIZERS.get(stated, "adamw"),
+        "attention": _attention(fields.get("attn_implementation") or attention),
+        "precision": f"{short}-mixed" if is_mixed and not adapter else short if is_short else "fp32",
+        "optimizer": _optimizer(fields, "optimizer", notes),
         "tp": _whole(fields, "tensor_parallel_size", 1),
         "cp": _whole(fields, "context_parallel_size", _whole(fields, "sequence_parallel_degree", 1)),
+        **_sharded(fields, deepspeed, notes),
     }
-    notes = [f"{key} is not estimated: the estimate is without it" for key in _NOT_OF_AXOLOTL if fields.get(key)]
-    notes += [f"optimizer {stated} is estimated as AdamW"] if stated not in _OPTIMIZERS else []
     if adapter:
         found["lora_rank"] = _whole(fields, "lora_r", 8)
-        found["lora_targets"] = (
-            "all" if fields.get("lora_target_linear") else _targets(fields.get("lora_target_modules"))
-        )
+        is_all = fields.get("lora_target_linear")
+        found["lora_targets"] = "all" if is_all else _targets(fields, "lora_target_modules", "not stated", notes)
         found["base_bits"] = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 0
     if deepspeed is not None:
-        found["zero"] = _zero_stage(deepspeed, notes)
         found["precision"] = f"{short}-zero" if is_short and not adapter and short == "bf16" else found["precision"]
-    elif fields.get("fsdp") or fields.get("fsdp_config"):
-        config = _mapping(fields, "fsdp_config")
-        found["zero"] = 2 if config.get("reshard_after_forward") is False else 3
-        if config.get("offload_params") or config.get("fsdp_offload_params"):
-            notes.append("offload_params is not estimated: the estimate is without it")
     return found, notes
 
 
-def is_swift(fields: Fields) -> bool:
-    return "model" in fields and bool({"tuner_type", "train_type", "torch_dtype", "max_length"} & set(fields))
-
-
-def swift_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a YAML of ms-swift, and what of it is not estimated."""
-    usual = "full" if any(fields.get(key) for key in _MEGATRON) else "lora"
+def _swift(fields: Fields, deepspeed: Fields | None) -> Read:
+    usual = "full" if _is_of_megatron(fields) else "lora"
     kind = str(fields.get("tuner_type", fields.get("train_type", usual)))
     short = {"float16": "fp16", "float32": ""}.get(str(fields.get("torch_dtype")), "bf16")
+    notes: list[str] = []
     found: dict[str, Any] = {
         "micro_batch": _whole(fields, "per_device_train_batch_size", _whole(fields, "micro_batch_size", 1)),
         "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
         "checkpointing": "none" if fields.get("gradient_checkpointing") is False else "full",
-        "attention": {"flash_attn": "flash", "flash_attention_2": "flash", "eager": "eager"}.get(
-            str(fields.get("attn_impl")), "sdpa"
-        ),
+        "attention": _attention(fields.get("attn_impl")),
         "precision": short or "fp32",
+        "optimizer": _optimizer(fields, "optim", notes),
+        **_sharded(fields, deepspeed, notes),
     }
     if "global_batch_size" in fields:
         found["global_batch"] = _whole(fields, "global_batch_size", 1)
-    notes = [
-        f"{key} is not estimated" for key in ("rlhf_type", "use_liger_kernel", "modules_to_save") if fields.get(key)
-    ]
+    if rlhf := fields.get("rlhf_type"):
+        notes.append(f"rlhf_type {rlhf} is estimated as sft: other models and pairs of answers are left out")
     if "max_length" in fields:
         found["seq_length"] = _whole(fields, "max_length", 2048)
     else:
@@ -201,16 +144,13 @@ def swift_settings(fields: Fields, deepspeed: Fields | None) -> tuple[dict[str, 
         found["precision"] = f"{short}-zero" if deepspeed is not None and short == "bf16" else found["precision"]
     else:
         found["lora_rank"] = _whole(fields, "lora_rank", 8)
-        found["lora_targets"] = _targets(fields.get("target_modules", "all-linear"))
+        found["lora_targets"] = _targets(fields, "target_modules", "all", notes)
         found["base_bits"] = _whole(fields, "quant_bits", 0, 0)
         notes += [f"{kind} is estimated as LoRA"] if kind != "lora" else []
-    if deepspeed is not None:
-        found["zero"] = _zero_stage(deepspeed, notes)
-    return found | megatron_settings({"bf16": short, **fields}), notes
+    return found | _megatron(fields, bool(short)), notes
 
 
-def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of an accelerate YAML, and what of it is not estimated."""
+def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
     found: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
     notes: list[str] = []
     if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16"):
@@ -220,37 +160,29 @@ def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tupl
     elif mixed is not None:
         notes.append(f"mixed_precision {mixed} is not estimated")
     layout = _mapping(fields, "parallelism_config")
-    for key, name in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", ""), ("dp_shard_size", "")):
-        size = _whole(layout, f"parallelism_config_{key}", 1)
-        if name and size > 1:
+    for key, name in (("tp_size", "tp"), ("cp_size", "cp")):
+        if (size := _whole(layout, f"parallelism_config_{key}", 1)) > 1:
             found[name] = size
-        elif size > 1 and key == "dp_replicate_size":
-            notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
+    if _whole(layout, "parallelism_config_dp_replicate_size", 1) > 1:
+        notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
-        config = _mapping(fields, "fsdp_config")
-        strategy = str(config.get("fsdp_sharding_strategy", config.get("fsdp_reshard_after_forward", "FULL_SHARD")))
-        found["zero"] = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}.get(strategy.upper(), 3)
-        if strategy.upper() in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
-            notes.append(f"{strategy} is estimated as FULL_SHARD between all GPUs: a rank of several nodes needs more")
-        if config.get("fsdp_activation_checkpointing"):
-            found["checkpointing"] = "full"
-        if config.get("fsdp_offload_params"):
-            notes.append("fsdp_offload_params is not estimated: the estimate is without it")
+        found |= _sharded({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
     elif kind == "DEEPSPEED":
         config = _mapping(fields, "deepspeed_config")
-        found["zero"] = _whole(config, "zero_stage", 2, 0) if deepspeed is None else _zero_stage(deepspeed, notes)
+        stage = _whole(config, "zero_stage", 2, 0)
+        found |= {"zero": stage} if deepspeed is None else _sharded({}, deepspeed, notes)
         found["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
         if mixed in ("bf16", "fp16"):
             found["precision"] = "bf16-zero"
-        notes += _offloads(config, "offload_optimizer_device", "offload_param_device")
     elif kind == "MEGATRON_LM":
         config = _mapping(fields, "megatron_lm_config")
         found["tp"] = _whole(config, "megatron_lm_tp_degree", 1)
         found["pp"] = _whole(config, "megatron_lm_pp_degree", 1)
         found["implementation"] = "megatron"
         found["zero"] = 1 if config.get("megatron_lm_use_distributed_optimizer") else 0
-        found["sequence_parallel"] = found["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
+        is_sequence_parallel = bool(config.get("megatron_lm_sequence_parallelism"))
+        found["sequence_parallel"] = found["tp"] > 1 and is_sequence_parallel
         if config.get("megatron_lm_recompute_activations"):
             found["checkpointing"] = "selective"
         if mixed in ("bf16", "fp16"):
@@ -258,30 +190,92 @@ def accelerate_settings(fields: Fields, deepspeed: Fields | None = None) -> tupl
     return found, notes
 
 
-def _zero_stage(deepspeed: Fields, notes: list[str]) -> int:
-    """Return the stage of ZeRO in a config of DeepSpeed, and add what of it is not estimated."""
-    zero = _mapping(deepspeed, "zero_optimization")
-    notes += _offloads(zero, "offload_optimizer", "offload_param")
-    notes += [f"{key} of DeepSpeed is not estimated" for key in ("tensor_parallel", "fp8") if deepspeed.get(key)]
-    return _whole(zero, "stage", 0, 0)
+def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict[str, Any]:
+    """Return the stage of ZeRO of a config of DeepSpeed, or of ``fsdp`` and ``fsdp_config``, if there is one.
+
+    Keys of ``fsdp_config`` may begin with ``fsdp_``.
+    """
+    stated = fields.get("fsdp")
+    words = stated.split() if isinstance(stated, str) else stated if isinstance(stated, list) else []
+    config = _mapping(fields, "fsdp_config")
+    if deepspeed is not None:
+        zero = _mapping(deepspeed, "zero_optimization")
+        stage = _whole(zero, "stage", 0, 0)
+        if stage == 3:  # which overlaps by default
+            zero.get("overlap_comm")
+        return {"zero": stage}
+    if not stated and not config:
+        return {}
+
+    def of(name: str, default: Any) -> Any:
+        return config.get(f"fsdp_{name}", config.get(name, default))
+
+    named = [word for word in map(str, words) if word.endswith(("_shard", "_op", "_zero2"))]
+    default = of("reshard_after_forward", *named[:1] or ["FULL_SHARD"])
+    strategy = str(of("sharding_strategy", default)).upper()
+    if strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
+        notes.append(f"{strategy} is estimated as FULL_SHARD between all GPUs: a rank of several nodes needs more")
+    if "offload" in words:
+        notes.append("fsdp offload is not estimated: the estimate is without it")
+    stages = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}
+    found: dict[str, Any] = {"zero": stages.get(strategy, 3)}
+    return found | ({"checkpointing": "full"} if of("activation_checkpointing", False) else {})
 
 
-def _offloads(config: Fields, *keys: str) -> list[str]:
-    """Return the notes of memory that is moved to CPU or NVMe; DeepSpeed states a device, or a mapping with it."""
-    devices = {key: config.get(key) for key in keys}
-    stated = {key: one.get("device") if isinstance(one, Mapping) else one for key, one in devices.items()}
-    return [
-        f"{key} {device} is not estimated: the estimate is without it"
-        for key, device in stated.items()
-        if device not in (None, "none")
-    ]
+def _attention(stated: Any) -> str:
+    name = str(stated).lower()
+    if "flash" in name or name in ("fa2", "fa3"):
+        return "flash"
+    return "eager" if name in ("eager", "disabled") else "sdpa"
 
 
-def _targets(stated: Any) -> str:
-    names = {name.strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
-    if names <= {"q_proj", "v_proj"}:
-        return "qv"
-    return "attention" if names <= {"q_proj", "k_proj", "v_proj", "o_proj"} else "all"
+def _optimizer(fields: Fields, key: str, notes: list[str]) -> str:
+    stated, known = str(fields.get(key) or "adamw_torch"), training_systems()["optimizers"]
+    if stated not in known:
+        notes.append(f"{key} {stated} is estimated as AdamW")
+    return str(known.get(stated, "adamw"))
+
+
+class System(NamedTuple):
+    """A training system with its own YAML."""
+
+    name: str  # in training_systems.toml
+    model: str  # the key with the name or path of the model; "": the YAML has only settings
+    keys: frozenset[str]  # a YAML has one of these keys, if there are any
+    read: Callable[[Fields, Fields | None], Read]
+
+
+SYSTEMS = (
+    System("accelerate", "", frozenset({"distributed_type", "compute_environment"}), _accelerate),
+    System("llama-factory", "model_name_or_path", frozenset(), _llama_factory),
+    System("axolotl", "base_model", frozenset({"sequence_len", "micro_batch_size"}), _axolotl),
+    System("ms-swift", "model", frozenset({"tuner_type", "train_type", "torch_dtype", "max_length"}), _swift),
+)
+
+
+def system_of(fields: Fields) -> System | None:
+    keys = set(fields)
+    return next((one for one in SYSTEMS if {one.model} - {""} <= keys and (not one.keys or one.keys & keys)), None)
+
+
+def read_yaml(system: System, fields: Fields, deepspeed: Fields | None = None) -> Read:
+    """Return the settings of a plan, and notes: what is estimated as another setting, or not in the estimate.
+
+    Raises:
+        WrongModel: a number is not possible.
+    """
+    stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
+    found, notes = system.read(stated, None if deepspeed is None else stages)
+    return found, [*notes, *left_out([*stated.unread(system.name), *stages.unread(system.name)])]
+
+
+def _targets(fields: Fields, key: str, default: str, notes: list[str]) -> str:
+    stated = fields.get(key) or default
+    names = {str(name).strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
+    found = next((name for name, matrices in _TARGETS.items() if names <= matrices), "all")
+    if names not in ({"all"}, {"all-linear"}, _TARGETS[found]):
+        notes.append(f"{key} {', '.join(sorted(names))} is estimated as --lora-targets {found}")
+    return found
 
 
 def _mapping(fields: Fields, key: str) -> Fields:
@@ -297,6 +291,6 @@ def _whole(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongModel(f"{key} is {str(value)[:40]!r}, not a whole number")
-    if value < lowest:
-        raise WrongModel(f"{key} is {value}: a number from {lowest} is possible")
+    if not lowest <= value <= MAX_COUNT:
+        raise WrongModel(f"{key} is {value}: a number from {lowest} to {MAX_COUNT:,} is possible")
     return value

@@ -126,7 +126,7 @@ def test_without_the_sink_nothing_is_added(frameworks):
 
 
 def test_keys_in_a_tracker_are_the_tags_of_tensorboard():
-    others = {tag: key for tag, (key, _) in TRACKED.items() if tag != "energy/total_joules"}
+    others = {tag: key for tag, (key, _) in TRACKED.items() if tag != "energy/total_joules" and "forecast/" not in tag}
 
     assert others == {tag: chart_tag(tag) for tag in others}
 

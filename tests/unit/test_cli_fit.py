@@ -183,7 +183,7 @@ def test_an_unknown_architecture_is_refused_with_the_remedy(config):
 
     assert (done.exit_code, done.stdout) == (3, "")
     remedy = "pip install 'effllm[fit]' counts its parameters, or give --params N"
-    assert done.stderr == f"effllm fit: unknown architecture (newest): {remedy}\n"
+    assert done.stderr == f"effllm fit: unknown architecture (model_type newest): {remedy}\n"
 
 
 @pytest.mark.parametrize(("gpu", "status", "word"), [("t4", 1, "does not fit"), ("b300", 3, "unclear")])

@@ -1,5 +1,7 @@
 """The memory of a model before the run: parameters, parts, verdicts and changes."""
 
+import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,8 @@ from cases import cases, repeats
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.architectures import FAMILIES
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
-from effllm.memory.config_json import UnknownArchitecture, find_model, known_models, read_config, similar_names
+from effllm.memory.config_fields import UnknownArchitecture
+from effllm.memory.config_json import find_model, known_models, read_config, similar_names
 from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, UNKNOWN, ByteRange, estimate, total_of
 from effllm.memory.model import WrongModel
 from effllm.memory.model_count import stated_model
@@ -360,22 +363,96 @@ def test_usable_memory_is_below_that_of_the_board():
 @cases(
     ("changes", "text"),
     [
-        ({"hidden_size": -8}, "hidden_size is negative: correct it"),
-        ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000"),
-        ({"num_hidden_layers": 10**4000}, "num_hidden_layers is above"),
-        ({"num_attention_heads": 3}, "not a multiple of 3 attention heads"),
-        ({"num_attention_heads": 0}, "not a multiple of 0 attention heads"),
-        ({"vocab_size": "ten"}, "vocab_size is 'ten', not a whole number"),
-        ({"vocab_size": None}, "the config has no vocab_size"),
-        ({"vocab_size": 1e300}, "vocab_size is above 1,000,000,000,000: correct it"),
-        ({"vocab_size": float("nan")}, "vocab_size is 'nan', not a whole number"),
-        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is negative: correct it"),
-        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "not a multiple of 3 key-value heads"),
+        ({"hidden_size": -8}, "hidden_size is -8: a number from 1 to 100,000,000 is possible"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: a number from 1 to 10,000 is possible"),
+        ({"num_hidden_layers": 10**4000}, "num_hidden_layers is 1000"),
+        ({"num_attention_heads": 3}, "hidden_size 8 is not a multiple of num_attention_heads 3"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0: a number from 1"),
+        ({"vocab_size": "ten"}, 'vocab_size is "ten", not a whole number'),
+        ({"vocab_size": None}, "vocab_size is null"),
+        ({"vocab_size": 1e300}, r"vocab_size is 1e\+300: a number from 1"),
+        ({"vocab_size": float("nan")}, "vocab_size is NaN, not a whole number"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1: a number from 0"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, r"not a multiple of 3 key-value heads \(num_key_value"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", not true or false'),
+        ({"layer_types": ["full_attention"] * 99}, r'layer_types is \["full_attention", .* not a list of 2 layers'),
+        ({"sliding_window": 4, "sliding_window_pattern": "LLX"}, 'sliding_window_pattern is "LLX", not a number or'),
     ],
 )
 def test_impossible_sizes_are_named(changes, text):
     with pytest.raises(WrongModel, match=text):
         read_config({**TINY, **changes})
+
+
+@cases(
+    ("changes", "text"),
+    [
+        ({"intermediate_size": [16, 32]}, r"intermediate_size is \[16, 32\]: there are no formulas for a size of each"),
+        ({"num_key_value_heads": [1, 2]}, r"num_key_value_heads is \[1, 2\]"),
+        ({"num_attention_heads": [2, 2]}, r"num_attention_heads is \[2, 2\]"),
+        ({"num_key_value_heads_per_layer": [1, 2]}, r"num_key_value_heads_per_layer is \[1, 2\]"),
+        ({"block_configs": [{}, {}]}, r"block_configs is \[\{\}, \{\}\]"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, 'layer_types has "linear_attention"'),
+    ],
+)
+def test_sizes_of_each_layer_have_no_formulas(changes, text):
+    with pytest.raises(UnknownArchitecture, match=text):
+        read_config({**TINY, **changes})
+
+
+@cases(
+    ("changes", "sliding"),
+    [
+        ({"sliding_window_pattern": "LLLG"}, 6),
+        ({"sliding_window_pattern": "LG"}, 4),
+        ({"sliding_window_pattern": "L"}, 7),  # the last layer is always global
+        ({"sliding_window_pattern": 4}, 6),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window_pattern": "LLLG"}, 4),
+        ({"sliding_window": None, "sliding_window_pattern": "LLLG"}, 0),
+    ],
+)
+def test_patterns_of_windows_are_read(changes, sliding):
+    fields = {**TINY, "model_type": "exaone4", "num_hidden_layers": 8, "sliding_window": 4, **changes}
+
+    assert read_config(fields).sliding_layers == sliding
+
+
+@cases(
+    ("kind", "outer", "inner", "tied"),
+    [
+        ("gemma3", None, False, True),
+        ("gemma3", False, True, False),
+        ("qwen3_vl", None, True, False),
+        ("qwen3_vl", True, False, True),
+        ("llava", None, True, True),
+        ("llava", False, None, False),
+        ("llama4", True, None, False),
+        ("llama4", False, True, True),
+        ("of_a_repository", True, None, True),
+        ("of_a_repository", True, False, False),
+    ],
+)
+def test_embedding_of_a_multimodal_model_is_the_head_as_its_class_reads_it(kind, outer, inner, tied):
+    stated = {"model_type": kind, "text_config": dict(TINY)}
+    for fields, value in ((stated, outer), (stated["text_config"], inner)):
+        if value is not None:
+            fields["tie_word_embeddings"] = value
+
+    shape = read_config(stated)
+
+    assert shape.tied is tied
+    assert any("checkpoint with a head of its own" in note for note in shape.notes) == (
+        kind == "gemma3" and outer is None
+    )
+
+
+def test_a_refusal_names_the_field_and_its_value_as_written():
+    for row in {row.config["model_type"]: row for row in known_models()}.values():
+        for field, value in itertools.product(set(row.config) - {"model_type"}, ("x", [8, 8], -3, 0.5, 10**13, {}, 0)):
+            try:
+                read_config({**row.config, field: value})
+            except WrongModel as error:
+                assert f"{field} is {json.dumps(value)}" in str(error), (row.name, str(error))
 
 
 def test_params_json_of_mistral_has_the_same_sizes_as_its_config():
@@ -391,9 +468,9 @@ def test_params_json_of_mistral_has_the_same_sizes_as_its_config():
 
 
 def test_an_unknown_architecture_has_no_formulas():
-    with pytest.raises(UnknownArchitecture, match=r"unknown architecture \(newest\)"):
+    with pytest.raises(UnknownArchitecture, match=r"unknown architecture \(model_type newest\)"):
         read_config({**TINY, "model_type": "newest"})
-    with pytest.raises(WrongModel, match="no model_type and no architectures"):
+    with pytest.raises(WrongModel, match="there is no model_type, and architectures name no class"):
         read_config({"hidden_size": 8})
 
 

@@ -8,8 +8,9 @@ from cases import cases
 from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
+from effllm.memory.stated_fields import left_out
 from effllm.memory.states import count_parameters
-from effllm.memory.yaml_settings import accelerate_settings, axolotl_settings, llama_factory_settings
+from effllm.memory.yaml_settings import SYSTEMS, read_yaml
 
 SCRIPT = """#!/bin/bash
 # --num-layers 99 is a comment
@@ -31,6 +32,11 @@ TRAIN="--micro-batch-size 1 --global-batch-size 128 --bf16 --recompute-granulari
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes=2 pretrain_gpt.py \\
     "${MODEL_ARGS[@]}" $TRAIN --tensor-model-parallel-size ${TP} --use-distributed-optimizer --sequence-parallel
 """
+
+
+def read(system, fields, deepspeed=None):
+    """Return the settings and notes of the fields of a system's YAML."""
+    return read_yaml(next(one for one in SYSTEMS if one.name == system), fields, deepspeed)
 
 
 def test_a_launch_script_is_the_model_and_its_plan():
@@ -85,6 +91,9 @@ def test_missing_arguments_are_named(changes, text):
     [
         ("--num-layers many", "--num-layers is 'many', not a whole number"),
         ("--num-layers 1e3", "--num-layers is '1e3', not a whole number"),
+        ("--hidden-size 0", "--hidden-size is 0: a number from 1 to 100,000,000 is possible"),
+        ("--ffn-hidden-size -3", "--ffn-hidden-size is -3: a number from 1"),
+        ("--num-attention-heads 33", "--num-attention-heads"),
         ("--num-layers $UNSET", r"--num-layers is \$UNSET, which has no value in the script"),
         ("--num-experts 8 --moe-layer-freq f(3)", "a whole number or a list such as"),
         ("--hybrid-override-pattern M-M*", "--hybrid-override-pattern: only the GPT model of Megatron is known"),
@@ -100,7 +109,6 @@ def test_an_argument_that_cannot_be_read_is_named(argument, text):
     [
         ("--pipeline-model-parallel-size $PP", "--pipeline-model-parallel-size is $PP, which has no value"),
         ("--context-parallel-size $((GPUS / 2))", "--context-parallel-size is $((GPUS / 2)), which has no value"),
-        ("--fp8-format hybrid", "--fp8-format is not estimated: the estimate is without it"),
         ("--optimizer new", "--optimizer new is estimated as AdamW"),
         ("--spec my_plugin.hybrid get_spec", "--spec names layers of another module"),
     ],
@@ -136,8 +144,8 @@ def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
     fields = {"finetuning_type": "full", "bf16": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
     fields |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2}
 
-    found, notes = llama_factory_settings(
-        {**fields, "use_distributed_optimizer": True, "recompute_granularity": "full"}, None
+    found, notes = read(
+        "llama-factory", {**fields, "use_distributed_optimizer": True, "recompute_granularity": "full"}, None
     )
 
     assert notes == []
@@ -148,7 +156,7 @@ def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
 def test_layout_of_accelerate_is_read():
     layout = {f"parallelism_config_{name}_size": size for name, size in (("tp", 2), ("cp", 4), ("dp_shard", 8))}
 
-    found, notes = accelerate_settings({"num_processes": 64, "parallelism_config": layout})
+    found, notes = read("accelerate", {"num_processes": 64, "parallelism_config": layout})
 
     assert (found, notes) == ({"gpus": 64, "tp": 2, "cp": 4}, [])
 
@@ -168,7 +176,7 @@ def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
     lora = {"lora_rank": 32, "lora_targets": "all", "base_bits": 4, "precision": "bf16", "optimizer": "adamw-8bit"}
     batch = {"seq_length": 8192, "micro_batch": 2, "accumulation": 4, "checkpointing": "full", "attention": "flash"}
     assert found.settings == {**lora, **batch, "zero": 3, "tp": 1, "cp": 1}
-    assert [note.split(" ")[0] for note in found.notes[-2:]] == ["lora_modules_to_save", "offload_params"]
+    assert found.notes[-1] == "not in the estimate: lora_modules_to_save and fsdp_config.fsdp_offload_params"
 
 
 @cases(
@@ -176,18 +184,24 @@ def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
     [
         ({}, {"precision": "bf16", "checkpointing": "none"}),
         ({"bf16": None, "fp16": True}, {"precision": "fp16-mixed"}),
+        ({"bf16": False, "float16": True}, {"precision": "fp16"}),
         ({"bf16": None}, {"precision": "fp32"}),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"precision": "bf16-zero", "zero": 2}),
         ({"fsdp_config": {"reshard_after_forward": False}}, {"precision": "bf16", "zero": 2}),
         ({"context_parallel_size": 4, "tensor_parallel_size": 2}, {"cp": 4, "tp": 2}),
+        ({"attn_implementation": "flash_attention_2"}, {"attention": "flash"}),
+        ({"fsdp": ["shard_grad_op", "auto_wrap"]}, {"zero": 2}),
+        ({"fsdp_config": {"activation_checkpointing": True}}, {"zero": 3, "checkpointing": "full"}),
     ],
 )
 def test_full_training_of_axolotl(changes, settings):
     fields = {"base_model": "x", "sequence_len": 2048, "bf16": True, **changes}
 
-    found, _ = axolotl_settings(fields, fields.get("deepspeed"))
+    found, _ = read("axolotl", fields, fields.get("deepspeed"))
 
     assert found.items() >= settings.items() and "lora_rank" not in found
+    del fields["bf16"]
+    assert read("axolotl", fields)[0]["precision"].startswith(("bf16", "fp16"))  # auto
 
 
 @cases(
@@ -209,6 +223,64 @@ def test_yaml_of_swift_is_a_model_and_its_plan(tmp_path, changes, settings):
 
     assert found.shape.name == "qwen2.5-7b" and found.settings["seq_length"] == 4096
     assert found.settings.items() >= settings.items()
+
+
+@cases(
+    ("stated", "unread"),
+    [
+        ("plugins: [a]\nfp8: true\nrl: grpo", ["plugins", "fp8", "rl"]),
+        ("a_new_option: 1\nlogging_steps: 5\noutput_dir: x\nlearning_rate: 0.1", ["a_new_option"]),
+        ("fp8: false\nrl:\nqat: {}\nrelora: none\nlora_dropout: 0.0\nplugins: []\nfp16: auto", []),
+        ("lora_dropout: 0.05\nlora_alpha: 16", ["lora_dropout"]),
+        ("qat: {weight_dtype: int4}\ntrl: {beta: 1, use_vllm: true}", ["qat", "trl"]),
+        ("qat: {enabled: false, weight_dtype: int4}", []),
+        ("special_tokens: {pad_token: x}\ngradient_checkpointing_kwargs: {use_reentrant: false}", []),
+        (
+            "fsdp_config: {reshard_after_forward: true, fsdp_version: 2, forward_prefetch: true}",
+            ["fsdp_config.forward_prefetch"],
+        ),
+        ("fsdp_config: {limit_all_gathers: false}", ["fsdp_config.limit_all_gathers"]),
+        ("dp_shard_size: 1\ndp_replicate_size: 2", ["dp_replicate_size"]),
+        ("deepspeed: {zero_optimization: {stage: 3, overlap_comm: true, stage3_max_reuse_distance: 1e9}}", []),
+        ("deepspeed: {zero_optimization: {stage: 2, overlap_comm: true}}", ["zero_optimization.overlap_comm"]),
+        ("deepspeed: {fp16: {enabled: true}, optimizer: {type: AdamW, params: {lr: 1}}}", []),
+        ("deepspeed: {optimizer: {type: Lamb, params: {lr: 1}}}", ["optimizer"]),
+        ("deepspeed: {activation_checkpointing: {cpu_checkpointing: true}}", ["activation_checkpointing"]),
+    ],
+)
+def test_what_a_yaml_states_and_the_estimate_does_not_contain_is_listed(tmp_path, stated, unread):
+    path = tmp_path / "sft.yaml"
+    path.write_text(f"base_model: Qwen/Qwen3-8B\nsequence_len: 1024\nmicro_batch_size: 1\n{stated}\n")
+
+    notes = [note for note in find(str(path)).notes if note.startswith("not in the estimate")]
+
+    assert notes == left_out(unread)
+    assert left_out(["plugins", "fp8", "rl"]) == ["not in the estimate: plugins, fp8 and rl"]
+
+
+@cases(
+    ("arguments", "notes"),
+    [
+        ("--fp8-format hybrid --moe-latent-size 8", ["not in the estimate: --fp8-format and --moe-latent-size"]),
+        ("--expert-tensor-parallel-size 1", ["not in the estimate: --expert-tensor-parallel-size"]),
+        ("--expert-tensor-parallel-size 1 --tensor-model-parallel-size 1", []),
+        ("--a-new-argument", ["not in the estimate: --a-new-argument"]),
+        ("--lr 1e-4 --save x --attention-dropout 0.0 --sequence-parallel --recompute-num-layers 1 --rdzv-id 1", []),
+    ],
+)
+def test_arguments_of_megatron_that_are_not_estimated_are_listed(tmp_path, arguments, notes):
+    path = tmp_path / "run.sh"
+    path.write_text(f"{SCRIPT} {arguments}")
+
+    assert [note for note in find(str(path)).notes if note.startswith("not in the estimate")] == notes
+
+
+def test_a_megatron_layout_of_swift_has_what_it_does_not_contain_beside_it():
+    fields = {"model": "x", "max_length": 8, "tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}
+
+    assert read("ms-swift", {**fields, "optim": "sgd", "torch_dtype": "bfloat16"})[1] == [
+        "not in the estimate: recompute_num_layers"
+    ]
 
 
 def test_sizes_of_two_branches_have_a_note():
@@ -278,16 +350,16 @@ def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
 def test_settings_of_llama_factory(changes, expected):
     fields = {"finetuning_type": "lora", "bf16": True, "per_device_train_batch_size": 2, "lora_rank": 8}
 
-    settings, notes = llama_factory_settings({**fields, **changes}, None)
+    settings, notes = read("llama-factory", {**fields, **changes}, None)
 
     assert {name: settings.get(name) for name in expected} == expected
     assert notes == []
 
 
 def test_what_is_not_estimated_of_llama_factory_is_named():
-    settings, notes = llama_factory_settings({"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
+    settings, notes = read("llama-factory", {"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
 
-    assert notes == ["use_galore is not estimated: the estimate is without it", "optim new is estimated as AdamW"]
+    assert notes == ["optim new is estimated as AdamW", "not in the estimate: use_galore"]
     assert settings["optimizer"] == "adamw"
 
 
@@ -296,13 +368,21 @@ def test_what_is_not_estimated_of_llama_factory_is_named():
     [
         ({"stage": "dpo"}, None, "stage dpo is estimated as sft"),
         ({"finetuning_type": "oft"}, None, "oft is estimated as LoRA"),
-        ({"enable_liger_kernel": True}, None, "enable_liger_kernel is not estimated"),
-        ({}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer cpu is not estimated"),
-        ({}, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel of DeepSpeed is not estimated"),
+        ({"enable_liger_kernel": True}, None, "not in the estimate: enable_liger_kernel"),
+        (
+            {},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "not in the estimate: zero_optimization.offload_optimizer",
+        ),
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "not in the estimate: tensor_parallel"),
+        ({"lora_target": "q_proj,up_proj"}, None, "lora_target q_proj, up_proj is estimated as --lora-targets all"),
+        ({"lora_target": [1]}, None, "lora_target 1 is estimated as --lora-targets all"),
+        ({"fsdp": "hybrid_shard auto_wrap"}, None, "HYBRID_SHARD is estimated as FULL_SHARD"),
+        ({"fsdp": ["full_shard", "offload"]}, None, "fsdp offload is not estimated"),
     ],
 )
 def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
-    _, (note,) = llama_factory_settings(fields, deepspeed)
+    _, (note,) = read("llama-factory", fields, deepspeed)
 
     assert text in note
 
@@ -317,13 +397,13 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
         ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}},
-            "nvme is not estimated",
+            "not in the estimate: deepspeed_config.offload_param_device",
         ),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "as FULL_SHARD"),
     ],
 )
 def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
-    _, (note,) = accelerate_settings(fields)
+    _, (note,) = read("accelerate", fields)
 
     assert text in note
 
@@ -354,7 +434,7 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
     ],
 )
 def test_settings_of_accelerate(fields, expected):
-    settings, _ = accelerate_settings(fields)
+    settings, _ = read("accelerate", fields)
 
     assert {name: settings.get(name) for name in expected} == expected
 
@@ -381,6 +461,11 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
         ("a.yaml", "model_name_or_path: [a]\n", r"model_name_or_path is \['a'\]: give a name of the table"),
         ("a.yaml", "model_name_or_path:\n", "model_name_or_path is None"),
         ("a.yaml", "model_name_or_path: qwen3-8b\nlora_rank: -1\n", "a.yaml: lora_rank is -1: a number from 1"),
+        (
+            "a.yaml",
+            "model_name_or_path: qwen3-8b\ncutoff_len: 10000000000\n",
+            "cutoff_len is 10000000000: a number from 1",
+        ),
         ("a.yaml", "model_name_or_path: qwen3-8b\nquantization_bit: four\n", "quantization_bit is 'four'"),
         ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 0\n", "num_processes is 0: a number from 1"),
         ("empty.json", "", "empty.json is empty: give the config.json"),
@@ -446,6 +531,15 @@ def test_a_deepspeed_config_is_found_in_a_folder_above(tmp_path, is_accelerate):
     path.write_text(of_accelerate if is_accelerate else of_factory)
 
     assert find(str(path)).settings["zero"] == 1
+
+
+def test_a_deep_deepspeed_config_is_no_traceback(tmp_path):
+    (tmp_path / "zero.json").write_text('{"a": ' * 700 + "1" + "}" * 700)
+    path = tmp_path / "sft.yaml"
+    path.write_text("model_name_or_path: qwen3-8b\ndeepspeed: zero.json\n")
+
+    with pytest.raises(UnreadableModel, match="maximum recursion"):
+        find(str(path))
 
 
 def test_an_inline_deepspeed_config_is_read(tmp_path):
