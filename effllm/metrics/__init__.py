@@ -12,8 +12,7 @@ the definitions for a cluster.
 from effllm.metrics import contract, energy, throughput, health, goodput
 
 # isort: on
-from effllm.metrics.evaluation import errors, evaluate, evaluate_run
-from effllm.metrics.table import METRICS, Formula, Metric, describe, headline, metric
+from effllm.metrics.table import METRICS, Formula, Metric, describe, errors, evaluate, evaluate_run, headline, metric
 
 __all__ = [
     "METRICS",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import GB, measured_quotient
-from effllm.metrics.table import metric
+from effllm.metrics.table import GB, measured_quotient, metric
 from effllm.records.job import ClusterTotals
 
 

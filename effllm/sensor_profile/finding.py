@@ -1,4 +1,4 @@
-"""The behaviour of the sensors of a GPU, from a record of the idle GPU and a record of the loaded GPU."""
+"""Reads a GPU as often as the driver allows, and finds the behaviour of its sensors when idle and under load."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import hashlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from effllm import __version__
+from effllm.devices import Reader
 from effllm.energy import calibration
 from effllm.energy.calibration import Seen
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import is_held
-from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
 from effllm.sensor_profile.estimates import (
     MAX_DELAY_S,
     MAX_WINDOW_S,
@@ -28,9 +29,9 @@ from effllm.sensor_profile.estimates import (
     steps_w,
     ticks_of,
 )
-from effllm.sensor_profile.nvml_facts import Facts
-from effllm.sensor_profile.record import BoardFacts, DriverCall, Ratio, Response, Rhythm, SensorProfile, State
-from effllm.sensor_profile.watching import READS_APART_S, Record
+from effllm.sensor_profile.load import TorchLoad
+from effllm.sensor_profile.nvml_facts import Facts, timed
+from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
 MIN_LAG_ERROR_S = 0.005
@@ -53,6 +54,8 @@ _PARTS = {
     "usage": ("power_usage_w", "power usage"),
 }
 _ENERGY_PARTS = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
+READS_APART_S = 0.002
+FULL_READS_APART_S = 0.5
 
 
 class _Reading(NamedTuple):
@@ -279,3 +282,86 @@ def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+class Timer(Protocol):
+    """The functions of the module ``time`` that are used here."""
+
+    def monotonic_ns(self) -> int: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Record(NamedTuple):
+    """The samples of one time span."""
+
+    samples: list[Sample]
+    full: list[Sample]  # samples with all quantities
+    calls_s: list[float]
+    beside: dict[str, list[tuple[int, float]]]  # readings that samples do not include, by name
+    edges: Sequence[LoadEdge] = ()
+
+    @property
+    def origin_ns(self) -> int:
+        """The time of the first sample, from which the record's seconds are counted."""
+        return self.samples[0].time_ns
+
+    @property
+    def end_s(self) -> float:
+        return (self.samples[-1].time_ns - self.origin_ns) * NS if self.samples else 0.0
+
+    @property
+    def apart_s(self) -> float:
+        return self.end_s / max(len(self.samples) - 1, 1)
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        if name in self.beside:
+            return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in self.beside[name]]
+        values = ((sample.time_ns, getattr(sample, name, None)) for sample in self.samples)
+        return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
+
+
+def watch(
+    reader: Reader,
+    clock: Timer,
+    progress: Callable[[float], None],
+    seconds: float,
+    beside: Mapping[str, Callable[[], float | None]],
+    until: TorchLoad | None = None,
+) -> Record:
+    """Read for a duration, or until the load ends; then the record has the edges of the load."""
+    read_energy = getattr(reader, "read_energy", reader.read)
+    began_ns = full_ns = shown_ns = clock.monotonic_ns()
+    record = Record([], [], [], {name: [] for name in beside})
+    while True:
+        now_ns = clock.monotonic_ns()
+        if now_ns >= shown_ns:
+            progress(min((now_ns - began_ns) * NS / seconds, 1.0))
+            shown_ns = now_ns + round(0.1 / NS)
+            if until is not None and (edges := until.take()) is not None:
+                return record._replace(edges=edges)
+        if until is None and now_ns >= began_ns + seconds / NS:
+            return record
+        is_full = now_ns >= full_ns
+        sample, _ = reader.read() if is_full else read_energy()
+        if is_full:
+            record.full.append(sample)
+            full_ns = now_ns + round(FULL_READS_APART_S / NS)
+        else:
+            record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
+        if not record.samples or sample.time_ns > record.samples[-1].time_ns:
+            record.samples.append(sample)
+        for name, ask in beside.items():
+            before_ns = clock.monotonic_ns()
+            value = ask()
+            if value is not None:
+                record.beside[name].append(((before_ns + clock.monotonic_ns()) // 2, value))
+        clock.sleep(READS_APART_S)
+
+
+def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
+    asked = [("a sample of the agent", reader.read)]
+    if hasattr(reader, "read_energy"):
+        asked.append(("a read of the agent at the edge of a window", reader.read_energy))
+    own = [call for name, ask in asked if (call := timed(name, ask, clock.sleep)) is not None]
+    return own + (facts.calls(clock.sleep) if facts else [])

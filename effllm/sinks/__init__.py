@@ -2,7 +2,7 @@
 
 Each file has a function ``open_sink(run: RunInfo) -> Sink``, which raises `SinkUnavailable` with one sentence if the
 sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
-``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/writer.py), so a sink may block.
+``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/outputs.py), so a sink may block.
 Exceptions of a sink become events, and the other sinks continue.
 """
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from effllm.instruments import throughput as throughput_module
+from effllm.instruments import profiling as profiling_module
 from effllm.instruments import timer as timer_module
 from effllm.instruments.profiling import ComprehensiveProfiler, ThroughputTracker, TrainingTimer
 
@@ -21,7 +21,7 @@ def clock(monkeypatch):
     now = SimpleNamespace(ns=5 * S)
     fake = SimpleNamespace(monotonic_ns=lambda: now.ns, monotonic=lambda: now.ns / S)
     monkeypatch.setattr(timer_module, "time", fake)
-    monkeypatch.setattr(throughput_module, "time", fake)
+    monkeypatch.setattr(profiling_module, "time", fake)
     now.move = lambda seconds: setattr(now, "ns", now.ns + round(seconds * S))
     return now
 
