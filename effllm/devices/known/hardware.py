@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -189,11 +188,7 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
 
 def _read() -> tuple[dict[str, KnownSensor], tuple[Hardware, ...]]:
     """Return the sensors by architecture, and the devices with their sources and sensors."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
     for board in table["boards"]:
         board["source"] = table["sources"][board["source"]]
         board["sensor"] = table["sensors"][board["architecture"]] | board.get("sensor", {})
