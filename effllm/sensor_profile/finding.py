@@ -18,17 +18,7 @@ from effllm.energy.calibration import Seen
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import is_held
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
-from effllm.sensor_profile.estimates import (
-    MAX_DELAY_S,
-    MAX_WINDOW_S,
-    Load,
-    Tick,
-    is_together,
-    ratio,
-    response,
-    steps_w,
-    ticks_of,
-)
+from effllm.sensor_profile import estimates
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts, timed
 from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
@@ -62,7 +52,7 @@ class _Reading(NamedTuple):
     """An analysed reading: the period of its changes, the changes, and the values to compare with the load."""
 
     rhythm: Rhythm | None
-    ticks: list[Tick]
+    ticks: list[estimates.Tick]
     values: list[tuple[float, float]]
 
 
@@ -99,15 +89,15 @@ class SensorEvidence:
 
     def under_load(self, record: Record, name: str) -> None:
         self._load, self._edges = name, len(record.edges)
-        load = Load(record.edges, record.origin_ns)
+        load = estimates.Load(record.edges, record.origin_ns)
         parts = _analysed(record)
         for part, reading in parts.items():
             before = self._parts[part]
             if before.rhythm is None or (reading.rhythm and reading.rhythm.changes >= before.rhythm.changes):
                 self._parts[part] = reading
-        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if record.edges else 0.0
+        from_s = load.times_s[0] + estimates.MAX_DELAY_S + estimates.MAX_WINDOW_S if record.edges else 0.0
         for part, reading in parts.items():
-            followed = response(load, [value for value in reading.values if value[0] >= from_s])
+            followed = estimates.response(load, [value for value in reading.values if value[0] >= from_s])
             if followed is not None:
                 self._responses[part] = followed
             elif reading.values:
@@ -125,7 +115,9 @@ class SensorEvidence:
         if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
             return None
         tick_s = counter.rhythm.period_s
-        if power.rhythm is None or not is_together(power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S):
+        if power.rhythm is None or not estimates.is_together(
+            power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S
+        ):
             return False
         ours, theirs = self._responses.get("counter"), self._responses.get("power")
         return None if ours is None or theirs is None else abs(ours.middle_s - theirs.middle_s) < tick_s / 4
@@ -136,7 +128,7 @@ class SensorEvidence:
         followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
-    def _find_ratios(self, record: Record, counter: _Reading, load: Load) -> None:
+    def _find_ratios(self, record: Record, counter: _Reading, load: estimates.Load) -> None:
         power, lag_s = self._responses.get("power"), self._lag_s
         if power is not None and lag_s is not None:
             rhythm = self._parts["power"].rhythm
@@ -147,7 +139,7 @@ class SensorEvidence:
             self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
 
     def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
-        found = ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
+        found = estimates.ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
         if found is not None:
             self._ratios[name] = found
 
@@ -241,12 +233,12 @@ def _analysed(record: Record) -> dict[str, _Reading]:
 
 
 def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Reading:
-    found = ticks_of(series)
+    found = estimates.ticks_of(series)
     if found is None:
         return _Reading(None, [], [] if is_counter else series)
     rhythm, ticks = found
     if is_counter:
-        return _Reading(rhythm, ticks, steps_w(ticks, rhythm))
+        return _Reading(rhythm, ticks, estimates.steps_w(ticks, rhythm))
     return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
 
 
@@ -256,7 +248,7 @@ def _duty(followed: Response, rhythm: Rhythm) -> float:
     return followed.window_s / rhythm.period_s
 
 
-def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) -> State | None:
+def _state(record: Record, ticks: Sequence[estimates.Tick], start_s: float, end_s: float) -> State | None:
     if not record.samples:
         return None
     from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))

@@ -11,27 +11,11 @@ from effllm.network.descriptors import needed, raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
+from effllm.records import wire
 from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.clock import Now
 from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
-from effllm.records.wire import (
-    Ack,
-    AgentEvent,
-    Bye,
-    ByeSeen,
-    FromAgent,
-    Heartbeat,
-    Hello,
-    HostSamples,
-    Inspect,
-    RecordStacks,
-    Rejected,
-    Reports,
-    Stack,
-    Supersede,
-    Welcome,
-)
 from effllm.server.acknowledgement import Sequences
 
 MAX_FRAMES = 1000  # limit of the frames received in one turn of the loop
@@ -57,8 +41,8 @@ class Messages:
         peers: Peers,
         aggregator: Aggregator,
         folder: str,
-        admit: Callable[[bytes, Hello, str, Now], Rejected | None],
-        supersede: Callable[[Supersede], None],
+        admit: Callable[[bytes, wire.Hello, str, Now], wire.Rejected | None],
+        supersede: Callable[[wire.Supersede], None],
     ) -> None:
         self._socket = socket
         self._peers = peers
@@ -103,56 +87,58 @@ class Messages:
             if peer is not None:
                 frame = frames.get(sequence)
                 if frame is None:
-                    frame = frames[sequence] = encode(Ack(sequence, iteration, values, count))
+                    frame = frames[sequence] = encode(wire.Ack(sequence, iteration, values, count))
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
         for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, Inspect("the job has stalled"))
+                self._socket.send(peer, wire.Inspect("the job has stalled"))
 
     def request_recordings(self) -> None:
         for rank in self._aggregator.take_to_record():
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, RecordStacks())
+                self._socket.send(peer, wire.RecordStacks())
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""
         return (peer := self._peers.of_rank(rank)) is not None and self.reaches_peer(peer)
 
     def reaches_peer(self, peer: bytes) -> bool:
-        return self._socket.send(peer, Ack(0))
+        return self._socket.send(peer, wire.Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
         """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""
         if self._peers.is_to_send_again(peer, now_s):
-            self._socket.send(peer, Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
+            self._socket.send(peer, wire.Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
-    def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
+    def _take(self, peer: bytes, message: wire.FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.objection(peer, message)
-        if isinstance(message, Reports) and not objection:  # checked first: ten thousand reports arrive per second
+        if isinstance(message, wire.Reports) and not objection:  # checked first: ten thousand reports arrive per second
             if not aggregator.reports(message, now, num_bytes):
                 self._peers.hold(peer)  # the agent will send the rejected reports again
             return
-        if isinstance(message, Supersede):
+        if isinstance(message, wire.Supersede):
             self._supersede(message)
-        elif isinstance(message, Hello):
+        elif isinstance(message, wire.Hello):
             every_s = report_every_s(message.world_size)
             refused = self._admit(peer, message, objection, now)
-            self._socket.send(peer, refused or Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
+            self._socket.send(
+                peer, refused or wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s)
+            )
         elif objection:
             self._ask_again(peer, now_s)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, wire.Heartbeat):
             aggregator.heartbeat(message, now)
-        elif isinstance(message, AgentEvent):
+        elif isinstance(message, wire.AgentEvent):
             aggregator.agent_event(message, now)
-        elif isinstance(message, HostSamples):
+        elif isinstance(message, wire.HostSamples):
             aggregator.host_samples(message, now)
-        elif isinstance(message, Stack):
+        elif isinstance(message, wire.Stack):
             aggregator.stack(message, now)
-        elif isinstance(message, Bye) and aggregator.bye(message, now):
-            self._socket.send(peer, ByeSeen(message.rank))
+        elif isinstance(message, wire.Bye) and aggregator.bye(message, now):
+            self._socket.send(peer, wire.ByeSeen(message.rank))
 
 
 def published(report: ClusterReport) -> dict[str, float]:
@@ -183,7 +169,9 @@ class Admission:
         self.has_shortage = False  # whether the job was rejected for lack of descriptors
         self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
 
-    def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
+    def hello(
+        self, peer: bytes, message: wire.Hello, objection: str, is_trainer_gone: bool, now: Now
+    ) -> wire.Rejected | None:
         """Handle a HELLO; return the answer if the HELLO is rejected.
 
         Args:
@@ -201,11 +189,11 @@ class Admission:
             # In a larger job other agents would continue to search for an aggregator.
             if message.world_size == 1:
                 self.rejected_job = peer
-            return Rejected(shortage, whole_job=True)
+            return wire.Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now)
         if reason:
             self._peers.count_rejected_hello()
-            return Rejected(reason, again=is_trainer_gone)
+            return wire.Rejected(reason, again=is_trainer_gone)
         self._peers.introduce(peer, message, now.mono_s)
         return None
 
@@ -218,7 +206,7 @@ class Admission:
     def counts(self) -> dict[str, int]:
         return {**self._peers.rejected, **self._peer_admission.counts}
 
-    def _shortage(self, hello: Hello, now_s: float) -> str:
+    def _shortage(self, hello: wire.Hello, now_s: float) -> str:
         """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
         world_size = hello.world_size
         if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
