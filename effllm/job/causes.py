@@ -1,4 +1,4 @@
-"""The next action for each cause of a verdict, by the user's framework and layout, from remedies.toml. No I/O."""
+"""The causes of avoidable losses, from causes.toml: thresholds, and the next actions by framework and layout."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 #: Names of frameworks in run.json, without a version -> names in this table.
 _SAME = {"megatron-core": "megatron.core", "megatron-lm": "megatron", "torch": "", "fabric": "lightning"}
 #: Facts of run.json -> names of layouts in this table; the first one in use is the place of most communication.
 _SIZES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "expert_parallel": "EP"}
+
+
+#: Below this number of iterations, the time of single iterations is no evidence.
+MIN_ITERATIONS = 20
 
 
 class Remedy(NamedTuple):
@@ -21,19 +26,28 @@ class Remedy(NamedTuple):
     source: str
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    sources: dict[str, str]
-    remedies: dict[str, dict[str, Remedy]]  # with names of sources
+class Cause(Struct, frozen=True, forbid_unknown_fields=True):
+    """The threshold from which a loss with this cause is reported, and the next actions."""
+
+    share: float  # of all device time
+    #: By framework (as in run.json; "" for all others), or framework and layout.
+    actions: dict[str, Remedy]
+    min_iterations: int = MIN_ITERATIONS
+    min_elapsed_s: float = 0.0
+    part: str = ""  # part of the waterfall, where one part is the loss
 
 
-_TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
-#: Cause -> framework (as in run.json; "" for all others), or framework and layout -> the next action.
-REMEDIES: dict[str, dict[str, Remedy]] = {
-    cause: {key: one._replace(source=_TABLE.sources[one.source]) for key, one in rows.items()}
-    for cause, rows in _TABLE.remedies.items()
-}
+def _read() -> tuple[dict[str, Cause], dict[str, str]]:
+    """Return the causes, and the documents by name."""
+    table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
+    for cause in table["causes"].values():
+        cause["actions"] = {key: (text, table["sources"][name]) for key, (text, name) in cause["actions"].items()}
+    return msgspec.convert(table["causes"], dict[str, Cause]), table["sources"]
+
+
+AVOIDABLE, _SOURCES = _read()
 #: The action for a straggler whose data is slow.
-SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peers", _TABLE.sources["dataloader"])
+SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peers", _SOURCES["dataloader"])
 
 
 def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
@@ -46,7 +60,7 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
     Raises:
         KeyError: the cause has no action.
     """
-    rows, name = REMEDIES[cause], str(facts.get("framework", "")).lower().split(" ")[0]
+    rows, name = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
     name = _SAME.get(name, name)
     kinds = list(_kinds(facts))
     split, whole = (
