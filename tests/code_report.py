@@ -31,7 +31,7 @@ BUDGETS = {
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_396,  # rates of a matrix product and a copy under load
     "server": 1_379,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
-    "sinks": 1_647,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
+    "sinks": 1_597,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 3_004,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
     "trainer": 4_043,  # own time between several waits for other ranks; the GPU of a process; pauses

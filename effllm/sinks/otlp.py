@@ -75,25 +75,7 @@ HARDWARE: dict[str, Instrument] = {
     "hw.temperature": Instrument(GAUGE, "Cel", "Temperature in degrees Celsius."),
 }
 
-#: Values of the job: name of the metric -> (name in JOB_VALUES, kind, unit).
-_JOB = {
-    "effllm.iterations": ("iterations", COUNTER, "{iteration}"),
-    "effllm.tokens": ("tokens", COUNTER, "{token}"),
-    "effllm.samples": ("samples", COUNTER, "{sample}"),
-    "effllm.generated_tokens": ("generated_tokens", COUNTER, "{token}"),
-    "effllm.energy.measured": ("energy_measured_joules", COUNTER, "J"),
-    "effllm.iteration": ("iteration", GAUGE, "{iteration}"),
-    "effllm.attempt": ("attempt", GAUGE, "1"),
-    "effllm.loss": ("loss", GAUGE, "1"),
-    "effllm.ranks.expected": ("ranks_expected", GAUGE, "{rank}"),
-    "effllm.ranks.reporting": ("ranks_reporting", GAUGE, "{rank}"),
-    "effllm.gpus.expected": ("gpus_expected", GAUGE, "{gpu}"),
-    "effllm.gpus.measured": ("gpus_measured", GAUGE, "{gpu}"),
-    "effllm.energy.coverage": ("energy_coverage_ratio", GAUGE, "1"),
-    "effllm.doubtful_values": ("doubtful_values", GAUGE, "{value}"),
-    "effllm.simulated": ("simulated", GAUGE, "1"),
-}
-TRAINING = {metric: Instrument(kind, unit, JOB_VALUES[name]) for metric, (name, kind, unit) in _JOB.items()}
+TRAINING = {one.otlp[0]: Instrument(*one.otlp[1:], one.text) for one in JOB_VALUES.values() if one.otlp}
 
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
@@ -197,7 +179,7 @@ def _attributes(one: DeviceState) -> dict[str, str]:
 
 def _of_job(report: ClusterReport) -> Iterator[Value]:
     known = job_values(report)
-    yield from ((metric, {}, known[name]) for metric, (name, _, _) in _JOB.items() if name in known)
+    yield from ((one.otlp[0], {}, known[name]) for name, one in JOB_VALUES.items() if one.otlp and name in known)
     for entry in metrics.METRICS.values():
         name, factor = _name(entry)
         for base in entry.bases if name in _TABLE else ():

@@ -55,12 +55,6 @@ QUANTILE = "quantile"  # label for a part of a `Spread`
 PARTS = {"least": "0", "p5": "0.05", "median": "0.5", "p95": "0.95", "most": "1"}
 #: Metrics without a chart that operators need: money, and stragglers with their cost.
 SERVED_TOO = ("electricity_cost", "gpu_cost", "named_ranks", "waiting_gpu_seconds")
-#: Values of the job that stay true without a new report: totals, which are counters, and other facts.
-TOTALS = (
-    "iterations", "tokens", "samples", "generated_tokens", "losses_not_finite", "energy_measured_joules",
-    "reports_lost", "reports_late",
-)  # fmt: skip
-LASTING = ("ranks_expected", "gpus_expected", "simulated", "elapsed_seconds", "gpus_unused")
 MAX_LABEL_LETTERS = 1000
 #: Kinds of events that have an alert.
 ALERTED = ("xid", "ecc", "aggregator", "rejected")
@@ -178,10 +172,10 @@ class MetricsPage(Collector):
             return
         yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
         for name, value in job_values(report).items():
-            if name in TOTALS:
-                yield self._family(name, JOB_VALUES[name], value, CounterMetricFamily)
-            elif is_fresh or name in LASTING:
-                yield self._family(name, JOB_VALUES[name], value)
+            one = JOB_VALUES[name]
+            if is_fresh or one.lasting:
+                kind = CounterMetricFamily if one.lasting == "total" else GaugeMetricFamily
+                yield self._family(name, one.text, value, kind)
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
