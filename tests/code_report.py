@@ -26,7 +26,7 @@ BUDGETS = {
     "instruments": 2_571,  # no event and no read on a GPU that the process does not use
     "job": 9_533,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_620,  # parameters counted in the model that transformers builds; YAML of axolotl and ms-swift
-    "metrics": 1_033,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
+    "metrics": 1_021,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_562,
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_396,  # rates of a matrix product and a copy under load

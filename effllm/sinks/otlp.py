@@ -30,7 +30,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
 from effllm.config.switches import this_process
-from effllm.metrics.output_names import UCUM, name_of
+from effllm.metrics.output_names import name_of, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
 from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values
@@ -194,7 +194,7 @@ def _name(entry: metrics.Metric) -> tuple[str, float]:
 
 
 _TABLE = {
-    _name(entry)[0]: Instrument(GAUGE, UCUM.get(entry.unit, f"{{{entry.unit}}}"), entry.help)
+    _name(entry)[0]: Instrument(GAUGE, unit_of(entry).ucum, entry.help)
     for entry in metrics.METRICS.values()
     if entry.chart
 }
