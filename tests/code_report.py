@@ -23,11 +23,11 @@ BUDGETS = {
     "devices": 3_875,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
-    "instruments": 2_571,  # no event and no read on a GPU that the process does not use
-    "job": 9_533,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
+    "instruments": 2_559,  # no event and no read on a GPU that the process does not use
+    "job": 9_521,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_620,  # parameters counted in the model that transformers builds; YAML of axolotl and ms-swift
     "metrics": 1_021,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
-    "network": 1_562,
+    "network": 1_560,
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_396,  # rates of a matrix product and a copy under load
     "server": 1_379,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from effllm.job.aggregator import Aggregator
 from effllm.job.pacing import report_every_s
-from effllm.network.descriptors import needed, raise_limit
+from effllm.network.listening import needed, raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello

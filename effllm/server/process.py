@@ -32,8 +32,8 @@ from effllm.job.pacing import is_large, keep_every_s, pause_s
 from effllm.job.reporting import first_start_s
 from effllm.network import secret
 from effllm.network.curve import ServerKeys
-from effllm.network.descriptors import raise_limit
 from effllm.network.discovery import openness
+from effllm.network.listening import raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
