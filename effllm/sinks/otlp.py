@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -45,7 +47,7 @@ OPTIONS = {
     "every": Option("10", number(0, unit="seconds"), "Minimum time between two exports, in seconds."),
 }
 
-COUNTER, UPDOWN, GAUGE = "counter", "updowncounter", "gauge"
+COUNTER, GAUGE = "counter", "gauge"
 VARIABLES = "OTEL_EXPORTER_OTLP_"
 OVER = "effllm.over"  # attribute for the base of a value: run, window or job
 NS = 10**9
@@ -63,17 +65,7 @@ class Instrument(NamedTuple):
 
 
 #: The metrics of hardware, as in OpenTelemetry's model/hardware/*.yaml.
-HARDWARE: dict[str, Instrument] = {
-    "hw.energy": Instrument(COUNTER, "J", "Energy consumed by the component."),
-    "hw.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the component."),
-    "hw.host.energy": Instrument(COUNTER, "J", "Total energy consumed by the entire physical host, in joules."),
-    "hw.host.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the entire physical host in Watts."),
-    "hw.gpu.utilization": Instrument(GAUGE, "1", "Fraction of time spent in a specific task."),
-    "hw.gpu.memory.usage": Instrument(UPDOWN, "By", "GPU memory used."),
-    "hw.gpu.memory.limit": Instrument(UPDOWN, "By", "Size of the GPU memory."),
-    "hw.gpu.memory.utilization": Instrument(GAUGE, "1", "Fraction of GPU memory used."),
-    "hw.temperature": Instrument(GAUGE, "Cel", "Temperature in degrees Celsius."),
-}
+HARDWARE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Instrument])
 
 TRAINING = {one.otlp[0]: Instrument(*one.otlp[1:], one.text) for one in JOB_VALUES.values() if one.otlp}
 
