@@ -20,7 +20,7 @@ BUDGETS = {
     "analysis": 3_634,  # one table of configurations with intervals; runs by their names; times of ranks by window
     "commands": 6_727,  # all running jobs in one list; each GPU against its peers; a whole run in top; files of fit
     "config": 840,  # the currency and the runbook of a cluster; a process without memory or threads ends with one line
-    "devices": 3_875,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
+    "devices": 3_857,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_559,  # no event and no read on a GPU that the process does not use
