@@ -131,9 +131,7 @@ def verdict_of(
         reported = [one for one in every if one.cause == "hang"] or reported
     unit, seen = found.unit, goodput or Goodput()
     shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
-    stated = _of_cores(summary)
-    if (locked := summary.slow_clocks.get(LOCKED)) is not None:
-        stated += (Evidence(locked.why, f"summary.json: slow_clocks.{LOCKED}"),)
+    stated = (*_of_cores(summary), *_of_locked_clocks(summary))
     evidence = *(_evidence(one, summary, unit, seen) for one in shown[: MAX_EVIDENCE - len(stated)]), *stated
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, facts, evidence)
@@ -188,6 +186,11 @@ def _of_cores(summary: Summary) -> tuple[Evidence, ...]:
     share = _core_wait_share(summary)
     text = f"training threads wait {100 * share:.0f} % of the time for a CPU core"
     return (Evidence(text, "summary.json: goodput.core_wait_s", share),) if share >= MIN_CORE_WAIT else ()
+
+
+def _of_locked_clocks(summary: Summary) -> tuple[Evidence, ...]:
+    locked = summary.slow_clocks.get(LOCKED)
+    return () if locked is None else (Evidence(locked.why, f"summary.json: slow_clocks.{LOCKED}"),)
 
 
 def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
