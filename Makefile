@@ -60,7 +60,7 @@ test-spark: $(SPARK)/.ready ## Run the test with Spark, which needs Java (apt in
 	@$(SPARK)/bin/python -m pytest -m '' tests/frameworks/test_spark.py
 
 # Tests that need a package of the system are skipped without it; CONTRIBUTING.md has the packages.
-# The limit of open files is from effllm/network/descriptors.py: 1.2 times the number of ranks, plus 256.
+# The limit of open files is from effllm/network/listening.py: 1.2 times the number of ranks, plus 256.
 SCALE_RANKS = $$(limit=$$(ulimit -Hn); [ "$$limit" = unlimited ] || [ "$$limit" -ge 12256 ] && echo 1000,10000 || echo 500)
 # What .ci/run does not test, and the tests that run more examples or seeds here.
 test-all: $(VENV)/.ready ## Run what CI does not: long tests, frameworks, the site, ten thousand ranks: 45 minutes

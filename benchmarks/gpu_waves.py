@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from benchmarks.figure import Figure
 from effllm.devices import Reader
 from effllm.sensor_profile.estimates import Load, ratio, ticks_of
+from effllm.sensor_profile.finding import Record, Timer, watch
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.record import SensorProfile
-from effllm.sensor_profile.watching import Record, Timer, watch
 
 PERIODS_S = (0.2, 2.0, 10.0)
 MIN_S, MAX_S = 12.0, 120.0

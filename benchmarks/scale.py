@@ -24,7 +24,7 @@ from benchmarks.scale_bare import Bare
 from effllm.commands.simulate_run import Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config.settings import Config
 from effllm.network import secret
-from effllm.network.descriptors import needed, raise_limit
+from effllm.network.listening import needed, raise_limit
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, QUICK_RANKS = (100, 1_000, 4_000, 10_000), (100, 1_000)

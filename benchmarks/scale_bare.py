@@ -13,7 +13,7 @@ import zmq
 from effllm.config.spawn import spawn
 from effllm.network import listening, secret
 from effllm.network.curve import Gate, ServerKeys
-from effllm.network.descriptors import raise_limit
+from effllm.network.listening import raise_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
 from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Welcome
 

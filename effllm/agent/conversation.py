@@ -11,28 +11,21 @@ import zmq
 from effllm.agent.children import Children
 from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
 from effllm.agent.measuring import Measuring
-from effllm.agent.messages import heartbeat, hello
-from effllm.agent.proc import ENDED, CoreWait
+from effllm.agent.proc import ENDED, CoreWait, process_state
 from effllm.agent.trainer import Trainer
+from effllm.config.place import stated_gpus
 from effllm.config.settings import secret_path
-from effllm.job.health.hang import BEATS
+from effllm.config.switches import this_process
+from effllm.job.health.hang import BEATS, WAITING
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
+from effllm.records import wire
 from effllm.records.board import JobState
-from effllm.records.rank import MAX_TEXT
-from effllm.records.wire import (
-    Ack,
-    AgentEvent,
-    Bye,
-    ByeSeen,
-    FromAggregator,
-    RecordStacks,
-    Rejected,
-    Reports,
-    Stack,
-    Welcome,
-)
+from effllm.records.facts import RankFacts, to_document
+from effllm.records.identity import read_submission
+from effllm.records.rank import MARKED_PHASES, MAX_TEXT, ParameterCount
+from effllm.records.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
 
 HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
@@ -130,7 +123,7 @@ class Conversation:
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
         self._core_wait: CoreWait | None = None  # since the first iterations: the start of a process waits, too
-        self._welcome: Welcome | None = None
+        self._welcome: wire.Welcome | None = None
         self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
         self._is_put_off = False  # this aggregator is ending; the agent waits for another address
@@ -200,7 +193,7 @@ class Conversation:
             return
         measuring, status = self._measuring, self._measuring.status or ENDED
         ends = (self._outbox.lost, *self._cost(), measuring.end_time_s, self._core_wait_s())
-        bye = Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
+        bye = wire.Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
         self._bye_sent = link.send(bye)
 
     def is_over(self, now_s: float) -> bool:
@@ -249,7 +242,7 @@ class Conversation:
         if now_s < self._next_frame_s and self._measuring.status is None:
             return
         while rows := self._outbox.unsent():
-            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait_s())):
+            if not link.send(wire.Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait_s())):
                 self._next_frame_s = now_s + SEND_AGAIN_S
                 return
             self._outbox.sent(len(rows))
@@ -259,12 +252,12 @@ class Conversation:
     def _send_events(self, link: AgentLink) -> None:
         agent, rank = self._trainer.agent, self._trainer.rank
         while (event := self._events.unsent()) is not None:
-            if not link.send(AgentEvent(agent, rank, event)):
+            if not link.send(wire.AgentEvent(agent, rank, event)):
                 break
             self._events.sent()
         if (finding := self._children.finding) is not None:
             ordinal = self._trainer.ring.state()[1]
-            if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
+            if link.send(wire.Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
         samples = self._children.host_samples
         while samples and link.send(samples[0]):
@@ -280,10 +273,10 @@ class Conversation:
 
     # --- received messages ---
 
-    def _handle(self, message: FromAggregator) -> None:
-        if isinstance(message, Welcome):
+    def _handle(self, message: wire.FromAggregator) -> None:
+        if isinstance(message, wire.Welcome):
             self._begin(message)
-        elif isinstance(message, Ack):
+        elif isinstance(message, wire.Ack):
             before = len(self._outbox)
             self._outbox.acknowledged(message.sequence)
             if len(self._outbox) < before:  # not a repeated acknowledgement, which only tests the connection
@@ -291,16 +284,16 @@ class Conversation:
             if message.report:
                 state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
                 self._trainer.board.write(state)
-        elif isinstance(message, Rejected):
+        elif isinstance(message, wire.Rejected):
             self._give_up(message)
-        elif isinstance(message, ByeSeen):
+        elif isinstance(message, wire.ByeSeen):
             self._bye_seen = True
-        elif isinstance(message, RecordStacks):
+        elif isinstance(message, wire.RecordStacks):
             self._children.recording.request(time.monotonic())
         else:
             self._children.inspect(self._welcome.run_folder if self._welcome else "")
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _begin(self, welcome: wire.Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
         self._children.has_answer()
@@ -315,7 +308,7 @@ class Conversation:
             self._events.log.attach(Path(welcome.run_folder) / "logs")
         silence_stderr()
 
-    def _give_up(self, message: Rejected) -> None:
+    def _give_up(self, message: wire.Rejected) -> None:
         if message.again:
             self._is_put_off = True  # this aggregator is ending; its replacement has another address
             return
@@ -335,3 +328,70 @@ class Conversation:
         self.refused = ""
         self._is_put_off = self._bye_sent = self._bye_seen = False
         self._outbox.send_again()
+
+
+def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
+    facts = trainer.facts
+    of_run = facts if trainer.rank == 0 else RankFacts()
+    environ = this_process()  # the agent has the environment of its trainer
+    num_gpus, source = stated_gpus(environ) if measuring.devices.has_all_gpus else (0, "")
+    listed = facts.visible_devices
+    num_visible = facts.visible_gpus or (0 if listed is None else len(listed.split(",")))
+    return wire.Hello(
+        job=facts.job,
+        agent=trainer.agent,
+        rank=trainer.rank,
+        local_rank=trainer.place.local_rank,
+        world_size=trainer.place.world_size,
+        host=facts.host,
+        role=trainer.config.role,
+        devices=tuple(series.device for series in measuring.devices.series),
+        parameters=ParameterCount(**to_document(facts.parameters)),
+        log_interval=trainer.config.log_interval,
+        trainer_pid=trainer.pid,
+        offset=facts.first_iteration,
+        total_iterations=facts.total_iterations,
+        flops_per_token=facts.flops_per_token,
+        facts=dict(of_run.run),
+        hardware_flops_per_token=facts.hardware_flops_per_token,
+        is_numbered=facts.is_numbered,
+        peer_group=facts.peer_group,
+        replica=facts.replica,
+        time_s=measuring.time_s(),
+        start_time_s=measuring.cutter.start_time_s,
+        style=of_run.style,
+        evaluation_in_iterations=of_run.evaluation_in_iterations,
+        iterations_not_measured=of_run.iterations_not_measured,
+        submission=read_submission(environ, trainer.config.tags) if trainer.rank == 0 else None,
+        stated_gpus=num_gpus,
+        gpus_source=source,
+        # Other ranks may use the rank's GPU, because it sees only this one or MPS shares it.
+        shares_gpu=num_visible == 1 or any(name.startswith("CUDA_MPS_") for name in environ),
+    )
+
+
+def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> wire.Heartbeat:
+    """Return the state of a rank.
+
+    Args:
+        trainer: the rank's trainer.
+        measuring: the rank's measurement.
+        now_s: the current monotonic time.
+    """
+    state, ordinal, since_ns, phase = trainer.ring.state()
+    name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
+    if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:
+        name = WAITING
+    newest = measuring.devices.newest
+    return wire.Heartbeat(
+        agent=trainer.agent,
+        rank=trainer.rank,
+        ordinal=ordinal,
+        state=name,
+        since_s=max(now_s - since_ns * 1e-9, 0.0),
+        lost=measuring.outbox.lost,
+        utilization=newest.utilization if newest else None,
+        power_w=newest.power_w if newest else None,
+        process=process_state(trainer.pid),
+        time_s=measuring.time_s(),
+    )

@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import re
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -289,12 +288,7 @@ def _text_of_line(path: str, line: int) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _rows() -> Iterable[_Row]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = (Path(__file__).parent / "frames.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _FrameTable).frame
+    return msgspec.toml.decode(Path(__file__).with_name("frames.toml").read_bytes(), type=_FrameTable).frame
 
 
 def _clean(text: str) -> str:

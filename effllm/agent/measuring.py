@@ -1,30 +1,61 @@
-"""The measurement of a rank: reports of windows, from records of the ring and samples of the devices."""
+"""The measurement of a rank: reports of windows, from records of the ring and samples of the devices.
+
+It also has the memory of the rank, and the values of its instruments by window.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from msgspec.structs import replace
 
+from effllm.agent.proc import available_bytes, private_bytes
 from effllm.agent.rank_devices import RankDevices
-from effllm.agent.rank_memory import RankMemory
+from effllm.agent.series import Series
 from effllm.agent.spans import Spans
 from effllm.agent.track import PAY_AFTER_S
 from effllm.agent.trainer import Trainer
-from effllm.agent.values import InstrumentValues
 from effllm.agent.window import WindowCutter
+from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
+from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
 from effllm.network.transport import Outbox
+from effllm.records import ring
 from effllm.records.clock import unix_minus_monotonic_ns
-from effllm.records.rank import MAX_NAMES, RankReport
+from effllm.records.framework_figures import FIGURES
+from effllm.records.moments import Moments
+from effllm.records.rank import (
+    MARKED_PHASES,
+    MAX_NAMES,
+    WINDOW_CENTROIDS,
+    Allocator,
+    Event,
+    RankReport,
+    Sample,
+    ValueStatistics,
+)
 from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES, Slot
+from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
 #: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0
+#: Number of windows whose median is the memory of other processes and of the driver.
+OTHER_WINDOWS = 9
+_PLACES = (*MARKED_PHASES, STEPS, STARTUP)
+#: Maximum number of open windows; values of further windows are added to the newest window.
+MAX_WINDOWS = 64
+PUBLISH_EVERY_S = 1.0
+_NO_DIGEST = (
+    "percentiles of instruments: not measured, because fastdigest is missing: pip install 'effllm[instruments]'"
+)
 
 
 class Measuring:
@@ -174,3 +205,192 @@ class Measuring:
                 self.values.add(slot, self.cutter.window_of(slot.ordinal))
             else:
                 self.cutter.add(slot)
+
+
+class RankMemory:
+    """The memory of a rank.
+
+    Args:
+        pid: the training process.
+        log_interval: iterations per window.
+        offset: number of the first iteration, less 1.
+    """
+
+    def __init__(self, pid: int, log_interval: int, offset: int) -> None:
+        self._pid, self._log_interval, self._offset = pid, log_interval, offset
+        self._watch, self._host = DeviceWatch(), LeakWatch("private memory of the training process")
+        self._last = 0  # ordinal of the newest read window end
+        self._host_last = 0
+        self._others: deque[float] = deque(maxlen=OTHER_WINDOWS)  # bytes of the device that torch cannot have
+        self._warned: list[Warned] = []
+        self._values: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
+        self._counted = (0.0, 0.0)  # retries and errors so far
+
+    def add(self, slot: ring.Slot) -> None:
+        """Add a record of the kind MEMORY."""
+        before = self._watch.forecast.last
+        is_boundary = (slot.ordinal + self._offset) % self._log_interval == 0
+        is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and is_boundary
+        fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
+        reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
+        self._warned += self._watch.add(reading, is_window_end=is_end)
+        self._note(slot, reading, before, is_end)
+        if is_end:
+            self._last = slot.ordinal
+
+    def look(self, ordinal: int, series: Iterable[Series], max_positions: int | None) -> None:
+        """Read the memory of the process, and check the forecasts, if a window has ended.
+
+        Args:
+            ordinal: ordinal of the last ended iteration.
+            series: the devices of the rank; the first GPU is torch's device.
+            max_positions: positions of the largest possible micro-batch, if it is known.
+        """
+        if ordinal // self._log_interval <= self._host_last // self._log_interval:
+            return
+        self._host_last = ordinal
+        if (private := private_bytes(self._pid)) is not None:
+            self._host.add(ordinal + self._offset, private)
+            self._warned += self._host.warnings(lambda: available_bytes(self._pid))
+        if self._watch.forecast.last is not None:
+            self._warned += self._watch.warnings(self._capacity(series), max_positions or 0)
+
+    def take_events(self, time_s: float) -> Iterator[Event]:
+        """Yield the events since the last call."""
+        warned, self._warned = self._warned, []
+        for one in warned:
+            yield Event(time_s, one.kind, one.text)
+
+    def take(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
+        """Return the memory and the values of the windows up to a window, for the report."""
+        taken = sorted(number for number in self._values if is_last or number <= window)
+        found: dict[str, float] = {}
+        for number in taken:
+            for name, value in self._values.pop(number).items():
+                is_count = name in ("allocator/retries", "allocator/out_of_memory")
+                found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
+        sizes = [found.pop(f"allocator/{name}", None) for name in Allocator.__struct_fields__]
+        allocator = Allocator(*(size for size in sizes if size is not None)) if None not in sizes else None
+        return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
+
+    def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
+        """Keep the values of a reading until the report of its window."""
+        # After the end of a window, also a phase and an iteration that does not end belong to the next window.
+        window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
+        values = self._values.setdefault(window, {})
+        has_failed = before is not None and now.out_of_memory > before.out_of_memory
+        if is_end or has_failed:
+            values["allocator/allocated_bytes"] = now.allocated
+            values["allocator/reserved_bytes"] = now.reserved
+            values["allocator/fragmented_bytes"] = now.fragmented
+        if before is None or now.allocated_peak > before.allocated_peak:
+            values[f"allocator/{now.after}_peak_bytes"] = now.allocated_peak
+        if before is not None:
+            for name in ("retries", "out_of_memory"):
+                if (more := getattr(now, name) - getattr(before, name)) > 0:
+                    values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + more
+
+    def _capacity(self, series: Iterable[Series]) -> float | None:
+        """Return the bytes of the device that torch's allocator can have; ``None`` if the device is not read."""
+        gpu = next((one for one in series if one.device.is_gpu and not one.device.shared), None)
+        last = self._watch.forecast.last
+        if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
+            return None
+        if (other := _other_bytes(gpu.newest, last.reserved)) is not None:
+            self._others.append(other)
+        return gpu.device.memory_total_bytes - statistics.median(self._others) if self._others else None
+
+
+def _other_bytes(sample: Sample, reserved: float) -> float | None:
+    """Return the memory of a device that the driver, the CUDA context, libraries and other processes have."""
+    if sample.memory_bytes is None:
+        return None
+    return max(sample.memory_bytes - reserved, 0.0) + sample.gauges.get("memory_reserved_bytes", 0.0)
+
+
+class _Name(Moments):
+    __slots__ = ("_digest",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        made: Any = digest_type()
+        self._digest = made(WINDOW_CENTROIDS) if made is not None else None
+
+    def add(self, value: float) -> bool:
+        if abs(value) > MAX_VALUE:
+            value = math.copysign(math.inf, value)
+        is_finite = super().add(value)
+        if is_finite and self._digest is not None:
+            self._digest.update(value)
+        return is_finite
+
+    def statistics(self) -> ValueStatistics:
+        nan, infinite, negative = (self.not_finite.get(name, 0) for name in ("nan", "inf", "-inf"))
+        return ValueStatistics(
+            count=self.count,
+            total=self.total,
+            squares=self.squares,
+            least=self.minimum if self.count else 0.0,
+            most=self.maximum if self.count else 0.0,
+            not_finite=(nan, infinite, negative),
+            centroids=centroids_of(self._digest) if self._digest is not None else (),
+        )
+
+
+class InstrumentValues:
+    """Statistics of values by window and name, until the report of the window.
+
+    Args:
+        publish: writes percentiles of the whole run for the training process; ``False`` if there is no room.
+    """
+
+    def __init__(self, publish: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> None:
+        self._windows: dict[int, dict[int, _Name]] = {}  # values of open windows, by window and index of the name
+        self._run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
+        self._publish, self._published_s = publish, -math.inf
+        self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
+        self._notices: list[str] | None = None  # lines for the user; None before the first value of an instrument
+
+    def add(self, slot: ring.Slot, window: int) -> None:
+        """Add a record of the kind VALUES."""
+        names = self._windows.get(window)
+        if names is None:
+            if len(self._windows) >= MAX_WINDOWS:
+                window = max(self._windows)
+            names = self._windows.setdefault(window, {})
+        self._lost += max(slot.number - self._num - len(slot.values), 0)
+        self._num = max(slot.number, self._num)
+        for index, value in slot.values:
+            if index not in names:
+                names[index] = _Name()
+            names[index].add(value)
+
+    def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
+        """Return the statistics by name of the values up to a window, or of all values if ``is_last``."""
+        taken = sorted(number for number in self._windows if is_last or number <= window)
+        parts = [self._windows.pop(number) for number in taken]
+        values = merged_by_name(
+            {names[index]: one.statistics() for index, one in part.items() if index < len(names)} for part in parts
+        )
+        if self._notices is None and not values.keys() <= FIGURES.keys():  # percentiles of these figures are not shown
+            self._notices = [_NO_DIGEST] if digest_type() is None else []
+        for name, one in values.items():
+            if one.centroids:
+                self._run[name] = merged([self._run[name], one]) if name in self._run else one
+        if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
+            self._published_s = now_s
+            known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
+            while known and not self._publish(known):  # no room: the first half or quarter of the names
+                known = dict(islice(known.items(), len(known) // 2))
+        return values
+
+    def take_notice(self) -> str:
+        """Return a line for the user, once."""
+        if self._lost:
+            line = (
+                f"{self._lost} values of instruments are missing: they were overwritten before the agent read them, or "
+                "a second thread recorded more than 1,000 values in one iteration"
+            )
+            self._lost = 0
+            return line
+        return self._notices.pop() if self._notices else ""

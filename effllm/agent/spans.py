@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.series import Series
 from effllm.energy.readings import NS
@@ -164,13 +166,7 @@ def _part(about: tuple[int, int, int, int], device: int, sums: _Sums) -> SpanPar
         num_devices,
         start_ns,
         end_ns,
-        joules=_number(energy.joules),
-        covered_s=energy.covered_s,
-        start_j2=energy.start_j2,
-        end_j2=energy.end_j2,
-        inside_j2=energy.inside_j2,
-        gain_j=energy.gain_j,
-        estimated_j=energy.estimated_j,
+        **asdict(energy) | {"joules": _number(energy.joules)},
         power_min_w=_number(sums.min_w),
         power_max_w=_number(sums.max_w),
         temperature_c_seconds=heat.value_seconds,

@@ -14,7 +14,7 @@ from msgspec import Struct
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.analysis.sides import STALE_AFTER_S
 from effllm.analysis.window_curves import WindowCurves
-from effllm.metrics.ratios import quotient
+from effllm.metrics.table import quotient
 from effllm.records.events import is_problem
 from effllm.records.job import Summary
 from effllm.records.rank import Event

@@ -18,7 +18,7 @@ from effllm.config.switches import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import Measurable
-from effllm.sensor_profile.known import as_text as sensor_lines
+from effllm.sensor_profile import as_text as sensor_lines
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in addition to the console's metrics
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]", DIFFERS: "[bold yellow]look[/]"}

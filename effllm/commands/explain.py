@@ -14,7 +14,7 @@ from rich.text import Text
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ALL_VARIABLES
 from effllm.config.switches import PREFIX
-from effllm.job.remedies import REMEDIES, remedy
+from effllm.job.causes import AVOIDABLE, remedy
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS, Kind
@@ -96,7 +96,7 @@ def _entries() -> Iterator[Entry]:
     for name, kind in KINDS.items():
         yield Entry(name, "event", _place(kind), kind.help)
     for cause, meaning in CAUSES.items():
-        following = f" Next: {remedy(cause, {}).text}." if cause in REMEDIES else ""
+        following = f" Next: {remedy(cause, {}).text}." if cause in AVOIDABLE else ""
         yield Entry(cause, "cause", "", f"{meaning}.{following}")
     yield from (Entry(part, "part of the waterfall", "", f"{text}.") for part, text in PARTS.items())
     for one in ALL_VARIABLES:

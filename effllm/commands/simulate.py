@@ -15,7 +15,7 @@ from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulat
 from effllm.config.settings import ConfigError, read_config, secret_path
 from effllm.config.switches import this_process
 from effllm.network import secret
-from effllm.network.descriptors import needed, raise_limit
+from effllm.network.listening import needed, raise_limit
 
 
 def main(ranks: int, interval: float, endpoint: str, arrival: str, security: str, as_json: bool, **options: Any) -> int:

@@ -17,7 +17,7 @@ from effllm.devices import Site
 from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
-from effllm.network.descriptors import raise_limit
+from effllm.network.listening import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import CLOCK_RATIO, Allocator, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport

@@ -25,7 +25,7 @@ from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
-from effllm.sensor_profile.known import Known, known
+from effllm.sensor_profile import Known, known
 from effllm.trainer.preflight import usable
 
 READS, READS_APART_S = 15, 0.02

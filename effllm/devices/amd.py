@@ -13,29 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from effllm.devices import DeviceUnavailable, Site
+from effllm.devices import _amd_readings as calls
 from effllm.devices._amd_identity import Processor, find, first_die, is_second_die, list_processors, whole
-from effllm.devices._amd_readings import (
-    FROM_TABLE,
-    GROUPS,
-    LACKING,
-    Group,
-    activity,
-    advice,
-    ask,
-    ask_group,
-    default_power_limit,
-    driver_of,
-    energy,
-    errors_of,
-    import_library,
-    joules_of,
-    max_gfx_clock,
-    number,
-    power,
-    power_limit,
-    sentence,
-    throttle,
-)
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
 #: Duration and period of the comparison when a device is opened.
@@ -74,11 +53,11 @@ class AmdReader:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        self._smi, self._errors = smi, errors_of(smi)
+        self._smi, self._errors = smi, calls.errors_of(smi)
         self._handle, self._host = processor.handle, host
         self._clock, self._sleep = clock, sleep
         self._offered = self._try_all(processor)
-        residencies, status = throttle(self._smi, self._handle)
+        residencies, status = calls.throttle(self._smi, self._handle)
         self._has_throttling = bool(residencies) or status is not None
         self._residencies: dict[str, float] | None = None
         self.device = self._describe(processor, self._choose_source(processor, processors))
@@ -87,9 +66,9 @@ class AmdReader:
         self._open = True
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        time_ns, values, failures = self._read_offered(GROUPS)
+        time_ns, values, failures = self._read_offered(calls.GROUPS)
         if failures and not values and self._reopen():
-            time_ns, values, failures = self._read_offered(GROUPS)
+            time_ns, values, failures = self._read_offered(calls.GROUPS)
         if values:
             self._retry_delay_s = _FIRST_RETRY_S
         sample = Sample(
@@ -106,7 +85,7 @@ class AmdReader:
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return only energy and power: two calls instead of nine."""
-        time_ns, values, failures = self._read_offered((energy, power))
+        time_ns, values, failures = self._read_offered((calls.energy, calls.power))
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
         sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
         return sample, failures
@@ -119,21 +98,23 @@ class AmdReader:
 
     # --- once, when the GPU is opened ---
 
-    def _try_all(self, processor: Processor) -> dict[Group, tuple[str, ...]]:
+    def _try_all(self, processor: Processor) -> dict[calls.Group, tuple[str, ...]]:
         """Return the supported fields by group, including fields whose read fails only at the moment."""
         offered = {}
-        for group, fields in GROUPS.items():
+        for group, fields in calls.GROUPS.items():
             try:
                 answer = group(self._smi, self._handle)
             except self._errors as error:
-                is_lacking = getattr(error, "err_code", None) in LACKING or isinstance(error, AttributeError)
+                is_lacking = getattr(error, "err_code", None) in calls.LACKING or isinstance(error, AttributeError)
                 offered[group] = () if is_lacking else fields
             else:
                 offered[group] = tuple(field for field in fields if field in answer)
         if "MI3" not in processor.model:
             # On MI300 the field is the used share of the DRAM bandwidth (DramBandwidthUtilization); on older GPUs it is
             # the busy share of the memory clock domain.
-            offered[activity] = tuple(field for field in offered[activity] if field != "dram_activity_ratio")
+            offered[calls.activity] = tuple(
+                field for field in offered[calls.activity] if field != "dram_activity_ratio"
+            )
         return offered
 
     def _has(self, *fields: str) -> bool:
@@ -141,7 +122,7 @@ class AmdReader:
 
     def _choose_source(self, processor: Processor, processors: Sequence[Processor]) -> _Source:
         if is_second_die(self._smi, processor):
-            self._offered[energy] = self._offered[power] = ()
+            self._offered[calls.energy] = self._offered[calls.power] = ()
             first = first_die(self._smi, processor, processors)
             where = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
             missing = f"energy: this is the second die of its card; {where} reports the energy of both dies"
@@ -155,16 +136,16 @@ class AmdReader:
     def _counter_or_power(self) -> _Source:
         verdict = (
             judge_counter(self._read_counter())
-            if self._offered[energy]
+            if self._offered[calls.energy]
             else CounterJudgement(False, "no counter found")
         )
         if verdict.is_stale:
-            self._offered.update(dict.fromkeys(FROM_TABLE, ()))
+            self._offered.update(dict.fromkeys(calls.FROM_TABLE, ()))
             return _Source(None, missing=f"energy: {verdict.reason}, as under ROCm 6.0 (ROCm/amdsmi#22)")
         if verdict.is_good:
             note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
             return _Source(COUNTER, note)
-        self._offered[energy] = ()
+        self._offered[calls.energy] = ()
         method = INSTANT if self._has("power_w") else AVERAGE if self._has("power_average_w") else None
         if method is None:
             missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {verdict.reason}"
@@ -177,11 +158,13 @@ class AmdReader:
             if readings:
                 self._sleep(CHECK_EVERY_S)
             before_s = self._clock()
-            answer = ask(self._smi, "amdsmi_get_energy_count", self._handle)
+            answer = calls.ask(self._smi, "amdsmi_get_energy_count", self._handle)
             time_s = (before_s + self._clock()) / 2
-            with_power = ask_group(self._smi, power, self._handle)
+            with_power = calls.ask_group(self._smi, calls.power, self._handle)
             power_w = with_power.get("power_w", with_power.get("power_average_w"))
-            readings.append(CounterReading(time_s, joules_of(answer), power_w, number(answer.get("timestamp"), (64,))))
+            readings.append(
+                CounterReading(time_s, calls.joules_of(answer), power_w, calls.number(answer.get("timestamp"), (64,)))
+            )
         return readings
 
     def _describe(self, processor: Processor, source: _Source) -> Device:
@@ -192,30 +175,30 @@ class AmdReader:
             "power": ("power_w", "power_average_w"),
         }
         missing = [f"{what}: not reported by AMD SMI" for what in sentences if not self._has(*sentences[what])]
-        max_hz = ask_group(smi, max_gfx_clock, handle).get("sm_clock_max_hz")
-        total = number(ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
+        max_hz = calls.ask_group(smi, calls.max_gfx_clock, handle).get("sm_clock_max_hz")
+        total = calls.number(calls.ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
         return Device(
             key=processor.key(self._host),
             kind="amd",
             name=processor.model,
             memory_total_bytes=int(total) if total else None,
-            power_limit_w=ask_group(smi, power_limit, handle).get("power_limit_w"),
+            power_limit_w=calls.ask_group(smi, calls.power_limit, handle).get("power_limit_w"),
             energy_method=source.method,
             power_scope=None if source.method is None else MODULE if processor.has_cpu else GPU,
             not_measured=(*missing, *((source.missing,) if source.missing else ())),
             energy_key=source.key,
             energy_note=source.note,
             sensor=_SENSOR,
-            driver=driver_of(smi, handle),
+            driver=calls.driver_of(smi, handle),
             # The published peaks of these GPUs are rates at the maximum clock.
             sm_clock_max_hz=max_hz,
             sm_clock_reference_hz=max_hz,
-            power_limit_default_w=ask_group(smi, default_power_limit, handle).get("power_limit_default_w"),
+            power_limit_default_w=calls.ask_group(smi, calls.default_power_limit, handle).get("power_limit_default_w"),
         )
 
     # --- at every reading ---
 
-    def _read_offered(self, groups: Iterable[Group]) -> tuple[int, dict[str, float], dict[str, str]]:
+    def _read_offered(self, groups: Iterable[calls.Group]) -> tuple[int, dict[str, float], dict[str, str]]:
         """Return the time of the first call, the values, and the reasons for missing values."""
         values: dict[str, float] = {}
         failures: dict[str, str] = {}
@@ -228,7 +211,7 @@ class AmdReader:
             try:
                 answer = group(self._smi, self._handle)
             except self._errors as error:
-                failures |= dict.fromkeys(fields, sentence(error))
+                failures |= dict.fromkeys(fields, calls.sentence(error))
             else:
                 values |= {field: answer[field] for field in fields if field in answer}
                 failures |= {field: "AMD SMI gave no value" for field in fields if field not in answer}
@@ -239,7 +222,7 @@ class AmdReader:
     def _throttled_by(self, failures: dict[str, str]) -> tuple[str, ...] | None:
         """Return the limits that were active at any time since the last reading."""
         before = self._residencies
-        self._residencies, status = throttle(self._smi, self._handle)
+        self._residencies, status = calls.throttle(self._smi, self._handle)
         if self._residencies:
             if before is None:
                 return None
@@ -277,12 +260,12 @@ def open_device(
     Raises:
         DeviceUnavailable: AMD SMI does not work here, or there is no GPU for this rank.
     """
-    smi = import_library()
-    errors = errors_of(smi)
+    smi = calls.import_library()
+    errors = calls.errors_of(smi)
     try:
         smi.amdsmi_init(smi.AmdSmiInitFlags.INIT_AMD_GPUS)
     except errors as error:
-        raise DeviceUnavailable(advice(error)) from error
+        raise DeviceUnavailable(calls.advice(error)) from error
     try:
         processors = list_processors(smi)
         processor = whole(find(site, processors), processors)
@@ -293,7 +276,7 @@ def open_device(
         if not isinstance(error, errors):
             raise
         raise DeviceUnavailable(
-            f"AMD SMI finds no readable GPU for local rank {site.local_rank}: {sentence(error)}"
+            f"AMD SMI finds no readable GPU for local rank {site.local_rank}: {calls.sentence(error)}"
         ) from error
 
 

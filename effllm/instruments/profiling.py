@@ -1,16 +1,21 @@
-"""Instruments for memory and time: ``from effllm.instruments.profiling import ComprehensiveProfiler``."""
+"""Instruments for memory, time and throughput: ``from effllm.instruments.profiling import ComprehensiveProfiler``."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
 from effllm.instruments._files import write_json
+from effllm.instruments._number import MAX_WHOLE, UserWarnings, record, whole
+from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 from effllm.instruments.memory import GPUMemoryProfiler
-from effllm.instruments.throughput import ThroughputTracker
-from effllm.instruments.timer import ITERATION, TrainingTimer
 from effllm.memory.trend import MemoryTrend
 
 __all__ = ["ComprehensiveProfiler", "GPUMemoryProfiler", "MemoryTrend", "ThroughputTracker", "TrainingTimer"]
@@ -18,6 +23,15 @@ __all__ = ["ComprehensiveProfiler", "GPUMemoryProfiler", "MemoryTrend", "Through
 #: After these iterations, memory is read at most once per `MEMORY_EVERY_S`: a read takes 40 us, in a loop up to 150 us.
 ALL_MEMORY_ITERATIONS = 256
 MEMORY_EVERY_S = 0.25
+#: A time in seconds, with the totals of all updates until then: samples, updates with an unreadable number of samples,
+#: tokens, updates with an unreadable number of tokens.  A plain tuple, because `update` is called with cold caches.
+_Mark = tuple[float, int, int, int, int]
+_UNREADABLE = "ThroughputTracker.update was given a count below 0 or a tensor on a GPU; rates with this count are NaN"
+#: Timer of whole iterations; the shares of all other timers are shares of this timer.
+ITERATION = "iteration"
+#: If a timer has this many pairs of events that the device has not reached, its further times are not measured.
+MAX_PENDING = 256
+MAX_NAMES = 256
 
 
 class ComprehensiveProfiler:
@@ -79,3 +93,250 @@ class ComprehensiveProfiler:
             OSError: the file cannot be written.
         """
         return write_json(path, self.get_summary())
+
+
+class ThroughputTracker:
+    """Counts samples and tokens between calls of `update`.
+
+    The time begins at the first `update`, whose counts are left out, because the work was done earlier.  If
+    `start` is called earlier, the time begins at this call.  Unmeasured values are NaN, for example a rate over an
+    update with an unreadable count.
+
+    Args:
+        window_size: number of newest updates for `get_current_throughput`.
+    """
+
+    def __init__(self, window_size: int = 100) -> None:
+        if window_size < 1:
+            raise ValueError(f"window_size={window_size} must be at least 1")
+        self._first: _Mark | None = None
+        self._recent: deque[_Mark] = deque(maxlen=window_size + 1)
+        self._warn_once = UserWarnings()
+
+    def start(self) -> None:
+        """Begin the time now, before the work of the first `update`."""
+        self._begin(time.monotonic())
+
+    def update(self, num_samples: int = 0, num_tokens: int = 0) -> None:
+        """Count the work that has just ended."""
+        now_s = time.monotonic()
+        samples = num_samples if type(num_samples) is int and 0 <= num_samples < MAX_WHOLE else whole(num_samples)
+        tokens = num_tokens if type(num_tokens) is int and 0 <= num_tokens < MAX_WHOLE else whole(num_tokens)
+        if samples is None or tokens is None:
+            self._warn_once(_UNREADABLE)
+        if self._first is None:
+            self._begin(now_s)
+            return
+        before_s, all_samples, samples_unknown, all_tokens, tokens_unknown = self._recent[-1]
+        self._recent.append(
+            (
+                now_s,
+                all_samples + (samples or 0),
+                samples_unknown + (samples is None),
+                all_tokens + (tokens or 0),
+                tokens_unknown + (tokens is None),
+            )
+        )
+        record("throughput/update_seconds", now_s - before_s)
+        record("throughput/samples", NAN if samples is None else float(samples))
+        record("throughput/tokens", NAN if tokens is None else float(tokens))
+
+    def _begin(self, now_s: float) -> None:
+        _, *totals = self._recent[-1] if self._recent else (0.0, 0, 0, 0, 0)
+        mark: _Mark = (now_s, totals[0], totals[1], totals[2], totals[3])
+        self._first = self._first or mark
+        self._recent.append(mark)
+
+    def get_current_throughput(self) -> dict[str, float]:
+        """Return samples and tokens per second over the newest updates."""
+        return self._rates(self._recent[0] if self._recent else None)
+
+    def get_average_throughput(self) -> dict[str, float]:
+        """Return samples and tokens per second over all updates."""
+        return self._rates(self._first)
+
+    def _rates(self, first: _Mark | None) -> dict[str, float]:
+        if first is None:
+            return {"samples_per_sec": NAN, "tokens_per_sec": NAN}
+        last = self._recent[-1]
+        time_s = last[0] - first[0]
+        return {
+            "samples_per_sec": _rate(first[1:3], last[1:3], time_s),
+            "tokens_per_sec": _rate(first[3:], last[3:], time_s),
+        }
+
+
+def _rate(first: tuple[int, ...], last: tuple[int, ...], time_s: float) -> float:
+    """Return the count per second between two totals; NaN if a count between them is unknown, or none was given."""
+    (count_before, unknown_before), (count, unknown) = first, last
+    if time_s <= 0 or not (count or unknown) or unknown != unknown_before:
+        return NAN
+    return (count - count_before) / time_s
+
+
+class _Timed:
+    __slots__ = ("in_block", "is_open", "not_measured", "pending", "record_as", "start", "statistics")
+
+    def __init__(self, name: str) -> None:
+        self.statistics = Statistics(MAX_RECENT)
+        self.record_as = f"timing/{name}_seconds"
+        self.is_open = self.in_block = False
+        self.start: Any = None  # a time in ns, or an event
+        self.pending: deque[tuple[Any, Any]] = deque()
+        self.not_measured = 0
+
+    def add(self, seconds: float) -> None:
+        self.statistics.add(seconds)
+        record(self.record_as, seconds)
+
+
+class TrainingTimer:
+    """Times named parts of an iteration, with calls, with ``with timer.time(name):``, or with ``@timer.time(name)``.
+
+    On a GPU each start and stop records an event. The time of an event is read after the GPU has reached it, without a
+    wait.
+    Timers of different names may be nested.  Of nested blocks of one name, only the outermost block counts.  A second
+    `start` before the stop replaces the first start, so that the time of a step that raised an exception is left out.
+
+    Args:
+        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for the only device that is used, else the current one.
+        sync: wait for the GPU at each stop, so that `stop` returns the time; this slows the training.
+
+    Raises:
+        UnknownDevice: the device cannot exist.
+    """
+
+    def __init__(self, device: Any = 0, sync: bool = False) -> None:
+        self.device = device
+        self._index = cuda_index(device)
+        self._sync = sync
+        self._timers: dict[str, _Timed] = {}
+        self._free: list[Any] = []
+        self._warn_once = UserWarnings()
+        self._is_checked = False
+
+    def start(self, name: str) -> None:
+        """Begin a part."""
+        timed = self._timers.get(name)
+        if timed is None:
+            if len(self._timers) >= MAX_NAMES:
+                self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
+                return
+            timed = self._timers[name] = _Timed(name)
+        if timed.is_open:
+            self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
+        timed.is_open = True
+        timed.start = time.monotonic_ns() if self._index is None else self._event()
+
+    def stop(self, name: str) -> float:
+        """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
+        timed = self._timers.get(name)
+        if timed is None or not timed.is_open:
+            self._warn_once(f"timer {name} was stopped without a start; this stop is ignored")
+            return NAN
+        timed.is_open = False
+        if self._index is None:
+            seconds: float = (time.monotonic_ns() - timed.start) * 1e-9
+            timed.add(seconds)
+            return seconds
+        return self._stop_on_device(timed)
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Time a block, or a function if used as a decorator; a part that raises an exception is measured too."""
+        timed = self._timers.get(name)
+        if timed is not None and timed.in_block:
+            yield
+            return
+        self.start(name)  # replaces an earlier `start` without a stop, as after an exception
+        timed = self._timers.get(name)
+        if timed is None:
+            yield
+            return
+        timed.in_block = True
+        try:
+            yield
+        finally:
+            timed.in_block = False
+            self.stop(name)
+
+    def get_summary(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of each timer in seconds, and its share of the timer ``iteration``; NaN if not known.
+
+        ``percentiles_of`` is the number of times from which the percentiles were computed.  ``percentiles_are`` is
+        ``exact``, ``newest`` or ``estimated``, as in `MetricTracker.get_summary`.
+
+        This call sorts the newest times of each timer on the calling thread: call it after an epoch, not in every step.
+        """
+        for timed in self._timers.values():
+            self._read_passed(timed)
+        whole = self._timers.get(ITERATION)
+        total_s = whole.statistics.moments.total if whole is not None else 0.0
+        return {name: _summary(timed, total_s) for name, timed in self._timers.items()}
+
+    # --- on a GPU ---
+
+    def _event(self) -> Any:
+        """Record an event on the device's stream; ``None`` without a context, in a capture, or after an error."""
+        try:
+            cuda: Any = sys.modules["torch"].cuda
+            if not has_context(self._index or 0) or cuda.is_current_stream_capturing():
+                return None
+            event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
+            event.record(cuda.current_stream(self._index))
+        except Exception as error:  # noqa: BLE001 - the loop must go on
+            self._warn_of(error)
+            return None
+        return event
+
+    def _stop_on_device(self, timed: _Timed) -> float:
+        self._read_passed(timed)
+        start, timed.start = timed.start, None
+        end = self._event() if start is not None and len(timed.pending) < MAX_PENDING else None
+        if not self._is_checked:
+            self._is_checked = is_checked(self._index or 0)
+        if end is None:
+            timed.not_measured += 1
+            return NAN
+        timed.pending.append((start, end))
+        if not self._sync:
+            return NAN
+        return timed.statistics.recent[-1] if self._read_passed(timed, wait_for=end) else NAN
+
+    def _read_passed(self, timed: _Timed, wait_for: Any = None) -> bool:
+        """Add the times whose events the device has passed; ``False`` if an event cannot be read."""
+        try:
+            if wait_for is not None:
+                wait_for.synchronize()
+            while timed.pending and timed.pending[0][1].query():
+                start, end = timed.pending[0]
+                timed.add(start.elapsed_time(end) * 1e-3)
+                timed.pending.popleft()
+                self._free += (start, end)
+        except Exception as error:  # noqa: BLE001 - the loop must go on
+            timed.not_measured += len(timed.pending)
+            timed.pending.clear()
+            self._warn_of(error)
+            return False
+        return True
+
+    def _warn_of(self, error: Exception) -> None:
+        self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
+
+
+def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
+    known, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
+    found = {
+        "count": known.count,
+        "mean_sec": known.mean,
+        "std_sec": known.std,
+        "min_sec": known.minimum if known.count else NAN,
+        "max_sec": known.maximum if known.count else NAN,
+        "p50_sec": shown.values[50],
+        "p95_sec": shown.values[95],
+        **shown.coverage(),
+        "total_sec": known.total,
+        "share_of_iteration": known.total / total_s if total_s > 0 else NAN,
+    }
+    missing = timed.not_measured + len(timed.pending)
+    return {**found, "not_measured": missing} if missing else found

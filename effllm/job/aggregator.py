@@ -8,8 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
-from effllm.job.closed_windows import ClosedWindows
-from effllm.job.event_log import EventLog
+from effllm.job.closed_windows import ClosedWindows, EventLog
 from effllm.job.goodput_tiles import MAX_BEFORE_S
 from effllm.job.health.stalls import Stalls
 from effllm.job.health.watches import StragglerWatch

@@ -1,7 +1,8 @@
-"""Closed windows: added to the totals, checked, reported, and completed by late reports. No I/O."""
+"""Closed windows: added to the totals, checked, reported, and completed by late reports; and the events. No I/O."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from operator import attrgetter
@@ -11,7 +12,6 @@ from msgspec.structs import replace
 
 from effllm.config.settings import Config
 from effllm.job.audit import AuditWatch
-from effllm.job.event_log import EventLog
 from effllm.job.forecast import Mark
 from effllm.job.gathered import Gathered
 from effllm.job.goodput_attempt import DATA, SLOW
@@ -28,7 +28,9 @@ from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.job.window_energy import window_energy
 from effllm.metrics import energy
+from effllm.records.events import KINDS, EventLimit
 from effllm.records.job import ClusterReport
+from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
 
@@ -38,6 +40,9 @@ RECENT = 8  # number of closed windows that a late report can still complete
 RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
 MAX_SCOPE_COVERAGE = 0.5  # of all scopes with a higher coverage, the widest scope is used
 MAX_NAMED = 8  # maximum number of ranks in the text of an event
+MAX_STATED = 1000  # number of stored keys per kind, for events that are recorded once
+MAX_KINDS = 100  # events of further kinds are counted as OTHER
+OTHER = "other"
 
 
 class Closed(NamedTuple):
@@ -248,3 +253,45 @@ class ClosedWindows:
 
 def _numbers(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
+
+
+class EventLog:
+    """Counts events in the ledger, and stores the events for the file and the console until `take` is called.
+
+    Args:
+        ledger: the job's state.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._limit = EventLimit()
+        self._events: list[Event] = []
+        self._stated: dict[str, set[str]] = {}  # keys by kind: one kind cannot suppress events of other kinds
+
+    def record(self, event: Event) -> None:
+        """Count an event, and store it unless there are too many events."""
+        counts, kind, rank = self._ledger.events, event.kind, event.rank
+        if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
+            kind = OTHER
+        counts[kind] = counts.get(kind, 0) + event.count
+        if rank is not None and not 0 <= rank < self._ledger.world_size:
+            rank = None  # a peer may send any number as its rank
+        event = replace(event, kind=kind, text=one_line(event.text), rank=rank, attempt=self._ledger.attempt)
+        if self._limit.admits(event):
+            self._events.append(event)
+
+    def record_once(self, event: Event, key: str = "") -> None:
+        """Record an event only once per key; the default key is the event's text."""
+        stated, key = self._stated.setdefault(event.kind, set()), key or event.text
+        if key not in stated and len(stated) < MAX_STATED:
+            stated.add(key)
+            self.record(event)
+
+    def roll(self, now_s: float = math.inf) -> None:
+        """Add events with the counts of suppressed events, once a minute and at the end."""
+        self._events += self._limit.roll(now_s)
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 from effllm.job.aggregator import Aggregator
 from effllm.job.energy_account import COVERED_S, JOULES
@@ -23,7 +24,11 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     """
     ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed.last_merged
     joules = ledger.devices.joules()
-    temperatures = dict(_temperatures(rows))
+    temperatures = {
+        one.device: gauge.value_seconds / gauge.covered_s
+        for one in chain.from_iterable(row.devices for row in rows)
+        if (gauge := one.gauges.get("temperature_c")) is not None and gauge.covered_s > MIN_COVERED_S
+    }
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
         _state(key, device, _host(roster, key), joules.pop(key, None), merged, temperatures.get(key))
@@ -74,14 +79,6 @@ def _levels(device: Device, merged: Merged) -> dict[str, float | None]:
 
 def _mean(value_seconds: float, covered_s: float) -> float | None:
     return float(value_seconds / covered_s) if covered_s > MIN_COVERED_S and value_seconds == value_seconds else None
-
-
-def _temperatures(rows: Sequence[RankReport]) -> Iterator[tuple[str, float]]:
-    for row in rows:
-        for one in row.devices:
-            gauge = one.gauges.get("temperature_c")
-            if gauge is not None and gauge.covered_s > MIN_COVERED_S:
-                yield one.device, gauge.value_seconds / gauge.covered_s
 
 
 def _kind_of_key(key: str, owner: Device | None, scope: str) -> str:

@@ -190,7 +190,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
         start_time_s=first.start_time_s,
         phases_s=summed(row.phases_s for row in rows),
-        loss=_last_loss(rows),
+        loss=next((row.loss for row in reversed(rows) if row.loss is not None or row.losses_not_finite), None),
         first_not_finite=next((row.first_not_finite for row in rows if row.first_not_finite is not None), None),
         devices=_devices(rows),
         final=any(row.final for row in rows),
@@ -210,13 +210,6 @@ _SUMS = (
 
 def _largest(parts: Sequence[Allocator]) -> Allocator | None:
     return Allocator(*map(max, *map(astuple, parts))) if len(parts) > 1 else next(iter(parts), None)
-
-
-def _last_loss(rows: Sequence[RankReport]) -> float | None:
-    for row in reversed(rows):
-        if row.loss is not None or row.losses_not_finite:
-            return row.loss
-    return None
 
 
 def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:

@@ -11,25 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from effllm.job.causes import AVOIDABLE, SLOW_DATA
 from effllm.job.health.diagnosis import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.health.own_times import UNLIKE
-from effllm.job.remedies import SLOW_DATA
 from effllm.job.slow_clocks import LOCKED
 from effllm.metrics import METRICS
 from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
 from effllm.records.verdict import OF_GPUS, SlowIterations, Waterfall
 
-
-class Threshold(NamedTuple):
-    """The smallest loss that is reported."""
-
-    share: float  # of all device time
-    min_iterations: int = 0
-    min_elapsed_s: float = 0.0
-
-
-#: Below this number of iterations, the time of single iterations is no evidence.
-MIN_ITERATIONS = 20
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
 MIN_PROFILED = 5
 #: Losses are estimates: parts of windows are redone, and a wait for the slowest rank is longer than a mean wait.  In
@@ -39,47 +28,8 @@ BOUND_MARGIN = 0.02
 OF_FEW = 0.5
 #: Period of profiles in a long job.
 USUAL_PERIOD = 500
-#: In a shorter job, a long start is usual.
-MIN_ELAPSED_S = 1800.0
 #: Share of padding in the processed positions below which padding is usual.
 MIN_PADDING_RATIO = 0.15
-
-
-THRESHOLDS: dict[str, Threshold] = {
-    "data_loading": Threshold(0.05, MIN_ITERATIONS),
-    "between_iterations": Threshold(0.05, MIN_ITERATIONS),
-    "slow_iterations": Threshold(0.05, MIN_ITERATIONS),
-    "warmup": Threshold(0.10, MIN_ITERATIONS),
-    "straggler": Threshold(0.05, MIN_ITERATIONS),
-    "uneven_ranks": Threshold(0.05, MIN_ITERATIONS),
-    "throttled": Threshold(0.05, MIN_ITERATIONS),
-    "power_limit": Threshold(0.05, MIN_ITERATIONS),
-    "exposed_communication": Threshold(0.15, MIN_ITERATIONS),
-    "device_idle": Threshold(0.15, MIN_ITERATIONS),
-    "padding": Threshold(0.05, MIN_ITERATIONS),
-    "memory_pressure": Threshold(0.05, MIN_ITERATIONS),
-    "checkpoint": Threshold(0.05, MIN_ITERATIONS),
-    "evaluation": Threshold(0.10, MIN_ITERATIONS),
-    "restarts": Threshold(0.05),
-    "startup": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
-    "shutdown": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
-    "idle": Threshold(0.10, min_elapsed_s=MIN_ELAPSED_S),
-    "hang": Threshold(0.02),
-    "unused_gpus": Threshold(0.02),
-}
-#: Cause -> part of the waterfall, where one part is the loss.
-LOSS_PARTS = {
-    "data_loading": "data",
-    "between_iterations": "data",
-    "slow_iterations": "slow_iterations",
-    "warmup": "warmup",
-    "checkpoint": "checkpoint",
-    "evaluation": "evaluation",
-    "shutdown": "shutdown",
-    "idle": "idle",
-    "hang": "hang",
-    "unused_gpus": "unused",
-}
 #: Parts of the waterfall that divide the time of steps.
 STEP_PARTS = (
     "waits_in_communication", "exposed_communication", "device_idle", "clock_below_maximum", "padding", "recomputation",
@@ -158,7 +108,7 @@ def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss
 
 def is_reported(loss: Loss, summary: Summary) -> bool:
     """Whether a loss is above its threshold in a job that is long enough."""
-    limit = THRESHOLDS[loss.cause]
+    limit = AVOIDABLE[loss.cause]
     is_long = summary.iterations >= limit.min_iterations and summary.elapsed_s >= limit.min_elapsed_s
     return loss.likely_share >= limit.share and is_long
 
@@ -214,7 +164,7 @@ def _used_seconds(found: Waterfall) -> float:
 
 def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_Made]:
     what = "data wait" if framework else "time between iterations"
-    waits, data_s = "the ranks wait for data between steps", seconds_of(found, LOSS_PARTS["data_loading"])
+    waits, data_s = "the ranks wait for data between steps", seconds_of(found, AVOIDABLE["data_loading"].part)
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
@@ -240,7 +190,7 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
         "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
     }
     not_this = "between_iterations" if framework else "data_loading"
-    for cause, part in LOSS_PARTS.items():
+    for cause, part in ((cause, row.part) for cause, row in AVOIDABLE.items() if row.part):
         if cause != not_this:
             seconds, action = seconds_of(found, part), SLOW_DATA.text if part == "data" and is_of_few else ""
             yield cause, seconds, texts[cause], _part(part), _most(summary, found, cause, seconds), action

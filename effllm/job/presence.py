@@ -86,7 +86,8 @@ class Presence:
         """Whether a rank for which the window waits has not passed the window."""
         # This is called for each of ten thousand reports, so the rank of the last result is checked first.
         last = self._last_behind
-        if last is not None and self._is_waited_for(last, now_s) and self._has_not_passed(last, window):
+        is_awaited = last not in self.lost and (last in self.heard_s or self._waits_for_absent(now_s))
+        if last is not None and is_awaited and self._has_not_passed(last, window):
             return True
         behind = [rank for rank in self.waited_for(now_s) if self._has_not_passed(rank, window)]
         self._last_behind = self._chance.choice(behind) if behind else None
@@ -95,9 +96,6 @@ class Presence:
     def _has_not_passed(self, rank: int, window: int) -> bool:
         known = self._ledger.ranks.get(rank)
         return known is None or (known.last_window < window and not known.bye)
-
-    def _is_waited_for(self, rank: int, now_s: float) -> bool:
-        return rank not in self.lost and (rank in self.heard_s or self._waits_for_absent(now_s))
 
     def _waits_for_absent(self, now_s: float) -> bool:
         since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)

@@ -13,7 +13,6 @@ from effllm.job.account import Account
 from effllm.job.audit import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.job.gaps import (
-    CountGaps,
     count_gaps,
     doubtful_in_window,
     energy_coverage,
@@ -45,7 +44,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 from effllm.records.values import summaries
-from effllm.records.verdict import OF_GPUS, Waterfall
+from effllm.records.verdict import OF_GPUS
 
 #: A window's end may be at most this far in the future.  Clocks of nodes differ by much less, but the aggregator's
 #: time may be old.
@@ -155,6 +154,9 @@ def report_of(
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     values = metrics.evaluate(run, shown_of_window, whole)
+    of_window = dict.fromkeys(doubtful_in_window(rows, values, bool(coverage.missing_ranks)))
+    found = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
+    parts = found.parts if found is not None and found.unit == OF_GPUS else ()
     return ClusterReport(
         attempt=ledger.attempt,
         window=window.number,
@@ -167,7 +169,7 @@ def report_of(
         last=own,
         job=whole,
         values=values,
-        doubtful=_doubtful(ledger, gaps, rows, values, bool(coverage.missing_ranks)),
+        doubtful=tuple({**doubtful_tags(ledger.audit, values), **gaps.doubtful_tags(values), **of_window}),
         coverage=coverage,
         straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
@@ -183,7 +185,7 @@ def report_of(
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
-        gpu_seconds=_gpu_seconds(waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)),
+        gpu_seconds={part.name: part.device_seconds for part in parts},
         gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
 
@@ -219,14 +221,6 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
         found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
         found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
     return {name: spread for name, spread in found.items() if spread is not None}
-
-
-def _doubtful(
-    ledger: Ledger, gaps: CountGaps, rows: Rows, values: Collection[str], has_absent: bool
-) -> tuple[str, ...]:
-    """Return the tags of a report's values that are in doubt, each once."""
-    of_window = dict.fromkeys(doubtful_in_window(rows, values, has_absent))
-    return tuple({**doubtful_tags(ledger.audit, values), **gaps.doubtful_tags(values), **of_window})
 
 
 def _account_of(window: Window, min_coverage: float) -> Account:
@@ -328,10 +322,6 @@ def _with_errors(
             random, systematic = errors.get(tag) or (None, None)
             found[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
     return found
-
-
-def _gpu_seconds(found: Waterfall | None) -> dict[str, float]:
-    return {part.name: part.device_seconds for part in found.parts} if found and found.unit == OF_GPUS else {}
 
 
 def first_start_s(ledger: Ledger) -> float:

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from effllm.job.causes import AVOIDABLE, MIN_ITERATIONS, remedy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
 from effllm.job.host_lines import data_share, where, where_slow
 from effllm.job.losses import (
-    LOSS_PARTS,
-    MIN_ITERATIONS,
     STEP_PARTS,
     STRAGGLERS,
-    THRESHOLDS,
     Loss,
     busy_share,
     is_profiled,
@@ -23,7 +21,6 @@ from effllm.job.losses import (
     profile_period,
     seconds_of,
 )
-from effllm.job.remedies import remedy
 from effllm.job.slow_clocks import LOCKED
 from effllm.records.job import Summary
 from effllm.records.verdict import (
@@ -86,8 +83,8 @@ def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | 
     """Return the windows of a loss; ``None`` if no window can be named."""
     if loss.cause == "memory_pressure":
         return windows_of_retries(summary)
-    name = STRAGGLING if loss.source.startswith(STRAGGLERS) else LOSS_PARTS.get(loss.cause, "")
-    return goodput.windows_of(name, THRESHOLDS[loss.cause].share) if name in PARTS else None
+    name = STRAGGLING if loss.source.startswith(STRAGGLERS) else AVOIDABLE[loss.cause].part
+    return goodput.windows_of(name, AVOIDABLE[loss.cause].share) if name in PARTS else None
 
 
 def windows_of_retries(summary: Summary) -> LossWindows | None:
@@ -153,7 +150,7 @@ def verdict_of(
             text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
         )
     # No loss is reported, so the threshold of such a loss is for longer jobs.
-    short = [one for one in every if one.share >= THRESHOLDS[one.cause].share][:1]
+    short = [one for one in every if one.share >= AVOIDABLE[one.cause].share][:1]
     is_short = "".join(f"{_name(one.cause)} {100 * one.share:.1f} % (short job); " for one in short)
     if not is_profiled(summary):
         steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
@@ -316,7 +313,7 @@ def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -
 
 
 def _evidence(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidence:
-    limit = THRESHOLDS[loss.cause]
+    limit = AVOIDABLE[loss.cause]
     text = f"threshold {100 * limit.share:g} %"
     if summary.elapsed_s < limit.min_elapsed_s:
         text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"

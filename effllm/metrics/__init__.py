@@ -9,11 +9,10 @@ the definitions for a cluster.
 
 # All outputs list the metrics in the order of these imports.
 # isort: off
-from effllm.metrics import contract, energy, throughput, health, goodput
+from effllm.metrics import contract, energy, throughput, health
 
 # isort: on
-from effllm.metrics.evaluation import errors, evaluate, evaluate_run
-from effllm.metrics.table import METRICS, Formula, Metric, describe, headline, metric
+from effllm.metrics.table import METRICS, Formula, Metric, describe, errors, evaluate, evaluate_run, headline, metric
 
 __all__ = [
     "METRICS",
@@ -25,7 +24,6 @@ __all__ = [
     "errors",
     "evaluate",
     "evaluate_run",
-    "goodput",
     "headline",
     "health",
     "metric",

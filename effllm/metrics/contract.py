@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import GIB, counted_quotient, energy_quotient, measured_quotient, quotient
-from effllm.metrics.table import metric
+from effllm.metrics.table import GIB, counted_quotient, energy_quotient, measured_quotient, metric, quotient
 from effllm.records.job import ClusterTotals
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.metrics.ratios import counted_quotient, energy_quotient, error_share, measured_quotient, quotient
-from effllm.metrics.table import metric
+from effllm.metrics.table import counted_quotient, energy_quotient, error_share, measured_quotient, metric, quotient
 from effllm.records.job import ClusterTotals
 from effllm.records.rank import POWER_STEP_W
 

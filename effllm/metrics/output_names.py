@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
 from effllm.metrics.table import Metric, describe
 from effllm.records.board import GROUP
 
-#: Base units, which readers of some outputs expect: unit -> (word in the metric's name, replacement, factor).
-UNITS: dict[str, tuple[str, str, float]] = {
-    "GB": ("gb", "bytes", 1e9),
-    "GiB": ("gb", "bytes", 2.0**30),
-    "MHz": ("mhz", "hertz", 1e6),
-    "TFLOP/s": ("tflops", "flops_per_second", 1e12),
-    "degC": ("c", "celsius", 1.0),
-    "kg CO2e": ("kg", "grams", 1000.0),
-    "Wh": ("wh", "joules", 3600.0),
-    "s": ("s", "seconds", 1.0),
-}
 
-#: Unit of a metric -> the unit of its value in base units, in UCUM's notation (ucum.org); in braces are annotations.
-UCUM: dict[str, str] = {
-    "GB": "By",
-    "GiB": "By",
-    "MHz": "Hz",
-    "TFLOP/s": "{flop}/s",
-    "degC": "Cel",
-    "kg CO2e": "g",
-    "Wh": "J",
-    "s": "s",
-    "J": "J",
-    "W": "W",
-    "ratio": "1",
-    "s/iteration": "s/{iteration}",
-    "tokens/s": "{token}/s",
-    "tokens/parameter/s": "{token}/{parameter}/s",
-    "samples/s": "{sample}/s",
-    "samples/parameter/s": "{sample}/{parameter}/s",
-    "J/token": "J/{token}",
-}
+class Unit(Struct, frozen=True, forbid_unknown_fields=True):
+    """A unit of metrics: its text in UCUM's notation, and the base unit that readers of some outputs expect."""
+
+    ucum: str
+    word: str = ""  # in the metric's name, which `base` replaces
+    base: str = ""
+    factor: float = 1.0  # of values
+
+
+UNITS = msgspec.toml.decode(Path(__file__).with_name("units.toml").read_bytes(), type=dict[str, Unit])
+
+
+def unit_of(entry: Metric) -> Unit:
+    return UNITS.get(entry.unit, Unit(f"{{{entry.unit}}}"))
 
 
 def name_of(entry: Metric) -> tuple[str, float]:
     """Return a metric's name in base units, and the factor of its values."""
-    word, base, factor = UNITS.get(entry.unit, ("", "", 1.0))
-    words = [base if base and part == word else part for part in entry.name.split("_")]
-    return "_".join([entry.group, *words] if entry.group else words), factor
+    unit = unit_of(entry)
+    words = [unit.base if part == unit.word else part for part in entry.name.split("_")]
+    return "_".join([entry.group, *words] if entry.group else words), unit.factor
 
 
 #: TensorBoard makes a group of all tags with the same first path element, and sorts the groups by their characters, so

@@ -1,13 +1,20 @@
-"""The table of metrics, and the decorator that adds a metric to the table."""
+"""The table of metrics, the decorator that adds a metric to it, and the values and errors of all metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from effllm.records.job import ClusterTotals
 
 Formula = Callable[[ClusterTotals], float | None]
+GB, GIB = 1e9, 2**30
+#: Largest relative random error of a shown energy; values from an energy with a larger error are not shown either.
+MAX_SHOWN_ERROR = 0.2
+#: Maximum relative rounding error of a float.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -86,3 +93,108 @@ def headline() -> Iterable[Metric]:
 def describe(tag: str) -> Metric | None:
     """Return the metric of a tag, or ``None`` if the tag is unknown."""
     return METRICS.get(tag.rpartition("/")[2])
+
+
+def is_energy_known(totals: ClusterTotals) -> bool:
+    """Whether the random error of the energy is small enough to show the energy."""
+    return (error_share(totals.energy.error_j, totals.energy.joules) or 0.0) <= MAX_SHOWN_ERROR
+
+
+def quotient(above: float, below: float) -> float | None:
+    """Return a quotient, or ``None`` if the denominator is 0."""
+    return above / below if below > 0 else None
+
+
+def measured_quotient(above: float | None, below: float) -> float | None:
+    """Return a quotient, or ``None`` if the numerator was not measured."""
+    return None if above is None else quotient(above, below)
+
+
+def energy_quotient(totals: ClusterTotals, joules: float | None, below: float) -> float | None:
+    """Return a quotient of an energy, or ``None`` if the random error of the energy is too large."""
+    return measured_quotient(joules, below) if is_energy_known(totals) else None
+
+
+def error_share(error: float, value: float | None) -> float | None:
+    """Return an error as a share of a value, or ``None`` without a value."""
+    return error / value if value else None
+
+
+def counted_quotient(count: float, below: float) -> float | None:
+    """Return a quotient of a count, or ``None`` if the count is 0, because then the loop does not report this count."""
+    return quotient(count, below) if count > 0 else None
+
+
+def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
+    """Return the measured values of a window, for each metric and base: tag -> value."""
+    bases = {"run": run, "window": window, "job": job}
+    shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
+    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
+    """Return the measured values of a summary: tag -> value."""
+    bases = {"run": run, "job": job}
+    shown = [(entry, base) for entry in METRICS.values() for base in entry.run_bases]
+    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
+    """Return the errors of a summary's values: tag -> (random, systematic), half-widths of 95 % intervals.
+
+    For energy and power, an error is the change of the metric when the energy changes by the error of the energy. Means
+    of samples have only a random error.
+    """
+    bases = {"run": run, "job": job}
+    found: dict[str, tuple[float, float]] = {}
+    for entry in METRICS.values():
+        for base in entry.run_bases:
+            totals = bases[base]
+            value = entry.formula(totals)
+            if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
+                found[entry.tag(base)] = (error, 0.0)
+            if value is None or not totals.energy.joules:
+                continue
+            shares = (totals.energy.error_j / totals.energy.joules, totals.energy.gain_j / totals.energy.joules)
+            random = _moved(entry.formula, totals, value, shares[0], gain=False)
+            systematic = _moved(entry.formula, totals, value, shares[1], gain=True)
+            if random or systematic:
+                found[entry.tag(base)] = (random, systematic)
+    return found
+
+
+def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, gain: bool) -> float:
+    scale = 1 + share
+    energy, devices = totals.energy, totals.devices
+    moved = replace(
+        totals,
+        energy=replace(
+            energy,
+            joules=_scaled(energy.joules, scale),
+            gpus_j=_scaled(energy.gpus_j, scale),
+            measured_j=_scaled(energy.measured_j, scale),
+            gain_j=energy.gain_j * scale,
+            start_j2=energy.start_j2 * scale**2,
+            end_j2=energy.end_j2 * scale**2,
+            inside_j2=energy.inside_j2 * scale**2,
+        ),
+    )
+    if gain:  # the power readings of a sensor have the same gain error
+        moved = replace(
+            moved,
+            constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),
+            devices=replace(
+                devices,
+                power_peak_w=_scaled(devices.power_peak_w, scale),
+                power_histogram_s={(bar + 0.5) * scale - 0.5: s for bar, s in devices.power_histogram_s.items()},
+            ),
+        )
+    after = formula(moved)
+    change = 0.0 if after is None else abs(after - value)
+    return change if change > ROUNDING * abs(value) else 0.0
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from effllm.metrics.contract import al_seconds
-from effllm.metrics.ratios import counted_quotient, quotient
-from effllm.metrics.table import metric
+from effllm.metrics.table import counted_quotient, metric, quotient
 from effllm.records.job import ClusterTotals
 
 

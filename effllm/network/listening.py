@@ -1,7 +1,12 @@
-"""The address and the socket on which rank 0 of a job listens.  Standard library only."""
+"""The address and the socket on which rank 0 listens, and the limit of open files: each connection takes one file.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 
 from effllm.config.place import Place
@@ -10,6 +15,9 @@ from effllm.network import interface
 
 BACKLOG = 4096  # 4000 agents reconnect at once when an aggregator is replaced
 _PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
+_UNLIMITED = resource.RLIM_INFINITY
+_OWN = 256  # open files for sinks, ZeroMQ, and connections before their handshake
+_MIN_OWN = 96  # an aggregator of two ranks has 21 open files
 
 
 class DiscoveryError(RuntimeError):
@@ -95,3 +103,57 @@ def listen_within(address: str, ports: str) -> socket.socket:
             if error.errno not in _PORT_TAKEN:
                 raise
     raise DiscoveryError(f"no port of EFFICIENTLLM_PORTS={ports} is free on {address}")
+
+
+def needed(peers: int) -> int:
+    """Return the number of open files that an aggregator needs.
+
+    Each peer needs one file, reconnections need a fifth more, and the aggregator has up to 256 other files.
+    """
+    return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
+
+
+def shortage(peers: int) -> str:
+    """Return the remedy if this process' limits are too low for an aggregator of ``peers``, else an empty text.
+
+    The limits stay unchanged, because the caller is a trainer.  The aggregator raises its own limits.
+    """
+    least = needed(peers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == _UNLIMITED or hard >= least:
+        return ""
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, least))
+    except (ValueError, OSError):
+        return _line(least, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return ""
+
+
+def raise_limit(least: int = 0) -> str:
+    """Raise the soft limit to the hard limit, and the hard limit if permitted.
+
+    Return the remedy if the limit is still too low, else an empty text.
+
+    Args:
+        least: the required number of open files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != _UNLIMITED and hard < least:
+        with contextlib.suppress(ValueError, OSError):  # not permitted, or beyond the kernel's own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, least))
+            return ""
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != _UNLIMITED and soft < least:
+        return _line(least, soft)
+    return ""
+
+
+def _line(least: int, allowed: int) -> str:
+    return (
+        f"{least} open files are needed and {allowed} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
+        f"shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={least} of the systemd service"
+    )

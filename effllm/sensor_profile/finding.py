@@ -1,4 +1,4 @@
-"""The behaviour of the sensors of a GPU, from a record of the idle GPU and a record of the loaded GPU."""
+"""Reads a GPU as often as the driver allows, and finds the behaviour of its sensors when idle and under load."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import hashlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from effllm import __version__
+from effllm.devices import Reader
 from effllm.energy import calibration
 from effllm.energy.calibration import Seen
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import is_held
-from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
-from effllm.sensor_profile.estimates import (
-    MAX_DELAY_S,
-    MAX_WINDOW_S,
-    Load,
-    Tick,
-    is_together,
-    ratio,
-    response,
-    steps_w,
-    ticks_of,
-)
-from effllm.sensor_profile.nvml_facts import Facts
-from effllm.sensor_profile.record import BoardFacts, DriverCall, Ratio, Response, Rhythm, SensorProfile, State
-from effllm.sensor_profile.watching import READS_APART_S, Record
+from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
+from effllm.sensor_profile import estimates
+from effllm.sensor_profile.load import TorchLoad
+from effllm.sensor_profile.nvml_facts import Facts, timed
+from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
 MIN_LAG_ERROR_S = 0.005
@@ -53,13 +44,15 @@ _PARTS = {
     "usage": ("power_usage_w", "power usage"),
 }
 _ENERGY_PARTS = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
+READS_APART_S = 0.002
+FULL_READS_APART_S = 0.5
 
 
 class _Reading(NamedTuple):
     """An analysed reading: the period of its changes, the changes, and the values to compare with the load."""
 
     rhythm: Rhythm | None
-    ticks: list[Tick]
+    ticks: list[estimates.Tick]
     values: list[tuple[float, float]]
 
 
@@ -96,15 +89,15 @@ class SensorEvidence:
 
     def under_load(self, record: Record, name: str) -> None:
         self._load, self._edges = name, len(record.edges)
-        load = Load(record.edges, record.origin_ns)
+        load = estimates.Load(record.edges, record.origin_ns)
         parts = _analysed(record)
         for part, reading in parts.items():
             before = self._parts[part]
             if before.rhythm is None or (reading.rhythm and reading.rhythm.changes >= before.rhythm.changes):
                 self._parts[part] = reading
-        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if record.edges else 0.0
+        from_s = load.times_s[0] + estimates.MAX_DELAY_S + estimates.MAX_WINDOW_S if record.edges else 0.0
         for part, reading in parts.items():
-            followed = response(load, [value for value in reading.values if value[0] >= from_s])
+            followed = estimates.response(load, [value for value in reading.values if value[0] >= from_s])
             if followed is not None:
                 self._responses[part] = followed
             elif reading.values:
@@ -122,7 +115,9 @@ class SensorEvidence:
         if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
             return None
         tick_s = counter.rhythm.period_s
-        if power.rhythm is None or not is_together(power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S):
+        if power.rhythm is None or not estimates.is_together(
+            power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S
+        ):
             return False
         ours, theirs = self._responses.get("counter"), self._responses.get("power")
         return None if ours is None or theirs is None else abs(ours.middle_s - theirs.middle_s) < tick_s / 4
@@ -133,7 +128,7 @@ class SensorEvidence:
         followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
-    def _find_ratios(self, record: Record, counter: _Reading, load: Load) -> None:
+    def _find_ratios(self, record: Record, counter: _Reading, load: estimates.Load) -> None:
         power, lag_s = self._responses.get("power"), self._lag_s
         if power is not None and lag_s is not None:
             rhythm = self._parts["power"].rhythm
@@ -144,7 +139,7 @@ class SensorEvidence:
             self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
 
     def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
-        found = ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
+        found = estimates.ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
         if found is not None:
             self._ratios[name] = found
 
@@ -238,12 +233,12 @@ def _analysed(record: Record) -> dict[str, _Reading]:
 
 
 def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Reading:
-    found = ticks_of(series)
+    found = estimates.ticks_of(series)
     if found is None:
         return _Reading(None, [], [] if is_counter else series)
     rhythm, ticks = found
     if is_counter:
-        return _Reading(rhythm, ticks, steps_w(ticks, rhythm))
+        return _Reading(rhythm, ticks, estimates.steps_w(ticks, rhythm))
     return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
 
 
@@ -253,7 +248,7 @@ def _duty(followed: Response, rhythm: Rhythm) -> float:
     return followed.window_s / rhythm.period_s
 
 
-def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) -> State | None:
+def _state(record: Record, ticks: Sequence[estimates.Tick], start_s: float, end_s: float) -> State | None:
     if not record.samples:
         return None
     from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))
@@ -279,3 +274,86 @@ def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+class Timer(Protocol):
+    """The functions of the module ``time`` that are used here."""
+
+    def monotonic_ns(self) -> int: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Record(NamedTuple):
+    """The samples of one time span."""
+
+    samples: list[Sample]
+    full: list[Sample]  # samples with all quantities
+    calls_s: list[float]
+    beside: dict[str, list[tuple[int, float]]]  # readings that samples do not include, by name
+    edges: Sequence[LoadEdge] = ()
+
+    @property
+    def origin_ns(self) -> int:
+        """The time of the first sample, from which the record's seconds are counted."""
+        return self.samples[0].time_ns
+
+    @property
+    def end_s(self) -> float:
+        return (self.samples[-1].time_ns - self.origin_ns) * NS if self.samples else 0.0
+
+    @property
+    def apart_s(self) -> float:
+        return self.end_s / max(len(self.samples) - 1, 1)
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        if name in self.beside:
+            return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in self.beside[name]]
+        values = ((sample.time_ns, getattr(sample, name, None)) for sample in self.samples)
+        return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
+
+
+def watch(
+    reader: Reader,
+    clock: Timer,
+    progress: Callable[[float], None],
+    seconds: float,
+    beside: Mapping[str, Callable[[], float | None]],
+    until: TorchLoad | None = None,
+) -> Record:
+    """Read for a duration, or until the load ends; then the record has the edges of the load."""
+    read_energy = getattr(reader, "read_energy", reader.read)
+    began_ns = full_ns = shown_ns = clock.monotonic_ns()
+    record = Record([], [], [], {name: [] for name in beside})
+    while True:
+        now_ns = clock.monotonic_ns()
+        if now_ns >= shown_ns:
+            progress(min((now_ns - began_ns) * NS / seconds, 1.0))
+            shown_ns = now_ns + round(0.1 / NS)
+            if until is not None and (edges := until.take()) is not None:
+                return record._replace(edges=edges)
+        if until is None and now_ns >= began_ns + seconds / NS:
+            return record
+        is_full = now_ns >= full_ns
+        sample, _ = reader.read() if is_full else read_energy()
+        if is_full:
+            record.full.append(sample)
+            full_ns = now_ns + round(FULL_READS_APART_S / NS)
+        else:
+            record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
+        if not record.samples or sample.time_ns > record.samples[-1].time_ns:
+            record.samples.append(sample)
+        for name, ask in beside.items():
+            before_ns = clock.monotonic_ns()
+            value = ask()
+            if value is not None:
+                record.beside[name].append(((before_ns + clock.monotonic_ns()) // 2, value))
+        clock.sleep(READS_APART_S)
+
+
+def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
+    asked = [("a sample of the agent", reader.read)]
+    if hasattr(reader, "read_energy"):
+        asked.append(("a read of the agent at the edge of a window", reader.read_energy))
+    own = [call for name, ask in asked if (call := timed(name, ask, clock.sleep)) is not None]
+    return own + (facts.calls(clock.sleep) if facts else [])

@@ -1,4 +1,4 @@
-"""Messages of agents: received at a limited rate, passed to the aggregator, and answered."""
+"""Messages of agents: received at a limited rate, passed to the aggregator, answered; and the admission of ranks."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ from collections.abc import Callable
 
 from effllm.job.aggregator import Aggregator
 from effllm.job.pacing import report_every_s
+from effllm.network.listening import needed, raise_limit
+from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
+from effllm.records import wire
 from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.clock import Now
 from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
-from effllm.records.wire import (
-    Ack,
-    AgentEvent,
-    Bye,
-    ByeSeen,
-    FromAgent,
-    Heartbeat,
-    Hello,
-    HostSamples,
-    Inspect,
-    RecordStacks,
-    Rejected,
-    Reports,
-    Stack,
-    Supersede,
-    Welcome,
-)
 from effllm.server.acknowledgement import Sequences
 
 MAX_FRAMES = 1000  # limit of the frames received in one turn of the loop
@@ -55,8 +41,8 @@ class Messages:
         peers: Peers,
         aggregator: Aggregator,
         folder: str,
-        admit: Callable[[bytes, Hello, str, Now], Rejected | None],
-        supersede: Callable[[Supersede], None],
+        admit: Callable[[bytes, wire.Hello, str, Now], wire.Rejected | None],
+        supersede: Callable[[wire.Supersede], None],
     ) -> None:
         self._socket = socket
         self._peers = peers
@@ -101,56 +87,58 @@ class Messages:
             if peer is not None:
                 frame = frames.get(sequence)
                 if frame is None:
-                    frame = frames[sequence] = encode(Ack(sequence, iteration, values, count))
+                    frame = frames[sequence] = encode(wire.Ack(sequence, iteration, values, count))
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
         for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, Inspect("the job has stalled"))
+                self._socket.send(peer, wire.Inspect("the job has stalled"))
 
     def request_recordings(self) -> None:
         for rank in self._aggregator.take_to_record():
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, RecordStacks())
+                self._socket.send(peer, wire.RecordStacks())
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""
         return (peer := self._peers.of_rank(rank)) is not None and self.reaches_peer(peer)
 
     def reaches_peer(self, peer: bytes) -> bool:
-        return self._socket.send(peer, Ack(0))
+        return self._socket.send(peer, wire.Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
         """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""
         if self._peers.is_to_send_again(peer, now_s):
-            self._socket.send(peer, Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
+            self._socket.send(peer, wire.Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
-    def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
+    def _take(self, peer: bytes, message: wire.FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.objection(peer, message)
-        if isinstance(message, Reports) and not objection:  # checked first: ten thousand reports arrive per second
+        if isinstance(message, wire.Reports) and not objection:  # checked first: ten thousand reports arrive per second
             if not aggregator.reports(message, now, num_bytes):
                 self._peers.hold(peer)  # the agent will send the rejected reports again
             return
-        if isinstance(message, Supersede):
+        if isinstance(message, wire.Supersede):
             self._supersede(message)
-        elif isinstance(message, Hello):
+        elif isinstance(message, wire.Hello):
             every_s = report_every_s(message.world_size)
             refused = self._admit(peer, message, objection, now)
-            self._socket.send(peer, refused or Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
+            self._socket.send(
+                peer, refused or wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s)
+            )
         elif objection:
             self._ask_again(peer, now_s)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, wire.Heartbeat):
             aggregator.heartbeat(message, now)
-        elif isinstance(message, AgentEvent):
+        elif isinstance(message, wire.AgentEvent):
             aggregator.agent_event(message, now)
-        elif isinstance(message, HostSamples):
+        elif isinstance(message, wire.HostSamples):
             aggregator.host_samples(message, now)
-        elif isinstance(message, Stack):
+        elif isinstance(message, wire.Stack):
             aggregator.stack(message, now)
-        elif isinstance(message, Bye) and aggregator.bye(message, now):
-            self._socket.send(peer, ByeSeen(message.rank))
+        elif isinstance(message, wire.Bye) and aggregator.bye(message, now):
+            self._socket.send(peer, wire.ByeSeen(message.rank))
 
 
 def published(report: ClusterReport) -> dict[str, float]:
@@ -158,3 +146,75 @@ def published(report: ClusterReport) -> dict[str, float]:
     values = {tag: value for tag, value in report.values.items() if "/" not in tag or tag in TRACKED}
     values |= foretold_values(report.forecast, "forecast/")
     return {**values, DOUBTFUL: float(len(report.doubtful))} if report.doubtful else values
+
+
+class Admission:
+    """Admits ranks, if the limit of open files allows a descriptor for every rank of the job.
+
+    Args:
+        aggregator: the aggregator, with the ranks of the job.
+        peers: the connections.
+        peer_admission: admission of connections.
+        warn: reports an event with a text and a kind.
+    """
+
+    def __init__(
+        self, aggregator: Aggregator, peers: Peers, peer_admission: PeerAdmission, warn: Callable[[str, str], None]
+    ) -> None:
+        self._aggregator = aggregator
+        self._peers = peers
+        self._peer_admission = peer_admission
+        self._warn = warn
+        self._has_room_for = 0  # number of ranks that the limit of open files allows
+        self.has_shortage = False  # whether the job was rejected for lack of descriptors
+        self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
+
+    def hello(
+        self, peer: bytes, message: wire.Hello, objection: str, is_trainer_gone: bool, now: Now
+    ) -> wire.Rejected | None:
+        """Handle a HELLO; return the answer if the HELLO is rejected.
+
+        Args:
+            peer: connection of the HELLO.
+            message: the HELLO.
+            objection: reason for which `Peers` rejects the HELLO, or empty.
+            is_trainer_gone: whether rank 0's trainer has ended.
+            now: current time.
+        """
+        reason = objection
+        if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(message):
+            reason = "this attempt is over"
+        if not reason and (shortage := self._shortage(message, now.mono_s)):
+            self._peers.count_rejected_hello()
+            # In a larger job other agents would continue to search for an aggregator.
+            if message.world_size == 1:
+                self.rejected_job = peer
+            return wire.Rejected(shortage, whole_job=True)
+        reason = reason or self._aggregator.hello(message, now)
+        if reason:
+            self._peers.count_rejected_hello()
+            return wire.Rejected(reason, again=is_trainer_gone)
+        self._peers.introduce(peer, message, now.mono_s)
+        return None
+
+    def report(self) -> None:
+        """Record the first rejection of each kind by each connection, since the last call."""
+        for event in self._peers.take_events():
+            self._aggregator.events.record(event)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {**self._peers.rejected, **self._peer_admission.counts}
+
+    def _shortage(self, hello: wire.Hello, now_s: float) -> str:
+        """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
+        world_size = hello.world_size
+        if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
+            return ""
+        shortage = raise_limit(needed(world_size))
+        if not shortage:
+            self._has_room_for = world_size
+        elif not self.has_shortage:
+            self.has_shortage = True
+            self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
+        return shortage

@@ -32,8 +32,8 @@ from effllm.job.pacing import is_large, keep_every_s, pause_s
 from effllm.job.reporting import first_start_s
 from effllm.network import secret
 from effllm.network.curve import ServerKeys
-from effllm.network.descriptors import raise_limit
 from effllm.network.discovery import openness
+from effllm.network.listening import raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
@@ -44,10 +44,9 @@ from effllm.records.orders import Orders
 from effllm.records.rank import Event
 from effllm.records.wire import Hello, Rejected, Supersede
 from effllm.server.acknowledgement import Acknowledgement, Sequences
-from effllm.server.admission import Admission
 from effllm.server.folder import lock_folder, remove_state, restore_state
 from effllm.server.job_end import JobEnd
-from effllm.server.messages import Messages
+from effllm.server.messages import Admission, Messages
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import WITH_DEVICES, RunInfo, no_such_sink, sink_names

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict, replace
 
+from effllm.job.gaps import many
 from effllm.records.identity import MAX_LETTERS, Identity, Submission, cleaned, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
@@ -138,8 +139,8 @@ class RunFacts:
         gpus = {one["key"]: one for rank in ranks.values() for one in rank["devices"] if one["is_gpu"]}
         models = ", ".join(sorted({str(one["name"]) for one in gpus.values()})[:2])
         is_simulated = any(one["simulated"] for one in gpus.values())
-        on = _count(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
-        text = one_line(f"{_count(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
+        on = many(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
+        text = one_line(f"{many(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
         look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
         return f"measuring {text}" + (f"; to look: {look}" if look else "")
 
@@ -151,7 +152,3 @@ class RunFacts:
         self._identify()
         ranks = dict(self.values.get("ranks", {}))
         return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

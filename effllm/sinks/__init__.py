@@ -2,7 +2,7 @@
 
 Each file has a function ``open_sink(run: RunInfo) -> Sink``, which raises `SinkUnavailable` with one sentence if the
 sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
-``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/writer.py), so a sink may block.
+``run.options["port"]``.  Each sink is called from a thread of its own (effllm/server/outputs.py), so a sink may block.
 Exceptions of a sink become events, and the other sinks continue.
 """
 
@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
+
+import msgspec
+from msgspec import Struct
 
 from effllm.config.setting_values import ValueType
 from effllm.config.settings import Config
@@ -102,35 +105,19 @@ class Sink(Protocol):
         """Write buffered data and release resources. May be called twice."""
 
 
-#: Values of the job in addition to the metrics: name -> help text.
-JOB_VALUES: dict[str, str] = {
-    "iterations": "Iterations of all attempts.",
-    "tokens": "Tokens without padding.",
-    "samples": "Samples.",
-    "generated_tokens": "Generated tokens.",
-    "losses_not_finite": "Number of losses that were NaN or infinite, on all ranks.",
-    "energy_measured_joules": "Measured energy. With a coverage below 1, a part of the energy was not measured.",
-    "reports_lost": "Number of lost reports.",
-    "reports_late": "Number of reports that were received after their window was closed.",
-    "ranks_expected": "Number of ranks in the job.",
-    "gpus_expected": "Number of GPUs in the job.",
-    "simulated": "1: the devices are simulated, and no value was measured.",
-    "elapsed_seconds": "Elapsed time of all attempts.",
-    "gpus_unused": "Number of allocated GPUs that no rank uses.",
-    "iteration": "Number of the newest iteration.",
-    "attempt": "Number of the attempt; the first start of the job is 1.",
-    "ranks_reporting": "Number of ranks with a report of the window.",
-    "gpus_measured": "Number of GPUs that were measured in the window.",
-    "doubtful_values": "Number of values that depend on a failed check of the audit.",
-    "loss": "Loss of the window.",
-    **{
-        f"{name}{end}": f"{text}, at the rate so far{which}."
-        for name, text in FORECAST.items()
-        for end, which in (("", ""), ("_low", ": lower end of its interval"), ("_high", ": upper end of its interval"))
-    },
-    "energy_coverage_ratio": "Device-seconds with measured energy divided by expected device-seconds.",
-    "straggler_rank": "The slowest rank by own time, if its delay is larger than the noise.",
-    "straggler_time_ratio": "Own time of the slowest rank divided by own time of the median rank.",
+class JobValue(Struct, frozen=True, forbid_unknown_fields=True):
+    """A value of the job in addition to the metrics: its help text, and its names in outputs."""
+
+    text: str
+    otlp: tuple[str, str, str] | None = None  # name, kind and unit of the metric
+    tensorboard: tuple[str, str] | None = None  # tag and unit
+    lasting: Literal["", "total", "fact"] = ""  # whether the value stays true without a new report
+
+
+JOB_VALUES = msgspec.toml.decode(Path(__file__).with_name("values.toml").read_bytes(), type=dict[str, JobValue]) | {
+    f"{name}{end}": JobValue(f"{text}, at the rate so far{which}.")
+    for name, text in FORECAST.items()
+    for end, which in (("", ""), ("_low", ": lower end of its interval"), ("_high", ": upper end of its interval"))
 }
 
 

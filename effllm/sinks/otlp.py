@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -30,7 +32,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
 from effllm.config.switches import this_process
-from effllm.metrics.output_names import UCUM, name_of
+from effllm.metrics.output_names import name_of, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
 from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values
@@ -45,7 +47,7 @@ OPTIONS = {
     "every": Option("10", number(0, unit="seconds"), "Minimum time between two exports, in seconds."),
 }
 
-COUNTER, UPDOWN, GAUGE = "counter", "updowncounter", "gauge"
+COUNTER, GAUGE = "counter", "gauge"
 VARIABLES = "OTEL_EXPORTER_OTLP_"
 OVER = "effllm.over"  # attribute for the base of a value: run, window or job
 NS = 10**9
@@ -63,37 +65,9 @@ class Instrument(NamedTuple):
 
 
 #: The metrics of hardware, as in OpenTelemetry's model/hardware/*.yaml.
-HARDWARE: dict[str, Instrument] = {
-    "hw.energy": Instrument(COUNTER, "J", "Energy consumed by the component."),
-    "hw.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the component."),
-    "hw.host.energy": Instrument(COUNTER, "J", "Total energy consumed by the entire physical host, in joules."),
-    "hw.host.power": Instrument(GAUGE, "W", "Instantaneous power consumed by the entire physical host in Watts."),
-    "hw.gpu.utilization": Instrument(GAUGE, "1", "Fraction of time spent in a specific task."),
-    "hw.gpu.memory.usage": Instrument(UPDOWN, "By", "GPU memory used."),
-    "hw.gpu.memory.limit": Instrument(UPDOWN, "By", "Size of the GPU memory."),
-    "hw.gpu.memory.utilization": Instrument(GAUGE, "1", "Fraction of GPU memory used."),
-    "hw.temperature": Instrument(GAUGE, "Cel", "Temperature in degrees Celsius."),
-}
+HARDWARE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Instrument])
 
-#: Values of the job: name of the metric -> (name in JOB_VALUES, kind, unit).
-_JOB = {
-    "effllm.iterations": ("iterations", COUNTER, "{iteration}"),
-    "effllm.tokens": ("tokens", COUNTER, "{token}"),
-    "effllm.samples": ("samples", COUNTER, "{sample}"),
-    "effllm.generated_tokens": ("generated_tokens", COUNTER, "{token}"),
-    "effllm.energy.measured": ("energy_measured_joules", COUNTER, "J"),
-    "effllm.iteration": ("iteration", GAUGE, "{iteration}"),
-    "effllm.attempt": ("attempt", GAUGE, "1"),
-    "effllm.loss": ("loss", GAUGE, "1"),
-    "effllm.ranks.expected": ("ranks_expected", GAUGE, "{rank}"),
-    "effllm.ranks.reporting": ("ranks_reporting", GAUGE, "{rank}"),
-    "effllm.gpus.expected": ("gpus_expected", GAUGE, "{gpu}"),
-    "effllm.gpus.measured": ("gpus_measured", GAUGE, "{gpu}"),
-    "effllm.energy.coverage": ("energy_coverage_ratio", GAUGE, "1"),
-    "effllm.doubtful_values": ("doubtful_values", GAUGE, "{value}"),
-    "effllm.simulated": ("simulated", GAUGE, "1"),
-}
-TRAINING = {metric: Instrument(kind, unit, JOB_VALUES[name]) for metric, (name, kind, unit) in _JOB.items()}
+TRAINING = {one.otlp[0]: Instrument(*one.otlp[1:], one.text) for one in JOB_VALUES.values() if one.otlp}
 
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
@@ -197,7 +171,7 @@ def _attributes(one: DeviceState) -> dict[str, str]:
 
 def _of_job(report: ClusterReport) -> Iterator[Value]:
     known = job_values(report)
-    yield from ((metric, {}, known[name]) for metric, (name, _, _) in _JOB.items() if name in known)
+    yield from ((one.otlp[0], {}, known[name]) for name, one in JOB_VALUES.items() if one.otlp and name in known)
     for entry in metrics.METRICS.values():
         name, factor = _name(entry)
         for base in entry.bases if name in _TABLE else ():
@@ -212,7 +186,7 @@ def _name(entry: metrics.Metric) -> tuple[str, float]:
 
 
 _TABLE = {
-    _name(entry)[0]: Instrument(GAUGE, UCUM.get(entry.unit, f"{{{entry.unit}}}"), entry.help)
+    _name(entry)[0]: Instrument(GAUGE, unit_of(entry).ucum, entry.help)
     for entry in metrics.METRICS.values()
     if entry.chart
 }

@@ -24,7 +24,6 @@ from effllm import metrics
 from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
 from effllm.metrics.output_names import AT_A_GLANCE, chart_tag, has_chart
-from effllm.records.board import DOUBTFUL
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import JOB_VALUES, Option, RunInfo, SinkUnavailable, job_values
 from effllm.store import regular_file
@@ -40,21 +39,9 @@ OPTIONS = {
 
 SUFFIX = "efficientllm"
 
-#: Values of the job: tag -> (name in JOB_VALUES, unit).
-_JOB = {
-    "health/ranks_reporting": ("ranks_reporting", "ranks"),
-    "health/gpus_measured": ("gpus_measured", "GPUs"),
-    "health/reports_lost": ("reports_lost", "reports"),
-    "health/reports_late": ("reports_late", "reports"),
-    "health/energy_coverage_ratio": ("energy_coverage_ratio", "ratio"),
-    "health/simulated": ("simulated", "1 if so"),
-    DOUBTFUL: ("doubtful_values", "values"),
-    "straggler/worst_rank": ("straggler_rank", "rank"),
-    "straggler/worst_rank_slowdown_ratio": ("straggler_time_ratio", "ratio"),
-}
 #: Values in addition to the metrics: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
-    **{tag: (unit, JOB_VALUES[name]) for tag, (name, unit) in _JOB.items()},
+    **{one.tensorboard[0]: (one.tensorboard[1], one.text) for one in JOB_VALUES.values() if one.tensorboard},
     "training/loss": ("", "Loss of the window."),
     "straggler/p50_step_seconds": ("s/iteration", "Median over ranks of the mean step time in the window."),
     "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step time in the window."),
@@ -157,7 +144,7 @@ class _EventFile:
 
 def _beside(report: ClusterReport) -> dict[str, float]:
     known = job_values(report)
-    values = {tag: known[name] for tag, (name, _) in _JOB.items() if name in known}
+    values = {one.tensorboard[0]: known[name] for name, one in JOB_VALUES.items() if one.tensorboard and name in known}
     if report.loss is not None:
         values["training/loss"] = report.loss
     if not report.simulated:

@@ -16,7 +16,7 @@ from typing import Any
 
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
-from effllm.network import descriptors, discovery, interface, listening, secret
+from effllm.network import discovery, interface, listening, secret
 from effllm.records.board import Board
 from effllm.records.facts import FoundAddress, from_document
 from effllm.trainer.declared import Declared
@@ -96,7 +96,7 @@ class AggregatorAddress:
         return interface.endpoint(address, listener.getsockname()[1])
 
     def _own_address(self) -> str:
-        if self._place.world_size > 1 and (trouble := descriptors.shortage(self._place.world_size)):
+        if self._place.world_size > 1 and (trouble := listening.shortage(self._place.world_size)):
             raise listening.DiscoveryError(trouble)
         return listening.own_address(self._place, self._config)
 

@@ -12,7 +12,7 @@ from cases import cases
 from cli_process import read_until
 
 from effllm.commands.simulate_ranks import TOKENS, SimulatedRank
-from effllm.network import descriptors
+from effllm.network import listening
 
 
 def test_simulated_rank_reports_its_counts():
@@ -120,7 +120,7 @@ MAX_BYTES_PER_RANK = 90_000  # memory of the aggregator; measured: 62,000 bytes 
 @pytest.mark.long
 @pytest.mark.fault("ten-thousand")
 @pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < descriptors.needed(10_000),
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < listening.needed(10_000),
     reason="the hard limit of open files is too low",
 )
 def test_ten_thousand_ranks_with_keys_lose_no_token(cli):
@@ -161,15 +161,15 @@ def limits(monkeypatch):
 
 
 def test_soft_descriptor_limit_is_raised_to_the_hard_limit(limits):
-    assert descriptors.raise_limit(4000) == ""
+    assert listening.raise_limit(4000) == ""
     assert limits == [4096, 4096]
 
 
 def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
-    least = descriptors.needed(10_000)
+    least = listening.needed(10_000)
 
     assert least == 12_256
-    line = descriptors.raise_limit(least)
+    line = listening.raise_limit(least)
     assert line.startswith("12256 open files are needed and 4096 are allowed: ")
     assert "ulimit -Hn 12256" in line
     assert "LimitNOFILE=12256" in line
@@ -178,14 +178,14 @@ def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
 
 def test_needed_descriptors_depend_on_the_world_size():
     # For n ranks, 1.2 n + min(256, 96 + n) descriptors are needed, rounded up.
-    assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
+    assert [listening.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 
 
 def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
-    assert descriptors.shortage(3000) == ""  # 3,856
-    assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
+    assert listening.shortage(3000) == ""  # 3,856
+    assert listening.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256
-    assert descriptors.shortage(10_000) == ""
+    assert listening.shortage(10_000) == ""
     assert limits == [1024, 4096]
 
 

@@ -7,8 +7,8 @@ import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat
 
+from effllm.agent.measuring import RankMemory
 from effllm.agent.proc import private_bytes
-from effllm.agent.rank_memory import RankMemory
 from effllm.records import ring
 from effllm.records.rank import Allocator
 from effllm.records.ring import MEMORY, RingReader, RingWriter

@@ -38,7 +38,7 @@ class Values:
 
     def __init__(self):
         self.identity = Identity(run_id="mine")
-        self.values = prometheus.page.MetricsPage(lambda: self.identity, time.monotonic)
+        self.values = prometheus.MetricsPage(lambda: self.identity, time.monotonic)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = self.values.take
@@ -180,7 +180,7 @@ def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
 
 def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
-    values = prometheus.page.MetricsPage(lambda: Identity(run_id="mine"), lambda: now_s)
+    values = prometheus.MetricsPage(lambda: Identity(run_id="mine"), lambda: now_s)
     report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
     values.take(report)
 
@@ -208,7 +208,7 @@ def test_labels_contain_no_ranks_and_few_event_kinds(sink):
     text = sink.page()
 
     assert not re.search(r"\brank=", text)
-    assert text.count("efficientllm_events_total{") == prometheus.page.MAX_KINDS + 1
+    assert text.count("efficientllm_events_total{") == prometheus.MAX_KINDS + 1
     assert 'kind="other"' in text
     assert len(text.splitlines()) < 400
 
@@ -221,7 +221,7 @@ BASE_UNITS = {
 
 def test_name_of_every_metric_is_unique_and_in_base_units():
     charted = [entry for entry in metrics.METRICS.values() if entry.chart]
-    names = [prometheus.page.name_of(entry)[0] for entry in charted]
+    names = [prometheus.name_of(entry)[0] for entry in charted]
 
     assert len(set(names)) == len(names)
     for name in names:
@@ -249,7 +249,7 @@ def test_every_known_metric_is_served(sink):
     sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))))
 
     shown = {metrics.describe(tag) for tag in values}
-    names = {f"efficientllm_{prometheus.page.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
+    names = {f"efficientllm_{prometheus.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
     assert names <= {key[0] for key in served(sink)}
 
 

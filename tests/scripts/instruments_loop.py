@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import effllm
-from effllm.instruments import timer
+from effllm.instruments import profiling
 from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreDistributionTracker
 from effllm.instruments.profiling import ComprehensiveProfiler
 from effllm.trainer import session
@@ -17,7 +17,7 @@ from effllm.trainer import session
 session.READY_S = 60.0  # long wait: the first window must have a device, even on a busy machine
 
 ITERATIONS, RECENT = 20, 5
-timer.MAX_RECENT = RECENT
+profiling.MAX_RECENT = RECENT
 until = Path(sys.argv[1]) if sys.argv[1:] else None  # continue after ITERATIONS until this file exists
 rank = int(os.environ.get("RANK", "0"))
 

@@ -15,7 +15,7 @@ from effllm import metrics
 from effllm.commands import env
 from effllm.config.settings import Config
 from effllm.devices import Site, device_names, open_device
-from effllm.server.writer import Writer
+from effllm.server.outputs import Writer
 from effllm.sinks import SinkUnavailable, open_sink, sink_names
 
 DEVICE = """

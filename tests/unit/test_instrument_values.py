@@ -9,8 +9,8 @@ import pytest
 from cases import cases, repeats
 from sink_examples import make_summary
 
-from effllm.agent import values as agent_values
-from effllm.agent.values import InstrumentValues
+from effllm.agent import measuring
+from effllm.agent.measuring import InstrumentValues
 from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
 from effllm.records.values import merged, merged_by_name, summaries
@@ -75,7 +75,7 @@ def test_values_are_in_the_report_of_their_window():
 
 
 def test_missing_percentile_library_is_reported_once(monkeypatch):
-    monkeypatch.setattr(agent_values, "digest_type", lambda: None)
+    monkeypatch.setattr(measuring, "digest_type", lambda: None)
     taken = InstrumentValues()
     taken.add(slot(1.0), 1)
     taken.add(slot(2.0), 1)

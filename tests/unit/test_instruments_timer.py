@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from effllm.instruments import throughput as throughput_module
-from effllm.instruments import timer as timer_module
+from effllm.instruments import profiling as profiling_module
 from effllm.instruments.profiling import ComprehensiveProfiler, ThroughputTracker, TrainingTimer
 
 S = 1_000_000_000
@@ -20,8 +19,7 @@ def clock(monkeypatch):
     """Replace the clock of timers and throughput; add seconds with ``clock.move``."""
     now = SimpleNamespace(ns=5 * S)
     fake = SimpleNamespace(monotonic_ns=lambda: now.ns, monotonic=lambda: now.ns / S)
-    monkeypatch.setattr(timer_module, "time", fake)
-    monkeypatch.setattr(throughput_module, "time", fake)
+    monkeypatch.setattr(profiling_module, "time", fake)
     now.move = lambda seconds: setattr(now, "ns", now.ns + round(seconds * S))
     return now
 
@@ -202,13 +200,13 @@ def test_stop_with_sync_waits_and_returns_the_time_on_the_gpu(cuda):
 
 def test_gpu_events_are_reused_and_their_number_is_bounded(cuda):
     timer = TrainingTimer("cuda:1")
-    for _ in range(2 * timer_module.MAX_PENDING):
+    for _ in range(2 * profiling_module.MAX_PENDING):
         timer.start("a")
         timer.stop("a")
 
-    assert timer.get_summary()["a"]["not_measured"] == 2 * timer_module.MAX_PENDING
+    assert timer.get_summary()["a"]["not_measured"] == 2 * profiling_module.MAX_PENDING
     cuda.passed = cuda.recorded
-    assert timer.get_summary()["a"]["count"] == timer_module.MAX_PENDING
+    assert timer.get_summary()["a"]["count"] == profiling_module.MAX_PENDING
 
 
 def test_nothing_is_recorded_while_a_cuda_graph_is_captured(cuda):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from sink_examples import make_report, make_run
 
 from effllm.records.plain_text import without_user
-from effllm.server.writer import Writer
+from effllm.server.outputs import Writer
 from effllm.sinks import WriteFailed, mlflow
 
 FACTS = {"mlflow_run_id": "r1", "mlflow_tracking_uri": "http://host:5000"}

@@ -6,8 +6,8 @@ from builders import device_window, full, gpu, hello, reports, row
 import effllm
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
+from effllm.job.causes import SLOW_DATA
 from effllm.job.ledger import restore
-from effllm.job.remedies import SLOW_DATA
 from effllm.records.clock import Now
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.job import DATA_WAIT, StragglerVerdict

@@ -11,9 +11,9 @@ from sink_examples import make_summary
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
+from effllm.job.causes import AVOIDABLE, MIN_ITERATIONS, SLOW_DATA, remedy
 from effllm.job.ledger import restore
-from effllm.job.losses import MIN_ITERATIONS, MIN_PROFILED, THRESHOLDS, is_profiled, losses, profile_period
-from effllm.job.remedies import REMEDIES, SLOW_DATA, remedy
+from effllm.job.losses import MIN_PROFILED, is_profiled, losses, profile_period
 from effllm.job.verdict import verdict_of as judged
 from effllm.records.clock import Now
 from effllm.records.host_lines import CodeLine, HostTime
@@ -77,7 +77,7 @@ def cause(summary):
     ],
 )
 def test_loss_from_its_threshold_on_is_the_cause(part, expected):
-    limit = 1000.0 * THRESHOLDS[expected].share
+    limit = 1000.0 * AVOIDABLE[expected].share
 
     assert cause(job(**{part: limit})) == expected
     assert cause(job(**{part: 0.99 * limit})) == HEALTHY
@@ -577,27 +577,27 @@ def test_setting_of_a_trainer_is_one_that_it_has():
 
     assert "SFTConfig" not in remedy("padding", facts).text
     assert "SFTConfig" in remedy("padding", {**facts, "trainer": "SFTTrainer"}).text
-    assert not [row for rows in REMEDIES.values() for row in rows.values() if "now in" in row.text]
+    assert not [row for one in AVOIDABLE.values() for row in one.actions.values() if "now in" in row.text]
 
 
 def test_document_has_the_meaning_and_the_threshold_of_every_cause():
     page = (DOCS / "verdict.md").read_text()
 
     for name, meaning in CAUSES.items():
-        limit = f"{100 * THRESHOLDS[name].share:g} %" if name in THRESHOLDS else "–"
+        limit = f"{100 * AVOIDABLE[name].share:g} %" if name in AVOIDABLE else "–"
         assert f"| `{name}` | {limit} | {meaning}" in page
 
 
 def test_every_cause_has_a_threshold_and_a_remedy():
     accused = set(CAUSES) - {HEALTHY, NONE_FOUND, NO_VERDICT, FAILED}
 
-    assert accused == set(THRESHOLDS) == set(REMEDIES)
-    assert all("" in by_framework for by_framework in REMEDIES.values())
+    assert accused == set(AVOIDABLE)
+    assert all("" in cause.actions for cause in AVOIDABLE.values())
 
 
-@cases("name", sorted(REMEDIES))
+@cases("name", sorted(AVOIDABLE))
 def test_remedies_fit_into_one_line_of_the_console(name):
-    for found in REMEDIES[name].values():
+    for found in AVOIDABLE[name].actions.values():
         assert len(found.text) <= 62, found
         assert found.source.startswith(("https://", "docs/"))
 

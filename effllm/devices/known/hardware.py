@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -54,15 +53,15 @@ class KnownSensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return None if self.update_s is None or self.window_s is None else self.window_s / self.update_s
 
 
-class Hardware(Struct, frozen=True):
+class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device as the driver counts devices: a GPU, or one die of a module with two dies."""
 
     names: tuple[str, ...]  # the first name is the name that the driver uses
     architecture: str
-    flops_per_s: Mapping[str, float]  # by precision; unsupported and unpublished precisions are left out
-    memory_bytes: int | None  # None if boards with different memory have the same name
-    memory_bytes_per_s: float | None
-    tdp_w: float | None
+    flops_per_s: dict[str, float]  # by precision; unsupported and unpublished precisions are left out
+    gib: float | None = None  # None if boards with different memory have the same name
+    memory_bytes_per_s: float | None = None
+    tdp_w: float | None = None
     source: Origin
     sensor: KnownSensor
     note: str = ""
@@ -71,43 +70,9 @@ class Hardware(Struct, frozen=True):
     gain_measured: tuple[float, float] | None = None  # range of the readings' relative error, measured with a meter
     sliced: bool = False  # whether the driver's name is that of a MIG slice; all values are those of the whole device
 
-
-class _Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A board as hardware.toml has it."""
-
-    names: tuple[str, ...]
-    architecture: str
-    tflops: dict[Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"], float]
-    source: str
-    gib: float | None = None
-    gb_per_s: float | None = None
-    watts: float | None = None
-    units: tuple[int, int] | None = None
-    note: str = ""
-    gain_measured: tuple[float, float] | None = None
-    sensor: dict[str, Any] = {}  # what differs from the sensor of the architecture
-
-
-class _Table(Struct, frozen=True, forbid_unknown_fields=True):
-    sources: dict[str, Origin]
-    sensors: dict[str, KnownSensor]
-    boards: list[_Board]
-
-    def row(self, board: _Board) -> Hardware:
-        return Hardware(
-            names=board.names,
-            architecture=board.architecture,
-            # Text is converted, because 989.4 * 1e12 and 989.4e12 differ in the last bit.
-            flops_per_s={precision: float(f"{rate}e12") for precision, rate in board.tflops.items()},
-            memory_bytes=None if board.gib is None else int(board.gib * 2**30),
-            memory_bytes_per_s=None if board.gb_per_s is None else float(f"{board.gb_per_s}e9"),
-            tdp_w=board.watts,
-            source=self.sources[board.source],
-            sensor=replace(self.sensors[board.architecture], **board.sensor),
-            note=board.note,
-            units=board.units,
-            gain_measured=board.gain_measured,
-        )
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.gib is None else int(self.gib * 2**30)
 
 
 def find(name: str) -> Hardware | None:
@@ -221,16 +186,17 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
     return index
 
 
-def _read() -> _Table:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _Table)
+def _read() -> tuple[dict[str, KnownSensor], tuple[Hardware, ...]]:
+    """Return the sensors by architecture, and the devices with their sources and sensors."""
+    table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
+    for board in table["boards"]:
+        board["source"] = table["sources"][board["source"]]
+        board["sensor"] = table["sensors"][board["architecture"]] | board.get("sensor", {})
+    return (
+        msgspec.convert(table["sensors"], dict[str, KnownSensor]),
+        msgspec.convert(table["boards"], tuple[Hardware, ...]),
+    )
 
 
-_TABLE = _read()
-SENSORS: Mapping[str, KnownSensor] = _TABLE.sensors  # by architecture
-ROWS: tuple[Hardware, ...] = tuple(map(_TABLE.row, _TABLE.boards))
+SENSORS, ROWS = _read()
 _BY_WORDS = _index(ROWS)

@@ -132,8 +132,8 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
         CPU,
         kind="hwmon",
         name="NVIDIA Grace",
-        method=AVERAGE,
-        note=f"{', '.join(meter.label for meter in meters)}: {note}",
+        energy_method=AVERAGE,
+        energy_note=f"{', '.join(meter.label for meter in meters)}: {note}",
         sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
         driver="acpi_power_meter",
         energy_key=f"module-cpu:{host}" if in_module else "",
@@ -150,8 +150,8 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         CPU,
         kind="hwmon",
         name="AMD EPYC",
-        method=INSTANT,
-        note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; "
+        energy_method=INSTANT,
+        energy_note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; "
         "DRAM is not measured",
         sensor=Sensor(tick_s=0.001, source=f"the tick of RAPL is assumed; {_ERROR}"),
         driver="amd_hsmp",

@@ -201,9 +201,9 @@ def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReade
         NODE_PSU,
         kind="ipmi",
         name="node",
-        method=INSTANT,
-        note="DCMI's power reading in whole watts: the vendor chooses its source; on some boards it excludes GPUs, "
-        "fans or the losses of the power supplies",
+        energy_method=INSTANT,
+        energy_note="DCMI's power reading in whole watts: the vendor chooses its source; on some boards it excludes "
+        "GPUs, fans or the losses of the power supplies",
         sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
         driver=tool.name,
     )

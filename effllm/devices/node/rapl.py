@@ -201,5 +201,7 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
     """
     if rapl is None:
         rapl = open_rapl()
-    device = node_device(host, CPU, kind="rapl", name="CPU", method=COUNTER, note=rapl.note, sensor=SENSOR)
+    device = node_device(
+        host, CPU, kind="rapl", name="CPU", energy_method=COUNTER, energy_note=rapl.note, sensor=SENSOR
+    )
     return NodeReader(device, CPU_INTERVAL_S, rapl.energy_j, rapl.close)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
-from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample
 
 #: Seconds between readings of the CPUs, and between readings of the power supplies.  The controller of the power
 #: supplies is slow and shared.
@@ -16,31 +17,10 @@ CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
 
 
-def node_device(
-    host: str,
-    scope: str,
-    *,
-    kind: str,
-    name: str,
-    method: str,
-    note: str,
-    sensor: Sensor,
-    driver: str = "",
-    energy_key: str = "",
-) -> Device:
-    return Device(
-        key=f"{'cpu' if scope == CPU else 'psu'}:{host}",
-        kind=kind,
-        name=name,
-        is_gpu=False,
-        energy_method=method,
-        power_scope=scope,
-        energy_key=energy_key,
-        energy_note=note,
-        sensor=sensor,
-        driver=driver,
-        only_power=True,
-    )
+def node_device(host: str, scope: str, **fields: Any) -> Device:
+    """Return the device of a sensor, with further fields of `Device`."""
+    key = f"{'cpu' if scope == CPU else 'psu'}:{host}"
+    return Device(key=key, power_scope=scope, is_gpu=False, only_power=True, **fields)
 
 
 class NodeReader:

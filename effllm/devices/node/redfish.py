@@ -373,8 +373,8 @@ def open_reader(host: str, url: str, credentials_file: Path | None = None, limit
         NODE_PSU,
         kind="redfish",
         name=name or "node",
-        method=INSTANT,
-        note=f"{source.note}; power is integrated",
+        energy_method=INSTANT,
+        energy_note=f"{source.note}; power is integrated",
         sensor=Sensor(
             tick_s=_TICK_S,
             tick_error_s=_TICK_S,

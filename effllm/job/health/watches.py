@@ -154,12 +154,12 @@ class EnergyWatch:
     def _judge_length(self, report: ClusterReport) -> None:
         if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
             return
-        self._unknown.append(not metrics.ratios.is_energy_known(report.last))
+        self._unknown.append(not metrics.table.is_energy_known(report.last))
         if len(self._unknown) < MIN_JUDGED or 2 * sum(self._unknown) <= len(self._unknown):
             return
         text = (
             f"most windows are too short for the power sensors: the error of their energy exceeds "
-            f"±{100 * metrics.ratios.MAX_SHOWN_ERROR:.0f} %, so it is not shown; windows four times as long "
+            f"±{100 * metrics.table.MAX_SHOWN_ERROR:.0f} %, so it is not shown; windows four times as long "
             "(EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to date are not affected"
         )
         self._report(Event(report.time_s, "energy_doubtful", text))

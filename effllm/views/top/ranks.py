@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from effllm.metrics.ratios import measured_quotient
+from effllm.metrics.table import measured_quotient
 from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
 from effllm.store.reader import RankRow
 from effllm.views.top.event_history import RankStates

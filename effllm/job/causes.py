@@ -1,0 +1,84 @@
+"""The causes of avoidable losses, from causes.toml: thresholds, and the next actions by framework and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+#: Names of frameworks in run.json, without a version -> names in this table.
+_SAME = {"megatron-core": "megatron.core", "megatron-lm": "megatron", "torch": "", "fabric": "lightning"}
+#: Facts of run.json -> names of layouts in this table; the first one in use is the place of most communication.
+_SIZES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "expert_parallel": "EP"}
+
+
+#: Below this number of iterations, the time of single iterations is no evidence.
+MIN_ITERATIONS = 20
+
+
+class Remedy(NamedTuple):
+    """An action, and the document that describes its setting."""
+
+    text: str  # at most 62 letters, for one line of the console
+    source: str
+
+
+class Cause(Struct, frozen=True, forbid_unknown_fields=True):
+    """The threshold from which a loss with this cause is reported, and the next actions."""
+
+    share: float  # of all device time
+    #: By framework (as in run.json; "" for all others), or framework and layout.
+    actions: dict[str, Remedy]
+    min_iterations: int = MIN_ITERATIONS
+    min_elapsed_s: float = 0.0
+    part: str = ""  # part of the waterfall, where one part is the loss
+
+
+def _read() -> tuple[dict[str, Cause], dict[str, str]]:
+    """Return the causes, and the documents by name."""
+    table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
+    for cause in table["causes"].values():
+        cause["actions"] = {key: (text, table["sources"][name]) for key, (text, name) in cause["actions"].items()}
+    return msgspec.convert(table["causes"], dict[str, Cause]), table["sources"]
+
+
+AVOIDABLE, _SOURCES = _read()
+#: The action for a straggler whose data is slow.
+SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peers", _SOURCES["dataloader"])
+
+
+def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
+    """Return the next action for a cause in a job.
+
+    Args:
+        cause: a cause that has an action.
+        facts: facts of run.json: the framework, perhaps with its version, the layout, and the class of the Trainer.
+
+    Raises:
+        KeyError: the cause has no action.
+    """
+    rows, name = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
+    name = _SAME.get(name, name)
+    kinds = list(_kinds(facts))
+    split, whole = (
+        [f" {kind}" for kind in kinds if (kind in _SIZES.values()) == is_split] for is_split in (True, False)
+    )
+    # A framework's action for its replicas of the model is wrong for the parts of one.
+    keys = [*(f"{name} {kind}" for kind in kinds), *split, name, *whole]
+    return next((rows[key] for key in keys if key in rows), rows[""])
+
+
+def _kinds(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is special in a job: its kinds of parallelism, and its Trainer."""
+    mesh = dict(one.partition("=")[::2] for one in str(facts.get("device_mesh", "")).split())
+    for fact, kind in _SIZES.items():
+        size = facts.get(fact) or mesh.get(kind.lower(), 1)
+        if str(size).isdigit() and int(str(size)) > 1:
+            yield kind
+    layout, stage = facts.get("parallel_layout"), facts.get("zero_stage")
+    if stage:
+        yield f"ZeRO-{stage}"
+    yield from (str(one) for one in (layout, facts.get("trainer")) if one)
