@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import re
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from msgspec import Struct
 
 from effllm.records.host_lines import COMPUTE, MAX_LINES, MAX_STACKS, CodeLine
 from effllm.records.iteration_times import long_ones
+from effllm.records.tables import read_table
 from effllm.store.regular_file import read_regular
 
 RATE_HZ = 50
@@ -289,12 +289,7 @@ def _text_of_line(path: str, line: int) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _rows() -> Iterable[_Row]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = (Path(__file__).parent / "frames.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _FrameTable).frame
+    return read_table(Path(__file__).with_name("frames.toml"), _FrameTable).frame
 
 
 def _clean(text: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.analysis.database import TABLES, Database, Progress, Skipped, Tags
+from effllm.analysis.column import COLUMNS
+from effllm.analysis.database import Database, Progress, Skipped, Tags
 from effllm.analysis.run_folders import Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
@@ -242,4 +243,4 @@ def _line(error: Exception) -> str:
     """Return DuckDB's message in one line, with the tables if a table is unknown."""
     text = " ".join(str(error).split("LINE 1:")[0].split()).rstrip(": ")
     text = _GUESS.sub("", text)
-    return f"{text} (tables: {', '.join(TABLES)})" if "Catalog Error" in text or "does not exist" in text else text
+    return f"{text} (tables: {', '.join(COLUMNS)})" if "Catalog Error" in text or "does not exist" in text else text

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
+
+from effllm.records.tables import read_table
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
@@ -221,16 +221,7 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
     return index
 
 
-def _read() -> _Table:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _Table)
-
-
-_TABLE = _read()
+_TABLE = read_table(Path(__file__).with_suffix(".toml"), _Table)
 SENSORS: Mapping[str, KnownSensor] = _TABLE.sensors  # by architecture
 ROWS: tuple[Hardware, ...] = tuple(map(_TABLE.row, _TABLE.boards))
 _BY_WORDS = _index(ROWS)
