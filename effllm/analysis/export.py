@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -71,7 +71,8 @@ def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: Non
     """
     version = folder / f"v{SCHEMA_VERSION}"
     _make(version)
-    with _locked(folder):
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with regular_file.locked(file, folder, LOCK_WITHIN_S):
         for name in COLUMNS:
             runs.read_tables_of(name)
         execute = runs.connection.execute
@@ -127,13 +128,3 @@ def _make(folder: Path) -> None:
     for one in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileExistsError):
             one.mkdir(mode=0o700)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        regular_file.lock(file, folder, LOCK_WITHIN_S)
-        yield
-    finally:
-        os.close(file)
