@@ -18,7 +18,7 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_304,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_094,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_345,  # all running jobs in one list; each GPU against its peers; a whole run in top; files of fit
+    "commands": 6_339,  # all running jobs in one list; each GPU against its peers; a whole run in top; files of fit
     "config": 840,  # the currency and the runbook of a cluster; a process without memory or threads ends with one line
     "devices": 3_917,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
@@ -32,7 +32,7 @@ BUDGETS = {
     "sensor_profile": 1_426,  # rates of a matrix product and a copy under load
     "server": 1_416,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
     "sinks": 1_660,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
-    "store": 3_003,  # every file of a run folder is read by one reader; room for the last summary; the end
+    "store": 3_002,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
     "trainer": 4_043,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_454,  # curves, bars and maps in top; an icicle, a heat map; what is unknown in fit

@@ -19,17 +19,8 @@ from msgspec import Struct
 
 from effllm.records.tables import read_table
 
-#: The commands in the order of the help, in two blocks.
-BLOCKS = (
-    (
-        "Commands",
-        ["demo", "check", "env", "run", "inspect", "top", "report", "runs", "compare", "campaign", "fit", "explain"],
-    ),
-    ("Commands for operators and tests", ["serve", "simulate", "watch", "profile"]),
-)
 #: Commands whose ``main`` has the words of the command line: see effllm/cli.py, which starts them without typer.
 OF_WORDS = ("env", "run", "top")
-_SETTINGS = {"run": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 _TYPES: Mapping[str, Any] = {
     "int": int, "float": float, "text": str, "texts": list[str], "path": Path, "flag": bool,
 }  # fmt: skip
@@ -83,6 +74,8 @@ class DeclaredCommand(Struct, frozen=True, forbid_unknown_fields=True):
 
     help: str
     options: dict[str, CommandOption]
+    is_for_operators: bool = False  # or for tests
+    settings: dict[str, bool] = {}  # of click
 
     def add_to(self, app: typer.Typer, command: str) -> None:
         """Add the command."""
@@ -99,17 +92,18 @@ class DeclaredCommand(Struct, frozen=True, forbid_unknown_fields=True):
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         # Before a paragraph, this control character prevents that it is wrapped.
         text = re.sub(r"\n\n(?=Example)", "\n\n\b\n", self.help)
-        app.command(command, help=text, context_settings=_SETTINGS.get(command))(call)
+        app.command(command, help=text, context_settings=self.settings)(call)
 
 
 class _Commands(typer.core.TyperGroup):
     """The commands in blocks."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's signature
-        return [name for _, names in BLOCKS for name in names]
+        return list(DECLARED)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for title, names in BLOCKS:
+        for title, is_for_operators in (("Commands", False), ("Commands for operators and tests", True)):
+            names = [name for name, one in DECLARED.items() if one.is_for_operators == is_for_operators]
             found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
             width = formatter.width - 6 - max(len(name) for name, _ in found)
             with formatter.section(title):

@@ -6,7 +6,7 @@ from importlib import import_module
 from cases import cases
 
 from effllm import cli
-from effllm.commands.app import BLOCKS, DECLARED, OF_WORDS
+from effllm.commands.app import DECLARED, OF_WORDS
 
 
 @cases("command", sorted({*DECLARED} - {*OF_WORDS}))
@@ -18,10 +18,6 @@ def test_every_option_of_a_command_is_a_parameter_of_its_module(command):
 
     rest = [one.name for one in main.parameters.values() if one.kind is one.VAR_KEYWORD]
     assert set(main.parameters) - {*rest} <= set(options)
-
-
-def test_every_declared_command_is_in_the_help():
-    assert sorted(DECLARED) == sorted(name for _, names in BLOCKS for name in names)
 
 
 def test_commands_of_words_are_those_that_start_without_typer():
