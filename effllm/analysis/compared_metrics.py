@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from effllm.analysis.column import column_of
 from effllm.metrics import METRICS
 from effllm.records.tables import read_table
 
 THROUGHPUT, LOSS = "throughput", "loss"
-HIGHER, BY_NAME = "higher", "by name"
-#: Quantity, better direction, and `BY_NAME` if so.
-_TABLE = read_table(Path(__file__).with_suffix(".toml"), dict[str, tuple[str, ...]])
+
+
+class _Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A row of compared_metrics.toml."""
+
+    quantity: str
+    better: Literal["higher", "lower"]
+    compared: Literal["", "by name"] = ""
+
+
+_TABLE = read_table(Path(__file__).with_suffix(".toml"), dict[str, _Row])
 PER_PARAMETER = ("tt_tokens_per_param_per_sec", "st_samples_per_param_per_sec")
 
 
@@ -43,11 +53,11 @@ def compared_metrics(names: Collection[str] = ()) -> list[ComparedMetric]:
         if name not in _TABLE:
             reason = "has no better direction" if name in METRICS else "is not a metric"
             raise ValueError(f"{name} {reason}; the metrics of comparisons are {', '.join(_TABLE)}")
-    return [_metric(name) for name, about in _TABLE.items() if (name in names if names else BY_NAME not in about)]
+    return [_metric(name) for name, about in _TABLE.items() if (name in names if names else not about.compared)]
 
 
 def _metric(name: str) -> ComparedMetric:
-    quantity, is_higher_better = _TABLE[name][0], _TABLE[name][1] == HIGHER
+    quantity, is_higher_better = _TABLE[name].quantity, _TABLE[name].better == "higher"
     if name == LOSS:
         return ComparedMetric(name, quantity, "loss", "", is_higher_better)
     entry = METRICS["ratio" if name == "goodput_ratio" else name]
