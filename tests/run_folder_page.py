@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import effllm
-from effllm.analysis.database import TABLES, columns_of
+from effllm.analysis.column import COLUMNS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "run-folder.md"
@@ -40,7 +40,7 @@ MAX_LETTERS = 40
 
 def page() -> str:
     """Return the page with new tables; the text before the mark stays."""
-    return PAGE.read_text().partition(MARK)[0] + MARK + "".join(map(_section, TABLES))
+    return PAGE.read_text().partition(MARK)[0] + MARK + "".join(map(_section, COLUMNS))
 
 
 def _section(table: str) -> str:
@@ -52,7 +52,7 @@ def _section(table: str) -> str:
         "| column | type | unit | meaning | example |",
         "|---|---|---|---|---|",
     ]
-    for at, column in enumerate(columns_of(table)):
+    for at, column in enumerate(COLUMNS[table]):
         values = [row[at] for row in rows if row[at] not in (None, {}, [])]
         full = [value for value in values if value not in ("{}", "[]")]
         shown = _example(column.name, next(iter([*full, *values]), EXAMPLES.get(column.name)))

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.analysis.column import (
+    COLUMNS,
+    LINE_TABLES,
     TEXT,
     WHOLE,
     Column,
@@ -25,16 +28,15 @@ from effllm.analysis.column import (
     file_to_read,
     quoted,
     read_json,
-    run_columns,
     text,
+    value,
 )
-from effllm.analysis.line_tables import LINE_TABLES, LineFile, insert_lines
 from effllm.analysis.run_folders import FoundRun, files_of
 from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
 from effllm.config.settings import cache_folder
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
-from effllm.store.regular_file import MAX_LINE_BYTES
+from effllm.store.regular_file import MAX_LINE_BYTES, lines_of
 
 #: Fewer runs are read as fast without a cache.
 MIN_RUNS = 50
@@ -42,6 +44,10 @@ MIN_RUNS = 50
 MAX_NEW_ROWS, MAX_NEW_SHARE = 20, 0.02
 #: Maximum number of files; the oldest file is removed.
 MAX_FILES = 32
+
+#: Files of lines are copied into one file, because DuckDB needs 1 to 5 ms for each file; this is the size at which the
+#: copy is read.
+MAX_COPY_BYTES = 256 * 2**20
 
 #: Settings of DuckDB: no extension is loaded from the network.
 SETTINGS = {
@@ -59,15 +65,6 @@ class Skipped(NamedTuple):
 
     path: Path
     reason: str
-
-
-def columns_of(name: str) -> tuple[Column, ...]:
-    """Return the columns of a table."""
-    return LINE_TABLES[name].columns if name in LINE_TABLES else run_columns()
-
-
-#: The names of all tables.
-TABLES = ("runs", *LINE_TABLES)
 
 
 def connect() -> Any:
@@ -92,14 +89,28 @@ def spill_folder() -> str:
 
 
 @contextlib.contextmanager
-def _naming_the_spill_folder() -> Iterator[None]:
-    """Add the folder to the error of a write to a full disk, which names no file."""
+def _temporary(lines: Iterable[bytes]) -> Iterator[str]:
+    """Give the path of a temporary file of lines, as a text for SQL."""
+    # A file, because DuckDB reads a file eight times as fast as a parameter. DuckDB imports pandas for the first
+    # parameter of a query, so the path is a text.
     try:
-        yield
+        with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
+            file.writelines(lines)
+            file.flush()
+            yield file_to_read(file.name)
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
+        # The error of a write to a full disk names no file.
         raise OSError(error.errno, f"{error.strerror} (TMPDIR sets another folder)", spill_folder()) from error
+
+
+class _LineFile(NamedTuple):
+    """A JSON Lines file of a run."""
+
+    folder: str  # path of the run folder
+    run_id: str
+    path: Path
 
 
 class Database:
@@ -123,10 +134,10 @@ class Database:
         self.skipped: list[Skipped] = []
         self._unread = set(LINE_TABLES)
         kept = {"folder", "run_id", "tags", *columns}
-        self._columns = [one for one in run_columns() if one.name in kept or not columns]
+        self._columns = [one for one in COLUMNS["runs"] if one.name in kept or not columns]
         self.connection.execute(f"CREATE TABLE runs ({declaration(self._columns)})")
         for name in LINE_TABLES:
-            self.connection.execute(f"CREATE TABLE {name} ({declaration(columns_of(name))})")
+            self.connection.execute(f"CREATE TABLE {name} ({declaration(COLUMNS[name])})")
         self._insert_runs([run for run in found if self._has_text_path(run)], progress)
         for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
@@ -149,7 +160,7 @@ class Database:
 
     def read_tables_of(self, query: str) -> None:
         """Read the tables whose names are words of a query."""
-        for name in TABLES:
+        for name in COLUMNS:
             if re.search(rf"\b{name}\b", query, re.IGNORECASE):
                 self.read(name)
 
@@ -178,7 +189,7 @@ class Database:
         )
         cache = RunCache(self.connection, found)
         known = cache.read(self._columns)
-        types = {"state": TEXT, **{one.name: one.type for one in run_columns()}}
+        types = {"state": TEXT, **{one.name: one.type for one in COLUMNS["runs"]}}
         self._insert_json("fresh", types, self._lines([run for run in found if str(run.folder) not in known], progress))
         names = ", ".join(quoted(one.name) for one in self._columns)
         self.connection.execute(
@@ -190,14 +201,9 @@ class Database:
 
     def _insert_json(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
         """Make a temporary table of lines of JSON."""
-        # A file, because DuckDB reads a file eight times as fast as a parameter.
-        with _naming_the_spill_folder(), tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
-            file.writelines(lines)
-            file.flush()
-            names = ", ".join(map(quoted, types))
-            # DuckDB imports pandas for the first parameter of a query, so the path is a text.
-            rows = read_json(file_to_read(file.name), types)
-            self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {rows}")
+        names = ", ".join(map(quoted, types))
+        with _temporary(lines) as path:
+            self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json(path, types)}")
 
     def _lines(self, found: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
         for number, run in enumerate(found):
@@ -226,16 +232,54 @@ class Database:
         return b""
 
     def _insert_lines(self, table: LinesTable) -> None:
-        files: list[LineFile] = []
+        """Insert the lines of all runs into a table, in order; incomplete and invalid lines are left out."""
+        files: list[_LineFile] = []
         for folder, run_id in self.connection.execute("SELECT folder, run_id FROM runs ORDER BY rowid").fetchall():
             for path, problem in files_of(Path(folder), table.files):
                 if problem:
                     self.skipped.append(Skipped(path, problem))
                 else:
-                    files.append(LineFile(folder, run_id, path))
-        with _naming_the_spill_folder():
-            for path, count in insert_lines(self.connection, table, files, spill_folder()):
-                self.skipped.append(Skipped(path, f"{count} incomplete or invalid line{'s' * (count > 1)}"))
+                    files.append(_LineFile(folder, run_id, path))
+        # A line of a hostile run must not name another run, so the name of the field is a secret.
+        key = f"run_{secrets.token_hex(8)}"
+        values = ", ".join(f"{value(one)} AS {quoted(one.name)}" for one in table.columns)
+        valid = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in ("folder", *table.required))
+        execute = self.connection.execute
+        while files:
+            counts: list[int] = []
+            with _temporary(_numbered(files, key, counts)) as copy:
+                # Lists of the folders instead of a join, because a join changes the order of the lines.
+                execute(
+                    f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, {key} AS file, "
+                    f"($1::VARCHAR[])[{key} + 1] AS folder, ($2::VARCHAR[])[{key} + 1] AS run_id "
+                    f"FROM {read_json(copy, {**table.fields(), key: WHOLE})})",
+                    [[one.folder for one in files], [one.run_id for one in files]],
+                )
+            execute(f"INSERT INTO {table.name} SELECT * EXCLUDE (file) FROM lines WHERE {valid}")
+            known = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
+            execute("DROP TABLE lines")
+            for number, (one, count) in enumerate(zip(files, counts, strict=False)):
+                if invalid := count - known.get(number, 0):
+                    reason = f"{invalid} incomplete or invalid line{'s' * (invalid > 1)}"
+                    self.skipped.append(Skipped(one.path, reason))
+            files = files[len(counts) :]
+
+
+def _numbered(files: Sequence[_LineFile], key: str, counts: list[int]) -> Iterator[bytes]:
+    """Yield the lines of the first files, each with the index of its file; add the number of lines of each file."""
+    size = 0
+    for index, one in enumerate(files):
+        if size > MAX_COPY_BYTES:
+            return
+        begin = b'{"%b":%d,' % (key.encode(), index)
+        counts.append(0)
+        for line in lines_of(one.path):
+            if not line.isspace():
+                is_object = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
+                whole = b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_object else b"null\n"
+                size += len(whole)
+                counts[-1] += 1
+                yield whole
 
 
 class RunCache:
@@ -307,5 +351,5 @@ class RunCache:
 def _path(found: Sequence[FoundRun]) -> Path:
     """Return the file for the runs; another version of the files or other columns have another file."""
     root = os.path.commonpath([run.folder for run in found])
-    key = f"{SCHEMA_VERSION}\n{declaration(run_columns())}\n{root}"
+    key = f"{SCHEMA_VERSION}\n{declaration(COLUMNS['runs'])}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"

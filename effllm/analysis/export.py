@@ -9,13 +9,12 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from effllm.analysis.column import JSON, file_to_read, text
-from effllm.analysis.database import TABLES, columns_of
+from effllm.analysis.column import COLUMNS, JSON, file_to_read, text
 from effllm.analysis.load import Runs
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import csv_file, own_files, regular_file
@@ -72,14 +71,15 @@ def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: Non
     """
     version = folder / f"v{SCHEMA_VERSION}"
     _make(version)
-    with _locked(folder):
-        for name in TABLES:
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with regular_file.locked(file, folder, LOCK_WITHIN_S):
+        for name in COLUMNS:
             runs.read_tables_of(name)
         execute = runs.connection.execute
         month = "CASE WHEN year(started_utc) BETWEEN 1970 AND 9999 THEN strftime(started_utc, '%Y-%m') END"
         execute(f"CREATE OR REPLACE TEMP TABLE parts AS SELECT folder, project, {month} AS month FROM runs")
         parts = execute("SELECT DISTINCT project, month FROM parts ORDER BY ALL").fetchall()
-        files = [(table, project, month) for table in TABLES for project, month in parts]
+        files = [(table, project, month) for table in COLUMNS for project, month in parts]
         for number, (table, project, month_) in enumerate(files):
             progress(number, len(files), table)
             place = version / table / f"project={_partition(project)}" / f"month={_partition(month_)}"
@@ -93,7 +93,7 @@ def _write_part(connection: Any, table: str, project: str | None, month: str | N
     """Replace the file of a partition: the rows of the loaded runs, and the old rows of other runs."""
     values = ", ".join(
         f'"{one.name}"::VARCHAR AS "{one.name}"' if one.type == JSON else f'"{one.name}"'
-        for one in columns_of(table)
+        for one in COLUMNS[table]
         if (table, one.name) != ("runs", "project")  # a value of the path
     )
     rows = (
@@ -128,13 +128,3 @@ def _make(folder: Path) -> None:
     for one in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileExistsError):
             one.mkdir(mode=0o700)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        regular_file.lock(file, folder, LOCK_WITHIN_S)
-        yield
-    finally:
-        os.close(file)

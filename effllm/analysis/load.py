@@ -6,16 +6,18 @@ import os
 import re
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from effllm.analysis.database import TABLES, Database, Progress, Skipped, Tags
+from effllm.analysis.column import COLUMNS
+from effllm.analysis.database import Database, Progress, Skipped, Tags
 from effllm.analysis.run_folders import Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Unreadable, read_document
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 
+_Form = TypeVar("_Form")
 #: DuckDB's guess of a name is mostly a table of its own.
 _GUESS = re.compile(r" Did you mean \"(pg|duckdb|sqlite|information_schema)[^\"]*\"\?")
 #: Number of rows that are fetched together.
@@ -163,11 +165,7 @@ class Run(Runs):
             UnreadableRun: the file run.json cannot be read.
         """
         row = self.runs.select("run_id").fetchone()
-        try:
-            known = msgspec.convert(self.facts, Identity)
-        except msgspec.ValidationError as error:
-            raise UnreadableRun(f"{self.folder / 'run.json'} has another form: {error}") from error
-        return msgspec.structs.replace(known, run_id=row[0])
+        return msgspec.structs.replace(self._decoded("run.json", Identity) or Identity(), run_id=row[0])
 
     @property
     def summary(self) -> Summary | None:
@@ -176,11 +174,14 @@ class Run(Runs):
         Raises:
             UnreadableRun: the file cannot be read.
         """
-        document = self._document("summary.json")
+        return self._decoded("summary.json", Summary)
+
+    def _decoded(self, name: str, form: type[_Form]) -> _Form | None:
+        document = self._document(name)
         try:
-            return None if document is None else msgspec.convert(document, Summary, str_keys=True)
+            return None if document is None else msgspec.convert(document, form, str_keys=True)
         except msgspec.ValidationError as error:
-            raise UnreadableRun(f"{self.folder / 'summary.json'} has another form: {error}") from error
+            raise UnreadableRun(f"{self.folder / name} has another form: {error}") from error
 
     def _document(self, name: str) -> Document | None:
         try:
@@ -242,4 +243,4 @@ def _line(error: Exception) -> str:
     """Return DuckDB's message in one line, with the tables if a table is unknown."""
     text = " ".join(str(error).split("LINE 1:")[0].split()).rstrip(": ")
     text = _GUESS.sub("", text)
-    return f"{text} (tables: {', '.join(TABLES)})" if "Catalog Error" in text or "does not exist" in text else text
+    return f"{text} (tables: {', '.join(COLUMNS)})" if "Catalog Error" in text or "does not exist" in text else text

@@ -57,7 +57,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     tags = _tags(summary.get("tags") or run.get("tags"))
     known = {**run, **summary}
     started_s = float_or_none(summary.get("started_time_s")) or float_or_none(run.get("started_time_s"))
-    row: Document = {name: known.get(name) for name in _NAMES}
+    row: Document = {one.name: _at(summary, one.path) if one.path else known.get(one.name) for one in DOCUMENTED}
     row |= {
         "run_id": run.get("run_id") or summary.get("run_id") or folder.name,
         "folder": str(folder),
@@ -71,8 +71,6 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
         "facts": {name: value for name, value in run.items() if name not in _HAVE_COLUMNS},
         "schema_version": known.get("schema_version"),
     }
-    row |= {name: _in(summary, group, name) for group, names in _FIELDS.items() for name in names}
-    row |= {name: _in(summary, *name.split("_", 1)) for name in _NAMES if name.startswith(_OBJECTS)}
     row |= _devices(run, known) | _parts(summary)
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:
@@ -80,16 +78,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     return row | _metrics(summary)
 
 
-#: Object of summary.json -> its fields with columns of these names.
-_FIELDS = {
-    "coverage": ("ranks_expected", "ranks_reporting", "gpus_expected", "gpus_measured", "reports_lost", "reports_late"),
-    "goodput": ("redone_iterations",),
-    "waterfall": ("device_seconds",),
-}
-_NAMES = tuple(column.name for column in DOCUMENTED)
-#: Objects of summary.json; the name of such a column is that of the object and that of the field.
-_OBJECTS = ("energy_", "verdict_", "goodput_")
-_HAVE_COLUMNS = frozenset((*_NAMES, "ranks", "gpu_model_count", "schema_version"))
+_HAVE_COLUMNS = frozenset((*(one.name for one in DOCUMENTED), "ranks", "gpu_model_count", "schema_version"))
 
 
 def _object(value: Any) -> Document:
@@ -106,7 +95,9 @@ def _objects(value: Any) -> list[Document]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _in(document: Document, group: str, name: str) -> Any:
+def _at(document: Document, path: str) -> Any:
+    """Return the value at a path such as ``energy.scope``."""
+    group, _, name = path.partition(".")
     return _object(document.get(group)).get(name)
 
 
@@ -169,12 +160,10 @@ def _metrics(summary: Document) -> Document:
 
 
 def _parts(summary: Document) -> Document:
-    parts = _objects(_in(summary, "waterfall", "parts"))
+    parts = _objects(_at(summary, "waterfall.parts"))
     named = [(one["name"], one) for one in parts if isinstance(one.get("name"), str)]
     return {
         "waterfall_seconds": {name: one.get("device_seconds") for name, one in named},
         "waterfall_joules": {name: one["joules"] for name, one in named if one.get("joules") is not None},
-        "goodput_joules": {n: j for n, j in _object(_in(summary, "goodput", "joules")).items() if j is not None},
-        "last_iterations": _in(summary, "last_ranks", "by_rank"),
-        "iterations_compared": _in(summary, "last_ranks", "iterations"),
+        "goodput_joules": {n: j for n, j in _object(_at(summary, "goodput.joules")).items() if j is not None},
     }

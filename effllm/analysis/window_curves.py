@@ -175,8 +175,3 @@ class WindowCurves:
         for tag, curve in self._over.items():
             if line.loss is not None and math.isfinite(x[tag]):
                 curve.add(x[tag], line.loss)
-
-
-def spread_tag(name: str, field: str) -> str:
-    """Return the tag of a field of a distribution."""
-    return f"spread/{name}/{field}"

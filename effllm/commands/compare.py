@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from effllm.analysis.compared_metrics import compared_metrics
-from effllm.analysis.comparison import ALPHA, compare
-from effllm.analysis.conditions import answer, exit_status, parse_condition
+from effllm.analysis.comparison import ALPHA, answer, compare, exit_status, parse_condition
 from effllm.analysis.configurations import configurations
 from effllm.analysis.fairness import settings, unfair
 from effllm.analysis.load import load_errors

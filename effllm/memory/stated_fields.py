@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 _OFF = ("none", "no", "false", "off", "null", "auto", "[]")  # values of a setting, in small letters; and zeros
 
@@ -77,8 +78,4 @@ def _without_effect(system: str) -> re.Pattern[str]:
 @cache
 def training_systems() -> dict[str, Any]:
     """Return what is known of the settings of training systems."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(Path(__file__).with_name("training_systems.toml").read_text(encoding="utf-8"))
+    return msgspec.toml.decode(Path(__file__).with_name("training_systems.toml").read_bytes(), type=dict[str, Any])

@@ -13,9 +13,9 @@ from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import (
     J_PER_KWH,
-    MIN_KWH,
     audit_texts,
     duration,
+    energy_unit,
     errors_text,
     fact_lines,
     loss_text,
@@ -165,11 +165,14 @@ def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
         yield f"{number} {prefix}J/token{error}{_mark(value)}"
     joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
     if joules is not None:
-        is_large = joules >= MIN_KWH * J_PER_KWH
-        shown = f"{readable(joules / J_PER_KWH)} kWh" if is_large else f"{readable(joules)} J"
+        unit, unit_j = energy_unit(joules)
         error_j = energy.error_joules if energy.total_joules is not None else None
         part = ", measured only in part" if energy.total_joules is None else ""
-        yield shown + _error(joules, error_j, (energy.gain_error or 0.0) * joules, has_both) + part
+        yield (
+            f"{readable(joules / unit_j)} {unit}"
+            + _error(joules, error_j, (energy.gain_error or 0.0) * joules, has_both)
+            + part
+        )
     if value := value_of(summary, "watts_per_gpu"):
         yield f"{readable(value.value)} W/GPU"
     if summary.waterfall is not None and summary.coverage.gpus_expected:

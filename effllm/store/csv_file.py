@@ -52,16 +52,13 @@ def append_rows(
     lines = [_line([cell(row.get(name)) for name in columns]) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
-    try:
-        regular_file.lock(file, path, LOCK_WITHIN_S)
+    with regular_file.locked(file, path, LOCK_WITHIN_S):
         size = os.fstat(file).st_size
         before = _before(file, size, path, columns)
         if without_known:
             known = set(path.read_bytes().splitlines(keepends=True))
             lines = [line for line in lines if line.encode("utf-8", errors="replace") not in known]
         regular_file.append(file, (before + "".join(lines)).encode("utf-8", errors="replace"))
-    finally:
-        os.close(file)
     return len(lines)
 
 

@@ -5,6 +5,7 @@ A killed aggregator may have written lines that are not in its state (`Written`)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import deque
@@ -108,17 +109,11 @@ class Journal:
 
     def _check_file(self) -> None:
         """Open a new file if the current file is too large, or was removed or renamed."""
-        if self._descriptor < 0 or not self._is_in_place():
+        # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
+        if self._descriptor < 0 or not regular_file.is_at(self._descriptor, self._path(self.number)):
             self._open(self.number)
         if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
             self._open(self.number + 1)
-
-    def _is_in_place(self) -> bool:
-        # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
-        try:
-            return os.path.samestat(self._path(self.number).stat(), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
 
     def _path(self, number: int) -> Path:
         return self._folder / (f"{self._stem}-{number:04d}.jsonl" if self._segment_bytes else f"{self._stem}.jsonl")
@@ -154,18 +149,12 @@ class Journal:
             if tail.endswith(b"\n"):
                 return size
         line = tail[tail.rfind(b"\n") + 1 :]
-        if not line or _is_whole(line):
+        with contextlib.suppress(*DECODE_ERRORS):
+            if line:
+                msgspec.json.decode(line)
             return size
         os.ftruncate(self._descriptor, size - len(line))
         return size - len(line)
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line)
-    except DECODE_ERRORS:
-        return False
-    return True
 
 
 class _Line(Struct):

@@ -83,16 +83,13 @@ class LedgerFile:
             OSError: the file cannot be written, belongs to another user, or is locked for longer than `LOCK_WITHIN_S`.
         """
         file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        try:
-            regular_file.lock(file, self.path, LOCK_WITHIN_S)
+        with regular_file.locked(file, self.path, LOCK_WITHIN_S):
             size = os.fstat(file).st_size
             if not size:
                 os.fchmod(file, MODE)
             # A torn line of a killed process ends before the new line.
             before = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
             regular_file.append(file, before + msgspec.json.encode(line) + b"\n")
-        finally:
-            os.close(file)
 
     def close(self) -> None:
         """Do nothing: the file is open only during a write."""

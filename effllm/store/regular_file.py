@@ -70,20 +70,34 @@ def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
             is_rest = False
 
 
-def lock(descriptor: int, path: Path, within_s: float) -> None:
-    """Lock an open file, so that other processes wait.
+@contextlib.contextmanager
+def locked(descriptor: int, path: Path, within_s: float) -> Iterator[int]:
+    """Lock an open file, so that other processes wait; at the end it is closed.
 
     Raises:
         TimeoutError: another process has locked the file for longer than ``within_s``.
     """
     deadline_s = time.monotonic() + within_s
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"another process has locked {path} for {within_s:g} s") from None
-        time.sleep(0.02)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"another process has locked {path} for {within_s:g} s") from None
+            time.sleep(0.02)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file has this path; it may have been removed or renamed."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def append(descriptor: int, data: bytes) -> None:

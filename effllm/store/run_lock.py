@@ -21,6 +21,7 @@ from effllm.config.place import Place
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.store import own_files
 from effllm.store.reader import read_own
+from effllm.store.regular_file import is_at
 
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
@@ -139,7 +140,8 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
         descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
+            # The previous holder removes the file before it releases the lock, so the locked file may have no name.
+            if is_at(descriptor, path):
                 return descriptor
         except BlockingIOError:
             pass
@@ -156,11 +158,3 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
             if other is not None and own.restart_id and other.restart_id == own.restart_id and other.job != own.job:
                 ask(other)
         time.sleep(0.05)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    # The previous holder removes the file before it releases the lock, so the locked file may have no name.
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -58,6 +58,11 @@ def errors_text(timing: float | None, sensor: float | None, *, brief: bool = Fal
     return " ".join(f"±{percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
 
 
+def energy_unit(joules: float) -> tuple[str, float]:
+    """Return the unit in which an energy is shown, and its joules."""
+    return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
+
+
 def percent(ratio: float) -> str:
     return f"{rounded_up(max(100 * ratio, 0.01))} %"
 
@@ -327,11 +332,10 @@ def energy_text(energy: EnergySummary) -> str:
 
 
 def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:
-    is_large = joules >= MIN_KWH * J_PER_KWH
-    unit_j, unit = (J_PER_KWH, "kWh") if is_large else (1.0, "J")
+    unit, unit_j = energy_unit(joules)
     parts = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
     errors = "".join(f" ±{rounded_up(error_j / unit_j)} {word}" for error_j, word in parts if error_j)
-    return f"{readable(joules / unit_j)} {unit}{errors}" + (f" ({readable(joules)} J)" if is_large else "")
+    return f"{readable(joules / unit_j)} {unit}{errors}" + (f" ({readable(joules)} J)" if unit != "J" else "")
 
 
 def _named(word: str, value: str | None) -> str:

@@ -13,8 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.comparison import ALPHA, POWER, SAME, STRICT_ALPHA, UNKNOWN, MetricComparison
-from effllm.analysis.conditions import ConditionAnswer
+from effllm.analysis.comparison import ALPHA, POWER, SAME, STRICT_ALPHA, UNKNOWN, ConditionAnswer, MetricComparison
 from effllm.analysis.fairness import Dissimilarity
 from effllm.analysis.sides import Side, names_of
 from effllm.records.plain_text import one_line

@@ -7,14 +7,9 @@ from typing import NamedTuple
 
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall, WaterfallPart
-from effllm.store.summary_text import J_PER_KWH, MIN_KWH, readable
+from effllm.store.summary_text import energy_unit, readable
 
 MIN_H = 1.0
-
-
-def energy_unit(joules: float) -> tuple[str, float]:
-    """Return the unit in which an energy is shown, and its joules."""
-    return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
 
 
 class WaterfallUnits(NamedTuple):

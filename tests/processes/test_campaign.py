@@ -8,8 +8,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm.analysis.campaign_plan import ConfigurationPlan, Plan
-from effllm.commands.campaign import Campaign
+from effllm.commands.campaign import Campaign, ConfigurationPlan, Plan
 
 LOOP = """
 import os, sys, time

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import run_folder_page
-from run_folder_page import GOLDEN, PAGE, TABLES
+from run_folder_page import COLUMNS, GOLDEN, PAGE
 
 import effllm
 
@@ -18,7 +18,7 @@ def blocks(language):
 def test_tables_of_the_page_are_the_columns_of_the_relations():
     assert PAGE.read_text() == run_folder_page.page(), "run: python tests/run_folder_page.py"
     run = effllm.load(GOLDEN)
-    for table in TABLES:
+    for table in COLUMNS:
         section = PAGE.read_text().partition(f"### {table}\n")[2].partition("\n### ")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == getattr(run, table).columns
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from effllm.analysis.campaign_plan import ConfigurationPlan, Plan, WrongPlan, order_of, read_plan
-from effllm.commands.campaign import main
+from effllm.commands.campaign import ConfigurationPlan, Plan, WrongPlan, main, order_of, read_plan
 
 
 def write_plan(folder, **keys):

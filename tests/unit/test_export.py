@@ -10,7 +10,7 @@ import pytest
 from run_folders import GOLDEN, copy_golden
 
 import effllm
-from effllm.analysis.database import TABLES, columns_of
+from effllm.analysis.column import COLUMNS
 from effllm.analysis.export import export_parquet
 from effllm.commands.run_query import export_runs as export
 
@@ -51,7 +51,7 @@ def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
         ("a", "llama", "2023-11"), ("b", "a/b=c ü", "2023-11"), ("c", None, None)
     ]  # fmt: skip
     runs = effllm.load(tmp_path / "runs")
-    for table in TABLES:
+    for table in COLUMNS:
         assert len(dataset(out, table)) == len(getattr(runs, table))
     # A sum of floats depends on the order of the rows.
     sums = "sum(tokens), round(sum(energy_j), 6)"
@@ -63,9 +63,9 @@ def test_dataset_has_all_rows_partitioned_by_project_and_month(tmp_path, run):
 def test_columns_of_the_dataset_are_the_documented_columns(tmp_path):
     export_parquet(effllm.load(GOLDEN), tmp_path)
 
-    for table in TABLES:
+    for table in COLUMNS:
         described = duckdb.sql(f"DESCRIBE FROM read_parquet('{tmp_path}/v5/{table}/*/*/*.parquet')").fetchall()
-        expected = {one.name: one.type.replace("JSON", "VARCHAR") for one in columns_of(table)}
+        expected = {one.name: one.type.replace("JSON", "VARCHAR") for one in COLUMNS[table]}
         assert {name: kind for name, kind, *_ in described if name != "month"} == (
             expected if table == "runs" else {**expected, "project": "VARCHAR"}
         )
@@ -106,7 +106,7 @@ def test_csv_has_one_row_per_run_and_grows(tmp_path, run):
     assert run(GOLDEN, to=path)[0] == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [one.name for one in columns_of("runs")]
+    assert list(rows[0]) == [one.name for one in COLUMNS["runs"]]
     assert [(row["run_id"], row["tokens"], row["user"], row["job_name"]) for row in rows] == [
         ("a", "840000", "'=HYPERLINK(1)", "x [2J y"), ("run_folder_5", "840000", "alice", "pretrain")
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from sink_examples import complete_totals, make_report, make_row
 
 import effllm
 from effllm import metrics
-from effllm.analysis import database, line_tables
+from effllm.analysis import database
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.config.settings import cache_folder
 from effllm.records.counters import FIELDS
@@ -337,7 +337,7 @@ def test_line_above_the_limit_of_duckdb_is_named_and_other_lines_are_read(tmp_pa
 
 @pytest.mark.parametrize("together", [1, 10**9])
 def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, together):
-    monkeypatch.setattr(line_tables, "MAX_COPY_BYTES", together)
+    monkeypatch.setattr(database, "MAX_COPY_BYTES", together)
     for name in ("a", "b", "c"):
         copy_golden(tmp_path / name)
         (tmp_path / name / "windows-0002.jsonl").write_text('{"attempt":2,"window":1,"time_s":5.0}\n{"torn')

@@ -7,7 +7,9 @@ import pytest
 
 from effllm.analysis import window_curves as curves
 from effllm.analysis.window_curves import Curve
-from effllm.views.report.plot import ValueAxis
+from effllm.metrics import METRICS
+from effllm.records.job import SPREADS, Spread
+from effllm.views.report.plot import TAGS, ValueAxis
 
 
 def made(values, start=1):
@@ -102,3 +104,11 @@ def test_value_that_is_too_large_for_a_drawing_counts_as_missing():
 )
 def test_labels_of_an_axis_are_the_exact_values_of_its_lines(values, labels):
     assert ValueAxis.of(values).labels() == labels
+
+
+def test_every_line_of_a_chart_has_a_tag_of_a_window():
+    metrics = {entry.tag(base) for entry in METRICS.values() for base in entry.bases}
+    spreads = {f"spread/{name}/{field}" for name in SPREADS for field in Spread.__struct_fields__}
+    losses = {curves.LOSS, curves.OVER_TOKENS, curves.OVER_JOULES, curves.OVER_SECONDS}
+
+    assert [tag for tag in TAGS if tag not in metrics | spreads | losses] == []

@@ -6,8 +6,8 @@ pytest.importorskip("yaml", reason="needs the extra analysis")
 
 import yaml
 
-from effllm.analysis.campaign_plan import WrongPlan, read_plan
 from effllm.analysis.yaml_document import load_yaml
+from effllm.commands.campaign import WrongPlan, read_plan
 from effllm.commands.fit_sources import UnreadableModel, find
 
 

@@ -23,7 +23,7 @@ from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
 from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
-from effllm.views.report.plot import FIRST_CHARTS, MORE_CHARTS, TAGS, RunCurves, data_of, drawn_charts, x_range
+from effllm.views.report.plot import CHARTS, TAGS, RunCurves, data_of, drawn_charts, x_range
 
 SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000
@@ -78,7 +78,7 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
         side = compared.sides.get(run.folder)
         name, style = (verdicts.label(runs, run), at) if side is None else (side, sides.index(side))
         curves.append(RunCurves(name, {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()}, style))
-    found, more = (list(drawn_charts(charts, curves)) for charts in (FIRST_CHARTS, MORE_CHARTS))
+    found, more = (list(drawn_charts(charts, curves)) for charts in (CHARTS.first, CHARTS.more))
     without = [chart.title for chart, lines in (*found, *more) if not lines]
     first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (found, more))
     charts = [*first_charts, *more_charts]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
-from effllm.analysis.window_curves import LOSS, OVER_JOULES, OVER_SECONDS, OVER_TOKENS, spread_tag
-from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO
-from effllm.store.summary_text import J_PER_KWH, readable
+from effllm.analysis.window_curves import LOSS
+from effllm.store.summary_text import readable
 from effllm.store.window_text import scaled
 from effllm.views.report.markup import Markup, element
 
@@ -23,7 +25,7 @@ _MIN_RANGE = 0.02  # of the axis, as a share of the largest value, so that noise
 Points = tuple[Sequence[float], Sequence[float]]
 
 
-class Line(NamedTuple):
+class Line(Struct, frozen=True):
     """A curve of a chart."""
 
     tag: str
@@ -31,104 +33,31 @@ class Line(NamedTuple):
     factor: float = 1.0  # of the values, beside the factor of the chart
 
 
-class Chart(NamedTuple):
+class Chart(Struct, frozen=True):
     """A chart over the iterations; with several runs, each run has only the first line."""
 
     title: str
-    unit: str
-    factor: float  # from the base unit of the curves to the unit of the chart
     lines: tuple[Line, ...]
+    unit: str = ""
+    factor: float = 1.0  # from the base unit of the curves to the unit of the chart
     instead: Chart | None = None  # if no run has the first line: no GPUs, or no count of tokens
     note: str = ""
     x: str = "iteration"  # what the horizontal axis has; another one is only for several runs
 
 
-def _spread(name: str, **labels: str) -> tuple[Line, ...]:
-    return tuple(Line(spread_tag(name, field), label) for field, label in labels.items())
+class _Charts(Struct, frozen=True):
+    """The content of charts.toml."""
+
+    first: tuple[Chart, ...]
+    more: tuple[Chart, ...]
 
 
-FIRST_CHARTS = (
-    Chart("Loss", "", 1.0, (Line(LOSS, "loss"),)),
-    Chart("Loss over tokens", "", 1.0, (Line(OVER_TOKENS, "loss"),), x="tokens"),
-    Chart("Loss over energy", "", 1.0, (Line(OVER_JOULES, "loss"),), x="joules"),
-    Chart("Loss over time", "", 1.0, (Line(OVER_SECONDS, "loss"),), x="seconds"),
-    Chart(
-        "Throughput", "tokens/s per GPU", 1.0,
-        (Line("throughput/tokens_per_second_per_gpu", "tokens/s per GPU"),),
-        Chart("Throughput", "samples/s", 1.0, (Line("throughput/samples_per_second", "samples/s of the job"),)),
-        "Per rank, if the job has no GPUs.",
-    ),
-)  # fmt: skip
-MORE_CHARTS = (
-    Chart(
-        "Step time", "s", 1.0,
-        _spread(STEP_SECONDS, most="slowest rank", p95="95th percentile of ranks", median="median of ranks",
-                p5="5th percentile of ranks"),
-        note="Mean step time of a rank in each window; exact percentiles over all ranks.",
-    ),
-    Chart(
-        "Waiting", "% of iteration time", 100.0,
-        (
-            Line("throughput/data_wait_ratio", "data wait"),
-            Line("straggler/waiting_ratio", "wait for stragglers"),
-            Line("throughput/exposed_communication_ratio", "exposed communication"),
-        ),
-    ),
-    Chart(
-        "FLOPs utilization", "%", 100.0,
-        (Line("throughput/mfu_ratio", "MFU"), Line("throughput/hfu_ratio", "HFU")),
-    ),
-    Chart(
-        "Memory", "GB", 1.0,
-        (
-            Line("window/amu_gb", "mean of devices", 2**30 / 1e9),  # AMU is in GiB
-            Line("memory/largest_mean_gb", "fullest device"),
-            Line("memory/smallest_mean_gb", "emptiest device"),
-            Line("memory/peak_gb", "peak so far"),
-        ),
-    ),
-    Chart(
-        "Utilization", "%", 100.0,
-        _spread(UTILIZATION_RATIO, median="median of GPUs", most="busiest GPU", p5="5th percentile of GPUs",
-                least="least busy GPU"),
-        Chart("Utilization", "%", 100.0, (Line("window/pcu_ratio", "mean of devices"),)),
-        "Share of time in which a kernel was running; it does not show how well the kernel uses the GPU.",
-    ),
-    Chart(
-        "Activity inside the GPU", "%", 100.0,
-        (
-            Line("health/sm_activity_ratio", "SMs"),
-            Line("health/tensor_activity_ratio", "tensor cores"),
-            Line("health/dram_activity_ratio", "memory bandwidth"),
-        ),
-    ),
-    Chart(
-        "Power", "W per GPU", 1.0,
-        (
-            Line("energy/watts_per_gpu", "mean"),
-            *_spread(GPU_WATTS, most="highest GPU", median="median of GPUs", least="lowest GPU"),
-        ),
-        Chart("Power", "W", 1.0, (Line("window/aec_watts", "whole job"),)),
-    ),
-    Chart(
-        "Energy per token", "J/token", 1.0,
-        (Line("energy/joules_per_token", "this window"), Line("run_energy/joules_per_token", "run to date")),
-        Chart("Energy per iteration", "J", 1.0, (Line("energy/joules_per_iteration", "this window"),)),
-    ),
-    Chart("Energy so far", "kWh", 1 / J_PER_KWH, (Line("energy/measured_joules", "measured energy"),)),
-    Chart("SM clock", "MHz", 1.0, (Line("health/sm_clock_mhz", "mean of GPUs"),)),
-    Chart("Temperature", "°C", 1.0, (Line("health/hottest_c", "hottest GPU"),)),
-    Chart(
-        "Goodput", "% of elapsed time so far", 100.0,
-        (Line("goodput/ratio", "goodput"),),
-    ),
-)  # fmt: skip
-
+CHARTS = msgspec.toml.decode(Path(__file__).with_name("charts.toml").read_bytes(), type=_Charts)
 #: The tags of all curves.
 TAGS = tuple(
     dict.fromkeys(
         line.tag
-        for chart in (*FIRST_CHARTS, *MORE_CHARTS)
+        for chart in (*CHARTS.first, *CHARTS.more)
         for line in (*chart.lines, *(chart.instead.lines if chart.instead else ()))
     )
 )

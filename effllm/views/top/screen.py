@@ -10,7 +10,7 @@ from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
 from effllm.store.closing_text import forecast_texts
-from effllm.store.summary_text import duration, readable, verdict_lines
+from effllm.store.summary_text import duration, energy_unit, readable, verdict_lines
 from effllm.store.window_text import scaled
 from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
@@ -31,7 +31,6 @@ from effllm.views.top.text import (
     width_of,
 )
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
-from effllm.views.waterfall_text import energy_unit
 
 CELL = 20  # width of a value with its name
 MAX_COLUMNS = 6
