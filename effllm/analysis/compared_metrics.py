@@ -15,7 +15,7 @@ from effllm.metrics import METRICS
 THROUGHPUT, LOSS = "throughput", "loss"
 
 
-class _Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _ComparedRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A row of compared_metrics.toml."""
 
     quantity: str
@@ -23,7 +23,7 @@ class _Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     compared: Literal["", "by name"] = ""
 
 
-_TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, _Row])
+_TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, _ComparedRow])
 PER_PARAMETER = ("tt_tokens_per_param_per_sec", "st_samples_per_param_per_sec")
 
 
