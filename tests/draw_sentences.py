@@ -16,16 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from effllm.commands.app import DECLARED
-
 ROOT = Path(__file__).parent.parent
 MIN_WORDS = 4
 SOURCES = ("effllm", "tests", "integration", "benchmarks", "configs", "launch", ".ci")
 DOCUMENTS = ("docs", "integration", "benchmarks", "README.md", "CONTRIBUTING.md", "SECURITY.md")
 LEFT_OUT = ("docs/decisions/", "tests/golden/", "tests/corpus/")
-# Texts in these files are help texts of settings and kinds of events; those of commands are in COMMANDS.
-HELP = ("effllm/config/settings.py", "effllm/records/events.py")
-COMMANDS = "effllm/commands/commands.toml"
+# Texts in these files are help texts of commands, settings and kinds of events.
+HELP = ("effllm/commands/app.py", "effllm/config/settings.py", "effllm/records/events.py")
 # A period after one of these abbreviations does not end a sentence.
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|fig|no|al|approx)|Eq|\bNo|\.\.)\.$", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?][)\"'`*]*\s+(?=[^a-z\s])")
@@ -149,7 +146,7 @@ def of_python(path: str, text: str) -> Iterator[Sentence]:
                 is_metric = path.startswith("effllm/metrics/") and any(
                     isinstance(one, ast.Call) for one in getattr(node, "decorator_list", ())
                 )
-                kind = "help" if is_metric else "docstring"
+                kind = "help" if is_metric or path == HELP[0] else "docstring"
                 for line, block in paragraphs(first.value.value.splitlines(), first.value.lineno):
                     yield from (Sentence(kind, path, line, one) for one in split(block))
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test_"):
@@ -182,10 +179,6 @@ def sentences() -> Iterator[Sentence]:
     """Yield every sentence of the project."""
     for path, text in files(SOURCES, (".py",)):
         yield from of_python(path, text)
-    for command in DECLARED.values():
-        for text in (command.help, *(one.help for one in command.options.values())):
-            for line, block in paragraphs(text.splitlines(), 1):
-                yield from (Sentence("help", COMMANDS, line, one) for one in split(block))
     for path, text in files((*SOURCES, "Makefile", "pyproject.toml"), (".sh", ".sbatch", ".yaml", ".yml", ".toml", "")):
         for line, comment in comments(text, is_python=False):
             yield from (Sentence("comment", path, line, one) for one in split(comment))

@@ -1,1 +1,1 @@
-"""The commands of the command line: each command has a file, and commands.toml declares all options."""
+"""The commands of the command line: each command has a file, and ``app`` declares all options."""

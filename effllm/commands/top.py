@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
-    """Return the options, or the exit status of wrong use; the help is in commands.toml."""
+    """Return the options, or the exit status of wrong use; the help is in the module `app`."""
     parser = _Parser(prog="effllm top", add_help=False, allow_abbrev=False)
     parser.add_argument("run", nargs="?", default="")
     parser.add_argument("--endpoint", default="")
