@@ -2,7 +2,7 @@
 
 A process of its own, started by `model_count`: config.json on stdin, a JSON object on stdout.  No weights are
 allocated, nothing is downloaded, and no code of a model's repository is run: the class is the one of transformers that
-the config names in ``architectures``.
+the config names in ``architectures``.  `effllm.commands.measure_child` is such a process, too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from effllm.memory.config_fields import architecture_of
 from effllm.memory.model import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED, ParameterTensor
 
 #: Names of the experts that compute a token, in the configs of transformers 5.23.
@@ -23,34 +24,57 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _QKV = ("q", "k", "v")
 
 
-def main() -> None:
-    """Read a config, and print what was counted, or the reason why the model cannot be built."""
+class CannotBuild(ValueError):
+    """A config of which there is no answer, with the reason as a sentence."""
+
+
+def answer(work: Callable[[Any], dict[str, Any]]) -> None:
+    """Read a document on stdin, and print what `work` returns for it, or the reason why it fails."""
     answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
     socket.socket.connect = _refuse  # type: ignore[method-assign]
     try:
-        answer = _count(json.load(sys.stdin))
+        found = work(json.load(sys.stdin))
+    except CannotBuild as error:
+        found = {"reason": str(error)}
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
         lines = str(error).strip().splitlines() or [""]
-        answer = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
-    print(json.dumps(answer), file=answer_to)
+        found = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
+    print(json.dumps(found), file=answer_to)
 
 
 def _refuse(*_: Any) -> NoReturn:
     raise OSError("no network")
 
 
-def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
+    """Return a model on the meta device: the class in ``architectures``, or the causal one of ``model_type``.
+
+    Raises:
+        CannotBuild: transformers has no such class.
+    """
     import torch
     import transformers
 
-    named = fields["architectures"][0]
-    build: Any = getattr(transformers, named, None)
+    named = architecture_of(fields)
+    if not named:
+        configs, models = transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = fields.get("model_type")
+        build: Any = models.get(configs[kind], None) if kind in configs else None
+    else:
+        build = getattr(transformers, named, None)
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        return {"reason": f"transformers {transformers.__version__} has no model {named}"}
+        wanted = named or f"of the model_type {fields.get('model_type')}"
+        raise CannotBuild(f"transformers {transformers.__version__} has no model {wanted}")
     config = build.config_class.from_dict(dict(fields))  # type: ignore[attr-defined]
     with torch.device("meta"):
-        model = build(config)
-    inner = config.get_text_config()
+        return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
+
+
+def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    model = build_model(fields)
+    inner = model.config.get_text_config()
     active, total = (
         next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
         for names in (ACTIVE, EXPERTS)
@@ -119,4 +143,4 @@ def _name_of_matrix(leaf: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    answer(_count)

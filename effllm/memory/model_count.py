@@ -50,9 +50,7 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     if not named:
         raise CannotCount("the config has no architectures, which name the class of the model")
     _check(fields)
-    found = _run(fields)
-    if "reason" in found:
-        raise CannotCount(found["reason"])
+    found = run_child("effllm.memory.count_child", "build", fields, DEADLINE_S)
     tensors = tuple(ParameterTensor(*row) for row in found["tensors"])
     sizes = found["sizes"]
     notes = (f"parameters counted in {named} of transformers {found['version']}", *_left_out(fields))
@@ -134,25 +132,32 @@ def _check(fields: Mapping[str, Any]) -> None:
                 raise WrongModel(f"{name} is {value:,}: a size from 1 to {MAX_LAYERS:,} is possible")
 
 
-def _run(fields: Mapping[str, Any]) -> dict[str, Any]:
+def run_child(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+    """Return the answer of a process that builds a model, with limits of time and memory, and without a network.
+
+    Raises:
+        CannotCount: with the reason of the process, or with the limit that ended it.
+    """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "effllm.memory.count_child"],
-            input=json.dumps(fields),
+            [sys.executable, "-m", module],
+            input=json.dumps(document),
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=deadline_s,
             env={**os.environ, **_ALONE},
             preexec_fn=_limit_memory,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise CannotCount(f"transformers did not build the model in {DEADLINE_S:.0f} s") from None
+        raise CannotCount(f"transformers did not {verb} the model in {deadline_s:.0f} s") from None
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise CannotCount(f"the process that builds the model ended: {last[:300]}") from None
+        raise CannotCount(f"the process to {verb} the model ended: {last[:300]}") from None
+    if "reason" in found:
+        raise CannotCount(found["reason"])
     return found
 
 
