@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from effllm.config.isolated import NoAnswer, ask
 from effllm.memory.config_fields import architecture_of
-from effllm.memory.measured import MeasuredStep
-from effllm.memory.model_count import CannotCount, run_child
+from effllm.memory.estimate import MeasuredStep
 from effllm.memory.plan import MemoryPlan
 
 DEADLINE_S = 900.0  # an operation takes 0.2 ms without a device; a model of 80 layers has a million of them in a step
@@ -32,10 +32,8 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     _check(config, plan)
     assert config is not None
     try:
-        found = run_child(
-            "effllm.commands.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S
-        )
-    except CannotCount as error:
+        found = ask("effllm.commands.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
+    except NoAnswer as error:
         raise CannotMeasure(f"--measure: {error}") from None
     return MeasuredStep(**{**found, "notes": tuple(found["notes"])})
 

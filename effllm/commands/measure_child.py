@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from effllm.commands.quantized_stand_ins import quantize
 from effllm.commands.storages import Storages
-from effllm.memory.count_child import CannotBuild, answer, build_model
-from effllm.memory.measured import MeasuredStep
+from effllm.config.isolated import NoAnswer, answer
+from effllm.memory.count_child import build_model
+from effllm.memory.estimate import MeasuredStep
 from effllm.memory.plan import MemoryPlan
 
 #: What has no answer with fake tensors, because the code reads the values of a tensor (pytorch/pytorch#126738).
@@ -27,11 +28,16 @@ _REMEDY = "train a step of it on a GPU, and read torch.cuda.max_memory_allocated
 _RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightningattention", "shortconv", "rglru")
 
 
+def main(_arguments: Sequence[str]) -> None:
+    """Answer `fit_measure`."""
+    answer(measured)
+
+
 def measured(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `MeasuredStep` of a document with a config and a plan.
 
     Raises:
-        CannotBuild: the model cannot be built or trained here; with the reason and the remedy.
+        NoAnswer: the model cannot be built or trained here; with the reason and the remedy.
     """
     plan, fields = MemoryPlan(**document["plan"]), document["config"]
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # the error of an operation is raised as well
@@ -47,10 +53,10 @@ def measured(document: Mapping[str, Any]) -> dict[str, Any]:
         with FakeTensorMode():
             _make_fake(model)
             return {**_step(model, plan)._asdict(), "has_other_kernels": has_other_kernels, "notes": notes}
-    except CannotBuild:
+    except NoAnswer:
         raise
     except ImportError as error:
-        raise CannotBuild(f"this needs a package that is not installed: {error}") from None
+        raise NoAnswer(f"this needs a package that is not installed: {error}") from None
     except Exception as error:
         kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
         if any(word in kind for word in _DEPENDS_ON_VALUES):
@@ -59,7 +65,7 @@ def measured(document: Mapping[str, Any]) -> dict[str, Any]:
             why = f"{kind}: {lines[0][:200]}"
         skip = "name the modules whose weights it reads in llm_int8_skip_modules of its quantization_config, or "
         remedy = f"{skip if plan.base_bits else ''}{_REMEDY}"
-        raise CannotBuild(f"this model cannot be measured, because {why}: {remedy}") from error
+        raise NoAnswer(f"this model cannot be measured, because {why}: {remedy}") from error
 
 
 def _run_as_on_real_tensors() -> None:
@@ -118,7 +124,7 @@ def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
 
         names = [name for name, one in model.named_modules() if _is_adapted(name, one, model, plan)]
         if not names:
-            raise CannotBuild(f"no matrix has an adapter with --lora-targets {plan.lora_targets}: give all")
+            raise NoAnswer(f"no matrix has an adapter with --lora-targets {plan.lora_targets}: give all")
         model = get_peft_model(model, LoraConfig(r=plan.lora_rank, target_modules=names, lora_dropout=0.0))
         for module in model.modules():
             if plan.base_bits and plan.numbers.autocast and hasattr(module, "cast_input_dtype_enabled"):
@@ -185,7 +191,7 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
             with torch.autocast("cpu", dtype=_short(plan), enabled=plan.numbers.autocast):
                 loss = getattr(model(**inputs), "loss", None)
             if loss is None:
-                raise CannotBuild("this model has no loss of labels, so that a step of it cannot be measured")
+                raise NoAnswer("this model has no loss of labels, so that a step of it cannot be measured")
             loss.backward()
             del loss
         end = len(storages.log)
@@ -205,7 +211,3 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
 def _tensors(optimizer: Any) -> Iterable[Any]:
     states = [one for state in optimizer.state.values() for one in state.values()]
     return [one for one in states if isinstance(one, torch.Tensor) and one.dim()]
-
-
-if __name__ == "__main__":
-    answer(measured)

@@ -7,14 +7,12 @@ the config names in ``architectures``.  `effllm.commands.measure_child` is such 
 
 from __future__ import annotations
 
-import json
 import math
-import socket
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from effllm.config.isolated import NoAnswer, answer
 from effllm.memory.config_fields import architecture_of
 from effllm.memory.model import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED, ParameterTensor
 
@@ -24,33 +22,16 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _QKV = ("q", "k", "v")
 
 
-class CannotBuild(ValueError):
-    """A config of which there is no answer, with the reason as a sentence."""
-
-
-def answer(work: Callable[[Any], dict[str, Any]]) -> None:
-    """Read a document on stdin, and print what `work` returns for it, or the reason why it fails."""
-    answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
-    socket.socket.connect = _refuse  # type: ignore[method-assign]
-    try:
-        found = work(json.load(sys.stdin))
-    except CannotBuild as error:
-        found = {"reason": str(error)}
-    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        found = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
-    print(json.dumps(found), file=answer_to)
-
-
-def _refuse(*_: Any) -> NoReturn:
-    raise OSError("no network")
+def main(_arguments: Sequence[str]) -> None:
+    """Answer `model_count`."""
+    answer(_count)
 
 
 def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
     """Return a model on the meta device: the class in ``architectures``, or the causal one of ``model_type``.
 
     Raises:
-        CannotBuild: transformers has no such class.
+        NoAnswer: transformers has no such class.
     """
     import torch
     import transformers
@@ -64,7 +45,7 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
         build = getattr(transformers, named, None)
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
         wanted = named or f"of the model_type {fields.get('model_type')}"
-        raise CannotBuild(f"transformers {transformers.__version__} has no model {wanted}")
+        raise NoAnswer(f"transformers {transformers.__version__} has no model {wanted}")
     config = build.config_class.from_dict(dict(fields))  # type: ignore[attr-defined]
     with torch.device("meta"):
         return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
@@ -140,7 +121,3 @@ def _name_of_matrix(leaf: str) -> str:
         return "v"
     first = leaf.removeprefix("c_")[:1]
     return first if first in _QKV else "q" if leaf in ("c_attn", "W_pack") else "o"
-
-
-if __name__ == "__main__":
-    answer(_count)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, TensorSizes
-from effllm.memory.measured import MeasuredStep
 from effllm.memory.model import ModelShape
 from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.states import (
@@ -48,6 +48,19 @@ class ByteRange:
         return ByteRange(self.expected * low, self.expected, self.expected * high)
 
 
+class MeasuredStep(NamedTuple):
+    """The bytes of a training step of one rank that was measured with fake tensors."""
+
+    weights: int  # with the scales of quantized ones
+    optimizer_states: int
+    gradients: int  # of all trained weights
+    gradients_at_peak: int  # of forward and backward
+    activations: int  # at this peak: all that is neither a weight, a state, a gradient nor a buffer
+    peak: int  # of the whole step, with the optimizer's
+    has_other_kernels: bool = False  # on a GPU, which need less
+    notes: tuple[str, ...] = ()
+
+
 UNKNOWN = ByteRange(0.0, math.inf, math.inf)  # of a part that cannot be estimated
 
 
@@ -75,14 +88,13 @@ CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 #: configurations counted on a CPU (make bench-memory); and assumed limits for kernels that were not counted.
 ACTIVATION_LIMITS = (0.93, 1.03)
 NOT_COUNTED_LIMITS = (0.7, 1.3)
-MEASURED_LIMITS = (0.9, 1.1)
 COUNTED_ARCHITECTURES = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt")
 ).union(("mixtral", "qwen3_moe", "deepseek_v3"))
 
 _PUBLISHED = "published ranges and settings; not measured on a GPU"
 _NOT_KNOWN = "unknown: there are no formulas for these layers; --measure counts a step"
-_MEASURED = "measured with fake tensors; limits: errors of measured steps counted on CPU"
+_MEASURED = "measured with fake tensors, as counted on CPU; limits: those of the formulas"
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
 
@@ -119,12 +131,7 @@ class MemoryEstimate:
 
 
 def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None = None) -> MemoryEstimate:
-    """Return the memory of the rank of a plan that needs most.
-
-    Args:
-        shape: of the model.
-        plan: a training or an inference.
-        measured: a step of the plan on one rank, which layers without formulas need.
+    """Return the memory of the rank of a plan that needs most; layers without formulas need a measured step.
 
     Raises:
         ImpossiblePlan: the plan contradicts itself or the model.
@@ -218,9 +225,9 @@ def _forward_and_backward(
         if measured is None:
             gradients = gradient_bytes(plan, trained_tensors(plan, held))
             return gradients, [MemoryPart("activations", UNKNOWN, _NOT_KNOWN)], 0.0
-        low = 0.0 if measured.has_other_kernels else MEASURED_LIMITS[0]
+        low, high = 0.0 if measured.has_other_kernels else ACTIVATION_LIMITS[0], ACTIVATION_LIMITS[1]
         basis = f"{_MEASURED}{'; low: its kernels need less' if measured.has_other_kernels else ''}"
-        size = ByteRange.exact(measured.activations).scaled(low, MEASURED_LIMITS[1])
+        size = ByteRange.exact(measured.activations).scaled(low, high)
         return measured.gradients_at_peak, [MemoryPart("activations", size, basis)], 0.0
     peak = training_course(shape, plan, stage, held).peak
     once = training_course(shape, replace(plan, base_keeps_inputs=False), stage, held).peak

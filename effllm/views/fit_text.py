@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from effllm.memory.changes import DOES_NOT_FIT, FITS, FittingChange, verdict
-from effllm.memory.estimate import ByteRange, MemoryEstimate, total_of
-from effllm.memory.measured import MeasuredStep
+from effllm.memory.estimate import ByteRange, MeasuredStep, MemoryEstimate, total_of
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 

@@ -18,8 +18,9 @@ from effllm.commands.fit_measure import CannotMeasure, measure
 from effllm.commands.measure_child import measured
 from effllm.commands.quantized_stand_ins import QuantizedLinear, quantize
 from effllm.commands.storages import Storages
-from effllm.memory.count_child import CannotBuild, build_model
-from effllm.memory.estimate import MEASURED_LIMITS
+from effllm.config.isolated import NoAnswer
+from effllm.memory.count_child import build_model
+from effllm.memory.estimate import ACTIVATION_LIMITS
 from effllm.memory.plan import MemoryPlan
 
 # transformers warns of its own old names, and PEFT of the names of modules.
@@ -157,7 +158,7 @@ def test_measured_step_of_layers_without_formulas_makes_the_total_known(tmp_path
     parts, measured_step = model["training"]["parts"], model["measured"]
     assert (done.exit_code, model["has_known_layers"], model["training"]["verdict"]) == (0, False, "fits")
     assert measured_step["weights"] == parts["weights"]["expected"]
-    sizes = [limit * measured_step["activations"] for limit in (0, 1, MEASURED_LIMITS[1])]
+    sizes = [limit * measured_step["activations"] for limit in (0, 1, ACTIVATION_LIMITS[1])]
     assert [parts["activations"][name] for name in ("low", "expected", "high")] == pytest.approx(sizes, abs=1)
     assert any("without the kernels of mamba_ssm" in note for note in model["notes"])
 
@@ -200,9 +201,9 @@ def test_model_without_architectures_is_the_causal_one_of_its_model_type():
 
 
 def test_model_that_cannot_run_is_refused_with_the_reason_and_a_remedy(fake_step):
-    with pytest.raises(CannotBuild, match="no loss of labels"):
+    with pytest.raises(NoAnswer, match="no loss of labels"):
         fake_step({**JAMBA, "architectures": ["JambaModel"]}, precision="bf16", seq_length=64)
-    with pytest.raises(CannotBuild, match="llm_int8_skip_modules"):
+    with pytest.raises(NoAnswer, match="llm_int8_skip_modules"):
         fake_step(JAMBA, precision="bf16", seq_length=64, lora_rank=4, base_bits=4)
     with pytest.raises(CannotMeasure, match="has no model of the model_type newest"):
         measure({"model_type": "newest"}, MemoryPlan(precision="bf16"))
