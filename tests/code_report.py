@@ -19,7 +19,7 @@ BUDGETS = {
     "agent": 4_313,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_634,  # one table of configurations with intervals; runs by their names; times of ranks by window
     "commands": 7_004,  # fit measures any model, also with bases of 4 and 8 bits; all running jobs in one list
-    "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends with one line
+    "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_926,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
