@@ -18,8 +18,8 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_260,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_104,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_339,  # all running jobs in one list; each GPU against its peers; a whole run in top; files of fit
-    "config": 840,  # the currency and the runbook of a cluster; a process without memory or threads ends with one line
+    "commands": 7_004,  # fit measures any model, also with bases of 4 and 8 bits; all running jobs in one list
+    "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_857,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass

@@ -170,14 +170,15 @@ def _fit(
     gpu: GpuMemory | None,
 ) -> ModelFit:
     assert found.shape is not None
-    training = estimate(found.shape, plan) if request.mode != INFERENCE else None
+    measured = measure(found.config, plan) if request.measured else None
+    training = estimate(found.shape, plan, measured) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
     assert main_one is not None
     is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
     changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
-    measured = measure(found.config, plan) if request.measured else None
-    return ModelFit(found.source, found.notes, inference, training, tuple(changes), measured)
+    notes = (*found.notes, *(measured.notes if measured else ()))
+    return ModelFit(found.source, notes, inference, training, tuple(changes), measured)
 
 
 def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:

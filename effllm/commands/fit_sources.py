@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
+from effllm.config.isolated import NoAnswer
 from effllm.memory.config_fields import UnknownArchitecture, architecture_of
 from effllm.memory.config_json import (
     find_model,
@@ -19,7 +20,7 @@ from effllm.memory.config_json import (
 )
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
-from effllm.memory.model_count import CannotCount, can_count, count_model, stated_model, with_counted
+from effllm.memory.model_count import can_count, count_model, stated_model, with_counted
 from effllm.memory.stated_fields import StatedFields, left_out
 from effllm.memory.yaml_settings import read_yaml, system_of
 
@@ -144,7 +145,7 @@ def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
         return known
     try:
         counted = count_model(fields, name)
-    except CannotCount as error:
+    except NoAnswer as error:
         if known is None:
             raise UnknownModel(f"{reason}, and {error}: give --params N") from None
         return replace(known, notes=(*known.notes, f"by formulas, because {error}"))

@@ -52,10 +52,8 @@ def spawn(
     Raises:
         OSError: the interpreter cannot be started.
     """
-    parent = str(Path(__file__).resolve().parents[2])
-    program = _PROGRAM.format(parent=parent, module=module, no_resources=NO_RESOURCES)
     return subprocess.Popen(
-        [sys.executable, *_interpreter_options(), "-c", (_ENDS_FIRST if ends_first else "") + program, *arguments],
+        [*command(module, _ENDS_FIRST if ends_first else ""), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         # Without stderr at the start of Python, a file of the script may have its number.
@@ -64,6 +62,13 @@ def spawn(
         start_new_session=True,
         env=environ,
     )
+
+
+def command(module: str, before: str = "") -> list[str]:
+    """Return the command of ``module.main``, without the current folder on the module path; ``before`` runs first."""
+    parent = str(Path(__file__).resolve().parents[2])
+    program = _PROGRAM.format(parent=parent, module=module, no_resources=NO_RESOURCES)
+    return [sys.executable, *_interpreter_options(), "-c", before + program]
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -2,19 +2,19 @@
 
 A process of its own, started by `model_count`: config.json on stdin, a JSON object on stdout.  No weights are
 allocated, nothing is downloaded, and no code of a model's repository is run: the class is the one of transformers that
-the config names in ``architectures``.
+the config names in ``architectures``.  `effllm.commands.measure_child` is such a process, too.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import socket
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from effllm.config.isolated import NoAnswer, answer
+from effllm.memory.config_fields import architecture_of
 from effllm.memory.model import ATTENTION, EMBEDDING, EXPERT, HEAD, MLP, NORM, ROUTER, SHARED, ParameterTensor
 
 #: Names of the experts that compute a token, in the configs of transformers 5.23.
@@ -23,34 +23,42 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _QKV = ("q", "k", "v")
 
 
-def main() -> None:
-    """Read a config, and print what was counted, or the reason why the model cannot be built."""
-    answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
-    socket.socket.connect = _refuse  # type: ignore[method-assign]
-    try:
-        answer = _count(json.load(sys.stdin, object_hook=lambda one: float(one.get("__float__", 0)) or one))  # infinity
-    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        answer = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
-    print(json.dumps(answer), file=answer_to)
+def main(_arguments: Sequence[str]) -> None:
+    """Answer `model_count`."""
+    answer(_count)
 
 
-def _refuse(*_: Any) -> NoReturn:
-    raise OSError("no network")
+def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
+    """Return a model on the meta device: the class in ``architectures``, or the causal one of ``model_type``.
 
-
-def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+    Raises:
+        NoAnswer: transformers has no such class.
+    """
     import torch
     import transformers
 
-    named = fields["architectures"][0]
-    build: Any = getattr(transformers, named, None)
+    named = architecture_of(fields)
+    if not named:
+        configs, models = transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = fields.get("model_type")
+        build: Any = models.get(configs[kind], None) if kind in configs else None
+    else:
+        build = getattr(transformers, named, None)
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        return {"reason": f"transformers {transformers.__version__} has no model {named}"}
-    config = build.config_class.from_dict(dict(fields))  # type: ignore[attr-defined]
+        wanted = named or f"of the model_type {fields.get('model_type')}"
+        raise NoAnswer(f"transformers {transformers.__version__} has no model {wanted}")
+    # transformers 5 writes an infinity as {"__float__": "Infinity"}.
+    stated = json.loads(json.dumps(fields), object_hook=lambda one: float(one.get("__float__", 0)) or one)
+    config = build.config_class.from_dict(stated)  # type: ignore[attr-defined]
     with torch.device("meta"):
-        model = build(config)
-    inner = config.get_text_config()
+        return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
+
+
+def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    model = build_model(fields)
+    inner = model.config.get_text_config()
     active, total = (
         next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
         for names in (ACTIVE, EXPERTS)
@@ -116,7 +124,3 @@ def _name_of_matrix(leaf: str) -> str:
         return "v"
     first = leaf.removeprefix("c_")[:1]
     return first if first in _QKV else "q" if leaf in ("c_attn", "W_pack") else "o"
-
-
-if __name__ == "__main__":
-    main()

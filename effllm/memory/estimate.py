@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, TensorSizes
 from effllm.memory.model import ModelShape
@@ -47,6 +48,19 @@ class ByteRange:
         return ByteRange(self.expected * low, self.expected, self.expected * high)
 
 
+class MeasuredStep(NamedTuple):
+    """The bytes of a training step of one rank that was measured with fake tensors."""
+
+    weights: int  # with the scales of quantized ones
+    optimizer_states: int
+    gradients: int  # of all trained weights
+    gradients_at_peak: int  # of forward and backward
+    activations: int  # at this peak: all that is neither a weight, a state, a gradient nor a buffer
+    peak: int  # of the whole step, with the optimizer's
+    has_other_kernels: bool = False  # on a GPU, which need less
+    notes: tuple[str, ...] = ()
+
+
 UNKNOWN = ByteRange(0.0, math.inf, math.inf)  # of a part that cannot be estimated
 
 
@@ -80,6 +94,7 @@ COUNTED_ARCHITECTURES = frozenset(
 
 _PUBLISHED = "published ranges and settings; not measured on a GPU"
 _NOT_KNOWN = "unknown: there are no formulas for these layers; --measure counts a step"
+_MEASURED = "measured with fake tensors, as counted on CPU; limits: those of the formulas"
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
 
@@ -115,52 +130,26 @@ class MemoryEstimate:
         return next(one for one in self.parts if one.name == name)
 
 
-def estimate(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
-    """Return the memory of the rank of a plan that needs most.
+def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None = None) -> MemoryEstimate:
+    """Return the memory of the rank of a plan that needs most; layers without formulas need a measured step.
 
     Raises:
         ImpossiblePlan: the plan contradicts itself or the model.
     """
     check_plan(plan, shape)
-    if not shape.has_known_layers:
-        return _estimate_of_parameters(shape, plan)
-    plan = as_computed(shape, plan)
+    plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
     whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
-    build: Callable[[ModelShape, MemoryPlan, Stage], list[Moment]]
-    build = _training_parts if plan.is_training else _serving_parts
-    found = [moment for stage in stages(shape, plan) for moment in build(shape, plan, stage)]
-    trained = elements(trained_tensors(plan, whole))
+    found = []
+    for stage in stages(shape, plan):
+        found += (
+            _training_parts(shape, plan, stage, measured) if plan.is_training else _serving_parts(shape, plan, stage)
+        )
+    trained = elements(trained_tensors(plan, whole)) if plan.is_training else 0.0
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
     total, counts = _largest(totals), count_parameters(shape)
     allocated, reserved = (_largest([_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
     return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
-
-
-def _estimate_of_parameters(shape: ModelShape, plan: MemoryPlan) -> MemoryEstimate:
-    """Return the memory of a model whose layers are unknown: what its parameters need, and the rest as unknown."""
-    held = rank_tensors(shape, plan, Stage(True, True, shape.layers))
-    trained = trained_tensors(plan, held) if plan.is_training else []
-    gradients = gradient_bytes(plan, trained)
-    weights = weight_bytes(plan, held, trained)
-    parts = [_weights(plan, held, trained)]
-    if plan.is_training:
-        states = state_bytes(plan, divided(plan, trained, 1))
-        parts += [
-            _static("optimizer states", states, plan.optimizer),
-            _static("gradients", gradient_bytes(plan, divided(plan, trained, 2)), _per_parameter(plan)),
-        ]
-    layer = weights / shape.layers
-    parts += [
-        MemoryPart("communication buffers", communication(plan, gradients, weights, layer), _PUBLISHED),
-        _CONTEXT,
-        _WORKSPACE,
-        MemoryPart("activations" if plan.is_training else "KV cache, activations", UNKNOWN, _NOT_KNOWN),
-    ]
-    total = total_of(part.bytes for part in parts)
-    moment = FORWARD_BACKWARD if plan.is_training else SERVING
-    counts = count_parameters(shape)
-    return MemoryEstimate(shape, plan, counts, elements(trained), tuple(parts), moment, total, UNKNOWN, UNKNOWN)
 
 
 def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
@@ -190,42 +179,33 @@ def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...
     return total_of(inside)
 
 
-def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
+def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured: MeasuredStep | None) -> list[Moment]:
     """Return the parts at the two moments of a training step that can have its peak."""
     held = rank_tensors(shape, plan, stage)
     trained = trained_tensors(plan, held)
     states = state_bytes(plan, divided(plan, trained, 1))
     all_gradients = gradient_bytes(plan, trained)
     held_gradients = gradient_bytes(plan, divided(plan, trained, 2))
-    course = training_course(shape, plan, stage, held)
-    peak = course.peak
-    once = training_course(shape, replace(plan, base_keeps_inputs=False), stage, held).peak
-    gradients = peak.gradients * (held_gradients / all_gradients if all_gradients else 1.0)
-    counted = _is_counted(shape, plan)
-    limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
-    source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
+    at_peak, activations, again = _forward_and_backward(shape, plan, stage, held, measured)
+    gradients = at_peak * (held_gradients / all_gradients if all_gradients else 1.0)
     sizes = weight_bytes(plan, held, trained)
     buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
     master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     fixed = [
-        _weights(plan, held, trained),
+        _weights(plan, held, trained, measured),
         _static("optimizer states", states, plan.optimizer + master),
         MemoryPart("communication buffers", buffers, _PUBLISHED),
-        *_of_quantized_base(plan, held, peak.activations - once.activations),
+        *_of_quantized_base(plan, held, again),
         _CONTEXT,
         _WORKSPACE,
     ]
     basis = _per_parameter(plan)
     forward_backward = [
         replace(_static("gradients", gradients, basis), largest=max(held_gradients, gradients)),
-        MemoryPart(
-            "activations",
-            ByteRange.exact(peak.activations).scaled(*limits),
-            f"tensors kept for the backward pass; limits: {source}",
-        ),
-        _logits(shape, plan, peak.logits, limits),
-        _fragmentation(peak.activations + peak.logits + gradients),
+        *activations,
     ]
+    if UNKNOWN not in (part.bytes for part in activations):
+        forward_backward.append(_fragmentation(sum(part.bytes.expected for part in activations) + gradients))
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
     copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
@@ -235,6 +215,28 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[M
         _fragmentation(held_gradients),
     ]
     return [(FORWARD_BACKWARD, [*fixed, *forward_backward]), (OPTIMIZER_STEP, [*fixed, *optimizer_step])]
+
+
+def _forward_and_backward(
+    shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor], measured: MeasuredStep | None
+) -> tuple[float, list[MemoryPart], float]:
+    """Return the gradients at the peak, the parts of the activations, and the inputs that a quantized base keeps."""
+    if not shape.has_known_layers:
+        if measured is None:
+            gradients = gradient_bytes(plan, trained_tensors(plan, held))
+            return gradients, [MemoryPart("activations", UNKNOWN, _NOT_KNOWN)], 0.0
+        low, high = 0.0 if measured.has_other_kernels else ACTIVATION_LIMITS[0], ACTIVATION_LIMITS[1]
+        basis = f"{_MEASURED}{'; low: its kernels need less' if measured.has_other_kernels else ''}"
+        size = ByteRange.exact(measured.activations).scaled(low, high)
+        return measured.gradients_at_peak, [MemoryPart("activations", size, basis)], 0.0
+    peak = training_course(shape, plan, stage, held).peak
+    once = training_course(shape, replace(plan, base_keeps_inputs=False), stage, held).peak
+    counted = _is_counted(shape, plan)
+    limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
+    source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
+    basis = f"tensors kept for the backward pass; limits: {source}"
+    part = MemoryPart("activations", ByteRange.exact(peak.activations).scaled(*limits), basis)
+    return peak.gradients, [part, _logits(shape, plan, peak.logits, limits)], peak.activations - once.activations
 
 
 def _per_parameter(plan: MemoryPlan) -> str:
@@ -266,17 +268,23 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
     """
     held = rank_tensors(shape, plan, stage)
     weights = weight_bytes(plan, held, [])
-    cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
     buffers = communication(plan, 0.0, weights, weights / stage.layers)
+    if shape.has_known_layers:
+        cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
+        dynamic = [
+            MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
+            MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
+            _fragmentation(working.expected + cache.expected),
+        ]
+    else:
+        dynamic = [MemoryPart("KV cache, activations", UNKNOWN, _NOT_KNOWN)]
     parts = [
         _weights(plan, held, []),
-        MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
-        MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
+        *dynamic,
         MemoryPart("communication buffers", buffers, _PUBLISHED),
         *_of_quantized_base(plan, held),
         _CONTEXT,
         _WORKSPACE,
-        _fragmentation(working.expected + cache.expected),
     ]
     return [(SERVING, parts)]
 
@@ -295,17 +303,19 @@ def _static(name: str, size: float, basis: str) -> MemoryPart:
     return MemoryPart(name, ByteRange.exact(size), basis)
 
 
-def _weights(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]) -> MemoryPart:
+def _weights(
+    plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor], measured: MeasuredStep | None = None
+) -> MemoryPart:
     """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized."""
     tensors = divided(plan, held, 3)
     size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
     more = unquantized_expert_bytes(plan, tensors) if plan.base_bits else 0.0
     experts = "; high: experts are not quantized (transformers 5)" if more else ""
+    if measured and plan.base_bits:  # which matrices are quantized is then known
+        size, more, experts = measured.weights / (plan.shards if plan.zero == 3 else 1), 0.0, ""
     bits = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
     basis = bits if plan.base_bits else f"{plan.numbers.weights} bytes for each parameter"
-    part = _static("weights", size, basis + experts)
-    low, high = max(part.bytes.low - saving, 0.0), part.bytes.high + more
-    return replace(part, bytes=replace(part.bytes, low=low, high=high))
+    return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + more), basis + experts)
 
 
 def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 0.0) -> list[MemoryPart]:

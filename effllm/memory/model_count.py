@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import resource
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from effllm.config.switches import this_process
+from effllm.config.isolated import NoAnswer, ask
 from effllm.memory.config_fields import architecture_of
 from effllm.memory.config_json import ONLY_TEXT
 from effllm.memory.model import EXPERT, MAX_LAYERS, MLP, Experts, ModelShape, ParameterTensor, WrongModel
 from effllm.memory.states import parameter_tensors
 
 DEADLINE_S = 120.0  # the import of torch and transformers takes 3 to 10 s, the largest models 3 s more
-MAX_MEMORY_BYTES = 8 * 2**30  # of the data of the process; a model on the meta device has no weights
 #: Fields of a config that name layers which transformers does not build: predictions of further tokens (MTP).
 LEFT_OUT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
-_ALONE = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "EFFICIENTLLM_METRICS_ENABLED": "0",
-    "EFFICIENTLLM_ATTACH": "0",
-}
-
-
-class CannotCount(ValueError):
-    """A config whose model cannot be built, with the reason."""
 
 
 def can_count() -> bool:
@@ -43,16 +27,14 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a model whose layers are unknown, with the tensors that were counted.
 
     Raises:
-        CannotCount: the class is not named, or transformers cannot build it.
+        NoAnswer: the class is not named, or transformers cannot build it.
         WrongModel: sizes are impossible.
     """
     named = architecture_of(fields)
     if not named:
-        raise CannotCount("the config has no architectures, which name the class of the model")
+        raise NoAnswer("the config has no architectures, which name the class of the model")
     _check(fields)
-    found = _run(fields)
-    if "reason" in found:
-        raise CannotCount(found["reason"])
+    found = ask("effllm.memory.count_child", "build", fields, DEADLINE_S)
     tensors = tuple(ParameterTensor(*row) for row in found["tensors"])
     sizes = found["sizes"]
     notes = (f"parameters counted in {named} of transformers {found['version']}", *_left_out(fields))
@@ -132,29 +114,3 @@ def _check(fields: Mapping[str, Any]) -> None:
             value = one.get(name)
             if isinstance(value, (int, float)) and value > MAX_LAYERS:
                 raise WrongModel(f"{name} is {value}: a number from 1 to {MAX_LAYERS:,} is possible")
-
-
-def _run(fields: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "effllm.memory.count_child"],
-            input=json.dumps(fields),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env={**this_process(), **_ALONE},
-            preexec_fn=_limit_memory,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise CannotCount(f"transformers did not build the model in {DEADLINE_S:.0f} s") from None
-    try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise CannotCount(f"the process that builds the model ended: {last[:300]}") from None
-    return found
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from effllm.memory.changes import DOES_NOT_FIT, FITS, FittingChange, verdict
-from effllm.memory.estimate import UNKNOWN, ByteRange, MemoryEstimate, total_of
+from effllm.memory.estimate import ByteRange, MeasuredStep, MemoryEstimate, total_of
 from effllm.memory.plan import MemoryPlan
 from effllm.records.plain_text import one_line
 
@@ -39,7 +39,7 @@ class ModelFit:
     inference: MemoryEstimate | None
     training: MemoryEstimate | None
     changes: tuple[FittingChange, ...]  # of the training, or of the inference alone
-    measured: dict[str, int] | None = None  # bytes of a training step with fake tensors
+    measured: MeasuredStep | None = None
 
     @property
     def any(self) -> MemoryEstimate:
@@ -126,13 +126,19 @@ def _part_lines(found: MemoryEstimate) -> Iterator[str]:
     yield f"dominant: {', '.join(_dominant(found))}"
 
 
-def _measured_lines(measured: dict[str, int], found: MemoryEstimate) -> Iterator[str]:
+def _measured_lines(measured: MeasuredStep, found: MemoryEstimate) -> Iterator[str]:
     """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
     names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
-    same = [part for part in found.parts if part.name in names and part.bytes != UNKNOWN]
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in measured.items() if name != "peak")
-    yield f"measured with fake tensors, GB: peak {measured['peak'] / GB:.2f} ({parts})"
-    yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
+    same = [part for part in found.parts if part.name in names]
+    sizes = _sizes(measured)
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in sizes.items() if name != "peak")
+    yield f"measured with fake tensors on one rank, GB: peak {measured.peak / GB:.2f} ({parts})"
+    if found.shape.has_known_layers and found.plan.zero == 0:
+        yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
+
+
+def _sizes(measured: MeasuredStep) -> dict[str, int]:
+    return {name: size for name, size in measured._asdict().items() if name not in ("has_other_kernels", "notes")}
 
 
 def _dominant(found: MemoryEstimate) -> Iterator[str]:
@@ -149,7 +155,9 @@ def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
     if word == FITS:
         return
     if not fit.any.shape.has_known_layers:
-        if word == DOES_NOT_FIT:
+        if fit.any.total.high < math.inf:
+            yield "without formulas no changes are computed: measure --checkpointing full, --lora or a smaller batch"
+        elif word == DOES_NOT_FIT:
             yield "what the parameters need does not fit: more GPUs (--gpus N --zero 3), or a smaller --precision"
         else:
             yield "the memory of the activations is unknown: --measure counts that of a training step"
@@ -226,7 +234,7 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
         "active_parameters": found.parameters.active,
         "inference": _estimate(fit.inference, gpu),
         "training": _estimate(fit.training, gpu),
-        "measured": fit.measured,
+        "measured": fit.measured and _sizes(fit.measured),
         "changes": [
             {
                 "options": one.options,

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from benchmarks.memory.classes import outcome
 from effllm.commands.app import app
+from effllm.config import isolated
+from effllm.config.isolated import NoAnswer
 from effllm.memory import model_count
 from effllm.memory.config_json import read_config
 from effllm.memory.count_child import tensors_of
-from effllm.memory.model_count import CannotCount, count_model
+from effllm.memory.model_count import count_model
 from effllm.memory.states import count_parameters
 
 #: Of published models; the numbers are those of their pages, and of transformers on the meta device.
@@ -96,14 +98,14 @@ def test_absurd_number_of_layers_is_refused_at_once(tmp_path):
 def test_building_ends_at_the_deadline(monkeypatch):
     monkeypatch.setattr(model_count, "DEADLINE_S", 0.5)
 
-    with pytest.raises(CannotCount, match="did not build the model in 0 s"):
+    with pytest.raises(NoAnswer, match="did not build the model in 0 s"):
         count_model({**ERNIE, "num_hidden_layers": 9_000}, "slow")
 
 
 def test_building_ends_at_the_limit_of_memory(monkeypatch):
-    monkeypatch.setattr(model_count, "MAX_MEMORY_BYTES", 200 * 2**20)
+    monkeypatch.setattr(isolated, "MAX_MEMORY_BYTES", 200 * 2**20)
 
-    with pytest.raises(CannotCount):
+    with pytest.raises(NoAnswer):
         count_model(ERNIE, "large")
 
 

@@ -14,7 +14,15 @@ from effllm.memory.architectures import FAMILIES
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_fields import UnknownArchitecture
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names
-from effllm.memory.estimate import ACTIVATION_LIMITS, NOT_COUNTED_LIMITS, UNKNOWN, ByteRange, estimate, total_of
+from effllm.memory.estimate import (
+    ACTIVATION_LIMITS,
+    NOT_COUNTED_LIMITS,
+    UNKNOWN,
+    ByteRange,
+    MeasuredStep,
+    estimate,
+    total_of,
+)
 from effllm.memory.model import WrongModel
 from effllm.memory.model_count import stated_model
 from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
@@ -481,6 +489,48 @@ def test_zero_divides_what_the_parameters_of_an_unknown_model_need():
 
     assert [found.part(name).bytes.low for name in ("weights", "gradients", "optimizer states")] == [4e6, 4e6, 8e6]
     assert found.part("activations").bytes == UNKNOWN
+
+
+STEP = MeasuredStep(4_500_000, 0, 16_000_000, 12_000_000, 10_000_000, 42_000_000)
+
+
+def test_measured_activations_take_the_place_of_unknown_ones():
+    shape = stated_model("new", "newest", 8_000_000, None)
+
+    found = estimate(shape, MemoryPlan(precision="bf16", optimizer="sgd"), STEP)
+
+    # The gradients are those at the measured peak; the optimizer's step has all of them.
+    assert found.part("activations").bytes == pytest.approx(ByteRange(9.3e6, 10e6, 10.3e6))
+    assert (found.part("gradients").bytes.expected, found.part("gradients").largest) == (12e6, 16e6)
+    assert found.part("weights").bytes == ByteRange.exact(16e6)
+    assert found.part("fragmentation").bytes == ByteRange(0, 0.05 * 22e6, 0.2 * 22e6)
+    assert found.total.high < 1.1e9 and verdict(found.total, 2e9) == FITS
+    assert found.part("activations").basis.startswith("measured with fake tensors")
+
+
+def test_zero_divides_the_gradients_at_the_measured_peak():
+    shape = stated_model("new", "newest", 8_000_000, None)
+
+    found = estimate(shape, MemoryPlan(precision="bf16", optimizer="sgd", dp=4, zero=2), STEP)
+
+    assert found.part("gradients").bytes.expected == 3e6
+    assert found.part("activations").bytes.expected == 10e6
+
+
+def test_measured_quantized_base_has_the_weights_that_were_built():
+    shape = stated_model("new", "newest", 8_000_000, None)
+    step = STEP._replace(has_other_kernels=True)
+
+    found = estimate(shape, MemoryPlan(precision="bf16", lora_rank=1, base_bits=4), step)
+
+    assert found.part("weights").bytes.expected == found.part("weights").bytes.high == 4_500_000
+    assert found.part("activations").bytes == ByteRange(0, 10e6, 10.3e6)
+
+
+def test_known_layers_keep_their_formulas_beside_a_measured_step():
+    plan = MemoryPlan(seq_length=128)
+
+    assert estimate(EIGHT_B, plan, STEP) == estimate(EIGHT_B, plan)
 
 
 @pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": True}])

@@ -1,0 +1,213 @@
+"""Train the model of a config for a step with fake tensors, and count its storages.
+
+A process of its own, started by `fit_measure`: a config and a plan on stdin, a `MeasuredStep` as JSON on stdout.  The
+model is on the meta device first; under FakeTensorMode, its operations have shapes and types, but no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from effllm.commands.quantized_stand_ins import quantize
+from effllm.commands.storages import Storages
+from effllm.config.isolated import NoAnswer, answer
+from effllm.memory.count_child import build_model
+from effllm.memory.estimate import MeasuredStep
+from effllm.memory.plan import MemoryPlan
+
+#: What has no answer with fake tensors, because the code reads the values of a tensor (pytorch/pytorch#126738).
+_DEPENDS_ON_VALUES = ("DataDependent", "DynamicOutputShape")
+_REMEDY = "train a step of it on a GPU, and read torch.cuda.max_memory_allocated()"
+#: Names of layers with a state in place of attention, whose kernels are in packages of their own.
+_RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightningattention", "shortconv", "rglru")
+
+
+def main(_arguments: Sequence[str]) -> None:
+    """Answer `fit_measure`."""
+    answer(measured)
+
+
+def measured(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `MeasuredStep` of a document with a config and a plan.
+
+    Raises:
+        NoAnswer: the model cannot be built or trained here; with the reason and the remedy.
+    """
+    plan, fields = MemoryPlan(**document["plan"]), document["config"]
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # the error of an operation is raised as well
+    _run_as_on_real_tensors()
+    try:
+        model = build_model(
+            fields,
+            attn_implementation="eager" if plan.attention == "eager" else None,
+            dtype=torch.float32 if plan.numbers.weights == 4 else _short(plan),
+        )
+        notes, has_other_kernels = list(_notes(model, plan)), _is_recurrent(model)
+        model = _prepared(model, plan, fields)
+        with FakeTensorMode():
+            _make_fake(model)
+            return {**_step(model, plan)._asdict(), "has_other_kernels": has_other_kernels, "notes": notes}
+    except NoAnswer:
+        raise
+    except ImportError as error:
+        raise NoAnswer(f"this needs a package that is not installed: {error}") from None
+    except Exception as error:
+        kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
+        if any(word in kind for word in _DEPENDS_ON_VALUES):
+            why = f"its code reads the values of tensors ({lines[0][:100]}), which fake tensors do not have"
+        else:
+            why = f"{kind}: {lines[0][:200]}"
+        skip = "name the modules whose weights it reads in llm_int8_skip_modules of its quantization_config, or "
+        remedy = f"{skip if plan.base_bits else ''}{_REMEDY}"
+        raise NoAnswer(f"this model cannot be measured, because {why}: {remedy}") from error
+
+
+def _run_as_on_real_tensors() -> None:
+    """Replace what transformers does otherwise if it sees fake tensors.
+
+    A row is one text: without a mask of packed texts, for which attention repeats keys and values.  Experts whose
+    grouped product has no fake tensors have one product of the same sizes.
+    """
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    grouped = moe._grouped_mm
+
+    def product(tokens: Any, weight: Any, offs: Any) -> Any:
+        if weight.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]):
+            return grouped(tokens, weight, offs)
+        with torch.autocast("cpu", enabled=False):
+            return tokens.to(weight.dtype) @ weight[0]
+
+    moe._grouped_mm = product
+    masking_utils.find_packed_sequence_indices = lambda _position_ids: None
+
+
+def _notes(model: Any, plan: MemoryPlan) -> Iterator[str]:
+    """Yield what is measured otherwise than a reader expects."""
+    inner = model.config.get_text_config()
+    if inner is not model.config:
+        yield "measured with tokens of text alone: images need further activations"
+    if plan.attention != "eager" and inner._attn_implementation == "eager":
+        yield "measured with eager attention, because this model has no other"
+    if any(hasattr(one, "is_concatenated") for one in model.modules()):
+        yield f"measured with the {inner._experts_implementation} experts of transformers"
+    if _is_recurrent(model):
+        yield "measured without the kernels of mamba_ssm, causal_conv1d and fla: with them a step needs less"
+
+
+def _is_recurrent(model: Any) -> bool:
+    kinds = {type(one).__name__.lower() for one in model.modules()}
+    return any(word in kind for kind in kinds for word in _RECURRENT)
+
+
+def _short(plan: MemoryPlan) -> torch.dtype:
+    return torch.float16 if plan.precision.startswith("fp16") else torch.bfloat16
+
+
+def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
+    """Return the model with a quantized base, adapters and checkpointing."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    if plan.base_bits:
+        skipped = (fields.get("quantization_config") or {}).get("llm_int8_skip_modules")
+        quantize(model, plan.base_bits, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
+    if plan.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        names = [name for name, one in model.named_modules() if _is_adapted(name, one, model, plan)]
+        if not names:
+            raise NoAnswer(f"no matrix has an adapter with --lora-targets {plan.lora_targets}: give all")
+        model = get_peft_model(model, LoraConfig(r=plan.lora_rank, target_modules=names, lora_dropout=0.0))
+        for module in model.modules():
+            if plan.base_bits and plan.numbers.autocast and hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False  # PEFT's layers for bitsandbytes leave this to autocast
+    if plan.checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if plan.lora_rank:
+            model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def _is_adapted(name: str, module: Any, model: Any, plan: MemoryPlan) -> bool:
+    """Return whether a module has an adapter: matrices of the text layers; Conv1D is that of GPT-2."""
+    is_matrix = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    if not is_matrix or module is model.get_output_embeddings() or "vision" in name or "visual" in name:
+        return False
+    is_attention = "attn" in name or "attention" in name
+    if plan.lora_targets == "qv":
+        leaf = name.rsplit(".", 1)[-1]
+        return is_attention and leaf in ("q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+    return is_attention or plan.lora_targets == "all"
+
+
+def _make_fake(model: Any) -> None:
+    """Replace the tensors on the meta device by fake ones; a tied weight stays one tensor."""
+    made: dict[int, Any] = {}
+
+    def fake(one: Any) -> Any:
+        if id(one) not in made:
+            new = torch.empty(one.shape, dtype=one.dtype)
+            is_parameter = isinstance(one, torch.nn.Parameter)
+            made[id(one)] = one, torch.nn.Parameter(new, one.requires_grad) if is_parameter else new
+        return made[id(one)][1]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, module.__dict__):
+            held.update({name: fake(one) for name, one in held.items() if isinstance(one, torch.Tensor)})
+
+
+def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
+    """Train a step, after the optimizer's states exist."""
+    build = {
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    }
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = build[plan.optimizer](trained)
+    for one in trained:
+        one.grad = torch.empty_like(one)
+    optimizer.step()
+    optimizer.zero_grad()
+    words = torch.ones(plan.micro_batch, plan.seq_length, dtype=torch.long)
+    inputs = {"input_ids": words, "labels": words}
+    accepted = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    inputs |= {name: torch.zeros_like(words) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+    storages = Storages()
+    weights = storages.numbers_of(model.parameters())
+    states = storages.numbers_of(_tensors(optimizer))
+    other = storages.numbers_of((*model.buffers(), *inputs.values()))
+    with storages:
+        for _ in range(min(plan.accumulation, 2)):  # a third micro-batch needs as much as the second
+            with torch.autocast("cpu", dtype=_short(plan), enabled=plan.numbers.autocast):
+                loss = getattr(model(**inputs), "loss", None)
+            if loss is None:
+                raise NoAnswer("this model has no loss of labels, so that a step of it cannot be measured")
+            loss.backward()
+            del loss
+        end = len(storages.log)
+        gradients = storages.numbers_of(one.grad for one in trained if one.grad is not None)
+        optimizer.step()
+    live = storages.live_at_peak(end, without=other)
+    return MeasuredStep(
+        weights=storages.size(weights),
+        optimizer_states=storages.size(states),
+        gradients=storages.size(gradients),
+        gradients_at_peak=storages.size(live & gradients),
+        activations=storages.size(live - weights - states - gradients),
+        peak=max(storages.size(live), storages.size(storages.live_at_peak(len(storages.log), without=other))),
+    )
+
+
+def _tensors(optimizer: Any) -> Iterable[Any]:
+    states = [one for state in optimizer.state.values() for one in state.values()]
+    return [one for one in states if isinstance(one, torch.Tensor) and one.dim()]
