@@ -247,10 +247,9 @@ def test_every_row_of_the_table_is_found_and_has_a_source():
 
 def test_every_file_of_the_package_that_is_no_code_is_installed():
     root = Path(host_stacks.__file__).parents[2]
-    settings = (root / "pyproject.toml").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"(?m)^\[tool\.setuptools\.package-data\]\neffllm = (\[.*\])$", settings)
+    settings = msgspec.toml.decode((root / "pyproject.toml").read_bytes())
     package = root / "effllm"
     found = (one for one in package.rglob("*") if one.is_file() and one.suffix not in (".py", ".pyc", ".so"))
     files = {str(one.relative_to(package)) for one in found}
 
-    assert files == set(json.loads(listed))
+    assert files == set(settings["tool"]["setuptools"]["package-data"]["effllm"])
