@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.integrations import moe
 from typer.testing import CliRunner
 
+from benchmarks.memory import built
 from benchmarks.memory.built import measure as count
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.judged import shape_and_plan
@@ -64,9 +65,13 @@ def fake_step(monkeypatch):
     ],
     ids=lambda training: "-".join(map(str, training)),
 )
-def test_step_with_fake_tensors_has_the_bytes_of_the_counted_one(training, fake_step):
+def test_step_with_fake_tensors_has_the_bytes_of_the_counted_one(training, fake_step, monkeypatch):
     if 4 in training[7:]:
         pytest.importorskip("bitsandbytes")
+        monkeypatch.setattr(built, "_quantize", quantize_short_weights)
+        # On a CPU, too, PEFT asks for the autocast of CUDA.
+        is_enabled = torch.is_autocast_enabled
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *names: is_enabled(*(names or ("cpu",))))
     architecture, *rest = training
     configuration = Configuration(architecture, *SMALL, *rest)
     _, plan = shape_and_plan(configuration)
@@ -76,28 +81,38 @@ def test_step_with_fake_tensors_has_the_bytes_of_the_counted_one(training, fake_
     counted = count(configuration)
     names = ("weights", "gradients", "optimizer_states")
     assert [found[name] for name in names] == [counted.weights, counted.gradients, counted.states]
-    # bitsandbytes here quantizes weights of 32 bits, and its copies for products of 16 bits have 32 first.
-    assert counted.peak == pytest.approx(found["peak"], rel=0.015)
+    # The product in the place of experts in 32 bits has the gradient of one expert once more.
+    assert counted.peak == pytest.approx(found["peak"], rel=0.015 if architecture == "deepseek_v3" else 0.001)
+
+
+def quantize_short_weights(model, computed, quantize_weights=built._quantize):
+    """Quantize as transformers does it: it loads weights in 16 bits, which is then the precision of their copies."""
+    scales = quantize_weights(model, computed)
+    for module in model.modules():
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            module.weight.quant_state.dtype = computed
+    return scales
 
 
 def bytes_of_a_product(product, inputs, *weights):
-    """Return the bytes that live after the forward pass, and at the peak of forward and backward."""
+    """Return the bytes that live after the forward pass without its inputs, and the peaks of forward and of both."""
     inputs = inputs.clone().requires_grad_()
     storages = Storages()
     known = storages.numbers_of((inputs, *weights))
     with storages:
-        outputs = product(inputs)
-        kept = storages.live(len(storages.log))
+        outputs = product(inputs * 2)
+        end = len(storages.log)
         outputs.backward(torch.ones_like(outputs))
-    peak = storages.live_at_peak(len(storages.log), without=known)
-    return storages.size(kept - known), storages.size(peak)
+    peaks = [storages.size(storages.live_at_peak(at, without=known)) for at in (end, len(storages.log))]
+    return storages.size(storages.live(end) - known), *peaks
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_stand_in_has_the_memory_of_the_module_of_bitsandbytes(bits):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     linear = torch.nn.Linear(128, 256, dtype=torch.bfloat16)
-    inputs = torch.randn(2, 32, 128, dtype=torch.bfloat16)
+    # With few tokens, the copy of the matrix is larger than the outputs, with many the outputs.
+    inputs = 0.1 * torch.randn(2, 512 if bits == 4 else 32, 128, dtype=torch.bfloat16)
     if bits == 4:
         weight = bitsandbytes.nn.Params4bit(
             linear.weight.detach(), requires_grad=False, compress_statistics=False, quant_type="nf4"
@@ -121,8 +136,11 @@ def test_stand_in_has_the_memory_of_the_module_of_bitsandbytes(bits):
 
     held = (real.weight, scales, real.bias)
     assert sum(one.nbytes for one in stand_in.parameters()) == sum(one.nbytes for one in held)
-    found = bytes_of_a_product(stand_in, inputs, *stand_in.parameters())
-    assert found == bytes_of_a_product(product, inputs, *held)
+    kept, forward, both = bytes_of_a_product(stand_in, inputs, *stand_in.parameters())
+    expected = bytes_of_a_product(product, inputs, *held)
+    assert (kept, both) == (expected[0], expected[2])
+    if bits == 4:  # on the CPU, products of whole numbers are one operation
+        assert forward == expected[1]
 
 
 def test_quantized_matrices_are_those_of_transformers(monkeypatch):
@@ -164,7 +182,7 @@ def test_measured_step_of_layers_without_formulas_makes_the_total_known(tmp_path
 
 
 def test_measured_step_of_a_quantized_hybrid_has_experts_that_are_not_quantized(tmp_path):
-    skipped = {"quantization_config": {"llm_int8_skip_modules": ["mamba", "lm_head"]}}
+    skipped = {"quantization_config": {"llm_int8_skip_modules": [".*mamba", "lm_head"]}}
 
     done = fit(tmp_path, {**JAMBA, **skipped}, "--lora", "4", "--base-bits", "4")
 
