@@ -59,13 +59,26 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
             layers=layers,
             final=_final(sizes) if stage.is_last else None,
             last=_last(sizes, weights) if stage.is_last else None,
-            input_bytes=stream,
+            input_bytes=stream + _held_by_products(sizes),
             is_checkpointed=plan.checkpointing == "full",
             gradients=gradient_bytes(plan, weights.trained),
             resident=plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1,
             in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
         )
     )
+
+
+def _held_by_products(sizes: TensorSizes) -> float:
+    """Return the inputs of a layer's products of 8 bits, which checkpointing does not free.
+
+    MatMul8bitLt of bitsandbytes 0.50 holds them as attributes of the node, which no hook of autograd replaces.
+    """
+    shape, plan = sizes.shape, sizes.plan
+    if plan.base_bits != 8:
+        return 0.0
+    of_mlp = (shape.hidden / sizes.spread + shape.intermediate / plan.tp) * shape.dense_layers / shape.layers
+    of_attention = shape.hidden / sizes.spread + shape.value_size / plan.tp
+    return sizes.tokens * sizes.compute * (of_attention + of_mlp)
 
 
 class _BlockWeights:
