@@ -171,12 +171,10 @@ _OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
 
 def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
     """Return the sum of the parts in torch's allocator, at one moment."""
-    nccl, inside = nccl_buffers(plan), [one.bytes for one in parts if one.name not in outside]
-    for index, part in enumerate(one for one in parts if one.name not in outside):
-        if part.name == "communication buffers":
-            size = part.bytes
-            inside[index] = ByteRange(size.low - nccl.low, size.expected - nccl.expected, size.high - nccl.high)
-    return total_of(inside)
+    nccl, inside = nccl_buffers(plan), {one.name: one.bytes for one in parts if one.name not in outside}
+    size = inside["communication buffers"]
+    own = ByteRange(size.low - nccl.low, size.expected - nccl.expected, size.high - nccl.high)
+    return total_of({**inside, "communication buffers": own}.values())
 
 
 def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured: MeasuredStep | None) -> list[Moment]:
@@ -199,7 +197,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
         _CONTEXT,
         _WORKSPACE,
     ]
-    basis = _per_parameter(plan)
+    basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
     forward_backward = [
         replace(_static("gradients", gradients, basis), largest=max(held_gradients, gradients)),
         *activations,
@@ -237,10 +235,6 @@ def _forward_and_backward(
     basis = f"tensors kept for the backward pass; limits: {source}"
     part = MemoryPart("activations", ByteRange.exact(peak.activations).scaled(*limits), basis)
     return peak.gradients, [part, _logits(shape, plan, peak.logits, limits)], peak.activations - once.activations
-
-
-def _per_parameter(plan: MemoryPlan) -> str:
-    return f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
 
 
 def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
