@@ -25,7 +25,7 @@ _QKV = ("q", "k", "v")
 
 def main(_arguments: Sequence[str]) -> None:
     """Answer `model_count`."""
-    answer(_count)
+    answer(count)
 
 
 def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
@@ -54,7 +54,12 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
         return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
 
 
-def _count(fields: Mapping[str, Any]) -> dict[str, Any]:
+def count(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model by kind, and the sizes that its config states.
+
+    Raises:
+        NoAnswer: transformers has no such class.
+    """
     import transformers
 
     model = build_model(fields)
