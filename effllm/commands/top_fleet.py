@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import locale
-import os
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from effllm.analysis.sides import STALE_AFTER_S
 from effllm.commands import top_terminal
 from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import NoRunError
-from effllm.commands.top_terminal import TICK_S, screen, wake
+from effllm.commands.top_terminal import TICK_S, screen, wake, wake_pipe
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
@@ -270,7 +269,7 @@ def watch(fleet: Fleet) -> int:
 
 def _choose(fleet: Fleet, selected: str) -> JobLine | None:
     """Show the jobs until one is chosen; ``None``: the user quits."""
-    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    read, write = wake_pipe()
     is_over = threading.Event()
     # A slow disk must not delay a key.
     threading.Thread(target=_read, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()

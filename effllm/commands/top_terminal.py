@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import curses
+import functools
 import itertools
 import locale
 import os
@@ -72,7 +73,7 @@ def watch(source: TopSource, name: str) -> int:
     """
     locale.setlocale(locale.LC_ALL, "")
     sys.setswitchinterval(0.001)  # the thread that decodes lines must not delay a key
-    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    wake_read, wake_write = wake_pipe()
     reader = TopReader(source, lambda: wake(wake_write))
     reader.start()
     try:
@@ -80,6 +81,12 @@ def watch(source: TopSource, name: str) -> int:
             return _Terminal(canvas, reader, name, wake_read).run()
     finally:
         reader.close()
+
+
+@functools.cache
+def wake_pipe() -> tuple[int, int]:
+    """Return the ends of the pipe that wakes all screens: the thread of an earlier screen may still write to it."""
+    return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def wake(descriptor: int) -> None:

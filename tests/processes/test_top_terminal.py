@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jobs
 import pytest
@@ -253,10 +254,13 @@ def test_folder_of_runs_shows_its_running_jobs_and_enter_opens_one(top, cli, tmp
     jobs.until(lambda: list((tmp_path / "runs").glob("*/run.json")))
     screen = top(tmp_path / "runs")
     screen.shows("1 running jobs")
-    screen.press("enter")
-    screen.shows("space replay")
-    screen.press("q")
-    screen.shows("enter opens the job")
+    for _ in range(2):
+        screen.press("enter")
+        screen.shows("space replay")
+        screen.press("q")
+        screen.shows("enter opens the job")
+    descriptors = Path(f"/proc/{screen.process.pid}/fd").iterdir()
+    assert sum(str(one.readlink()).startswith("pipe:") for one in descriptors) == 2  # the ends of one pipe
     job.terminate()
     job.wait(60)
     screen.shows("no job is running")
