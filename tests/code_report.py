@@ -18,14 +18,14 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_260,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_107,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 7_147,  # the plan of a campaign, before in analysis; fit measures any model, also of 4 and 8 bits
+    "commands": 6_772,  # the plan of a campaign, before in analysis; all running jobs in one list; files of fit
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_857,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_559,  # no event and no read on a GPU that the process does not use
     "job": 9_524,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
-    "memory": 3_728,  # parameters counted by transformers; five systems of YAML; all settings left out are listed
+    "memory": 4_111,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
     "metrics": 1_021,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_560,
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable

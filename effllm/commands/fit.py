@@ -19,6 +19,7 @@ from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.estimate import estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
+from effllm.records.plain_text import one_line
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_document, fit_lines, wrapped
 
 MAX_GPUS = 10**6
@@ -170,6 +171,8 @@ def _fit(
     gpu: GpuMemory | None,
 ) -> ModelFit:
     assert found.shape is not None
+    if request.measured and sys.stderr.isatty():
+        print(f"measuring a step of {one_line(found.shape.name)} with fake tensors: some 20 s", file=sys.stderr)
     measured = measure(found.config, plan) if request.measured else None
     training = estimate(found.shape, plan, measured) if request.mode != INFERENCE else None
     inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None

@@ -24,7 +24,7 @@ class CannotMeasure(ValueError):
 def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     """Return the bytes of a training step of one rank, before ZeRO divides its tensors.
 
-    `effllm.commands.measure_child` builds the model, with the adapters of PEFT, and trains it.
+    `effllm.memory.measure_child` builds the model, with the adapters of PEFT, and trains it.
 
     Raises:
         CannotMeasure: the plan needs another trainer, a package is missing, or the model does not run.
@@ -32,7 +32,7 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     _check(config, plan)
     assert config is not None
     try:
-        found = ask("effllm.commands.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
+        found = ask("effllm.memory.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
     except NoAnswer as error:
         raise CannotMeasure(f"--measure: {error}") from None
     return MeasuredStep(**{**found, "notes": tuple(found["notes"])})

@@ -2,7 +2,7 @@
 
 A process of its own, started by `model_count`: config.json on stdin, a JSON object on stdout.  No weights are
 allocated, nothing is downloaded, and no code of a model's repository is run: the class is the one of transformers that
-the config names in ``architectures``.  `effllm.commands.measure_child` is such a process, too.
+the config names in ``architectures``.  `effllm.memory.measure_child` is such a process, too.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from effllm.memory.states import (
     unquantized_expert_bytes,
     weight_bytes,
 )
-from effllm.memory.training import torch_tiles, training_course
+from effllm.memory.training import held_by_products, torch_tiles, training_course
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,11 @@ def _forward_and_backward(
     limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
     source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
     basis = f"tensors kept for the backward pass; limits: {source}"
-    part = MemoryPart("activations", ByteRange.exact(peak.activations).scaled(*limits), basis)
+    size = ByteRange.exact(peak.activations).scaled(*limits)
+    if held_inputs := stage.layers * held_by_products(TensorSizes(shape, plan)):
+        size = replace(size, low=(peak.activations - held_inputs) * limits[0])
+        basis += "; low: use_reentrant=True frees the inputs of products of 8 bits"
+    part = MemoryPart("activations", size, basis)
     return peak.gradients, [part, _logits(shape, plan, peak.logits, limits)], peak.activations - once.activations
 
 

@@ -59,7 +59,7 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
             layers=layers,
             final=_final(sizes) if stage.is_last else None,
             last=_last(sizes, weights) if stage.is_last else None,
-            input_bytes=stream + _held_by_products(sizes),
+            input_bytes=stream + held_by_products(sizes),
             is_checkpointed=plan.checkpointing == "full",
             gradients=gradient_bytes(plan, weights.trained),
             resident=plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1,
@@ -68,13 +68,14 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
     )
 
 
-def _held_by_products(sizes: TensorSizes) -> float:
-    """Return the inputs of a layer's products of 8 bits, which checkpointing does not free.
+def held_by_products(sizes: TensorSizes) -> float:
+    """Return the inputs of a layer's products of 8 bits that checkpointing does not free, as transformers 5 uses it.
 
-    MatMul8bitLt of bitsandbytes 0.50 holds them as attributes of the node, which no hook of autograd replaces.
+    MatMul8bitLt of bitsandbytes 0.50 holds them as attributes of the node, which no hook of autograd replaces. With
+    ``use_reentrant=True``, the default of transformers 4, there is no such node.
     """
     shape, plan = sizes.shape, sizes.plan
-    if plan.base_bits != 8:
+    if plan.base_bits != 8 or plan.checkpointing != "full":
         return 0.0
     of_mlp = (shape.hidden / sizes.spread + shape.intermediate / plan.tp) * shape.dense_layers / shape.layers
     of_attention = shape.hidden / sizes.spread + shape.value_size / plan.tp

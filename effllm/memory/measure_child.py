@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effllm.commands.quantized_stand_ins import quantize
-from effllm.commands.storages import Storages
 from effllm.config.isolated import NoAnswer, answer
 from effllm.memory.count_child import build_model
 from effllm.memory.estimate import MeasuredStep
 from effllm.memory.plan import MemoryPlan
+from effllm.memory.quantized_stand_ins import quantize
+from effllm.memory.storages import Storages
 
 #: What has no answer with fake tensors, because the code reads the values of a tensor (pytorch/pytorch#126738).
 _DEPENDS_ON_VALUES = ("DataDependent", "DynamicOutputShape")
