@@ -1,7 +1,6 @@
 """What NVML answers on five kinds of machines: GPUs, failing calls, the site of a rank, and what effllm must measure.
 
-The codes are those of public reports (docs/decisions/2026-11-28-gpu-of-a-rank.md): NOT_SUPPORTED 3, NO_PERMISSION 4,
-UNKNOWN 999. No profile was recorded on a GPU.
+The codes are those of public reports: NOT_SUPPORTED 3, NO_PERMISSION 4, UNKNOWN 999. No profile was recorded on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recordings of the trainer's stacks by py-spy, in short bursts, without a wait of the agent or of the trainer.
 
-A recording of 5 s at 50 samples a second takes 0.05 to 0.15 s of a core and 8 MB (docs/decisions).
+A recording of 5 s at 50 samples a second takes 0.05 to 0.15 s of a core and 8 MB (docs/decisions/lines-of-code.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The rate per iteration, with evaluations and checkpoints, is compared between parts of equal length. An interval has
 what follows if the mean rate continues, and what follows if its trend continues, each with the spread of the parts; the
-uncertainty of the trend counts up to `MAX_SLOPE_ERROR`. docs/decisions has how often the ends of simulated jobs were
-inside.
+uncertainty of the trend counts up to `MAX_SLOPE_ERROR`. docs/decisions/verdict.md has how often the ends of simulated
+jobs were inside.
 """
 
 from __future__ import annotations
