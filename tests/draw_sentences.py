@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MIN_WORDS = 4
 SOURCES = ("effllm", "tests", "integration", "benchmarks", "configs", "launch", ".ci")
 DOCUMENTS = ("docs", "integration", "benchmarks", "README.md", "CONTRIBUTING.md", "SECURITY.md")
-LEFT_OUT = ("docs/decisions/", "tests/golden/", "tests/corpus/")
+LEFT_OUT = ("tests/golden/", "tests/corpus/")
 # Texts in these files are help texts of commands, settings and kinds of events.
 HELP = ("effllm/commands/app.py", "effllm/config/settings.py", "effllm/records/events.py")
 # A period after one of these abbreviations does not end a sentence.

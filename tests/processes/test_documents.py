@@ -175,5 +175,5 @@ def test_systems_page_lists_every_training_system_with_a_hook():
 
 
 def test_code_and_documents_contain_no_old_word():
-    """docs/words.md has the words; dated decisions may quote old words."""
+    """docs/words.md has the words."""
     assert [name for name in code_report.PROSE if code_report.old_words(ROOT / name)] == []
