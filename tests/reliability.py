@@ -255,38 +255,36 @@ def page() -> str:
     lines = [
         "# Reliability",
         "",
-        "This table has the faults, the promise for each fault, and the tests that cause the fault. The tests use real",
-        "processes, signals, disks and networks, and simulated devices with a known energy. The tests write this",
-        "table: `python -m pytest -m fault --reliability`.",
+        "What happens to the job and to the measurement if something fails. In every row, training has the same step",
+        "time as before, all measurements that could be kept are in the run folder, lost reports are counted in",
+        "`summary.json`, and no process and no temporary file is left.",
         "",
-        "The following promises apply to every fault. All measurements that could be kept are in the run folder, and",
-        "lost reports are counted in `summary.json`. Training has the same step time as before. No process and no",
-        "temporary file is left.",
-        "",
-        "| fault | promise | tests | last result |",
-        "|---|---|---|---|",
+        "| fault | promise | tests |",
+        "|---|---|---|",
     ]
     lines += [_row(fault, results.get(name, {})) for name, fault in FAULTS.items()]
+    lines += [
+        "",
+        "The tests use real processes, signals, disks and networks, and simulated devices with a known energy:",
+        f"{_ran_on(results)}. Each test names its fault: `grep -rn 'fault(' tests`;",
+        "`tests/reliability.json` has each test with its result. The tests write this table:",
+        "`python -m pytest -m fault --reliability`. Not measured on a GPU.",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _row(fault: Fault, results: Mapping[str, Mapping[str, Any]]) -> str:
-    tests = "<br>".join(_sentence(test) for test in results) or "not run yet"
-    return f"| {fault.title} | {fault.promise} | {tests} | {_result(results.values())} |"
+    return f"| {fault.title} | {fault.promise} | {_result(results.values())} |"
 
 
-def _sentence(test: str) -> str:
-    file, _, function = test.partition("::")
-    return f"[{function.removeprefix('test_').replace('_', ' ')}](../tests/{file})"
+def _ran_on(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    ran = sorted({f"Python {one['python']}, {one['kernel']}" for tests in results.values() for one in tests.values()})
+    return f"last run with {'; '.join(ran)}"
 
 
 def _result(results: Collection[Mapping[str, Any]]) -> str:
-    if not results:
-        return ""
     counts = {result: sum(one.get(result, 0) for one in results) for result in RESULTS}
-    shown = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
-    ran_on = sorted({f"Python {one['python']}, {one['kernel']}" for one in results})
-    return f"{shown} ({'; '.join(ran_on)})"
+    return ", ".join(f"{count} {result}" for result, count in counts.items() if count) or "not run yet"
 
 
 # --- the plugin of pytest, which conftest.py names ---

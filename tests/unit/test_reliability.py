@@ -16,8 +16,5 @@ def test_reliability_page_equals_the_page_generated_from_results():
 
 
 def test_result_of_a_row_is_the_sum_over_its_tests():
-    ran_on = {"python": "3.11", "kernel": "Linux 6.1"}
-    ran = [{"passed": 3, "skipped": 1, **ran_on}, {"passed": 2, **ran_on}]
-
-    assert reliability._result(ran) == "5 passed, 1 skipped (Python 3.11, Linux 6.1)"
-    assert reliability._result([]) == ""
+    assert reliability._result([{"passed": 3, "skipped": 1}, {"passed": 2}]) == "5 passed, 1 skipped"
+    assert reliability._result([]) == "not run yet"
