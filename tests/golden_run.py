@@ -1,4 +1,4 @@
-"""Writes tests/golden/run_folder_5, the examples of docs/run-folder.md: ``python tests/golden_run.py``.
+"""Writes tests/golden/run_folder_5, the run folder of many tests: ``python tests/golden_run.py``.
 
 The loop is real; its GPUs are those of the library in tests/nvml.
 """

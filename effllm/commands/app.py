@@ -377,19 +377,20 @@ for _declared in analysis_app.COMMANDS:
 def explain(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Metrics, events, causes and settings. [default: all]"),
+        typer.Argument(metavar="[NAME...]", help="Metrics, events, causes, settings, columns or GPUs."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """Explain a metric, an event, a cause of a verdict, or a setting.
+    """Explain a metric, an event, a cause of a verdict, a setting, a column, or a GPU.
 
-    Without a name, all are listed. A name may be a tag of a chart.
+    Without a name, all but the columns and GPUs are listed. A name may be a tag of a chart.
 
     \b
     Examples:
       effllm explain mfu_ratio
       effllm explain efficientllm/al_seconds device_idle xid LOG_INTERVAL
+      effllm explain ranks.energy_j "NVIDIA H100 NVL"
       effllm explain | grep -A1 energy
       effllm explain --json | jq '.[] | select(.what == "metric") | .name'
 

@@ -1,4 +1,4 @@
-"""``effllm explain``: what a metric, an event, a cause of a verdict or a setting means."""
+"""``effllm explain``: what a metric, an event, a cause of a verdict, a setting, a column or a GPU is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from effllm.analysis.column import COLUMNS
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ALL_VARIABLES
 from effllm.config.switches import PREFIX
+from effllm.devices.known.hardware import find, find_gpu
 from effllm.job.causes import AVOIDABLE, remedy
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import chart_tag
@@ -35,8 +37,8 @@ class Entry(NamedTuple):
     """A name that effllm shows."""
 
     name: str
-    what: str  # metric, event, cause, part of the waterfall, or setting
-    about: str  # the unit of a metric, the output of an event
+    what: str  # metric, event, cause, part of the waterfall, setting, column or GPU
+    about: str  # the unit of a metric or a column, the output of an event
     text: str
     metric: str = ""  # its name in summary.json
 
@@ -80,7 +82,7 @@ def _named(found: Sequence[Entry], name: str) -> list[Entry]:
     words = _ON_SCREENS.get(words) or words.rpartition("/")[2]
     same = [one for one in found if words in (_short(one.name), _short(one.name.removeprefix(PREFIX)), one.metric)]
     of_metrics = [one for one in found if one.metric.startswith(f"{words}_")]
-    return list(dict.fromkeys([*exact, *same, *of_metrics]))
+    return list(dict.fromkeys([*exact, *same, *of_metrics])) or [*_columns(name)] or [*_devices(name)]
 
 
 def _short(name: str) -> str:
@@ -101,6 +103,25 @@ def _entries() -> Iterator[Entry]:
     yield from (Entry(part, "part of the waterfall", "", f"{text}.") for part, text in PARTS.items())
     for one in ALL_VARIABLES:
         yield Entry(PREFIX + one.name, "setting", one.group, f"{one.meaning} Allowed: {one.value_type.allowed}.")
+
+
+def _columns(name: str) -> Iterator[Entry]:
+    """Yield the columns with a name, of all tables or of one: energy_j, ranks.energy_j."""
+    for table, columns in COLUMNS.items():
+        for one in columns:
+            if name.lower() in (one.name, f"{table}.{one.name}"):
+                about = ", ".join(filter(None, (one.type, one.unit)))
+                yield Entry(f"{table}.{one.name}", "column", about, one.meaning)
+
+
+def _devices(name: str) -> Iterator[Entry]:
+    """Yield the row of the hardware table for a name: all rates, the source and the remarks."""
+    if row := find(name) or find_gpu(name):
+        rates = ", ".join(f"{precision} {rate / 1e12:.6g}" for precision, rate in row.flops_per_s.items())
+        text = f"Dense TFLOP/s: {rates or 'unknown'}. {row.source.title} ({row.source.evidence}): {row.source.url}."
+        if row.gain_measured:
+            text += " Against a meter, its readings of power were off by {:+.1%} to {:+.1%}.".format(*row.gain_measured)
+        yield Entry(row.names[0], "GPU", row.architecture, f"{text} {row.note}".strip())
 
 
 def _place(kind: Kind) -> str:

@@ -91,6 +91,23 @@ def test_a_metric_is_explained_by_its_name_or_a_tag(cli, name):
     assert (entry["what"], "Model FLOPs utilization" in entry["text"]) == ("metric", True)
 
 
+def test_a_column_is_explained_for_each_table_that_has_it(cli):
+    shown = json.loads(cli.call("explain", "energy_j", "--json").stdout)
+    [run_to_date] = json.loads(cli.call("explain", "runs.run_energy_joules_per_token", "--json").stdout)
+
+    assert [(one["name"], one["what"]) for one in shown] == [("windows.energy_j", "column"), ("ranks.energy_j", "column")]
+    assert run_to_date["text"].endswith("Base: run to date.")
+
+
+def test_a_gpu_is_explained_with_its_rates_and_their_source(cli):
+    [entry] = json.loads(cli.call("explain", "nvidia a100 80gb pcie", "--json").stdout)
+
+    assert (entry["name"], entry["what"]) == ("NVIDIA A100 80GB PCIe", "GPU")
+    assert "bf16 312" in entry["text"]
+    assert "NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022) (quoted): https://" in entry["text"]
+    assert "off by -5.8% to -5.5%" in entry["text"]
+
+
 @cases("command", ["explain", "env"])
 def test_a_closed_pipe_ends_a_command_without_a_word(cli, command):
     line = f"{sys.executable} -m effllm {command} | head -1; exit ${{PIPESTATUS[0]}}"

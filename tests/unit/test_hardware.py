@@ -444,29 +444,16 @@ def cell(value, divisor=1.0):
 
 
 def devices():
-    sources = list(dict.fromkeys(row.source for row in ROWS))
-    yield f"| device | architecture | GiB | GB/s | W | {' | '.join(PRECISIONS)} | source |"
-    yield "|---|---|" + "--:|" * (3 + len(PRECISIONS)) + "---|"
+    yield "| device | architecture | GiB | GB/s | W | 16 bits | FP8 |"
+    yield "|---|---|--:|--:|--:|--:|--:|"
     for row in ROWS:
-        rates = " | ".join(cell(row.flops_per_s.get(precision), 1e12) for precision in PRECISIONS)
-        source = f"{sources.index(row.source) + 1}{'?' * (row.source.evidence == 'unconfirmed')}"
+        rate = row.flops_per_s.get("bf16") or row.flops_per_s.get("fp16")
+        mark = "?" * (row.source.evidence == "unconfirmed" and rate is not None)
         yield (
             f"| {row.names[0]} | {row.architecture} | {cell(row.memory_bytes, 2**30)} | "
-            f"{cell(row.memory_bytes_per_s, 1e9)} | {cell(row.tdp_w)} | {rates} | {source} |"
+            f"{cell(row.memory_bytes_per_s, 1e9)} | {cell(row.tdp_w)} | {cell(rate, 1e12)}{mark} | "
+            f"{cell(row.flops_per_s.get('fp8'), 1e12)} |"
         )
-    yield ""
-    for number, source in enumerate(sources, 1):
-        yield f"{number}. [{source.title}]({source.url}): {source.evidence}"
-    yield ""
-    for row in ROWS:
-        remarks = [row.note] if row.note else []
-        if row.gain_measured:
-            low, high = row.gain_measured
-            remarks.append(f"The power sensor had an error of {low:+.1%} to {high:+.1%} against a meter.")
-        if row.names[1:]:
-            remarks.append(f"Another name is {', '.join(row.names[1:])}.")
-        if remarks:
-            yield f"- **{row.names[0]}**: {' '.join(remarks)}"
 
 
 def sensors():
@@ -475,15 +462,16 @@ def sensors():
 
     yield "| architecture | new value every | of which measured | `nvmlDeviceGetPowerUsage` | rise | energy counter |"
     yield "|---|---|---|---|---|---|"
+    notes = {}
     for name, sensor in SENSORS.items():
         rise = "unknown" if sensor.rise_s is None else " to ".join(milliseconds(value) for value in sensor.rise_s)
         yield (
             f"| {name} | {milliseconds(sensor.update_s)} | {milliseconds(sensor.window_s)} | "
             f"{sensor.power_usage or 'unknown'} | {rise} | {'yes' if sensor.counter else 'no'} |"
         )
+        notes.setdefault(f"{sensor.note.removesuffix('.')} ({sensor.source}).", []).append(name)
     yield ""
-    for name, sensor in SENSORS.items():
-        yield f"- **{name}**: {sensor.note.removesuffix('.')} ({sensor.source})."
+    yield from (f"- **{', '.join(names)}**: {note}" for note, names in notes.items())
 
 
 def with_tables(page):
