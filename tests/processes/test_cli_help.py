@@ -95,7 +95,10 @@ def test_a_column_is_explained_for_each_table_that_has_it(cli):
     shown = json.loads(cli.call("explain", "energy_j", "--json").stdout)
     [run_to_date] = json.loads(cli.call("explain", "runs.run_energy_joules_per_token", "--json").stdout)
 
-    assert [(one["name"], one["what"]) for one in shown] == [("windows.energy_j", "column"), ("ranks.energy_j", "column")]
+    assert [(one["name"], one["what"]) for one in shown] == [
+        ("windows.energy_j", "column"),
+        ("ranks.energy_j", "column"),
+    ]
     assert run_to_date["text"].endswith("Base: run to date.")
 
 
