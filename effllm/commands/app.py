@@ -382,7 +382,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """Explain a metric, an event, a cause of a verdict, a setting, a column, or a GPU.
+    """Explain a metric, event, cause, setting, column or GPU.
 
     Without a name, all but the columns and GPUs are listed. A name may be a tag of a chart.
 
