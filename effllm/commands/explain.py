@@ -110,18 +110,18 @@ def _columns(name: str) -> Iterator[Entry]:
     for table, columns in COLUMNS.items():
         for one in columns:
             if name.lower() in (one.name, f"{table}.{one.name}"):
-                about = ", ".join(filter(None, (one.type, one.unit)))
-                yield Entry(f"{table}.{one.name}", "column", about, one.meaning)
+                yield Entry(f"{table}.{one.name}", "column", f"{one.type} {one.unit}".strip(), one.meaning)
 
 
 def _devices(name: str) -> Iterator[Entry]:
     """Yield the row of the hardware table for a name: all rates, the source and the remarks."""
     if row := find(name) or find_gpu(name):
         rates = ", ".join(f"{precision} {rate / 1e12:.6g}" for precision, rate in row.flops_per_s.items())
-        text = f"Dense TFLOP/s: {rates or 'unknown'}. {row.source.title} ({row.source.evidence}): {row.source.url}."
+        text = f"Dense TFLOP/s: {rates or 'unknown'}. {row.note}".strip()
         if row.gain_measured:
             text += " Against a meter, its readings of power were off by {:+.1%} to {:+.1%}.".format(*row.gain_measured)
-        yield Entry(row.names[0], "GPU", row.architecture, f"{text} {row.note}".strip())
+        text += f" Source ({row.source.evidence}): {row.source.title}, {row.source.url}"
+        yield Entry(row.names[0], "GPU", row.architecture, text)
 
 
 def _place(kind: Kind) -> str:

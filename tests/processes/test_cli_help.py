@@ -107,7 +107,9 @@ def test_a_gpu_is_explained_with_its_rates_and_their_source(cli):
 
     assert (entry["name"], entry["what"]) == ("NVIDIA A100 80GB PCIe", "GPU")
     assert "bf16 312" in entry["text"]
-    assert "NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022) (quoted): https://" in entry["text"]
+    assert (
+        "Source (quoted): NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022), https://" in entry["text"]
+    )
     assert "off by -5.8% to -5.5%" in entry["text"]
 
 
