@@ -31,7 +31,7 @@ def page() -> str:
 def _section(table: str) -> str:
     of_metrics = OF_METRICS.get(table, set())
     cells = [
-        (f"`{one.name}`", one.unit, one.meaning.replace("|", "\\|"))
+        (f"`{one.name}`", one.meaning.replace("|", "\\|"))
         for one in COLUMNS[table]
         if one.name not in of_metrics
     ]
@@ -39,8 +39,8 @@ def _section(table: str) -> str:
         f"\n### {table}\n",
         ROWS[table],
         "",
-        "| column | unit | meaning |",
-        "|---|---|---|",
+        "| column | meaning |",
+        "|---|---|",
         *(f"| {' | '.join(row)} |" for row in cells),
     ]
     if of_metrics:
