@@ -30,11 +30,7 @@ def page() -> str:
 
 def _section(table: str) -> str:
     of_metrics = OF_METRICS.get(table, set())
-    cells = [
-        (f"`{one.name}`", one.meaning.replace("|", "\\|"))
-        for one in COLUMNS[table]
-        if one.name not in of_metrics
-    ]
+    cells = [(f"`{one.name}`", one.meaning.replace("|", "\\|")) for one in COLUMNS[table] if one.name not in of_metrics]
     lines = [
         f"\n### {table}\n",
         ROWS[table],
