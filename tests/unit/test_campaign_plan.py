@@ -19,10 +19,10 @@ def write_plan(folder, **keys):
         ({"configurations": {"2": {}, "warmup-1": {}}, "warmup_runs": 1}, "two runs would have the name warmup-1-2"),
         ({"configurations": {"a\n": {}}}, "matching regex"),
         ({"configurations": {"a-1-again": {}}}, "matching regex"),
-        ({"command": ["true", "a\0b"]}, "no process can get the command"),
-        ({"command": ["true", "\ud800"]}, "not YAML|no process can get the command"),
-        ({"env": {"A=B": "1"}}, "no process can get the command or the environment"),
-        ({"configurations": {"a": {"env": {"A": "\0"}}}}, "no process can get the command or the environment"),
+        ({"command": ["true", "a\0b"]}, r"matching regex .* - at `\$.command\[1\]`"),
+        ({"command": ["true", "\ud800"]}, "not YAML|no process can get"),
+        ({"env": {"A=B": "1"}}, r"matching regex .* - at `key` in `\$.env`"),
+        ({"configurations": {"a": {"env": {"A": "\0"}}}}, "no process can get"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused(tmp_path, keys, message):
