@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +22,6 @@ from effllm.store import csv_file, own_files, regular_file
 UNKNOWN = "__HIVE_DEFAULT_PARTITION__"
 MAX_PARTITION_LETTERS = 200
 LOCK_WITHIN_S = 600.0
-
-Progress = Callable[[int, int, str], None]  # number of files that are written, of all files, and the name of the next
 
 
 def export_csv(runs: Runs, path: Path) -> int:
@@ -58,7 +55,7 @@ def export_json(runs: Runs, path: Path) -> int:
     return len(runs)
 
 
-def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: None) -> int:
+def export_parquet(runs: Runs, folder: Path) -> int:
     """Add all tables of runs to a dataset; return the number of written files.
 
     The dataset has one file per table, project and month: ``v5/runs/project=P/month=2026-01/data.parquet``. The rows of
@@ -80,12 +77,10 @@ def export_parquet(runs: Runs, folder: Path, progress: Progress = lambda *_: Non
         execute(f"CREATE OR REPLACE TEMP TABLE parts AS SELECT folder, project, {month} AS month FROM runs")
         parts = execute("SELECT DISTINCT project, month FROM parts ORDER BY ALL").fetchall()
         files = [(table, project, month) for table in COLUMNS for project, month in parts]
-        for number, (table, project, month_) in enumerate(files):
-            progress(number, len(files), table)
+        for table, project, month_ in files:
             place = version / table / f"project={_partition(project)}" / f"month={_partition(month_)}"
             _make(place)
             _write_part(runs.connection, table, project, month_, place / "data.parquet")
-        progress(len(files), len(files), "")
     return len(files)
 
 

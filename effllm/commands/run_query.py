@@ -58,7 +58,7 @@ def export_runs(runs: Sequence[str], file: str) -> int:
         elif form in (".jsonl", ".json"):
             print(f"{export_json(loaded, Path(file)):,} runs were written to {one_line(file)}")
         else:
-            files = export_parquet(loaded, Path(file), _progress if sys.stderr.isatty() else lambda *_: None)
+            files = export_parquet(loaded, Path(file))
             print(f"{len(loaded):,} runs: {files:,} files in {one_line(file)}")
     except OSError as error:
         is_of_file = error.filename and error.strerror
@@ -74,11 +74,6 @@ def _appended(rows: int, runs: int, path: str) -> str:
     known = runs - rows
     more = f"; {known:,} {'was' if known == 1 else 'were'} in the file already" if known else ""
     return f"{appended} appended to {one_line(path)}{more}"
-
-
-def _progress(written: int, files: int, table: str) -> None:
-    end = "\n" if written == files else ""
-    print(f"\r{written:,} of {files:,} files {table:<8}", end=end, file=sys.stderr, flush=True)
 
 
 def _print_text(found: Answer) -> None:
