@@ -123,9 +123,6 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
         yield ""
     yield _calls(found.calls)
     yield ""
-    if found.fields:
-        yield facts_table(_fields(found))
-        yield ""
     if found.load:
         yield f"[dim]{escape(f'Load: {found.load}, {found.edges} edges.')}[/]"
     for line in found.unmeasured:
@@ -247,15 +244,3 @@ def _calls(calls: list[DriverCall]) -> Table:
     for call in calls:
         table.add_row(escape(call.name), f"{1e3 * call.median_s:.3f} ms", f"{1e3 * call.worst_s:.3f} ms")
     return table
-
-
-def _fields(found: SensorProfile) -> list[tuple[str, list[str]]]:
-    """Return the available scopes of each field, and the errors of unavailable scopes."""
-    names = dict.fromkeys(field.name for field in found.fields)
-    rows = []
-    for name in names:
-        fields = [field for field in found.fields if field.name == name]
-        available = [field.scope for field in fields if field.answer == "ok"]
-        errors = [f"{field.scope}: {field.answer}" for field in fields if field.answer != "ok"]
-        rows.append((name, ["; ".join([", ".join(available)] * bool(available) + errors)]))
-    return rows

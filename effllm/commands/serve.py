@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import shlex
@@ -74,11 +73,6 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     print(flush=True)
     if not is_secured and (line := discovery.openness(endpoint)):
         complain("serve", line)
-    base = Path(config.run_dir)
-    was_there = base.exists()
     if server.run() == UNUSED:
-        if not was_there:
-            with contextlib.suppress(OSError):  # the folder is not empty if another run has started in it
-                base.rmdir()
         print("effllm serve: ended before any rank connected; there is no run folder", flush=True)
     return 0
