@@ -94,7 +94,6 @@ def ranks(run: RecordedRun) -> Child:
     return together(
         heat_map(run),
         _spreads(run),
-        _steps(found.ranks) if has_all and len(found.ranks) > MAX_RANK_ROWS else None,
         table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),
         sentences(about),
     )
@@ -173,27 +172,6 @@ def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
         cell(sums.memory_peak_bytes, 1e-9),
         f"{sums.reports:,}",
     ]
-
-
-def _steps(found: dict[int, RankMeans]) -> Markup | None:
-    """Return the mean step time of each rank as bars from zero."""
-    steps = [(rank, sums.step_s) for rank, sums in sorted(found.items()) if sums.step_s]
-    if not steps:
-        return None
-    most = max(step for _, step in steps)
-    width = 1000 / len(steps)
-    bars = "".join(
-        f"M{at * width + width * 0.1:.5g} 100v{-100 * step / most:.4g}h{width * 0.8:.4g}v{100 * step / most:.4g}z"
-        for at, (_, step) in enumerate(steps)
-    )
-    least_rank, most_rank = min(steps, key=lambda one: one[1]), max(steps, key=lambda one: one[1])
-    text = (
-        f"Mean step time by rank, from rank {steps[0][0]} to rank {steps[-1][0]}: from {readable(least_rank[1])} s on "
-        f"rank {least_rank[0]} to {readable(most_rank[1])} s on rank {most_rank[0]}"
-    )
-    size = {"viewBox": "0 0 1000 100", "preserveAspectRatio": "none"}
-    drawing = element("svg", element("path", d=bars, class_="bars"), **size, role="img", aria_label=text)
-    return element("figure", element("figcaption", text), element("div", drawing, class_="canvas small"))
 
 
 # --- time ---
