@@ -51,7 +51,7 @@ class LargeRun:
             self._facts.learn(hello)
         self._facts.add_times(began_s)
         facts = self._facts.take(1e9, 0.0, lambda: None) or {}
-        self._store = RunFolder(folder, {**facts, "run_id": folder.name, "user": "alice"}, log_interval=LOG_INTERVAL)
+        self._store = RunFolder(folder, {**facts, "run_id": folder.name, "user": "alice"})
 
     def _now(self, at_s: float) -> Now:
         return Now(MONO_S + at_s, self._unix_s + MONO_S + at_s)

@@ -6,12 +6,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from effllm.analysis.run_row import Document, Unreadable, read_document
+from effllm.analysis.run_row import Document, Form, Unreadable, read_record
 from effllm.analysis.sides import STALE_AFTER_S
 from effllm.analysis.window_curves import WindowCurves
 from effllm.metrics.table import quotient
@@ -21,7 +19,7 @@ from effllm.records.rank import Event
 from effllm.store.line_files import read_at
 from effllm.store.reader import JsonLines, RankRow, segments
 
-#: Files of rank reports are read up to this size, the newest first: 64 MiB each.
+#: Only the newest bytes of the files of rank reports are read.
 MAX_RANK_BYTES = 256 * 2**20
 #: Ranks above this number are left out.
 MAX_RANKS = 65_536
@@ -141,7 +139,7 @@ class RankReports:
         self.first_iteration: int | None = None
         self.last_iteration: int | None = None
         self.skipped = 0
-        self.unread_bytes = 0  # of older files
+        self.unread_bytes = 0  # of older reports
 
     def read(self, folder: Path) -> None:
         """Read the newest rank reports of a run.
@@ -149,15 +147,7 @@ class RankReports:
         Raises:
             OSError: a file cannot be read.
         """
-        newest: list[Path] = []
-        size = 0
-        for path in filter(Path.is_file, reversed(segments(folder, "ranks"))):
-            size += (about := path.stat().st_size)
-            if newest and size > MAX_RANK_BYTES:
-                self.unread_bytes += about
-            else:
-                newest.insert(0, path)
-        found = JsonLines(newest, RankRow)
+        found = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
         for line in found:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
                 self.ranks.setdefault(line.rank, RankMeans()).add(line)
@@ -165,7 +155,7 @@ class RankReports:
                 self.last_iteration = line.iteration_shown or line.iteration_last
                 if self.first_iteration is None:
                     self.first_iteration = self.last_iteration
-        self.skipped = found.skipped
+        self.skipped, self.unread_bytes = found.skipped, found.unread_bytes
 
 
 class EventExtract:
@@ -193,14 +183,13 @@ class EventExtract:
         path = folder / "events.jsonl"
         if not path.is_file():
             return
-        self.unread_bytes = max(path.stat().st_size - MAX_BYTES, 0)
-        found = JsonLines([path], Event, self.unread_bytes)
+        found = JsonLines([path], Event, MAX_BYTES)
         for event in found:
             self.counts[event.kind] += event.count
             (self._problems if is_problem(event.kind) else self._others).append(event)
             if event.kind in STALLS:
                 self.stalls.append(event)
-        self.skipped = found.skipped
+        self.skipped, self.unread_bytes = found.skipped, found.unread_bytes
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
@@ -231,8 +220,8 @@ class RecordedRun:
     def __init__(self, folder: Path, tags: Iterable[str], max_events: int, max_stacks: int) -> None:
         self.folder = folder
         self.problems: list[str] = []
-        self.facts: Document = self._document("run.json") or {}
-        self.summary = self._summary()
+        self.facts = self._read("run.json", Document) or {}
+        self.summary = self._read("summary.json", Summary)
         self.curves, self.ranks, self.events = WindowCurves(tags), RankReports(), EventExtract(max_events)
         self.stacks: list[tuple[str, str]] = []
         self.stack_files = 0
@@ -267,22 +256,12 @@ class RecordedRun:
         found = self.summary
         return found is not None and not found.is_over and time.time() - found.updated_time_s < STALE_AFTER_S
 
-    def _summary(self) -> Summary | None:
-        document: Any = self._document("summary.json")
-        if document is None:
-            return None
+    def _read(self, name: str, form: type[Form]) -> Form | None:
         try:
-            return msgspec.convert(document, Summary, str_keys=True)
-        except (msgspec.ValidationError, RecursionError) as error:
-            self.problems.append(f"summary.json has another form: {error}")
-            return None
-
-    def _document(self, name: str) -> Document | None:
-        try:
-            document = read_document(self.folder / name)
+            found = read_record(self.folder / name, form)
         except Unreadable as error:
             self.problems.append(f"{name} cannot be read: {error}")
             return None
-        if document is None:
+        if found is None:
             self.problems.append(f"there is no {name}")
-        return document
+        return found

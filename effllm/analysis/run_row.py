@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from effllm.store.reader import DECODE_ERRORS
 from effllm.store.regular_file import read_regular
 
 Document = dict[str, Any]
-FILES = ("run.json", "summary.json")
+Form = TypeVar("Form")
 #: A file of effllm has these numbers between 0 and `MAX_COUNT`; another impossible value is null in the table.
 _COUNTED = ("world_size", "iterations", "attempts", "elapsed_s")
 
@@ -50,6 +50,19 @@ def read_document(path: Path) -> Document | None:
         if isinstance(value := document.get(name), int | float) and not 0 <= value <= MAX_COUNT:
             raise Unreadable(f"{name} cannot be {value:g}")
     return document
+
+
+def read_record(path: Path, form: type[Form]) -> Form | None:
+    """Return a JSON object from a regular file in a form; ``None`` if there is no such file.
+
+    Raises:
+        Unreadable: the file cannot be read, or has another form.
+    """
+    document = read_document(path)
+    try:
+        return None if document is None else msgspec.convert(document, form, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Unreadable(f"it has another form: {error}") from error
 
 
 def run_row(folder: Path, run: Document, summary: Document) -> Document:

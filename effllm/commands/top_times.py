@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from effllm.store.line_files import END, LineFiles, Position
+from effllm.store.line_files import END, LineFiles, Position, end_of
 from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.frame import RankTimes
 
@@ -45,8 +45,7 @@ class OwnTimes:
             if count > 0 and seconds > 0:
                 self._windows.setdefault((one.attempt, one.window), {})[one.rank] = seconds / count
         if lines:
-            at, line = lines[-1]
-            self._next = Position(at.number, at.offset + len(line))
+            self._next = end_of(lines)
             for key in sorted(self._windows)[:-MAX_WINDOWS]:
                 del self._windows[key]
         return bool(lines)

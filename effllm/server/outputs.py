@@ -49,7 +49,6 @@ class Outputs:
                 warn=run.log,
                 tensorboard_dir=run.tensorboard_dir,
                 limit_mb=run.config.run_folder_mb,
-                log_interval=run.config.log_interval,
             )
             self._store = Writer("run folder", open_store, run.log)
         self._ledger: Writer[LedgerFile] | None = None

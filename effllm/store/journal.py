@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from msgspec import Struct
 from effllm.records.job import SCHEMA_VERSION, ClusterReport
 from effllm.records.rank import RankReport
 from effllm.store import own_files, regular_file
-from effllm.store.reader import DECODE_ERRORS, segments
+from effllm.store.reader import DECODE_ERRORS, JsonLines, segments, segments_by_number
 
 SEGMENT_BYTES = 64 * 2**20
 #: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
@@ -52,34 +52,28 @@ class Journal:
         self._constants = b""  # the last constants in the file
         self._waiting_bytes = 0
         self.left_out = 0  # number of dropped lines
-        there = segments(folder, stem) if segment_bytes else []
-        self.number = int(there[-1].stem.rpartition("-")[2]) if there else 1  # of the open file
+        self.number = max([1, *segments_by_number(folder, stem)]) if segment_bytes else 1  # of the open file
         self._descriptor = -1
         self._open(self.number)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, rows: Iterable[Any], constants: Any = None) -> int:
-        """Queue rows for `flush`; return the size of their lines in bytes.
-
-        If too many lines wait, the oldest lines are dropped and counted.
+    def put(self, rows: Iterable[Any], constants: Any = None) -> None:
+        """Queue rows for `flush`; if too many lines wait, the oldest lines are dropped and counted.
 
         Args:
             rows: each row becomes one line.
             constants: written as a field of a line if they differ from the previous constants in the file.
         """
         known = _encoder.encode(constants) if constants is not None else b""
-        taken_bytes = 0
         for row in rows:
             line = _encoder.encode(row) + b"\n"
             self._waiting.append((line, known))
-            taken_bytes += len(line)
-        self._waiting_bytes += taken_bytes
+            self._waiting_bytes += len(line)
         while self._waiting_bytes > self._max_waiting_bytes:
             self._waiting_bytes -= len(self._waiting.popleft()[0])
             self.left_out += 1
-        return taken_bytes
 
     def flush(self) -> None:
         """Write the waiting lines, oldest first.
@@ -176,9 +170,9 @@ class Written:
     """
 
     def __init__(self, folder: Path) -> None:
-        windows = (line for line in _newest(folder, "windows") if not line.correction)
-        self._ends_s = {(line.attempt, line.window): line.time_s for line in windows}
-        self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
+        windows, ranks = (JsonLines(segments(folder, stem), _Line, _TAIL_BYTES) for stem in ("windows", "ranks"))
+        self._ends_s = {(line.attempt, line.window): line.time_s for line in windows if not line.correction}
+        self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in ranks}
 
     def has_window(self, report: ClusterReport, start_time_s: float | None) -> bool:
         """Whether a window is written.
@@ -191,22 +185,3 @@ class Written:
     def has_row(self, attempt: int, row: RankReport) -> bool:
         """Whether a report is written; a report that an agent sends again has exactly the same start time."""
         return (attempt, row.rank, row.window, row.start_time_s) in self._rows
-
-
-def _newest(folder: Path, stem: str) -> Iterator[_Line]:
-    tails, left_bytes = [], _TAIL_BYTES
-    for path in reversed(segments(folder, stem)):
-        if left_bytes <= 0:
-            break
-        size = path.lstat().st_size  # size of a link itself; opening the link fails below
-        tails.append((path, max(size - left_bytes, 0)))
-        left_bytes -= size
-    decoder = msgspec.json.Decoder(_Line)
-    for path, begin in reversed(tails):
-        with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
-            file.seek(begin)
-            for text in file:
-                try:
-                    yield decoder.decode(text)
-                except DECODE_ERRORS:
-                    continue  # a torn line, or a line that begins before the tail

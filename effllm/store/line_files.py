@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from effllm.store.reader import segments
+from effllm.store.reader import segments_by_number
 from effllm.store.regular_file import open_regular
 
-CHUNK_BYTES = 2**16
-MAX_READ_BYTES = 2**20  # of one call
+#: Bytes that are read until enough lines are found.
+CHUNK_BYTES, MAX_READ_BYTES = 2**16, 2**20
+_SIZES = (CHUNK_BYTES, 2**18, MAX_READ_BYTES)
 
 
 class Position(NamedTuple):
@@ -33,7 +34,7 @@ class LineFiles:
 
     Args:
         folder: the run folder.
-        stem: ``windows`` or ``ranks``.
+        stem: ``windows``, ``ranks`` or ``events``.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -44,7 +45,7 @@ class LineFiles:
 
     def refresh(self) -> bool:
         """Read the sizes of the files again; return whether a size changed."""
-        paths = {int(path.stem.rpartition("-")[2]): path for path in segments(self._folder, self._stem)}
+        paths = segments_by_number(self._folder, self._stem)
         states = {number: path.stat() for number, path in paths.items()}
         sizes = {number: state.st_size for number, state in states.items()}
         is_new = sizes != self._sizes
@@ -62,14 +63,14 @@ class LineFiles:
             found = self._tail(number, min(end, self._sizes[number]), count - len(found)) + found
         return found
 
-    def after(self, position: Position, count: int, max_bytes: int = MAX_READ_BYTES) -> Lines:
-        """Return the lines that start at a position or later: at most ``count``, and ``max_bytes`` per file."""
+    def after(self, position: Position, count: int) -> Lines:
+        """Return the lines that start at a position or later: at most ``count``, and a mebibyte per file."""
         found: Lines = []
         for number in sorted(self._sizes):
             if number < position.number or len(found) >= count:
                 continue
             begin = position.offset if number == position.number else 0
-            found += self._head(number, begin, count - len(found), max_bytes)
+            found += self._head(number, begin, count - len(found))
         return found
 
     def share_of(self, position: Position) -> float:
@@ -95,7 +96,7 @@ class LineFiles:
         """
         below = 0
         for number in sorted(self._sizes):
-            if (lines := self._head(number, 0, 1, MAX_READ_BYTES)) and is_reached(lines[0][1]):
+            if (lines := self._head(number, 0, 1)) and is_reached(lines[0][1]):
                 break
             below = number
         if below not in self._sizes:
@@ -103,48 +104,44 @@ class LineFiles:
         low, high = 0, self._sizes[below]
         while high - low > CHUNK_BYTES:
             middle = (low + high) // 2
-            lines = self._head(below, self._next_start(below, middle), 1, MAX_READ_BYTES)
+            lines = self._head(below, self._next_start(below, middle), 1)
             if not lines or is_reached(lines[0][1]):
                 high = middle
             else:
                 low = middle
         start = self._next_start(below, low) if low else 0
-        for position, line in self._head(below, start, 2**31, 2 * MAX_READ_BYTES):
+        for position, line in self._head(below, start, 2**31):
             if is_reached(line):
                 return position
         return Position(below + 1, 0)
 
     def _tail(self, number: int, end: int, count: int) -> Lines:
-        size = CHUNK_BYTES
-        while True:
+        lines: Lines = []
+        for size in _SIZES:
             begin = max(end - size, 0)
             text = read_at(self._paths[number], begin, end - begin)
-            starts_inside = begin > 0
-            cut = text.find(b"\n") + 1 if starts_inside else 0
+            cut = text.find(b"\n") + 1 if begin else 0
             lines = _split(number, begin + cut, text[cut:])
-            if len(lines) >= count or not starts_inside or size >= MAX_READ_BYTES:
-                return lines[-count:]
-            size *= 4
+            if len(lines) >= count or not begin:
+                break
+        return lines[-count:]
 
-    def _head(self, number: int, begin: int, count: int, max_bytes: int) -> Lines:
-        size = CHUNK_BYTES
-        while True:
+    def _head(self, number: int, begin: int, count: int) -> Lines:
+        """Return the first lines after a start; a line longer than any of effllm is returned in parts."""
+        text, lines = b"", Lines()
+        for size in _SIZES:
             text = read_at(self._paths[number], begin, size)
             lines = _split(number, begin, text)
-            if len(lines) >= count or begin + len(text) >= self._sizes[number] or size >= max_bytes:
+            if len(lines) >= count or begin + len(text) >= self._sizes[number]:
                 return lines[:count]
-            size *= 4
+        return lines[:count] or [(Position(number, begin), text)]
 
     def _next_start(self, number: int, offset: int) -> int:
         """Return the start of the first line after an offset; the size of the file if no start is found."""
-        size = CHUNK_BYTES
-        while True:
-            text = read_at(self._paths[number], offset, size)
-            if (at := text.find(b"\n")) >= 0:
+        for size in _SIZES:
+            if (at := read_at(self._paths[number], offset, size).find(b"\n")) >= 0:
                 return offset + at + 1
-            if len(text) < size or size >= MAX_READ_BYTES:  # the end, or a line longer than any of effllm
-                return self._sizes[number]
-            size *= 4
+        return self._sizes[number]
 
 
 def _split(number: int, begin: int, text: bytes) -> Lines:
@@ -156,32 +153,10 @@ def _split(number: int, begin: int, text: bytes) -> Lines:
     return lines
 
 
-class GrowingFile:
-    """One JSON Lines file whose new lines are read; a replaced or shortened file is read from its start."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset, self._inode = 0, 0
-        self.was_replaced = False
-        self.changed_s = 0.0
-
-    def new_lines(self, max_bytes: int = MAX_READ_BYTES) -> list[bytes]:
-        """Return the next complete lines, at most ``max_bytes``; empty at the end, or without the file."""
-        try:
-            about = self._path.stat()
-        except FileNotFoundError:
-            return []
-        if self._inode and (about.st_ino != self._inode or about.st_size < self._offset):
-            self._offset, self.was_replaced = 0, True
-        self._inode, self.changed_s = about.st_ino, about.st_mtime
-        if about.st_size <= self._offset:
-            return []
-        text = read_at(self._path, self._offset, max_bytes)
-        end = text.rfind(b"\n") + 1
-        if not end and len(text) >= max_bytes:
-            end = len(text)  # a line longer than any event is skipped in parts
-        self._offset += end
-        return [line for line in text[:end].splitlines() if line and not line.isspace()]
+def end_of(lines: Lines) -> Position:
+    """Return the position after the last of some lines."""
+    at, line = lines[-1]
+    return Position(at.number, at.offset + len(line))
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:

@@ -20,7 +20,7 @@ from effllm.store.regular_file import lines_of
 
 #: The errors of decoding JSON of any bytes.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
+_SEGMENT = re.compile(r"(?:-(\d{4,}))?\.jsonl")
 
 Row = TypeVar("Row", bound=Struct)
 
@@ -215,12 +215,17 @@ def coverage_of(row: RankReport) -> float | None:
 
 def segments(folder: Path, stem: str) -> list[Path]:
     """Return the existing files ``<stem>-0001.jsonl`` and following, in order."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob(f"{stem}-*")
+    return list(segments_by_number(folder, stem).values())
+
+
+def segments_by_number(folder: Path, stem: str) -> dict[int, Path]:
+    """Return the files as `segments`, each with its number; the number of a single file ``<stem>.jsonl`` is 0."""
+    found = {
+        int(match[1] or 0): path
+        for path in folder.glob(f"{stem}*")
         if (match := _SEGMENT.fullmatch(path.name[len(stem) :]))
-    ]
-    return [path for _, path in sorted(found)]
+    }
+    return dict(sorted(found.items()))
 
 
 def read_own(path: Path, kind: type[Row]) -> Row | None:
@@ -234,18 +239,24 @@ def read_own(path: Path, kind: type[Row]) -> Row | None:
 class JsonLines(Generic[Row]):
     """The decoded lines of JSON Lines files; torn and invalid lines are skipped and counted.
 
-    Lines that start before the offset ``begin`` of a file are left out.
+    With ``max_bytes``, only the lines in the last bytes of the files are read.
     """
 
-    def __init__(self, paths: Sequence[Path], row: type[Row], begin: int = 0) -> None:
+    def __init__(self, paths: Sequence[Path], row: type[Row], max_bytes: int | None = None) -> None:
         self.skipped = 0
-        self._paths, self._begin = paths, begin
+        self.unread_bytes = 0
+        self._paths, self._max_bytes = paths, max_bytes
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row).decode
 
     def __iter__(self) -> Iterator[Row]:
-        self.skipped = 0
+        self.skipped = begin = 0
+        if self._max_bytes is not None:
+            self.unread_bytes = begin = max(sum(path.stat().st_size for path in self._paths) - self._max_bytes, 0)
         for path in self._paths:
-            for line in lines_of(path, self._begin):
+            if begin and begin >= (size := path.stat().st_size):
+                begin -= size
+                continue
+            for line in lines_of(path, begin):
                 if line.isspace():  # a writer that continues after a torn line leaves an empty line
                     continue
                 try:
@@ -254,3 +265,4 @@ class JsonLines(Generic[Row]):
                     self.skipped += 1
                     continue
                 yield row
+            begin = 0

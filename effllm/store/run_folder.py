@@ -26,7 +26,6 @@ from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
 from effllm.store import folder_size, own_files
 from effllm.store.closing_text import facts_of, how_to_open
-from effllm.store.folder_size import Growth
 from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal, Written
 from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
 from effllm.store.summary_text import summary_text
@@ -85,7 +84,6 @@ class RunFolder:
         warn: called with one line about the folder.
         tensorboard_dir: folder of TensorBoard's event file, which summary.txt contains.
         limit_mb: size above which the oldest windows and rank reports are removed; 0 means no limit.
-        log_interval: iterations per window.
 
     Raises:
         OSError: the folder or a file in it cannot be opened.
@@ -101,25 +99,23 @@ class RunFolder:
         warn: Callable[[str], None] = lambda _: None,
         tensorboard_dir: Path | None = None,
         limit_mb: int = 0,
-        log_interval: int = 1,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
         self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
-        self._growth = Growth(log_interval)
         segment_bytes = folder_size.segment_bytes(limit_mb, segment_bytes)
         own_files.make_folder(folder)
         self._folder = folder
         place = folder.resolve()
         self._mount_point = next(one for one in (place, *place.parents) if one.is_mount())
         self._warn = warn
-        self._written = Written(folder)
         self._windows, self._ranks, self._events = self._journals = (
             Journal(folder, "windows", segment_bytes, max_waiting_bytes),
             Journal(folder, "ranks", segment_bytes, max_waiting_bytes),
             Journal(folder, "events", None, max_waiting_bytes),
         )
+        self._written = Written(folder)  # after the journals, which follow no link
         self._num_files = 0  # number of files of detail at the last check of the folder's size
         self._totals_s = -math.inf  # end of the last window written with totals to date
         self._hosts: dict[int, str] = {}
@@ -136,22 +132,19 @@ class RunFolder:
         """Append one window and the reports of its ranks; in worlds above 256 ranks only the reports of outliers."""
         if not isinstance(reports, KeptReports):
             reports = KeptReports.of(reports, report.coverage.ranks_expected)
-        num_bytes = 0
         if report.correction or not self._written.has_window(report, reports.start_time_s):
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
             if has_totals:
                 self._totals_s = report.time_s
-            num_bytes = self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
+            self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
             self._log(report)
-        num_bytes += self._ranks.put(
+        self._ranks.put(
             [
                 rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
                 for row in reports.rows
                 if not self._written.has_row(report.attempt, row)
             ]
         )
-        if line := "" if report.correction else self._growth.add(report.time_s, reports.num_reports, num_bytes):
-            self._warn(line)
         self._flush()
         self._keep_limit()
 
@@ -308,10 +301,9 @@ class RunFolder:
 
 
 class KeptReports(NamedTuple):
-    """The reports of a window that a run folder keeps, and facts of all its reports."""
+    """The reports of a window that a run folder keeps."""
 
     rows: Sequence[RankReport]
-    num_reports: int  # of all ranks
     start_time_s: float | None  # earliest start of all reports; None without reports
 
     @classmethod
@@ -332,7 +324,7 @@ class KeptReports(NamedTuple):
         """
         start_s = min(map(attrgetter("start_time_s"), rows), default=None)
         kept = outliers(rows, busy_s, coverage) if max(len(rows), num_ranks) > MAX_ROWS else rows
-        return cls(kept, len(rows), start_s)
+        return cls(kept, start_s)
 
 
 def outliers(

@@ -282,34 +282,6 @@ def test_no_file_is_removed_without_a_limit(folder):
     assert len(list(read_windows(folder))) == 100
 
 
-def windows_every(folder, seconds, count, **settings):
-    """Return the warnings for `count` windows of two ranks; a window ends every `seconds`."""
-    warnings = []
-    store = RunFolder(folder, {}, warn=warnings.append, **settings)
-    for number in range(1, count + 1):
-        rows = [make_row(rank, 10 * number) for rank in range(2)]
-        store.write(make_report(10 * number, time_s=1_700_000_000.0 + seconds * number), rows)
-    return warnings
-
-
-@pytest.mark.long
-def test_windows_of_10_ms_give_one_warning_with_their_cost(folder):
-    (line,) = windows_every(folder, 0.01, 7000, log_interval=10)
-
-    size = sum(path.stat().st_size for path in folder.glob("*-0*.jsonl"))
-    found = re.fullmatch(
-        r"windows of 10 iterations end 100\.0 times a second: 200 reports/s, "
-        r"and the run folder grows by ([0-9,]+) MB/h; with EFFICIENTLLM_LOG_INTERVAL=1000 a window takes a second",
-        line,
-    )
-    assert float(found[1].replace(",", "")) == pytest.approx(size / 70 * 3600 / 1e6, rel=0.05)
-
-
-@pytest.mark.parametrize("seconds", [0.9, 1.0, 10.0])
-def test_windows_of_a_second_give_no_warning(folder, seconds):
-    assert windows_every(folder, seconds, 200) == []
-
-
 def test_next_attempt_continues_the_last_segment(folder):
     for attempt in (1, 2):
         store = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)
