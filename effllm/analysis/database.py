@@ -31,8 +31,8 @@ from effllm.analysis.column import (
     text,
     value,
 )
-from effllm.analysis.run_folders import FoundRun, files_of
-from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
+from effllm.analysis.run_folders import FILES, FoundRun, files_of
+from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
 from effllm.config.settings import cache_folder
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
@@ -116,6 +116,9 @@ class _LineFile(NamedTuple):
 class Database:
     """The tables of some runs.
 
+    ``skipped`` has the files that were not read, or not completely, each with the reason. ``connection`` is that to the
+    database of the tables; tables that were not used are empty in it.
+
     Args:
         found: the run folders.
         tags: only runs with all these tags are read: values by name, or words and ``name=value``.
@@ -154,7 +157,11 @@ class Database:
         return self.connection.table(name)
 
     def sql(self, query: str) -> Any:
-        """Return the result of a query as a relation of DuckDB; ``None`` for a statement without a result."""
+        """Return the result of a query over the tables as a relation of DuckDB; ``None`` without a result.
+
+        Raises:
+            duckdb.Error: the query is wrong.
+        """
         self.read_tables_of(query)
         return self.connection.sql(query)
 

@@ -6,18 +6,17 @@ import os
 import re
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from effllm.analysis.column import COLUMNS
-from effllm.analysis.database import Database, Progress, Skipped, Tags
+from effllm.analysis.database import Database, Progress, Tags
 from effllm.analysis.run_folders import Paths, UnreadableRun, find_runs
-from effllm.analysis.run_row import Document, Unreadable, read_document
+from effllm.analysis.run_row import Document, Form, Unreadable, read_record
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 
-_Form = TypeVar("_Form")
 #: DuckDB's guess of a name is mostly a table of its own.
 _GUESS = re.compile(r" Did you mean \"(pg|duckdb|sqlite|information_schema)[^\"]*\"\?")
 #: Number of rows that are fetched together.
@@ -48,7 +47,7 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
     if isinstance(path, (str, os.PathLike)) and len(found) == 1:
         real = Path(os.path.realpath(path))
         is_one = found[0].folder in (real, real.parent)
-    return (Run if is_one else Runs)(Database(found, tags, progress=progress))
+    return (Run if is_one else Runs)(found, tags, progress=progress)
 
 
 def load_errors() -> tuple[type[Exception], ...]:
@@ -64,14 +63,11 @@ def _counted(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
 
 
-class Runs:
+class Runs(Database):
     """Several runs as tables; `load` makes it.
 
     Tables are relations of DuckDB: ``runs.windows.df()`` for pandas, ``.pl()`` for polars, ``.arrow()`` for Arrow.
     """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def __len__(self) -> int:
         return len(self.folders)
@@ -79,58 +75,31 @@ class Runs:
     def __iter__(self) -> Iterator[Run]:
         """Yield each run."""
         for folder in self.folders:
-            yield Run(Database(find_runs(folder)))
+            yield Run(find_runs(folder))
 
     def __repr__(self) -> str:
         skipped = f", {_counted(self.skipped, 'file')} skipped" if self.skipped else ""
         return f"<{type(self).__name__} of {_counted(self, 'run folder')}{skipped}>"
 
     @property
-    def folders(self) -> list[Path]:
-        """The run folders."""
-        return self._database.folders
-
-    @property
-    def skipped(self) -> list[Skipped]:
-        """The files that were not read, or not completely, each with the reason."""
-        return self._database.skipped
-
-    @property
     def runs(self) -> Any:
         """The table `runs`: one row per run, with its identity, its result and its metrics."""
-        return self._database.table("runs")
+        return self.table("runs")
 
     @property
     def windows(self) -> Any:
         """The table `windows`: one row per window of a run, with its sums and its metrics."""
-        return self._database.table("windows")
+        return self.table("windows")
 
     @property
     def ranks(self) -> Any:
         """The table `ranks`: one row per rank and window, with the readings of the rank's first device."""
-        return self._database.table("ranks")
+        return self.table("ranks")
 
     @property
     def events(self) -> Any:
         """The table `events`: one row per event."""
-        return self._database.table("events")
-
-    @property
-    def connection(self) -> Any:
-        """The connection to the database of the tables; tables that were not used are empty in it."""
-        return self._database.connection
-
-    def read_tables_of(self, query: str) -> None:
-        """Read the tables that a query names."""
-        self._database.read_tables_of(query)
-
-    def sql(self, query: str) -> Any:
-        """Return the result of a query over the tables as a relation of DuckDB.
-
-        Raises:
-            duckdb.Error: the query is wrong.
-        """
-        return self._database.sql(query)
+        return self.table("events")
 
 
 class Run(Runs):
@@ -155,7 +124,7 @@ class Run(Runs):
         Raises:
             UnreadableRun: the file cannot be read.
         """
-        return self._document("run.json") or {}
+        return self._record("run.json", Document) or {}
 
     @property
     def identity(self) -> Identity:
@@ -165,7 +134,7 @@ class Run(Runs):
             UnreadableRun: the file run.json cannot be read.
         """
         row = self.runs.select("run_id").fetchone()
-        return msgspec.structs.replace(self._decoded("run.json", Identity) or Identity(), run_id=row[0])
+        return msgspec.structs.replace(self._record("run.json", Identity) or Identity(), run_id=row[0])
 
     @property
     def summary(self) -> Summary | None:
@@ -174,18 +143,11 @@ class Run(Runs):
         Raises:
             UnreadableRun: the file cannot be read.
         """
-        return self._decoded("summary.json", Summary)
+        return self._record("summary.json", Summary)
 
-    def _decoded(self, name: str, form: type[_Form]) -> _Form | None:
-        document = self._document(name)
+    def _record(self, name: str, form: type[Form]) -> Form | None:
         try:
-            return None if document is None else msgspec.convert(document, form, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise UnreadableRun(f"{self.folder / name} has another form: {error}") from error
-
-    def _document(self, name: str) -> Document | None:
-        try:
-            return read_document(self.folder / name)
+            return read_record(self.folder / name, form)
         except Unreadable as error:
             raise UnreadableRun(f"{self.folder / name} cannot be read: {error}") from error
 

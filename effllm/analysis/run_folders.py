@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from effllm.analysis.run_row import FILES
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import this_process
 
+FILES = ("run.json", "summary.json")
 #: Run folders are searched in a folder and in this many levels of folders below it.
 MAX_DEPTH = 4
 MAX_NAMES = 3  # in a message
@@ -78,11 +78,11 @@ def named_run(name: str) -> Path:
         folder = os.path.realpath(read_config(this_process()).run_dir)
     except ConfigError as error:
         raise UnreadableRun(str(error)) from error
-    runs = [run.folder for run in _below(folder, MAX_DEPTH)]
+    runs = [run.folder for run in runs_below(folder)]
     names = sorted({one.name for one in runs}, reverse=True)
     found = [one for one in runs if one.name == name] or [one for one in runs if one.name.startswith(name)]
     if name == LAST and not found:
-        found = sorted(runs, key=_started_s)[-1:]
+        found = sorted(runs, key=started_s)[-1:]
     if len(found) == 1:
         return found[0]
     if found:
@@ -103,11 +103,11 @@ def one_run(name: str) -> Path:
     """
     path = named_run(name)
     if path.is_dir() and run_at(str(path)) is None:
-        return max((run.folder for run in _below(os.path.realpath(path), MAX_DEPTH)), key=_started_s, default=path)
+        return max((run.folder for run in runs_below(os.path.realpath(path))), key=started_s, default=path)
     return path
 
 
-def _started_s(folder: Path) -> float:
+def started_s(folder: Path) -> float:
     """Return the time of run.json, which is written at the start of an attempt; 0 without this file."""
     with contextlib.suppress(OSError):
         return (folder / FILES[0]).stat().st_mtime
@@ -133,10 +133,11 @@ def _runs_in(path: str) -> Iterator[FoundRun]:
         if (run := run_at(folder)) is not None:
             yield run
         return
-    yield from _below(folder, MAX_DEPTH)
+    yield from runs_below(folder)
 
 
-def _below(folder: str, depth: int) -> Iterator[FoundRun]:
+def runs_below(folder: str, depth: int = MAX_DEPTH) -> Iterator[FoundRun]:
+    """Yield the run at a real path, or the runs in so many levels of folders below it."""
     if (run := run_at(folder)) is not None:
         yield run
         return
@@ -150,7 +151,7 @@ def _below(folder: str, depth: int) -> Iterator[FoundRun]:
     elif depth:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _below(entry.path, depth - 1)
+                yield from runs_below(entry.path, depth - 1)
 
 
 def run_at(folder: str) -> FoundRun | None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.column import column_of
 from effllm.analysis.database import Database
-from effllm.analysis.run_folders import FoundRun, NoRun, UnreadableRun, find_runs
-from effllm.analysis.run_row import FILES, Document, Unreadable, read_document, run_row
+from effllm.analysis.run_folders import FILES, FoundRun, NoRun, UnreadableRun, find_runs
+from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
 from effllm.records.facts import float_or_none, object_or_none
 from effllm.records.plain_text import one_line
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from effllm import __version__
 from effllm.analysis.run_folders import UnreadableRun, one_run
+from effllm.analysis.run_row import Unreadable, read_record
 from effllm.commands.output import complain, form_of
 from effllm.job.host_lines import KINDS, MIN_SAMPLES, data_share, is_of_worker, lines_of, share_interval
 from effllm.records.host_lines import STACKS_FILE, HostTime, RecordedStacks
@@ -24,8 +25,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
-from effllm.store.reader import DECODE_ERRORS, JsonLines
-from effllm.store.regular_file import read_regular
+from effllm.store.reader import JsonLines
 from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, outcome, readable, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -53,14 +53,12 @@ def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
         return _write_stacks(run if run.is_dir() else run.parent, stacks)
     path = run / "summary.json" if run.is_dir() else run
     try:
-        summary = msgspec.json.decode(read_regular(path), type=Summary)
-    except OSError as error:
+        summary = read_record(path, Summary)
+    except Unreadable as error:
+        return complain("inspect", f"{path} cannot be read: {error}", 1)
+    if summary is None:
         example = "efficientllm_runs/20260101-120000-1a2b3c4d"
-        return complain("inspect", f"{path}: {error.strerror}; RUN is a run folder, such as {example}", 1)
-    except DECODE_ERRORS as error:
-        return complain("inspect", f"{path} is not a summary of effllm: {error}", 1)
-    if problem := version_error(summary.schema_version):
-        return complain("inspect", f"{path} cannot be read: {problem}", 1)
+        return complain("inspect", f"{path} does not exist; RUN is a run folder, such as {example}", 1)
     if form == "mail":
         print(mail_text(summary), end="")
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import sys
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from effllm.analysis.run_folders import LINE_FILES, NoRun, UnreadableRun, named_run, runs_below
 from effllm.commands.output import complain
-from effllm.commands.top_reader import NoRunError, SourceError, TopSource, ordered_frame
+from effllm.commands.top_reader import TopSource, ordered_frame
 from effllm.config.switches import this_process
 from effllm.records.plain_text import one_line
 from effllm.views.top.frame import NO_DATA, WRONG_USE, TopFrame, document, exit_status
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             return _once(source, as_json=given.json)
         terminal = _terminal()
         return _print_frames(source) if terminal is None else terminal.watch(source, one_line(name))
-    except SourceError as error:
-        return complain("top", str(error), 1 if isinstance(error, NoRunError) else NO_DATA)
+    except UnreadableRun as error:
+        return complain("top", str(error), 1 if isinstance(error, NoRun) else NO_DATA)
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # stdout was closed, as with `effllm top | head`
@@ -83,13 +83,8 @@ def _folder_of_runs(run: str) -> Path | None:
     path = Path(run)
     if not run or not path.exists():
         return None
-    from effllm.analysis.run_folders import LINE_FILES, run_at
-
     if path.is_dir():
-        with contextlib.suppress(OSError):  # reported by the source of one run
-            is_run = run_at(str(path)) is not None or any(LINE_FILES.fullmatch(one.name) for one in path.iterdir())
-            return None if is_run else path
-        return None
+        return None if any(runs_below(str(path), 0)) else path
     return path if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name) else None
 
 
@@ -118,16 +113,17 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
         from effllm.commands.top_page import PageSource
 
         return PageSource(given.endpoint, given.token_file, given.ca_file), given.endpoint
-    from effllm.analysis.run_folders import UnreadableRun, named_run
     from effllm.commands.top_folder import FolderSource
     from effllm.config.settings import ConfigError, read_config
 
     try:
         path = named_run(given.run) if given.run else Path(read_config(this_process()).run_dir)
     except UnreadableRun as error:
-        raise NoRunError(str(error)) from error
+        raise NoRun(str(error)) from error
     except ConfigError as error:
-        raise SourceError(str(error)) from error
+        raise UnreadableRun(str(error)) from error
+    if not path.exists():
+        raise NoRun(f"{path} does not exist: start a job with effllm run, or give a run")
     return FolderSource(path), f"{path}"
 
 
@@ -151,7 +147,7 @@ def _whole_frame(source: TopSource) -> TopFrame:
         source.refresh_hosts()
         return ordered_frame(source, Order())
     except OSError as error:
-        raise SourceError(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from error
+        raise UnreadableRun(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from error
 
 
 def _text(frame: TopFrame, width: int, height: int) -> str:

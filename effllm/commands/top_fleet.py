@@ -18,7 +18,6 @@ from effllm.analysis.run_folders import UnreadableRun, find_runs
 from effllm.analysis.sides import STALE_AFTER_S
 from effllm.commands import top_terminal
 from effllm.commands.top_folder import FolderSource
-from effllm.commands.top_reader import NoRunError
 from effllm.commands.top_terminal import TICK_S, screen, wake, wake_pipe
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
@@ -90,15 +89,15 @@ class Fleet:
         """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time.
 
         Raises:
-            NoRunError: there is no run at the path.
+            UnreadableRun: there is no run at the path.
         """
         until_s = time.monotonic() + for_s
         lines, _ = ledger_runs(self._path)
         try:
             runs = [(run.folder, run.state) for run in find_runs(self._path)]
-        except UnreadableRun as error:
+        except UnreadableRun:
             if not lines:
-                raise NoRunError(str(error)) from error
+                raise
             runs = []
         known = {folder for folder, _ in runs}
         of_ledger = {Path(run.folder): run for run in lines if run.folder and run.status == "running"}
@@ -256,7 +255,7 @@ def watch(fleet: Fleet) -> int:
     """Show the jobs, and each job that the user opens, until the user quits; return the exit status.
 
     Raises:
-        NoRunError: there is no run.
+        UnreadableRun: there is no run.
     """
     locale.setlocale(locale.LC_ALL, "")
     fleet.refresh(FIRST_S, time.time())

@@ -10,18 +10,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from effllm.commands.top_reader import NoRunError, SourceError
+from effllm.analysis.run_folders import UnreadableRun, find_runs, started_s
 from effllm.commands.top_times import OwnTimes, decoded, row_decoder
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
-from effllm.store.line_files import END, START, GrowingFile, LineFiles, Lines, Position, read_at
+from effllm.store.line_files import END, START, LineFiles, Lines, Position, end_of, read_at
 from effllm.store.reader import DECODE_ERRORS, RankRow
 from effllm.views.top.event_history import EventHistory, RankStates
 from effllm.views.top.frame import Head, RunPlace, TopFrame, is_point, problems_of, status_of
@@ -32,8 +32,7 @@ MAX_STEPS = 200  # number of windows of the curve
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
 MAX_EVENTS = 200
 MAX_DOCUMENT_BYTES = 2**28
-_NAMES = ("summary.json", "run.json", "windows-0001.jsonl")  # files of which a run folder has one or more
-EVENTS_S = 0.1  # time for reading events before a frame
+EVENTS_S, MAX_LINES = 0.1, 5000  # time for reading events before a frame, and lines that are read at once
 
 Document = TypeVar("Document", bound=Struct)
 
@@ -73,7 +72,7 @@ class _Document:
 
         Raises:
             OSError: the document cannot be read.
-            SourceError: it has another version.
+            UnreadableRun: it has another version.
         """
         try:
             about = self._path.stat()
@@ -90,16 +89,9 @@ class _Document:
             self.error = f"{self._path.name} cannot be read: {error}"
         else:
             if problem := version_error(found.schema_version):
-                raise SourceError(f"{self._path} cannot be read: {problem}")
+                raise UnreadableRun(f"{self._path} cannot be read: {problem}")
             self.content, self.error = found, ""
         return True
-
-
-class _WindowLine(NamedTuple):
-    """A line of a window."""
-
-    end: Position
-    report: WindowReport | None  # None: the line is invalid
 
 
 class _RunFiles:
@@ -109,8 +101,7 @@ class _RunFiles:
         self.folder = folder
         self.summary = _Document(folder / "summary.json", Summary)
         self.facts = _Document(folder / "run.json", _RunFacts)
-        self.windows, self.ranks = LineFiles(folder, "windows"), LineFiles(folder, "ranks")
-        self.events = GrowingFile(folder / "events.jsonl")
+        self.windows, self.ranks, self.events = (LineFiles(folder, stem) for stem in ("windows", "ranks", "events"))
 
     @property
     def changed_s(self) -> float:
@@ -122,7 +113,7 @@ class FolderSource:
     """The values of a run folder at one position, which can be moved.
 
     Args:
-        path: the run folder, a file in it, or a folder of runs, of which the newest is shown.
+        path: the run folder, a file in it, or a folder of runs, of which the last one is shown.
     """
 
     every_s = 1.0  # period of reading while nothing is requested
@@ -130,9 +121,10 @@ class FolderSource:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._found: _RunFiles | None = None
-        self._history = EventHistory()
+        self._history, self._events_end = EventHistory(), START
         self._at: Position | None = None  # None: the newest window
-        self._tail: list[_WindowLine] = []
+        self._tail: list[WindowReport | None] = []  # the windows up to the position; None: an invalid line
+        self._tail_end = START
         self._hosts: dict[int, str] = {}
         self._limits: dict[int, Limits] = {}
         self.has_more = False  # whether events of the file are still to be read
@@ -142,7 +134,8 @@ class FolderSource:
     @property
     def _files(self) -> _RunFiles:
         if self._found is None:
-            self._found = _RunFiles(find_run(self._path))
+            runs = [run.folder for run in find_runs(self._path)]
+            self._found = _RunFiles(max(runs, key=started_s))
             self._times = OwnTimes(self._found.ranks)
         return self._found
 
@@ -151,7 +144,7 @@ class FolderSource:
 
         Raises:
             OSError: the folder cannot be read.
-            SourceError: there is no run at the path, or it has another version.
+            UnreadableRun: there is no run at the path, or it has another version.
         """
         # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
         files = self._files
@@ -174,11 +167,11 @@ class FolderSource:
     def _read_events(self) -> bool:
         """Read new events, for a limited time: a part of a file with many events is read by the next call."""
         until_s = time.monotonic() + EVENTS_S
+        self._files.events.refresh()
         is_new = False
-        while lines := self._files.events.new_lines():
-            if self._files.events.was_replaced:
-                self._files.events.was_replaced, self._history = False, EventHistory()
-            self._history.add(event for line in lines if (event := decoded(_event, line)) is not None)
+        while lines := self._files.events.after(self._events_end, MAX_LINES):
+            self._history.add(event for _, line in lines if (event := decoded(_event, line)) is not None)
+            self._events_end = end_of(lines)
             is_new = True
             if time.monotonic() > until_s:
                 break
@@ -246,7 +239,7 @@ class FolderSource:
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
-            points=[one.report for one in self._tail if one.report is not None and is_point(one.report)],
+            points=[one for one in self._tail if one is not None and is_point(one)],
             rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
@@ -304,15 +297,15 @@ class FolderSource:
     def _update_tail(self) -> None:
         """Read the windows up to the position; while the newest window is shown, only the new lines are read."""
         if self._at is not None:
-            if not self._tail:
-                self._tail = _window_lines(
-                    [*self._files.windows.before(self._at, MAX_STEPS - 1), *self._files.windows.after(self._at, 1)]
-                )
+            windows = self._files.windows
+            new = [] if self._tail else [*windows.before(self._at, MAX_STEPS - 1), *windows.after(self._at, 1)]
         elif not self._tail:
-            self._tail = _window_lines(self._files.windows.before(END, MAX_STEPS))
+            new = self._files.windows.before(END, MAX_STEPS)
         else:
-            new = self._files.windows.after(self._tail[-1].end, MAX_STEPS)
-            self._tail = [*self._tail, *_window_lines(new)][-MAX_STEPS:]
+            new = self._files.windows.after(self._tail_end, MAX_STEPS)
+        if new:
+            self._tail = [*self._tail, *(decoded(_window, line) for _, line in new)][-MAX_STEPS:]
+            self._tail_end = end_of(new)
 
     def _rows_of(self, window: WindowReport) -> list[RankRow]:
         """Return the reports of the ranks in a window: they are at the end of the files, or they are searched."""
@@ -334,51 +327,13 @@ def _pair(line: bytes) -> tuple[int, int]:
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 
-def _window_lines(lines: Lines) -> list[_WindowLine]:
-    return [_WindowLine(Position(at.number, at.offset + len(line)), decoded(_window, line)) for at, line in lines]
-
-
-def _reports(lines: Sequence[_WindowLine]) -> tuple[WindowReport | None, WindowReport | None]:
+def _reports(windows: Sequence[WindowReport | None]) -> tuple[WindowReport | None, WindowReport | None]:
     """Return the last window, and the last window with iterations: the last line of a run is without iterations."""
     latest: WindowReport | None = None
-    for _, report in reversed(lines):
+    for report in reversed(windows):
         if report is None or report.correction:
             continue
         latest = latest or report
         if report.iteration_last >= report.iteration_first:
             return latest, report
     return latest, latest
-
-
-def find_run(path: Path) -> Path:
-    """Return a run folder.
-
-    Raises:
-        SourceError: there is no run at the path.
-    """
-    try:
-        folder = path if path.is_dir() else path.parent
-        if not path.exists():
-            raise NoRunError(f"{path} does not exist: start a job with effllm run, or give a run")
-        if _changed_s(folder) is not None:
-            return folder
-        runs = [(changed_s, one) for one in folder.iterdir() if (changed_s := _changed_s(one)) is not None]
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}") from error
-    if not runs:
-        raise NoRunError(
-            f"{path} has no run: a run folder contains run.json or summary.json, as in "
-            "efficientllm_runs/20260101-120000-1a2b3c4d"
-        )
-    return max(runs)[1]
-
-
-def _changed_s(folder: Path) -> float | None:
-    """Return the last change of a run folder, or ``None`` if the folder has no run."""
-    times = []
-    for name in _NAMES:
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=None)

@@ -6,8 +6,8 @@ import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.metrics_page import address, fetch_text, labels_of, samples_of
-from effllm.commands.top_reader import SourceError
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import name_of
 from effllm.records.forecast import FORECAST, Foretold
@@ -32,7 +32,7 @@ class PageSource:
         ca_file: file with the certificate of the page or of its authority, or "".
 
     Raises:
-        SourceError: the address or a file cannot be used.
+        UnreadableRun: the address or a file cannot be used.
     """
 
     every_s = 2.0
@@ -45,11 +45,11 @@ class PageSource:
             self._token = read_private(Path(token_file), MAX_TOKEN_BYTES).decode().strip() if token_file else ""
             self._tls = ssl.create_default_context(cafile=ca_file or None) if scheme == "https" else None
         except OSError as error:  # an SSLError is an OSError
-            raise SourceError(f"{token_file or ca_file}: {error.strerror or error}") from error
+            raise UnreadableRun(f"{token_file or ca_file}: {error.strerror or error}") from error
         except ValueError as error:
-            raise SourceError(str(error)) from error
+            raise UnreadableRun(str(error)) from error
         if self._token and scheme != "https" and address(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
-            raise SourceError("a token is sent to another host only over https")
+            raise UnreadableRun("a token is sent to another host only over https")
         self._found: Mapping[str, Mapping[str, float]] = {}
         self._points: list[WindowReport] = []
 
@@ -58,11 +58,11 @@ class PageSource:
 
         Raises:
             OSError: the page cannot be read now.
-            SourceError: the page is not of a job with effllm.
+            UnreadableRun: the page is not of a job with effllm.
         """
         found = samples_of(fetch_text(self._url, self._token, self._tls))
         if f"{_PREFIX}run_info" not in found:
-            raise SourceError(f"{self._url} is not a metrics page of effllm")
+            raise UnreadableRun(f"{self._url} is not a metrics page of effllm")
         is_new = found != self._found
         self._found = found
         return is_new

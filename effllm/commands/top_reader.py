@@ -7,19 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from effllm.analysis.run_folders import UnreadableRun
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.view_state import Action, Order
 
 #: Period of frames while nothing is new: the age of a run that does not continue changes.
 FRAME_AT_LEAST_EVERY_S = 10.0
-
-
-class SourceError(Exception):
-    """The source cannot be shown; the message is one line."""
-
-
-class NoRunError(SourceError):
-    """There is no run.  The message is one sentence."""
 
 
 class TopSource(Protocol):
@@ -59,7 +52,7 @@ class TopReader:
         self._busy_since_s: float | None = None
         self.frame: TopFrame | None = None
         self.error = ""
-        self.kind: type[SourceError] = SourceError  # of the error
+        self.kind: type[UnreadableRun] = UnreadableRun  # of the error
         self.is_unusable = False  # whether there is nothing to show, and will not be
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="top-reader", daemon=True)
@@ -103,7 +96,7 @@ class TopReader:
             self._busy_since_s = time.monotonic()
             try:
                 self._read(moves, order, is_due)
-            except SourceError as error:
+            except UnreadableRun as error:
                 self.error, self.kind, self.is_unusable = str(error), type(error), self.frame is None
                 self._wake()
             except OSError as error:

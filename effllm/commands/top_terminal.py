@@ -69,7 +69,7 @@ def watch(source: TopSource, name: str) -> int:
     """Show a source until the user quits; return the exit status.
 
     Raises:
-        SourceError: there is nothing to show.
+        UnreadableRun: there is nothing to show.
     """
     locale.setlocale(locale.LC_ALL, "")
     sys.setswitchinterval(0.001)  # the thread that decodes lines must not delay a key

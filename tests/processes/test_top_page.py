@@ -12,8 +12,8 @@ from prometheus_server import TOKEN, private_file
 from sink_examples import complete_totals, make_report, make_run
 from terminal_screen import TerminalScreen
 
+from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.top_page import PageSource
-from effllm.commands.top_reader import SourceError
 from effllm.config.settings import Config
 from effllm.records.identity import Identity
 from effllm.sinks import open_sink
@@ -104,7 +104,7 @@ def test_page_with_tls_and_token_is_read_with_both_files(protected):
 def test_token_is_not_sent_to_another_host_without_tls(tmp_path):
     token = private_file(tmp_path / "token", TOKEN)
 
-    with pytest.raises(SourceError, match="only over https"):
+    with pytest.raises(UnreadableRun, match="only over https"):
         PageSource("http://10.1.0.7:9788/metrics", str(token))
 
 
@@ -112,7 +112,7 @@ def test_token_that_others_can_read_is_an_error(tmp_path):
     token = private_file(tmp_path / "token", TOKEN)
     token.chmod(0o644)
 
-    with pytest.raises(SourceError, match="can be read by other users"):
+    with pytest.raises(UnreadableRun, match="can be read by other users"):
         PageSource("http://127.0.0.1:9788/metrics", str(token))
 
 
@@ -121,7 +121,7 @@ def test_page_of_another_program_is_an_error():
     thread = threading.Thread(target=page.handle_request)
     thread.start()
     try:
-        with pytest.raises(SourceError, match="not a metrics page of effllm"):
+        with pytest.raises(UnreadableRun, match="not a metrics page of effllm"):
             PageSource(f"http://127.0.0.1:{page.server_port}").refresh()
     finally:
         thread.join(10.0)

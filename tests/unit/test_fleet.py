@@ -6,14 +6,15 @@ import time
 import msgspec
 import pytest
 from msgspec.structs import replace
+from rich.cells import cell_len
 from sink_examples import make_summary
 
+from effllm.analysis.run_folders import NoRun
 from effllm.commands import top, top_fleet
 from effllm.commands.top_fleet import Fleet, FleetFrame, JobLine, fleet_lines, print_once
-from effllm.commands.top_reader import NoRunError
 from effllm.records.job import Coverage, Value
 from effllm.records.verdict import OF_GPUS, Verdict, Waterfall, WaterfallPart
-from effllm.views.top.text import plain, width_of
+from effllm.views.top.text import plain
 
 
 def lost(share):
@@ -111,7 +112,7 @@ def test_line_of_a_job_fits_the_screen(width):
     lines = fleet_lines(FleetFrame([job] * 3, 10, "note"), width, 10, 1)
 
     assert len(lines) == 10
-    assert all(sum(width_of(text) for text, _ in line) <= width for line in lines)
+    assert all(sum(cell_len(text) for text, _ in line) <= width for line in lines)
     assert "16,384" in plain(lines) and "stragg" in plain(lines)
 
 
@@ -131,5 +132,5 @@ def test_once_prints_all_jobs_and_has_the_status_of_the_worst(job, tmp_path, cap
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(NoRunError, match="has no run folder"):
+    with pytest.raises(NoRun, match="has no run folder"):
         Fleet(tmp_path).refresh(1.0, time.time())

@@ -138,9 +138,9 @@ def test_json_with_an_audit_is_shorter_than_8_kb_with_all_names_and_numbers(insp
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (None, "No such file or directory"),
-        (b"{", "is not a summary of effllm"),
-        (b'{"status": "\xff"}', "is not a summary of effllm"),
+        (None, "does not exist"),
+        (b"{", "cannot be read: not a JSON object"),
+        (b'{"status": "\xff"}', "cannot be read: not a JSON object"),
         (msgspec.json.encode(make_summary()), "has no waterfall"),
         (msgspec.json.encode(replace(make_summary(), schema_version=3)), "cannot be read: it has schema_version 3"),
     ],
@@ -175,4 +175,4 @@ def test_of_a_folder_of_runs_the_last_one_is_shown(tmp_path):
         os.utime(folder / "run.json", (time_s, time_s))
 
     done = CliRunner().invoke(app, ["inspect", str(tmp_path)])
-    assert done.stderr.startswith(f"effllm inspect: {tmp_path}/one/summary.json is not a summary")
+    assert done.stderr.startswith(f"effllm inspect: {tmp_path}/one/summary.json cannot be read")

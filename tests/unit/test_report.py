@@ -247,7 +247,7 @@ def test_damaged_summary_is_named_and_the_rest_is_shown(report, tmp_path):
 
     text = text_of(report(made))
 
-    assert "summary.json has another form" in text
+    assert "summary.json cannot be read: it has another form" in text
     assert "Loss" in text
 
 

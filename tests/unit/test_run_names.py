@@ -58,6 +58,6 @@ def test_each_command_finds_the_last_run(runs, tmp_path, capsys):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
     inspected = CliRunner().invoke(app, ["inspect", "last"])
-    assert inspected.stderr.startswith(f"effllm inspect: {runs / NAMES[1]}/summary.json is not")
+    assert inspected.stderr.startswith(f"effllm inspect: {runs / NAMES[1]}/summary.json cannot be read")
     assert top.main(["nothing", "--once"]) == 1
     assert "effllm top: nothing does not exist, and no run in " in capsys.readouterr().err

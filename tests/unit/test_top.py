@@ -8,18 +8,19 @@ import msgspec
 import pytest
 from cases import cases
 from msgspec.structs import replace
+from rich.cells import cell_len
 from run_folders import GOLDEN, copy_golden
 from sink_examples import make_report, make_summary
 
+from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands import top_reader
 from effllm.commands.top_folder import FolderSource
-from effllm.commands.top_reader import SourceError, TopReader, ordered_frame
+from effllm.commands.top_reader import TopReader, ordered_frame
 from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVerdict
 from effllm.records.rank import Event
-from effllm.store.line_files import END, START, GrowingFile, LineFiles, read_at
+from effllm.store.line_files import END, MAX_READ_BYTES, START, LineFiles, end_of, read_at
 from effllm.store.reader import RankRow, window_line
-from effllm.views.top import event_history
-from effllm.views.top.event_history import EventHistory
+from effllm.views.top.event_history import EventHistory, RankStates
 from effllm.views.top.frame import (
     NO_DATA,
     NO_PROBLEM,
@@ -33,7 +34,7 @@ from effllm.views.top.frame import (
 )
 from effllm.views.top.ranks import MAX_RANKS, RankTable, rank_table
 from effllm.views.top.screen import plain_frame, render
-from effllm.views.top.text import fit, local_time, plain, sparkline, width_of
+from effllm.views.top.text import fit, local_time, plain, sparkline
 from effllm.views.top.view_state import Action, Order, Shown, TopView, pressed
 
 NOW_S = 1_795_000_000.0
@@ -153,16 +154,24 @@ def test_position_at_a_share_is_the_start_of_a_line(lines):
     assert lines.after(lines.at_share(1.0), 1) == []
 
 
-def test_growing_file_returns_new_complete_lines(tmp_path):
+def test_new_lines_of_a_growing_file_are_complete_and_long_ones_are_passed(tmp_path):
     path = tmp_path / "events.jsonl"
-    file = GrowingFile(path)
-    assert file.new_lines() == []
+    files = LineFiles(tmp_path, "events")
+
+    def new(position):
+        files.refresh()
+        found = files.after(position, 10)
+        return [line for _, line in found], end_of(found) if found else position
+
+    assert new(START) == ([], START)
     path.write_bytes(b"one\ntw")
-    assert file.new_lines() == [b"one"]
-    path.write_bytes(b"one\ntwo\n")
-    assert file.new_lines() == [b"two"]
-    path.write_bytes(b"new\n")
-    assert (file.new_lines(), file.was_replaced) == ([b"new"], True)
+    lines, position = new(START)
+    assert lines == [b"one\n"]
+    path.write_bytes(b"one\ntwo\n" + b"x" * (MAX_READ_BYTES + 1) + b"\nthree\n")
+    lines, position = new(position)
+    assert lines == [b"two\n"]
+    assert len(new(position)[0][0]) == MAX_READ_BYTES
+    assert new(new(position)[1])[0] == [b"x\n", b"three\n"]
 
 
 def test_pipe_instead_of_a_file_is_an_error_and_not_a_wait(tmp_path):
@@ -236,7 +245,7 @@ def test_median_of_outliers_is_not_the_usual_temperature():
 
 
 def test_wrong_number_of_ranks_is_bounded():
-    assert rank_table(None, (), event_history.RankStates(), {}, 10**12).count == MAX_RANKS
+    assert rank_table(None, (), RankStates(), {}, 10**12).count == MAX_RANKS
 
 
 def test_wrong_rank_and_time_of_a_file_are_no_failure(run):
@@ -290,18 +299,6 @@ def test_rank_that_left_after_an_error_has_failed():
     history.add([Event(1.0, "left", "rank 1 left: completed", 1), Event(1.0, "left", "rank 2 left: failed", 2)])
 
     assert history.states(2.0).failed == {2: "left: failed"}
-
-
-def test_many_events_keep_the_state_of_the_ranks_in_bounded_memory(monkeypatch):
-    monkeypatch.setattr(event_history, "MAX_CHANGES", 10)
-    history = EventHistory()
-    history.add([Event(1.0, "rank_lost", "", 7)])
-    for number in range(2, 100):
-        history.add([Event(float(number), "back" if number % 2 else "rank_lost", "", 1)])
-
-    assert history.states(200.0).lost == {7}
-    assert history.states(98.5).lost == {1, 7}
-    assert history.states(0.5).lost == set()
 
 
 # --- states and problems -------------------------------------------------------------------------
@@ -429,7 +426,7 @@ def test_run_of_another_version_is_not_shown(tmp_path, name):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3}))
     source = FolderSource(tmp_path / "run")
 
-    with pytest.raises(SourceError, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 5"):
+    with pytest.raises(UnreadableRun, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 5"):
         source.refresh()
         source.refresh_hosts()
 
@@ -444,9 +441,9 @@ def test_newest_run_in_a_folder_is_chosen(run):
 
 
 def test_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(SourceError, match="has no run"):
+    with pytest.raises(UnreadableRun, match="has no run"):
         FolderSource(tmp_path).refresh()
-    with pytest.raises(SourceError, match="does not exist"):
+    with pytest.raises(UnreadableRun, match="does not exist"):
         FolderSource(tmp_path / "missing").refresh()
 
 
@@ -528,7 +525,7 @@ def test_screen_never_exceeds_the_terminal(run, width, height, pane):
         lines = render(shown(run, view.order), view, width, height, "notice " * 50)
 
         assert len(lines) <= height
-        assert max(width_of("".join(text for text, _ in line)) for line in lines) <= width
+        assert max(cell_len("".join(text for text, _ in line)) for line in lines) <= width
 
 
 def test_screen_begins_with_the_run_and_its_verdict(run):
@@ -563,8 +560,8 @@ def test_control_characters_of_names_never_reach_the_screen(run):
 
 
 def test_wide_letters_fill_two_cells():
-    assert width_of(fit("日本語", 5)) == 5
-    assert width_of(fit("e\u0301", 3)) == 3
+    assert cell_len(fit("日本語", 5)) == 5
+    assert cell_len(fit("e\u0301", 3)) == 3
 
 
 def test_sparkline_keeps_a_peak_among_many_values():

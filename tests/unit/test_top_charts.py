@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from rich.cells import cell_len
 
 from effllm.commands.top_times import OwnTimes
 from effllm.records.job import Coverage, WindowReport
@@ -10,7 +11,7 @@ from effllm.store.line_files import LineFiles
 from effllm.views.top.charts import CHART_HEIGHT, braille, chart_lines, map_lines, spark_lines
 from effllm.views.top.frame import Head, TopFrame
 from effllm.views.top.screen import LARGE, render
-from effllm.views.top.text import ASCII_BARS, BARS, plain, width_of
+from effllm.views.top.text import ASCII_BARS, BARS, plain
 from effllm.views.top.view_state import TopView
 
 
@@ -26,7 +27,7 @@ POINTS = [
 
 
 def width(line):
-    return sum(width_of(text) for text, _ in line)
+    return sum(cell_len(text) for text, _ in line)
 
 
 def test_curves_are_loss_tokens_power_and_mfu_in_two_columns():

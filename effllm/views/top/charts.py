@@ -7,11 +7,13 @@ from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from effllm.records.job import WindowReport
 from effllm.store.summary_text import readable
 from effllm.store.window_text import scaled
 from effllm.views.top.frame import SECONDS, RankTimes, TopFrame
-from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline, width_of
+from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline
 
 MAX_CURVES = 4
 CHART_HEIGHT = 7  # with the line of its name and the one of its times
@@ -59,11 +61,11 @@ def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
 def _spark(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
     known = [value for value in values if value is not None]
     limits = f" {curve.text(min(known))} to {curve.text(max(known))}"
-    room = width - _NAME - width_of(limits)
+    room = width - _NAME - cell_len(limits)
     if room < _MIN_SPARK:
         return []
     text = sparkline(values, room, bars)
-    return [(fit(curve.name, _NAME), DIM), (text, PLAIN), (fit(limits, width - _NAME - width_of(text) + 1), DIM)]
+    return [(fit(curve.name, _NAME), DIM), (text, PLAIN), (fit(limits, width - _NAME - cell_len(text) + 1), DIM)]
 
 
 def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:

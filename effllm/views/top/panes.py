@@ -6,13 +6,15 @@ import textwrap
 from collections.abc import Sequence
 from itertools import islice
 
+from rich.cells import cell_len
+
 from effllm.records.events import is_problem
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
 from effllm.views.top.charts import map_lines
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.ranks import REASONS, HostLine, RankLine
-from effllm.views.top.text import BAD, BARS, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time, width_of
+from effllm.views.top.text import BAD, BARS, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time
 from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, TopView
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -81,11 +83,11 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = 
         text, worst = (_host_text(one), one.worst) if isinstance(one, HostLine) else (one.text, one)
         style = BAD if worst.reason in _WORST else WARNING if worst.reason in _NAMED else PLAIN
         start = f"{_who(one, host_width)}{numbers}  "
-        room = max(width - width_of(start), 20)
+        room = max(width - cell_len(start), 20)
         parts = textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" …") or [""]
         lines.append([(start, PLAIN), (parts[0], style)])
         if len(lines) <= _WHOLE_REASONS:  # the reasons of the worst have several lines
-            lines += [[(" " * width_of(start), PLAIN), (part, style)] for part in parts[1:]]
+            lines += [[(" " * cell_len(start), PLAIN), (part, style)] for part in parts[1:]]
         elif len(parts) > 1:
             lines[-1] = [(start, PLAIN), (one_line(text), style)]
     if not shown:
@@ -129,9 +131,9 @@ def _events(frame: TopFrame, width: int) -> list[Line]:
         style = BAD if is_problem(event.kind) else PLAIN
         head = f"{local_time('%H:%M:%S', event.time_s)} {fit(event.kind, 15)} "
         text = one_line(event.text) + (f" ({event.count} times)" if event.count > 1 else "")
-        parts = textwrap.wrap(text, max(width - width_of(head), 20)) or [""]
+        parts = textwrap.wrap(text, max(width - cell_len(head), 20)) or [""]
         lines.append([(head, DIM), (parts[0], style)])
-        lines += [[(" " * width_of(head), PLAIN), (part, style)] for part in islice(parts, 1, 4)]
+        lines += [[(" " * cell_len(head), PLAIN), (part, style)] for part in islice(parts, 1, 4)]
     if not frame.events:
         lines.append([("no event yet; joined and left ranks are not listed", DIM)])
     return lines
@@ -143,7 +145,7 @@ def _waterfall(frame: TopFrame, width: int) -> list[Line]:
         return [[("waterfall", DIM)], [("none yet: the aggregator writes it after a minute", PLAIN)]]
     units = WaterfallUnits.of(found)
     rows = [waterfall_header(units), *(waterfall_row(part, units) for part in found.parts)]
-    widths = [max(width_of(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(cell_len(row[at]) for row in rows) for at in range(len(rows[0]))]
     bar_room = max(width - sum(widths) - 2 * len(widths) - 2, 0)
     lines: list[Line] = []
     for at, row in enumerate(rows):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
@@ -28,7 +30,6 @@ from effllm.views.top.text import (
     clipped,
     fit,
     local_time,
-    width_of,
 )
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
 
@@ -139,11 +140,11 @@ def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> li
 
 def _title(frame: TopFrame, width: int) -> Line:
     parts = list(_title_parts(frame))
-    while sum(width_of(text) + 2 for text, _, _ in parts) > width and len(parts) > 2:
+    while sum(cell_len(text) + 2 for text, _, _ in parts) > width and len(parts) > 2:
         parts.remove(max(parts, key=lambda part: part[2]))
-    used = sum(width_of(text) + 2 for text, _, _ in parts[1:])
+    used = sum(cell_len(text) + 2 for text, _, _ in parts[1:])
     name, style, _ = parts[0]
-    line = [(fit(name, min(width_of(name), max(width - used, 8))), style)]
+    line = [(fit(name, min(cell_len(name), max(width - used, 8))), style)]
     for text, style, _ in parts[1:]:
         line += [("  ", PLAIN), (text, style)]
     return line

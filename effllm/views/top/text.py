@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-import unicodedata
 from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len, set_cell_size
 
 from effllm.records.plain_text import one_line
 
@@ -18,38 +19,17 @@ BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.,-=+*#"
 
 
-def width_of(text: str) -> int:
-    """Return the number of terminal cells of a printable text."""
-    if text.isascii():
-        return len(text)
-    return sum(_cells(letter) for letter in text)
-
-
-def _cells(letter: str) -> int:
-    if unicodedata.combining(letter) or unicodedata.category(letter) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
 def fit(text: str, width: int, *, right: bool = False) -> str:
     """Return a clean text with exactly ``width`` cells; a longer text ends with "…"."""
     text = one_line(text)
-    if (cells := width_of(text)) > width:
-        text, cells = _cut(text, width)
+    if (cells := cell_len(text)) > width:
+        return _cut(text, width)
     blank = " " * (width - cells)
     return blank + text if right else text + blank
 
 
-def _cut(text: str, width: int) -> tuple[str, int]:
-    if width <= 0:
-        return "", 0
-    cells, kept = 0, []
-    for letter in text:
-        if cells + _cells(letter) > width - 1:
-            break
-        kept.append(letter)
-        cells += _cells(letter)
-    return "".join(kept) + "…", cells + 1
+def _cut(text: str, width: int) -> str:
+    return f"{set_cell_size(text, width - 1)}…" if width > 0 else ""
 
 
 def clipped(line: Line, width: int) -> Line:
@@ -57,10 +37,10 @@ def clipped(line: Line, width: int) -> Line:
     parts: list[tuple[str, int]] = []
     left = width
     for text, style in line:
-        cells = width_of(text)
+        cells = cell_len(text)
         if cells > left:
             if left:
-                parts.append((_cut(text, left)[0], style))
+                parts.append((_cut(text, left), style))
             break
         parts.append((text, style))
         left -= cells
