@@ -67,7 +67,7 @@ def test_agent_that_reads_after_the_end_of_the_job_receives_the_confirmation(cli
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_folder_of_a_run_without_ranks_is_removed(cli, number):
+def test_run_without_ranks_leaves_no_run_folder(cli, number):
     process = cli.start("serve")
     ready(process)
 
@@ -101,7 +101,7 @@ def test_port_in_use_prints_one_line_and_exits_with_status_1(cli):
     assert (done.returncode, done.stdout) == (1, "")
     reason = f"cannot listen on tcp://{bind}: Address already in use"
     assert done.stderr == f"effllm serve: {reason}; choose another port, or 0 for any free port\n"
-    assert not list((cli.folder / "efficientllm_runs").iterdir())
+    assert not (cli.folder / "efficientllm_runs").exists()
 
 
 @cases(
