@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from effllm.memory.architectures import FAMILIES
+from effllm.memory.architectures import architectures, shape_of
 from effllm.memory.config_fields import (
     ALIASES,
     TEXT_DEFAULTS,
@@ -44,17 +44,16 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
         fields = _text_model(inner, fields, notes)
     architecture = text(fields, "model_type") or architecture_of(fields)
-    read = FAMILIES.get(architecture)
     if not architecture:
         stated = (
             f"model_type is {written(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
         )
         raise WrongModel(f"{stated}, and architectures name no class: give the config.json of a model")
-    if read is None:
+    if architecture not in architectures():
         key = "model_type" if text(fields, "model_type") else "architectures"
         raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
     try:
-        shape = read(fields)
+        shape = shape_of(fields, architecture)
     except WrongModel:
         raise
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

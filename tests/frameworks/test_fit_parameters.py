@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from effllm.memory.architectures import FAMILIES
+from effllm.memory.architectures import architectures
 from effllm.memory.config_fields import TEXT_DEFAULTS
 from effllm.memory.config_json import known_models, read_config
 from effllm.memory.model import WrongModel
@@ -39,6 +39,7 @@ MULTIMODAL = {
     "mistral3": "mistral",
     "llava": "llama",
 }
+FAMILIES = architectures()
 NOT_PLAIN = {"kimi_k2", "gpt2", "opt", "deepseek_v2", "hunyuan_v1_dense"}  # below with sizes of their own
 VARIANTS = [
     *((kind, {}) for kind in FAMILIES if kind not in {*NOT_PLAIN, *(one for one in FAMILIES if "_vl" in one)}),
@@ -56,7 +57,6 @@ VARIANTS = [
     ("qwen3_moe", {**ROUTED, "mlp_only_layers": [1, 3]}),
     ("cohere", {"use_qk_norm": True}),
     ("stablelm", {"use_qkv_bias": True}),
-    ("stablelm", {"use_parallel_residual": True}),
     ("starcoder2", {"use_bias": False}),
     ("falcon", {"ffn_hidden_size": 104}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),

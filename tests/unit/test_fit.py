@@ -10,7 +10,7 @@ import pytest
 from cases import cases, repeats
 
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.memory.architectures import FAMILIES
+from effllm.memory.architectures import architectures
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_fields import UnknownArchitecture
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names
@@ -566,7 +566,7 @@ def test_quantized_weights_have_a_note(place):
     assert note.startswith("the weights are quantized (gptq), which is not read")
 
 
-@cases("kind", [*FAMILIES, "newest"][-repeats(6, 100) :])
+@cases("kind", [*architectures(), "newest"][-repeats(6, 100) :])
 def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
     names = ("num_experts", "n_routed_experts", "mlp_only_layers", "sliding_window_pattern", "layer_types", "head_dim")
     names += (
