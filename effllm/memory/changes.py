@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -26,10 +26,15 @@ def verdict(total: ByteRange, usable_bytes: float) -> str:
 class PlanChange:
     """A change of a plan by one or more options."""
 
-    options: str
     cost: str
     rank: float  # the order of costs; several changes have the sum
     settings: Mapping[str, Any]
+    implied: Mapping[str, Any] = field(default_factory=dict)  # settings that are not among the options
+
+    @property
+    def options(self) -> str:
+        names = {name: name.removesuffix("_rank").replace("_", "-") for name in self.settings}
+        return " ".join(f"--{names[name]} {value}" for name, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,7 @@ class FittingChange:
     total: ByteRange
 
 
-def fitting_changes(
-    found: MemoryEstimate,
-    usable_bytes: float,
-    *,
-    keeps_gpus: bool = False,
-) -> list[FittingChange]:
+def fitting_changes(found: MemoryEstimate, usable_bytes: float, *, keeps_gpus: bool = False) -> list[FittingChange]:
     """Return the cheapest changes with which the upper limit of the interval fits; none contains another.
 
     Args:
@@ -65,8 +65,9 @@ def fitting_changes(
     for count in range(1, MAX_TOGETHER + 1):
         for chosen in combinations(changes, count):
             names = frozenset(one.options for one in chosen)
-            settings = {name: value for one in chosen for name, value in one.settings.items()}
-            if len(settings) < sum(len(one.settings) for one in chosen) or any(one <= names for one in sets):
+            changed = [pair for one in chosen for pair in (*one.settings.items(), *one.implied.items())]
+            settings = dict(changed)
+            if len(settings) < len(changed) or any(one <= names for one in sets):
                 continue
             plan = _same_batch(replace(found.plan, **settings), found.plan)
             try:
@@ -109,58 +110,46 @@ def _costs(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan) -
 
 def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     if plan.attention == "eager":
-        yield PlanChange("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+        yield PlanChange("none", 0.1, {"attention": "sdpa"})
     for part in (2, 4, 8):
         if plan.micro_batch >= part:
-            size = plan.micro_batch // part
-            yield PlanChange(f"--micro-batch {size}", "fewer sequences at a time", 1 + part / 8, {"micro_batch": size})
+            yield PlanChange("fewer sequences at a time", 1 + part / 8, {"micro_batch": plan.micro_batch // part})
     if plan.numbers.weights == 4:
-        yield PlanChange("--precision bf16", "weights in 16 bits", 2.0, {"precision": "bf16"})
-    for bits in (8, 4):
-        if not plan.base_bits:
-            yield PlanChange(f"--base-bits {bits}", "quantized weights", 7 - bits / 4, {"base_bits": bits})
+        yield PlanChange("weights in 16 bits", 2.0, {"precision": "bf16"})
+    if not plan.base_bits:
+        yield from (PlanChange("quantized weights", 7 - bits / 4, {"base_bits": bits}) for bits in (8, 4))
 
 
 def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     short = "fp16" if plan.precision.startswith("fp16") else "bf16"
     if plan.attention == "eager":
-        yield PlanChange("--attention sdpa", "none", 0.1, {"attention": "sdpa"})
+        yield PlanChange("none", 0.1, {"attention": "sdpa"})
         if plan.checkpointing == "none":
-            cost = "1 to 3 % more time (arXiv 2205.05198)"
-            yield PlanChange("--checkpointing selective", cost, 0.8, {"checkpointing": "selective"})
+            yield PlanChange("1 to 3 % more time (arXiv 2205.05198)", 0.8, {"checkpointing": "selective"})
     if plan.checkpointing != "full":
-        cost = "30 to 40 % more time for a step (arXiv 2205.05198)"
-        yield PlanChange("--checkpointing full", cost, 3.0, {"checkpointing": "full"})
+        yield PlanChange("30 to 40 % more time for a step (arXiv 2205.05198)", 3.0, {"checkpointing": "full"})
     for stage, rank in ((1, 0.5), (2, 0.7), (3, 2.5)):
         if plan.dp > 1 and plan.zero < stage:
             cost = "little communication" if stage < 3 else "the weights of each layer are gathered twice in a step"
-            yield PlanChange(f"--zero {stage}", cost, rank, {"zero": stage})
+            yield PlanChange(cost, rank, {"zero": stage})
     for part in (2, 4, 8, 16):
         if plan.micro_batch % part == 0:
-            sizes = {"micro_batch": plan.micro_batch // part, "accumulation": plan.accumulation * part}
-            yield PlanChange(
-                f"--micro-batch {sizes['micro_batch']}",
-                "smaller matrix products, the same result",
-                1 + part / 16,
-                sizes,
-            )
+            sizes, more = {"micro_batch": plan.micro_batch // part}, {"accumulation": plan.accumulation * part}
+            yield PlanChange("smaller matrix products, the same result", 1 + part / 16, sizes, more)
     if plan.optimizer == "adamw" and not plan.lora_rank:
-        cost = "quantized optimizer states (arXiv 2110.02861)"
-        yield PlanChange("--optimizer adamw-8bit", cost, 2.0, {"optimizer": "adamw-8bit"})
+        yield PlanChange("quantized optimizer states (arXiv 2110.02861)", 2.0, {"optimizer": "adamw-8bit"})
     if plan.numbers.weights == 4 and not plan.lora_rank:
-        cost = "no weights in 32 bits: small updates are lost"
-        yield PlanChange(f"--precision {short}", cost, 5.0, {"precision": short})
+        yield PlanChange("no weights in 32 bits: small updates are lost", 5.0, {"precision": short})
     if not plan.lora_rank:
-        adapters = {"precision": short, "lora_rank": 16, "optimizer": "adamw"}
-        yield PlanChange(f"--precision {short} --lora 16", "only adapters are trained", 6.0, adapters)
-        cost = "only adapters are trained, on a base of 4 bits"
-        yield PlanChange(f"--precision {short} --lora 16 --base-bits 4", cost, 7.0, {**adapters, "base_bits": 4})
+        adapters: dict[str, Any] = {"precision": short, "lora_rank": 16}
+        implied = {"optimizer": "adamw"}
+        yield PlanChange("only adapters are trained", 6.0, adapters, implied)
+        yield PlanChange("only adapters are trained, on a base of 4 bits", 7.0, {**adapters, "base_bits": 4}, implied)
     elif not plan.base_bits:
-        yield PlanChange("--base-bits 4", "a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
+        yield PlanChange("a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
     for part in (2, 4):
         if plan.seq_length >= 512 * part:
-            length = plan.seq_length // part
-            yield PlanChange(f"--seq-length {length}", "shorter texts", 9.0 + part, {"seq_length": length})
+            yield PlanChange("shorter texts", 9.0 + part, {"seq_length": plan.seq_length // part})
 
 
 def _splits(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[PlanChange]:
@@ -169,9 +158,9 @@ def _splits(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[P
         parts = plan.tp * factor
         if shape.heads % parts == 0 and parts <= 8:
             if keeps_gpus and plan.dp % factor == 0:
-                cost, sizes = "communication in each layer", {"tp": parts, "dp": plan.dp // factor}
-                yield PlanChange(f"--tp {parts} --dp {sizes['dp']}", cost, 3.0 + factor / 4, sizes)
+                sizes = {"tp": parts, "dp": plan.dp // factor}
+                yield PlanChange("communication in each layer", 3.0 + factor / 4, sizes)
             else:
-                yield PlanChange(f"--tp {parts}", "", 8.0 * factor, {"tp": parts})
+                yield PlanChange("", 8.0 * factor, {"tp": parts})
         if plan.is_training and plan.dp == 1:
-            yield PlanChange(f"--dp {factor} --zero 3", "", 7.5 * factor, {"dp": factor, "zero": 3})
+            yield PlanChange("", 7.5 * factor, {"dp": factor, "zero": 3})
