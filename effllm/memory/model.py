@@ -99,40 +99,16 @@ class ModelShape:
     has_known_layers: bool = True  # otherwise what a layer keeps for the backward pass is unknown
 
     def __post_init__(self) -> None:
-        sizes = {
-            "layers": self.layers,
-            "hidden size": self.hidden,
-            "attention heads": self.heads,
-            "key-value heads": self.kv_heads,
-            "head dimension": self.head_dim,
-            "vocabulary": self.vocab,
-            "intermediate size": self.intermediate,
-        }
-        for name, size in sizes.items():
-            limit = MAX_LAYERS if name == "layers" else MAX_SIZE
-            if not 1 <= size <= limit:
-                raise WrongModel(f"{name} is {size:,}: a size from 1 to {limit:,} is possible")
         if self.heads % self.kv_heads:
             raise WrongModel(
                 f"{self.heads} attention heads (num_attention_heads, --num-attention-heads) are not a multiple of "
                 f"{self.kv_heads} key-value heads (num_key_value_heads, --num-query-groups)"
             )
-        if self.experts is not None:
-            self._check_experts(self.experts)
-        if self.latent is not None:
-            ranks = (self.latent.kv_rank, self.latent.nope_head_dim, self.latent.value_head_dim)
-            if min(ranks) < 1 or min(self.latent.q_rank, self.latent.rope_head_dim) < 0:
-                raise WrongModel("a rank or head dimension of the latent attention is below 1")
-            if max(*ranks, self.latent.q_rank, self.latent.rope_head_dim) > MAX_SIZE:
-                raise WrongModel(f"a rank or head dimension of the latent attention is above {MAX_SIZE:,}")
-
-    def _check_experts(self, experts: Experts) -> None:
-        if not 1 <= experts.active <= experts.total <= MAX_SIZE:
+        experts = self.experts
+        if experts is not None and not 1 <= experts.active <= experts.total:
             active = "experts are active (num_experts_per_tok, --moe-router-topk)"
             raise WrongModel(f"{experts.active} of {experts.total} {active}")
-        if not 1 <= experts.intermediate <= MAX_SIZE or not 0 <= experts.shared_intermediate <= MAX_SIZE:
-            raise WrongModel(f"intermediate size of an expert is {experts.intermediate:,}")
-        if not 0 <= experts.layers <= self.layers:
+        if experts is not None and experts.layers > self.layers:
             raise WrongModel(f"{experts.layers:,} layers with experts in {self.layers:,} layers")
 
     @property
