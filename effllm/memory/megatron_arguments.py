@@ -22,7 +22,9 @@ Arguments = Mapping[str, str]
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.M)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()\n]|\([^()\n]*\))*)\)\)")
-_FORMULA = re.compile(r"\$\[(\d+)\]")  # an arithmetic expression as one word: its number
+_AS_ONE_WORD = str.maketrans(" \t()", "\ue000\ue001\ue002\ue003")  # of an arithmetic expression
+_AS_WRITTEN = str.maketrans("\ue000\ue001\ue002\ue003", " \t()")
+_FORMULA = re.compile("\\$\ue002\ue002(.*?)\ue003\ue003")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,37 +60,29 @@ def ambiguous(text: str) -> list[str]:
     ]
 
 
-def _replaced(text: str) -> tuple[str, list[str]]:
-    """Return a script with the values of its variables, and its arithmetic expressions without a value, by number.
-
-    A variable without a value stays.
-    """
+def _replaced(text: str) -> str:
+    """Return a script with the values of its variables and arithmetic expressions; those without a value stay."""
     text = re.sub(r"\\\n", " ", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    formulas: list[str] = []
-
-    def numbered(match: re.Match[str]) -> str:
-        formulas.append(match[1])
-        return f"$[{len(formulas) - 1}]"
-
-    text = _ARITHMETIC.sub(numbered, "\n".join(lines))
+    text = _ARITHMETIC.sub(lambda match: match[0].translate(_AS_ONE_WORD), "\n".join(lines))
     values: dict[str, str] = {}
     for name, value in _ASSIGNMENT.findall(text):
         # As in a shell, a value has the variables that were assigned before.
-        values[name] = _with_values(value.strip("()\"'"), values, formulas)[:MAX_VALUE]
-    return _with_values(text, values, formulas), formulas
+        values[name] = _with_values(value.strip("()\"'"), values)[:MAX_VALUE]
+    return _with_values(text, values)
 
 
-def _with_values(text: str, values: Mapping[str, str], formulas: list[str]) -> str:
+def _with_values(text: str, values: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
         return values.get(name, match[0] if default is None else _VARIABLE.sub(value, default))
 
     def result(match: re.Match[str]) -> str:
-        names = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda name: values.get(name[1], name[0]), formulas[int(match[1])])
+        formula = match[1].translate(_AS_WRITTEN)
+        names = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda name: values.get(name[1], name[0]), formula)
         return _computed(_VARIABLE.sub(value, names)) or match[0]
 
-    return _FORMULA.sub(result, _VARIABLE.sub(value, text))
+    return _VARIABLE.sub(value, _FORMULA.sub(result, text))
 
 
 def _computed(formula: str) -> str:
@@ -108,8 +102,7 @@ def _computed(formula: str) -> str:
 
 
 def _arguments(script: str) -> Iterator[tuple[str, str]]:
-    text, formulas = _replaced(script)
-    text = re.sub(r"[()\"';]", " ", text)
+    text = re.sub(r"[()\"';]", " ", _replaced(script))
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
@@ -119,8 +112,7 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
             continue
         name, equals, value = word[2:].partition("=")
         following = words[at + 1] if at + 1 < len(words) and not re.match(r"-(?!\d)", words[at + 1]) else ""
-        value = _FORMULA.sub(lambda match: f"$(({formulas[int(match[1])]}))", value if equals else following)
-        yield name.replace("_", "-"), value
+        yield name.replace("_", "-"), (value if equals else following).translate(_AS_WRITTEN)
 
 
 def is_megatron(arguments: Arguments) -> bool:
