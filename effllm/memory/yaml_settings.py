@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from effllm.memory.model import WrongModel
@@ -47,107 +47,85 @@ def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
     }
 
 
-def _llama_factory(fields: Fields, deepspeed: Fields | None) -> Read:
+class _Training(NamedTuple):
+    """What a YAML states of the kind of a training."""
+
+    has_adapters: bool
+    short: str  # bf16, fp16 or "": everything in 32 bits
+    is_autocast: bool  # of weights in 32 bits, without adapters
+    is_checkpointed: bool
+    base_bits: int
+    notes: list[str]
+
+
+def _llama_factory(fields: Fields) -> _Training:
     """Read a YAML of LLaMA-Factory.
 
     LLaMA-Factory loads the model in the precision of the products, and trains weights or adapters in 32 bits unless
     ``pure_bf16`` is set; it checkpoints activations unless ``disable_gradient_checkpointing`` is set.
     """
-    kind = str(fields.get("finetuning_type", "lora"))
-    short = "fp16" if fields.get("fp16") else "bf16"
-    is_short = bool(fields.get("bf16") or fields.get("fp16") or fields.get("pure_bf16"))
-    found: dict[str, Any] = {
-        "seq_length": _whole(fields, "cutoff_len", 2048),
-        "micro_batch": _whole(fields, "per_device_train_batch_size", 8),
-        "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
-        "checkpointing": "none" if fields.get("disable_gradient_checkpointing") else "full",
-        "attention": _attention(fields.get("flash_attn")),
-    }
-    notes = []
-    if (stage := fields.get("stage")) in ("dpo", "kto", "rm", "ppo"):
-        notes.append(
-            f"stage {stage} is estimated as sft: a reference or reward model and pairs of answers are left out"
-        )
-    if kind in ("lora", "oft"):
-        found["lora_rank"] = _whole(fields, "lora_rank", 8)
-        found["lora_targets"] = _targets(fields, "lora_target", "all", notes)
-        found["precision"] = short if is_short else "fp32"
-        if kind == "oft":
-            notes.append("finetuning_type oft is estimated as LoRA")
-        if fields.get("quantization_bit") is not None:
-            found["base_bits"] = _whole(fields, "quantization_bit", 0)
-    else:
-        found["precision"] = "bf16" if fields.get("pure_bf16") else f"{short}-mixed" if is_short else "fp32"
-        if kind != "full":
-            notes.append(f"finetuning_type {kind} is estimated as full")
-    found["optimizer"] = _optimizer(fields, "optim", notes)
-    if fields.get("use_muon"):
-        found["optimizer"] = "muon"
-    found |= _sharded(fields, deepspeed, notes)
-    if deepspeed is not None and kind == "full" and is_short:
-        found["precision"] = "bf16-zero"
-    return found | _megatron(fields, is_short), notes
+    kind, stage = str(fields.get("finetuning_type", "lora")), fields.get("stage")
+    has_adapters = kind in ("lora", "oft")
+    notes = [f"finetuning_type {kind} is estimated as {'LoRA' if has_adapters else 'full'}"]
+    notes = notes if kind not in ("lora", "full") else []
+    if stage in ("dpo", "kto", "rm", "ppo"):
+        left = "a reference or reward model and pairs of answers are left out"
+        notes.append(f"stage {stage} is estimated as sft: {left}")
+    short = "fp16" if fields.get("fp16") else "bf16" if fields.get("bf16") or fields.get("pure_bf16") else ""
+    is_autocast = not has_adapters and not fields.get("pure_bf16")
+    bits = _whole(fields, "quantization_bit", 0) if has_adapters else 0
+    is_checkpointed = not fields.get("disable_gradient_checkpointing")
+    return _Training(has_adapters, short, is_autocast, is_checkpointed, bits, notes)
 
 
-def _axolotl(fields: Fields, deepspeed: Fields | None) -> Read:
+def _axolotl(fields: Fields) -> _Training:
     """Read a YAML of axolotl: it loads the model in 16 bits with any ``bf16`` but false, and trains these weights."""
-    adapter, is_mixed = fields.get("adapter"), bool(fields.get("fp16"))  # bfloat16 and float16 are without autocast
-    short = "fp16" if is_mixed or fields.get("float16") else "bf16"
-    is_short = is_mixed or bool(fields.get("float16") or fields.get("bf16", "auto") or fields.get("bfloat16"))
-    attention = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
-    notes: list[str] = []
-    found: dict[str, Any] = {
-        "seq_length": _whole(fields, "sequence_len", 512),
-        "micro_batch": _whole(fields, "micro_batch_size", 1),
-        "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
-        "checkpointing": "full" if fields.get("gradient_checkpointing") else "none",
-        "attention": _attention(fields.get("attn_implementation") or attention),
-        "precision": f"{short}-mixed" if is_mixed and not adapter else short if is_short else "fp32",
-        "optimizer": _optimizer(fields, "optimizer", notes),
-        "tp": _whole(fields, "tensor_parallel_size", 1),
-        "cp": _whole(fields, "context_parallel_size", _whole(fields, "sequence_parallel_degree", 1)),
-        **_sharded(fields, deepspeed, notes),
-    }
-    if adapter:
-        found["lora_rank"] = _whole(fields, "lora_r", 8)
-        is_all = fields.get("lora_target_linear")
-        found["lora_targets"] = "all" if is_all else _targets(fields, "lora_target_modules", "not stated", notes)
-        found["base_bits"] = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 0
-    if deepspeed is not None:
-        found["precision"] = f"{short}-zero" if is_short and not adapter and short == "bf16" else found["precision"]
-    return found, notes
+    has_adapters, is_mixed = bool(fields.get("adapter")), bool(fields.get("fp16"))  # the others are without autocast
+    is_short = fields.get("bf16", "auto") or fields.get("bfloat16")
+    short = "fp16" if is_mixed or fields.get("float16") else "bf16" if is_short else ""
+    bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 0
+    return _Training(has_adapters, short, is_mixed, bool(fields.get("gradient_checkpointing")), bits, [])
 
 
-def _swift(fields: Fields, deepspeed: Fields | None) -> Read:
+def _swift(fields: Fields) -> _Training:
     usual = "full" if _is_of_megatron(fields) else "lora"
     kind = str(fields.get("tuner_type", fields.get("train_type", usual)))
-    short = {"float16": "fp16", "float32": ""}.get(str(fields.get("torch_dtype")), "bf16")
-    notes: list[str] = []
-    found: dict[str, Any] = {
-        "micro_batch": _whole(fields, "per_device_train_batch_size", _whole(fields, "micro_batch_size", 1)),
-        "accumulation": _whole(fields, "gradient_accumulation_steps", 1),
-        "checkpointing": "none" if fields.get("gradient_checkpointing") is False else "full",
-        "attention": _attention(fields.get("attn_impl")),
-        "precision": short or "fp32",
-        "optimizer": _optimizer(fields, "optim", notes),
-        **_sharded(fields, deepspeed, notes),
-    }
-    if "global_batch_size" in fields:
-        found["global_batch"] = _whole(fields, "global_batch_size", 1)
+    notes = [f"{kind} is estimated as LoRA"] if kind not in ("lora", "full") else []
     if rlhf := fields.get("rlhf_type"):
         notes.append(f"rlhf_type {rlhf} is estimated as sft: other models and pairs of answers are left out")
-    if "max_length" in fields:
-        found["seq_length"] = _whole(fields, "max_length", 2048)
-    else:
+    if "max_length" not in fields:
         notes.append("max_length is not stated, so it is that of the model; the estimate has 2048: give --seq-length N")
-    if kind == "full":
-        found["precision"] = f"{short}-zero" if deepspeed is not None and short == "bf16" else found["precision"]
-    else:
-        found["lora_rank"] = _whole(fields, "lora_rank", 8)
-        found["lora_targets"] = _targets(fields, "target_modules", "all", notes)
-        found["base_bits"] = _whole(fields, "quant_bits", 0, 0)
-        notes += [f"{kind} is estimated as LoRA"] if kind != "lora" else []
-    return found | _megatron(fields, bool(short)), notes
+    short = {"float16": "fp16", "float32": ""}.get(str(fields.get("torch_dtype")), "bf16")
+    is_checkpointed = fields.get("gradient_checkpointing") is not False
+    bits = _whole(fields, "quant_bits", 0, 0) if kind != "full" else 0
+    return _Training(kind != "full", short, False, is_checkpointed, bits, notes)
+
+
+_READERS = {"llama-factory": _llama_factory, "axolotl": _axolotl, "ms-swift": _swift}
+
+
+def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
+    """Read a YAML of a training, with the names of its system for numbers and choices."""
+    names, training = training_systems()["names"][system], _READERS[system](fields)
+    notes, has_adapters, short = training.notes, training.has_adapters, training.short
+    found: dict[str, Any] = {name: _first(fields, keys) for name, keys in names["numbers"].items()}
+    flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
+    found |= {
+        "checkpointing": "full" if training.is_checkpointed else "none",
+        "attention": _attention(fields.get(names["attention"]) or flags),
+        "precision": f"{short}-mixed" if short and training.is_autocast and not has_adapters else short or "fp32",
+        "optimizer": _optimizer(fields, names["optimizer"], notes),
+        **({"optimizer": "muon"} if fields.get("use_muon") else {}),
+        **_sharded(fields, deepspeed, notes),
+    }
+    if has_adapters:
+        is_all = fields.get("lora_target_linear")
+        key, default = names["lora_targets"]
+        found["lora_targets"] = "all" if is_all else _targets(fields, key, default, notes)
+        found |= {"lora_rank": _first(fields, names["lora_rank"]), "base_bits": training.base_bits}
+    elif deepspeed is not None and short:
+        found["precision"] = "bf16-zero"
+    return found | (_megatron(fields, bool(short)) if system != "axolotl" else {}), notes
 
 
 def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
@@ -176,17 +154,7 @@ def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
         if mixed in ("bf16", "fp16"):
             found["precision"] = "bf16-zero"
     elif kind == "MEGATRON_LM":
-        config = _mapping(fields, "megatron_lm_config")
-        found["tp"] = _whole(config, "megatron_lm_tp_degree", 1)
-        found["pp"] = _whole(config, "megatron_lm_pp_degree", 1)
-        found["implementation"] = "megatron"
-        found["zero"] = 1 if config.get("megatron_lm_use_distributed_optimizer") else 0
-        is_sequence_parallel = bool(config.get("megatron_lm_sequence_parallelism"))
-        found["sequence_parallel"] = found["tp"] > 1 and is_sequence_parallel
-        if config.get("megatron_lm_recompute_activations"):
-            found["checkpointing"] = "selective"
-        if mixed in ("bf16", "fp16"):
-            found["precision"] = "bf16-master"
+        raise WrongModel("distributed_type is MEGATRON_LM, which is not read: give a script with Megatron's arguments")
     return found, notes
 
 
@@ -242,14 +210,13 @@ class System(NamedTuple):
     name: str  # in training_systems.toml
     model: str  # the key with the name or path of the model; "": the YAML has only settings
     keys: frozenset[str]  # a YAML has one of these keys, if there are any
-    read: Callable[[Fields, Fields | None], Read]
 
 
 SYSTEMS = (
-    System("accelerate", "", frozenset({"distributed_type", "compute_environment"}), _accelerate),
-    System("llama-factory", "model_name_or_path", frozenset(), _llama_factory),
-    System("axolotl", "base_model", frozenset({"sequence_len", "micro_batch_size"}), _axolotl),
-    System("ms-swift", "model", frozenset({"tuner_type", "train_type", "torch_dtype", "max_length"}), _swift),
+    System("accelerate", "", frozenset({"distributed_type", "compute_environment"})),
+    System("llama-factory", "model_name_or_path", frozenset()),
+    System("axolotl", "base_model", frozenset({"sequence_len", "micro_batch_size"})),
+    System("ms-swift", "model", frozenset({"tuner_type", "train_type", "torch_dtype", "max_length"})),
 )
 
 
@@ -265,7 +232,8 @@ def read_yaml(system: System, fields: Fields, deepspeed: Fields | None = None) -
         WrongModel: a number is not possible.
     """
     stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
-    found, notes = system.read(stated, None if deepspeed is None else stages)
+    given = None if deepspeed is None else stages
+    found, notes = _trainer(system.name, stated, given) if system.model else _accelerate(stated, given)
     return found, [*notes, *left_out([*stated.unread(system.name), *stages.unread(system.name)])]
 
 
@@ -283,8 +251,16 @@ def _mapping(fields: Fields, key: str) -> Fields:
     return value if isinstance(value, Mapping) else {}
 
 
+def _first(fields: Fields, keys: list[Any]) -> int:
+    """Return the number of the first key that is stated, or the default, which is the last one."""
+    *names, default = keys
+    for name in reversed(names):
+        default = _whole(fields, name, default)
+    return int(default)
+
+
 def _whole(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
-    value = fields.get(key, default)
+    value = fields.get(key)
     if isinstance(value, str) and value.isdecimal() and len(value) < 16:
         value = int(value)
     if value in ("auto", None):
