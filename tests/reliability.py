@@ -35,44 +35,41 @@ class Fault:
 FAULTS = {
     "aggregator-sigkill": Fault(
         "the aggregator is killed, again and again",
-        "training is not affected; agents keep their windows; another aggregator continues on the same port; no token "
-        "is lost",
+        "agents keep their windows; another aggregator continues on the same port; no token is lost",
     ),
     "agent-killed": Fault(
         "an agent is killed (SIGKILL, out of memory)",
-        "training is not affected; the rank is reported missing after three heartbeats; other ranks are reported",
+        "the rank is reported missing after three heartbeats; other ranks are reported",
     ),
     "trainer-stopped": Fault(
         "a trainer hangs (SIGSTOP, a collective that never ends)",
         "the agent still reports the position of the loop, the duration of the hang, utilization and power; the "
-        "aggregator lists each rank's position",
+        "position of each rank is listed",
     ),
     "network-cut": Fault(
         "the network drops everything, then recovers",
         "memory is bounded; kept reports arrive, dropped reports are counted",
     ),
     "slow-disk": Fault(
-        "the disk or the network file system of the run folder stalls",
-        "reports are still received, and other sinks still write; training is not affected; windows are written when "
-        "the disk recovers",
+        "the disk or network file system of the run folder stalls",
+        "reports are still received, and other sinks still write; windows are written when the disk recovers",
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "if the limit is too low for the world, the job is rejected in one line with the required number; if "
-        "descriptors run out later, no new peer is admitted until some are free: one line, little CPU time, no delayed "
-        "file",
+        "if the limit is too low for the world, the job is rejected in one line with the required number; later, no "
+        "new peer is admitted until some are free, and one line reports it",
     ),
     "descriptors-closed": Fault(
-        "the script closes all descriptors after the start, as a daemon does, and opens its own",
+        "the script closes all descriptors after the start, and opens its own",
         "no descriptor of the script is written or closed; all iterations are counted",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
-        "frames are rejected and counted, and end no process; memory is bounded",
+        "they are rejected and counted, and end no process; memory is bounded",
     ),
     "duplicates": Fault(
         "reports arrive twice, late or from an earlier start",
-        "each window is counted once; late windows are added to the totals with a correction",
+        "each window is counted once; late windows correct the totals",
     ),
     "wall-clock": Fault(
         "the wall clock steps by an hour during a run",
@@ -88,13 +85,11 @@ FAULTS = {
     ),
     "exits": Fault(
         "a trainer ends: normally, by sys.exit, an exception, SIGTERM, SIGINT, os._exit, SIGKILL",
-        "its last iteration is in the run folder and its status in the summary; no process is left; the end takes at "
-        "most 5 s",
+        "its last iteration and its status are recorded; no process is left; the end takes at most 5 s",
     ),
     "device-lost": Fault(
         "a GPU falls off the bus, or its driver hangs",
-        "values are not measured, with the reason, instead of zeros; a GPU that returns is read again; nothing is "
-        "counted twice",
+        "values are not measured, with the reason; a GPU that returns is read again; nothing is counted twice",
     ),
     "ten-thousand": Fault(
         "ten thousand ranks report to one aggregator",
@@ -103,8 +98,8 @@ FAULTS = {
     # further faults
     "disk-full": Fault(
         "the disk of the run folder is full",
-        "one line reports it; no line or summary is incomplete; agents keep their windows; windows are written when "
-        "the disk has room, else counted as lost",
+        "one line reports it; no line or summary is incomplete; windows are written when the disk has room, else "
+        "counted as lost",
     ),
     "read-only": Fault(
         "the file system of the run folder becomes read-only, and writable again",
@@ -112,15 +107,15 @@ FAULTS = {
     ),
     "folder-removed": Fault(
         "the run folder of a running job is removed",
-        "one line reports it; the folder is made again and later windows are written; no process dies",
+        "one line reports it; the folder is made again and later windows are written",
     ),
     "aggregator-by-hand": Fault(
         "the aggregator is started again by hand on the same run",
-        "the new aggregator continues the folder and the totals; agents reconnect",
+        "it continues the folder and the totals; agents reconnect",
     ),
     "agent-cannot-start": Fault(
         "an agent cannot be started",
-        "one line has the reason; training continues without metrics of this rank",
+        "one line has the reason; training goes on without metrics of this rank",
     ),
     "worker-killed": Fault(
         "torchrun --max-restarts, with a worker killed",
@@ -151,34 +146,33 @@ FAULTS = {
         "the kernel ends agents and aggregator, and not the trainer; at the end one line reports a lost agent",
     ),
     "late-aggregator": Fault(
-        "the aggregator starts later than a short job ends, or has thousands of reports to write at its end",
-        "agents keep their reports for up to 30 s after the job's end, without keeping the launcher; where Slurm or a "
-        "container ends all processes of the job earlier, these reports are missing, and the totals say so",
+        "the aggregator starts later than a short job ends, or has much to write at its end",
+        "agents keep their reports for up to 30 s after the job's end, without keeping the launcher; where Slurm or"
+        " a container ends all processes earlier, these reports are missing, and the totals say so",
     ),
     "no-threads": Fault(
         "the job may start no further thread or has no memory left (pids.max, ulimit -v)",
-        "one line has the reason; training goes on as fast as without effllm, and no second aggregator is started",
+        "one line has the reason; training goes on without metrics",
     ),
     "tmpfs-full": Fault(
-        "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
-        "metrics work without these folders, or are off with one line; training is not affected",
+        "/dev/shm or /tmp of the container is full, or it has no memory for the ring",
+        "metrics work without these folders, or are off with one line",
     ),
     "stopped-terminal": Fault(
         "the terminal is stopped (Ctrl-S), or not read",
-        "only the console waits; dropped lines are counted; the job's end is not delayed",
+        "only the console waits; dropped lines are counted",
     ),
     "one-core": Fault(
         "agents share one core with their trainer",
-        "agents inherit the trainer's CPU mask and lower their own priority; devices are still sampled",
+        "agents lower their own priority; devices are still sampled",
     ),
     "slurm": Fault(
         "plain srun, and scancel",
-        "all ranks are in one job with one run folder; a cancelled job has the status killed",
+        "all ranks are in one run folder; a cancelled job has the status killed",
     ),
     "mpirun": Fault(
-        "plain mpirun (Open MPI), on one host and on two, and a rank that dies",
-        "all ranks are in one job with one run folder, with keys between hosts; the job has the status killed when "
-        "mpirun ends it",
+        "plain mpirun (Open MPI), on one or two hosts, and a rank that dies",
+        "all ranks are in one run folder, with keys between hosts; a job that mpirun ends has the status killed",
     ),
     "slow-network": Fault(
         "latency and loss on the network",
@@ -190,7 +184,7 @@ FAULTS = {
     ),
     "unauthenticated-peers": Fault(
         "peers connect without the key, with the key of another job, or in a flood",
-        "peers are rejected and counted, and one event reports this; no window is delayed by more than 1 s",
+        "they are rejected and counted, and one event reports this; no window is delayed by more than 1 s",
     ),
 }
 
