@@ -16,8 +16,7 @@ from msgspec.structs import asdict
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.series import Series
 from effllm.energy.readings import NS
-from effllm.job.gathered import largest
-from effllm.job.joining import join_devices
+from effllm.job.joining import join_devices, largest
 from effllm.records.board import Board
 from effllm.records.rank import DeviceWindow, Gauge
 from effllm.records.ring import Slot

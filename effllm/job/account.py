@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
-from effllm.job.gathered import GaugeSums, GpuReadings, add_to
-from effllm.job.merged import Merged
-from effllm.job.rows import SUMMED, Rows
+from effllm.job.merged import GaugeSums, GpuReadings, Merged
+from effllm.job.rows import SUMMED, Rows, add_to
 from effllm.job.window_energy import is_covered
 from effllm.records.columns import Array, Table, means, structs_of
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount

@@ -317,7 +317,7 @@ class Aggregator:
             self._close(window)
 
     def _close(self, window: OpenWindow) -> None:
-        self.closed.close(window.number, window.rows, window.gathered)
+        self.closed.close(window.number, window.rows)
 
     def _take_late(self, now: Now) -> None:
         self._pass_time(now.mono_s, now.unix_s)

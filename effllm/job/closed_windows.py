@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from effllm.config.settings import Config
 from effllm.job.audit import AuditWatch
 from effllm.job.forecast import Mark
-from effllm.job.gathered import Gathered
 from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS
@@ -90,10 +89,10 @@ class ClosedWindows:
 
     # --- totals ---
 
-    def close(self, number: int, by_rank: dict[int, RankReport], gathered: Gathered) -> None:
+    def close(self, number: int, by_rank: dict[int, RankReport]) -> None:
         """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
-        window = self._weigh(number, by_rank, gathered)
+        window = self._weigh(number, by_rank)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
         ledger.count_rows(number, rows)
@@ -174,9 +173,9 @@ class ClosedWindows:
         self._weigh_energy(window)
         return window
 
-    def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
+    def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
         window = Window(number, rows, None, None)
-        window.by_rank = Rows.by_rank(rows, gathered, self._roster.everyone)
+        window.by_rank = Rows.by_rank(rows, self._roster.everyone)
         window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
         self._weigh_energy(window)
         return window
@@ -245,8 +244,8 @@ class ClosedWindows:
 
     def _kept(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.ordered, window.merged
-        has_one_gpu_each = merged is not None and rows.gathered_of(len(merged)) is not None
-        coverage = merged.energy_coverage if merged is not None and has_one_gpu_each and merged.has_all_energy else None
+        is_by_rank = merged is not None and rows.has_one_device_each and len(merged) == len(rows)
+        coverage = merged.energy_coverage if merged is not None and is_by_rank and merged.has_all_energy else None
         kept = KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
         return Closed(report, rows, kept)
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import astuple, replace
 
-from effllm.job.gathered import largest, summed
 from effllm.records.counters import FIELDS
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import METHODS, Allocator, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
@@ -21,6 +20,8 @@ from effllm.records.values import merged_by_name
 
 MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
 MAX_ENDS = 1024  # maximum number of stored ends of joined windows, which late reports need
+
+Name = TypeVar("Name", int, str)
 
 
 class Joined(NamedTuple):
@@ -161,6 +162,18 @@ class WindowJoiner:
         rows = self._waiting.pop(rank)
         number = self._number_of(rows[0].window) if number is None else number
         return Joined(rank, number, join(rows, number), len(rows))
+
+
+def summed(parts: Iterable[Mapping[Name, float]]) -> dict[Name, float]:
+    sums: dict[Name, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def put(rows: dict[int, RankReport], row: RankReport) -> None:

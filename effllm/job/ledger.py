@@ -12,14 +12,13 @@ from effllm.job.account import Account
 from effllm.job.audit import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.forecast import Progress
-from effllm.job.gathered import add_to
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import place_hangs
 from effllm.job.host_lines import HostLines
 from effllm.job.iteration_losses import IterationLosses
 from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.merged import Merged
-from effllm.job.rows import Rows
+from effllm.job.rows import Rows, add_to
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SCHEMA_VERSION, LastRanks, Overhead, Straggler, StragglerVerdict, version_error

@@ -14,16 +14,18 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from effllm.job.energy_account import COVERED_S, JOULES
-from effllm.job.gathered import GpuReadings
+from effllm.job.joining import largest
 from effllm.job.power_scope import Scope
-from effllm.job.rows import Rows
+from effllm.job.rows import Rows, add_to
 from effllm.records.columns import Array, Positions, fields_of, means, structs_of
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED, EnergyAmount
-from effllm.records.rank import Device, DeviceWindow, Integrals, RankReport
+from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankReport
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.
 LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")
 MEMORY_S, BUSY, BUSY_S = 1, 2, 3
+
+MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; NVML and AMD SMI have eleven
 
 
 class Expected(dict[str, Device]):
@@ -58,10 +60,6 @@ class Expected(dict[str, Device]):
         """Mask of the first device of each energy key, in the order of the keys."""
         first = {owner: at for at, owner in reversed(list(enumerate(self.owners)))}
         return np.array([first[owner] == at for at, owner in enumerate(self.owners)], bool)
-
-    @cached_property
-    def has_only_gpus(self) -> bool:
-        return bool(self.is_gpu.all())
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -100,6 +98,76 @@ class Expected(dict[str, Device]):
         mask = np.array([key in scope.keys for key in self.order], bool)
         self._masks[:] = [*self._masks[-2:], (scope, mask)]
         return mask
+
+
+class GaugeSums(Struct):
+    """The running sums of a gauge over all GPUs."""
+
+    value_seconds: float = 0.0
+    covered_s: float = 0.0
+    most: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
+
+
+class GpuReadings(Struct):
+    """The readings of the GPUs of a window, or of all windows, besides energy, memory and utilization."""
+
+    gauges: dict[str, GaugeSums] = {}
+    throttled_s: float = 0.0
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}
+    power_peak_w: float | None = None
+    throttled_by_s: dict[str, float] = {}  # clocks event reason -> seconds; reasons may overlap
+
+    def add(self, window: DeviceWindow) -> None:
+        for name, gauge in window.gauges.items():
+            sums = self.gauges.get(name)
+            if sums is None:
+                if name not in GAUGES:
+                    continue
+                sums = self.gauges[name] = GaugeSums()
+            sums.value_seconds += gauge.value_seconds
+            sums.covered_s += gauge.covered_s
+            most = gauge.most
+            if sums.most is None or most > sums.most:
+                sums.most = most
+        histogram_s = self.power_histogram_s
+        for step, seconds in window.power_histogram_s.items():
+            histogram_s[step] = histogram_s.get(step, 0.0) + seconds
+        if window.throttled_s:
+            self.throttled_s += window.throttled_s.get("any", 0.0)
+            for reason, seconds in window.throttled_s.items():
+                if reason in self.throttled_by_s or len(self.throttled_by_s) < MAX_REASONS:
+                    self.throttled_by_s[reason] = self.throttled_by_s.get(reason, 0.0) + seconds
+        self.throttle_covered_s += window.throttle_covered_s
+        peak_w = window.power_peak_w
+        if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
+            self.power_peak_w = peak_w
+
+    def add_readings(self, more: GpuReadings, sign: int = 1) -> None:
+        """Add the readings of other GPUs or of another window; a sign of -1 subtracts them, but keeps maxima."""
+        for name, gauge in more.gauges.items():
+            sums = self.gauges.setdefault(name, GaugeSums())
+            sums.value_seconds += sign * gauge.value_seconds
+            sums.covered_s += sign * gauge.covered_s
+            sums.most = largest((sums.most, gauge.most))
+        self.throttled_s += sign * more.throttled_s
+        self.throttle_covered_s += sign * more.throttle_covered_s
+        add_to(self.power_histogram_s, more.power_histogram_s, sign)
+        self.power_peak_w = largest((self.power_peak_w, more.power_peak_w))
+        known = self.throttled_by_s
+        for reason, seconds in more.throttled_by_s.items():
+            if reason in known or len(known) < MAX_REASONS:
+                known[reason] = known.get(reason, 0.0) + sign * seconds
+
+    def merge(self, more: GpuReadings) -> GpuReadings:
+        both = GpuReadings()
+        for readings in (self, more):
+            both.add_readings(readings)
+        return both
 
 
 class DeviceColumns(NamedTuple):
@@ -236,8 +304,10 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         elif key in several:
             peaks[at] = np.fmax.reduce(fields_of([one for _, one in pairs], ("memory_peak_bytes",))[:, 0])
     _drop_roundings(iterations)
-    is_plain = expected.has_only_gpus and not several and not expected.shared
-    readings = rows.gathered_of(len(known)) if isinstance(rows, Rows) and is_plain else None
+    readings = GpuReadings()
+    for one in windows:
+        if expected[one.device].is_gpu:
+            readings.add(one)
     return Merged(
         names=list(known),
         devices=list(map(expected.__getitem__, known)),
@@ -246,24 +316,17 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         iterations=iterations,
         peaks=peaks,
         phases_j=phases_j,
-        gpus=_readings([one for one in windows if expected[one.device].is_gpu]) if readings is None else readings,
+        gpus=readings,
     )
 
 
 def _one_each(rows: Rows, expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
     """Return the device of each report by its key, if each report has one device of its own; else nothing."""
-    if rows.gathered_of(len(rows)) is None:
+    if not rows.has_one_device_each:
         return {}
     same = expected.keys_alike.get
     found = {same(row.devices[0].device, ""): (row, row.devices[0]) for row in rows}
     return found if len(found) == len(rows) and "" not in found else {}
-
-
-def _readings(windows: Iterable[DeviceWindow]) -> GpuReadings:
-    readings = GpuReadings()
-    for one in windows:
-        readings.add(one)
-    return readings
 
 
 def _drop_roundings(columns: DeviceColumns) -> None:

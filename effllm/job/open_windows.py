@@ -12,11 +12,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
-from effllm.job.gathered import Gathered
 from effllm.job.joining import Joined, WindowJoiner, put
 from effllm.job.ledger import Ledger
 from effllm.job.pacing import is_large
@@ -36,7 +35,6 @@ class OpenWindow(Struct):
     number: int
     first_s: float  # receipt of the first report
     rows: dict[int, RankReport] = {}
-    gathered: Gathered = field(default_factory=Gathered)
 
 
 @dataclass(slots=True)
@@ -120,7 +118,6 @@ class OpenWindows:
                 heapq.heappush(self._order, window)
                 self._oldest = self._windows[self._order[0]]
             rows = opened.rows
-            opened.gathered.add(row)
         if self._joiner is None or number not in rows:
             rows[number] = row
         else:

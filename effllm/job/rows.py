@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 
-from effllm.job.gathered import Gathered, GpuReadings, summed
+from effllm.job.joining import summed
 from effllm.records.columns import Array, fields_of, structs_of
 from effllm.records.counters import FIELDS
 from effllm.records.rank import Allocator, Profile, RankReport, ValueStatistics, add_profiles
 from effllm.records.values import merged_by_name
 
+Name = TypeVar("Name", int, str)
+Number = TypeVar("Number", int, float)
+
+
+def add_to(sums: dict[Name, Number], more: Mapping[Name, Number], sign: int = 1) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + sign * value
+
 
 class Rows(list[RankReport]):
     """The reports of a window, with their sums."""
-
-    gathered: Gathered | None = None  # sums made at the receipt of reports
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -86,9 +93,9 @@ class Rows(list[RankReport]):
         """Whether a report is the last report of its rank."""
         return bool(self.numbers["final"].any())
 
-    def gathered_of(self, num_devices: int) -> GpuReadings | None:
-        """Return the sums made at the receipt of reports; ``None`` unless each report has one GPU."""
-        return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
+    @cached_property
+    def has_one_device_each(self) -> bool:
+        return set(map(len, map(attrgetter("devices"), self))) == {1}
 
     def merge(self, more: Rows) -> Rows:
         """Return the sums of these reports and of ``more``, without the reports."""
@@ -109,19 +116,16 @@ class Rows(list[RankReport]):
         return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod
-    def by_rank(
-        cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None, everyone: list[int] | None = None
-    ) -> Rows:
+    def by_rank(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:
         """Return reports in the order of ranks.
 
         Args:
             rows: the reports by rank.
-            gathered: the sums made at the receipt of reports.
             everyone: all ranks of the job; tables of ten thousand ranks recognise one list without a comparison.
         """
         ranks = everyone if everyone is not None and len(everyone) == len(rows) else sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
-        ordered.ranks, ordered.gathered = ranks, gathered
+        ordered.ranks = ranks
         return ordered
 
 

@@ -69,8 +69,7 @@ class SlowClocks(Struct):
         rows = Rows.of(rows)
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
-        readings = rows.gathered_of(len(rows))
-        for row in rows if readings is None or readings.throttled_by_s else ():
+        for row in rows:
             for window in row.devices:
                 if not window.throttled_s or row.iterations <= 0:
                     continue

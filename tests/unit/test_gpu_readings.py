@@ -1,4 +1,4 @@
-"""Sums that are updated with each report equal the sums over all reports."""
+"""Readings of the GPUs of a window: sums over the reports of all ranks."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
@@ -6,7 +6,6 @@ from cases import cases
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
-from effllm.job.gathered import Gathered
 from effllm.job.merged import merge_devices
 from effllm.job.rows import Rows
 from effllm.records.clock import Now
@@ -19,23 +18,16 @@ def read(name, degrees, seconds=10.0, **changes):
     return device_window(name, **{**known, **changes})
 
 
-def gathered_of(rows):
-    gathered = Gathered()
-    for one in rows:
-        gathered.add(one)
-    return gathered
+def readings_of(rows, *devices):
+    known = {device.key: device for device in devices}
+    members = {key: {rank} for rank, key in enumerate(known)}
+    return merge_devices(Rows.by_rank({one.rank: one for one in rows}), known, members).gpus
 
 
-def merged_of(rows, devices, gathered=None):
-    by_rank = Rows.by_rank({one.rank: one for one in rows}, gathered)
-    members = {key: {rank} for rank, key in enumerate(devices)}
-    return merge_devices(by_rank, devices, members)
-
-
-def test_each_arriving_report_updates_sum_and_maximum_of_gauges():
+def test_gauges_have_sums_and_maxima_over_gpus():
     rows = [row(1, devices=(read("GPU-1", 70.0),)), row(0, devices=(read("GPU-0", 50.0, 5.0),))]
 
-    readings = gathered_of(rows).readings
+    readings = readings_of(rows, gpu("GPU-0"), gpu("GPU-1"))
 
     heat = readings.gauges["temperature_c"]
     assert (heat.value_seconds, heat.covered_s, heat.most) == (950.0, 15.0, 71.0)
@@ -48,25 +40,18 @@ def test_throttled_seconds_add_up_and_unknown_gauges_are_ignored():
     throttled = read("GPU-0", 50.0, throttled_s={"any": 2.0, "power_cap": 2.0}, throttle_covered_s=10.0)
     strange = read("GPU-1", 60.0, gauges={"no_such_gauge": Gauge(1.0, 1.0, 1.0, 1.0)}, throttle_covered_s=4.0)
 
-    readings = gathered_of([row(0, devices=(throttled,)), row(1, devices=(strange,))]).readings
+    rows = [row(0, devices=(throttled,)), row(1, devices=(strange,))]
+    readings = readings_of(rows, gpu("GPU-0"), gpu("GPU-1"))
 
     assert (readings.throttled_s, readings.throttle_covered_s) == (2.0, 14.0)
     assert list(readings.gauges) == ["temperature_c"]
     assert readings.gauges["temperature_c"].covered_s == 10.0
 
 
-def test_running_sums_are_used_if_each_rank_has_one_gpu():
-    rows = [row(rank, devices=(read(f"GPU-{rank}", 50.0 + rank),)) for rank in range(3)]
-    devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(3)}
-    gathered = gathered_of(rows)
-
-    assert merged_of(rows, devices, gathered).gpus is gathered.readings
-    assert merged_of(rows, devices).gpus == gathered.readings, "the same from the rows"
-
-
 @cases(
     ("why", "rows", "devices"),
     [
+        ("each has one GPU", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0"), gpu("GPU-1")]),
         ("one is no GPU", [("GPU-0",), ("host",)], [gpu("GPU-0"), gpu("host", is_gpu=False)]),
         ("one is not known", [("GPU-0",), ("GPU-9",)], [gpu("GPU-0")]),
         ("two sit on one", [("GPU-0",), ("GPU-0",)], [gpu("GPU-0")]),
@@ -75,15 +60,13 @@ def test_running_sums_are_used_if_each_rank_has_one_gpu():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_gauges_come_from_reports_unless_each_rank_has_one_gpu(why, rows, devices):
+def test_gauges_count_each_gpu_once(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
-    known = {device.key: device for device in devices}
 
-    merged = merged_of(rows, known, gathered_of(rows))
+    readings = readings_of(rows, *devices)
 
-    gpus = [device for device in merged.devices if device.is_gpu]
-    assert merged.gpus == merged_of(rows, known).gpus, why
-    assert merged.gpus.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
+    gpus = {device.key for device in devices if device.is_gpu}
+    assert readings.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
 
 
 def test_second_report_of_a_rank_in_a_window_replaces_the_first():
