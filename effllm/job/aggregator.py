@@ -332,12 +332,9 @@ class Aggregator:
             self.events.record_once(Event(now.unix_s, "gpu_shared", text), "gpu")
 
     def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
-        set_by_s = self.ledger.goodput.clock.advance(now_s, time_s, self._boot)
+        self.ledger.goodput.clock.advance(now_s, time_s, self._boot)
         if self._heard_s is not None:
             self.ledger.goodput.hear(now_s - self._heard_s)
-        if set_by_s is not None and time_s is not None:
-            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s; times of this run did not change"
-            self.events.record(Event(time_s, "clock", text))
 
     def _hear(self, number: int, rank: RankState, now: Now) -> None:
         if not rank.bye:  # after its BYE an agent still runs until the summary is written

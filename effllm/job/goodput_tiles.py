@@ -13,8 +13,6 @@ from effllm.records.columns import Array, Table
 #: A rank can have begun at most this long before the first message of the run.  Agents keep reports of several days for
 #: a late aggregator.
 MAX_BEFORE_S = 30 * 86_400.0
-#: If the wall clock and the monotonic clock differ by more than this, the wall clock was set.
-SET_BY_S = 2.0
 
 
 class Axis(Struct):
@@ -29,15 +27,14 @@ class Axis(Struct):
     at_s: float | None = None
     is_resumed: bool = False  # whether another process continues from the stored state
 
-    def advance(self, now_s: float, time_s: float | None, boot: str = "") -> float | None:
-        """Advance to the current time; return the seconds by which the wall clock was set, or ``None``.
+    def advance(self, now_s: float, time_s: float | None, boot: str = "") -> None:
+        """Advance to the current time.
 
         Args:
             now_s: time of the monotonic clock.
             time_s: unix time; ``None`` if it was not read.
             boot: boot id of this machine.
         """
-        set_by_s = None
         is_same = not self.is_resumed or (bool(self.boot) and boot == self.boot and now_s >= self.now_s)
         step_s = max(now_s - self.now_s, 0.0)
         wall_s = step_s if time_s is None else time_s - self.time_s
@@ -45,12 +42,9 @@ class Axis(Struct):
             self.at_s, wall_s = 0.0, (time_s or 0.0)
         elif is_same:
             self.at_s += step_s
-            set_by_s = wall_s - step_s if abs(wall_s - step_s) > SET_BY_S else None
         else:
             self.at_s += max(wall_s, 0.0)
-            set_by_s = wall_s if wall_s < -SET_BY_S else None
         self.boot, self.now_s, self.time_s, self.is_resumed = boot, now_s, self.time_s + wall_s, False
-        return set_by_s
 
 
 class Tiles(Table):

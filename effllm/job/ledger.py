@@ -21,7 +21,15 @@ from effllm.job.merged import Merged
 from effllm.job.rows import Rows, add_to
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
-from effllm.records.job import SCHEMA_VERSION, LastRanks, Overhead, Straggler, StragglerVerdict, version_error
+from effllm.records.job import (
+    SCHEMA_VERSION,
+    HealthTotals,
+    LastRanks,
+    Overhead,
+    Straggler,
+    StragglerVerdict,
+    version_error,
+)
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
 from effllm.records.values import merged_by_name
 from effllm.records.wire import Bye, Reports
@@ -110,11 +118,8 @@ class Spent(Struct):
 class Waited(Struct):
     """The stragglers of the last window."""
 
-    seconds: float | None = None  # wait of each rank for the slowest straggler; None if no rank measures its own time
-    rank_seconds: float = 0.0  # sum of the waits of all ranks
-    joules: float | None = None  # energy of the waiting ranks' devices during these waits
+    health: HealthTotals = HealthTotals()  # the waits for them
     verdicts: tuple[StragglerVerdict, ...] = ()
-    num_named: int = 0  # number of named ranks
     slowest: Straggler | None = None  # the slowest named rank
 
 
@@ -153,10 +158,8 @@ class Ledger(Struct):
     serving_cpu_s: float = 0.0  # CPU time of the current aggregator
     serving_bytes: int = 0  # bytes that the current aggregator received
     stragglers: dict[str, StragglerVerdict] = {}  # verdicts by ranks, with the total cost
-    straggling_s: float | None = None  # wait of each rank for named ranks
-    straggling_gpu_s: float = 0.0
-    straggling_j: float | None = 0.0  # None if a part was not measured
-    waited: Waited = msgspec.field(default_factory=Waited)  # waits in the last window
+    health: HealthTotals = HealthTotals(straggling_j=0.0)  # waits for stragglers; no joules if a part was not measured
+    waited: Waited = msgspec.field(default_factory=Waited)  # in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     last_ranks: LastRanks = LastRanks()
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name

@@ -36,7 +36,6 @@ from effllm.records.job import (
     EnergySummary,
     GoodputSummary,
     GoodputTotals,
-    HealthTotals,
     JobConstants,
     Spread,
     Summary,
@@ -111,13 +110,7 @@ def to_date(
 ) -> tuple[ClusterTotals, ClusterTotals]:
     """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
     constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
-    health = HealthTotals(
-        straggling_s=ledger.straggling_s,
-        straggling_gpu_s=ledger.straggling_gpu_s,
-        straggling_j=ledger.straggling_j,
-        stalled_s=ledger.hang_s,
-        stragglers=ledger.waited.num_named,
-    )
+    health = replace(ledger.health, stalled_s=ledger.hang_s, stragglers=ledger.waited.health.stragglers)
     run, job = (
         replace(
             sums,
@@ -142,9 +135,7 @@ def report_of(
     gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
     run, whole = to_date(ledger, roster, goodput, bool(ledger.reports_lost or ledger.unfinished(is_over=False)))
     waited = ledger.waited
-    health = replace(
-        run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
-    )
+    health = replace(waited.health, stalled_s=ledger.hang_s)
     account = _account_of(window, roster.config.min_coverage)
     own = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()

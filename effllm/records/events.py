@@ -60,7 +60,6 @@ KINDS: dict[str, Kind] = {
     # The aggregator and its sinks
     "aggregator": Kind(ALWAYS, "The aggregator could not be started, or died and was replaced.", is_problem=True),
     "sink": Kind(ONCE, "A sink cannot be opened, fails, or is too slow.", is_problem=True),
-    "clock": Kind(FILE, "The clock of the aggregator's host was set."),
     # Devices
     "not_measured": Kind(ONCE, "A device cannot measure a quantity; the text has the reason."),
     "stale": Kind(ONCE, "A read of a device does not return, or reads return again.", is_problem=True),
@@ -99,8 +98,6 @@ KINDS: dict[str, Kind] = {
     "gpus_unused": Kind(ALWAYS, "More GPUs of a host are allocated to the job than its ranks use.", is_problem=True),
     "gpus_idle": Kind(ALWAYS, "The GPUs were busy for less than 20 % of the time in several windows.", is_problem=True),
     "gpus_busy": Kind(ALWAYS, "The GPUs work again after an idle time."),
-    "no_tokens": Kind(ALWAYS, "Iterations continue, but tokens are not counted any more.", is_problem=True),
-    "tokens_again": Kind(ALWAYS, "Tokens are counted again."),
     "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),
     "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
     "stack": Kind(ONCE, "Stacks of stalled ranks were written; the text lists the files."),

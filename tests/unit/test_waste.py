@@ -1,4 +1,4 @@
-"""effllm/job/health/watches.py: idle GPUs and missing tokens are reported once per state, and never in healthy jobs."""
+"""effllm/job/health/watches.py: idle GPUs are reported once per state, and never in healthy jobs."""
 
 import random
 
@@ -6,7 +6,7 @@ import msgspec
 from cases import cases, repeats
 from sink_examples import make_report, totals, with_keys
 
-from effllm.job.health.watches import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
+from effllm.job.health.watches import BUSY, IDLE, WasteWatch
 
 REPORT = make_report()  # one report for all windows: the metrics of ninety thousand windows would take ten seconds
 
@@ -127,30 +127,10 @@ def test_gpus_that_change_between_idle_and_busy_cause_no_events():
     assert run.events == []
 
 
-def test_missing_tokens_and_their_return_are_reported_once():
-    run = Run().windows(20).windows(200, tokens=0)
-    assert run.events == [(NO_TOKENS, f"{_since(6)}, after 20,000 tokens: no tokens/s, MFU and J/token")]
-    run.windows(50)
-
-    assert run.kinds == [NO_TOKENS, TOKENS]
-
-
-def test_missing_tokens_are_reported_if_flops_per_token_are_known():
-    run = Run().windows(300, tokens=0)
-
-    assert run.events == [
-        (NO_TOKENS, f"{_since(100)}, though the FLOPs of a token are known: no tokens/s, MFU and J/token")
-    ]
-
-
-def test_new_aggregator_keeps_the_saved_idle_and_token_states():
-    run = Run({IDLE: 2, BUSY: 1, NO_TOKENS: 1})
-    run.windows(50, busy=0.1, tokens=0)
+def test_new_aggregator_keeps_the_saved_idle_state():
+    run = Run({IDLE: 2, BUSY: 1})
+    run.windows(50, busy=0.1)
     assert run.events == []
     run.windows(10)
 
-    assert run.kinds == [TOKENS, BUSY]
-
-
-def _since(windows):
-    return f"no tokens were counted in the last {windows} windows"
+    assert run.kinds == [BUSY]

@@ -1,4 +1,4 @@
-"""What closed windows show: idle GPUs and missing tokens, errors of the energy, and slow ranks. No I/O."""
+"""What closed windows show: idle GPUs, errors of the energy, and slow ranks. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effllm.job.health.stragglers import Stragglers
 from effllm.job.iteration_losses import Lost
 from effllm.job.iteration_matrix import IterationMatrix
 from effllm.job.ledger import Ledger, Waited
-from effllm.records.job import ClusterReport, ClusterTotals
+from effllm.records.job import ClusterReport, ClusterTotals, HealthTotals
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Hello
 
@@ -20,10 +20,6 @@ from effllm.records.wire import Hello
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
 #: A change of state needs this many windows in a row, and this many seconds.
 MIN_WINDOWS, MIN_S = 5, 60.0
-#: If tokens are counted in bursts, tokens are missing after this many times the longest earlier gap.
-BURST_GAPS = 3
-#: If no tokens were ever counted, tokens are missing after this many windows.
-NEVER_WINDOWS = 100
 #: Data wait is evidence if it takes at least this share of the iteration time.
 DATA_WAIT_FROM = 0.2
 
@@ -32,7 +28,7 @@ HELD_WINDOWS = 3
 #: Number of last windows that are judged for their length, and the minimum number for a judgement.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5
 
-IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_again"
+IDLE, BUSY = "gpus_idle", "gpus_busy"
 
 
 class WasteWatch:
@@ -48,20 +44,13 @@ class WasteWatch:
     def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
         self._report = report
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
-        self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
         self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
-        self._without_tokens = self._max_gap = 0  # numbers of windows
-        self._without_tokens_s = 0.0
 
     def close(self, report: ClusterReport) -> None:
         window = report.last
         is_start = report.iteration_first <= 1 or report.warming_up
         if is_start or report.final or window.counts.iterations <= 0 or window.loop.generation_s > 0:
             return
-        self._judge_gpus(report, window)
-        self._judge_tokens(report, window)
-
-    def _judge_gpus(self, report: ClusterReport, window: ClusterTotals) -> None:
         busy = window.devices.utilization_mean
         if not report.coverage.gpus_measured or busy is None:
             return
@@ -83,27 +72,6 @@ class WasteWatch:
         else:
             self._report(Event(report.time_s, BUSY, f"the GPUs work again: busy for {span}"))
         self._others.clear()
-
-    def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
-        if window.counts.tokens or window.counts.prompt_tokens:
-            self._max_gap = max(self._max_gap, self._without_tokens)
-            self._without_tokens, self._without_tokens_s = 0, 0.0
-            if self._lacks_tokens:
-                self._lacks_tokens = False
-                text = f"tokens are counted again at iteration {report.iteration}"
-                self._report(Event(report.time_s, TOKENS, text))
-            return
-        self._without_tokens += 1
-        self._without_tokens_s += window.loop.time_s
-        counted = report.job.counts.tokens
-        needed = max(MIN_WINDOWS, BURST_GAPS * self._max_gap + 1) if counted else NEVER_WINDOWS
-        if self._lacks_tokens or self._without_tokens < needed or self._without_tokens_s < MIN_S:
-            return
-        if counted or window.constants.flops_per_token:
-            self._lacks_tokens = True
-            since = f"no tokens were counted in the last {self._without_tokens} windows"
-            why = f"after {counted:,} tokens" if counted else "though the FLOPs of a token are known"
-            self._report(Event(report.time_s, NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token"))
 
 
 def _evidence(window: ClusterTotals) -> list[str]:
@@ -196,20 +164,11 @@ class StragglerWatch:
         """Judge the next window; return the waits of the ranks for each other.  Windows come in ascending order."""
         ledger, found = self._ledger, self._stragglers.close(rows, matrix, lost)
         ledger.last_ranks = self._stragglers.waits.last_ranks
-        ledger.waited = Waited(
-            seconds=found.seconds,
-            rank_seconds=found.rank_seconds,
-            joules=found.joules,
-            verdicts=self._stragglers.verdicts,
-            num_named=len(self._stragglers.named_ranks),
-            slowest=found.slowest,
+        of_window = HealthTotals(
+            found.seconds, found.rank_seconds, found.joules, stragglers=len(self._stragglers.named_ranks)
         )
-        if found.seconds is not None:
-            ledger.straggling_s = (ledger.straggling_s or 0.0) + found.seconds
-        if found.rank_seconds:
-            known = ledger.straggling_j is not None and found.joules is not None
-            ledger.straggling_j = ledger.straggling_j + found.joules if known else None  # type: ignore[operator]
-            ledger.straggling_gpu_s += found.rank_seconds
+        ledger.waited = Waited(of_window, self._stragglers.verdicts, found.slowest)
+        ledger.health = ledger.health.with_waits(of_window)
         for event in found.events:
             self._report(event)
         if any(event.kind == "straggler" for event in found.events) and (verdicts := self._stragglers.verdicts):
