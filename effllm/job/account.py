@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from effllm.job.energy_account import EnergyTotals, WindowEnergy
+from effllm.job.energy_account import EnergyTotals, WindowEnergy, is_covered
 from effllm.job.merged import GaugeSums, GpuReadings, Merged
 from effllm.job.rows import SUMMED, Rows, add_to
-from effllm.job.window_energy import is_covered
 from effllm.records.columns import Array, Table, means, structs_of
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes

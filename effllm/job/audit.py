@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from effllm import metrics
+from effllm.job.energy_account import ROUNDING
 from effllm.job.rows import TOKEN_COUNTS, Rows
-from effllm.job.window_energy import ROUNDING
 from effllm.metrics.measurable import dependent_tags
 from effllm.records.columns import Array, Positions, Table
 from effllm.records.framework_figures import (

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from effllm.config.settings import Config
 from effllm.job.audit import AuditWatch
+from effllm.job.energy_account import window_energy
 from effllm.job.forecast import Mark
 from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS
 from effllm.job.iteration_matrix import IterationMatrix
-from effllm.job.joining import put
+from effllm.job.joining import joined
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Merged, merge_devices
 from effllm.job.pacing import is_large
@@ -25,7 +26,6 @@ from effllm.job.presence import ABSENT_AFTER_S
 from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
-from effllm.job.window_energy import window_energy
 from effllm.metrics import energy
 from effllm.records.events import KINDS, EventLimit
 from effllm.records.job import ClusterReport
@@ -92,19 +92,20 @@ class ClosedWindows:
     def close(self, number: int, by_rank: dict[int, RankReport]) -> None:
         """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
-        window = self._weigh(number, by_rank)
-        rows = window.ordered
+        rows = Rows.by_rank(by_rank, self._roster.everyone)
+        window = self._weighed(number, rows)
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
         ledger.count_rows(number, rows)
         self._count_devices(window)
         ledger.advance(rows)
         self._judge_losses(rows, rows[-1].end_time_s)
-        self._recent[number] = window.without_reports() if is_large(len(window.rows)) else window
+        # The reports have a thousand times as many objects as their sums.
+        self._recent[number] = replace(window, rows=rows.merge(Rows())) if is_large(len(rows)) else window
         while len(self._recent) > RECENT:
             del self._recent[min(self._recent)]
         if rows.iterations > 0:
             self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
-        absent = sorted(self._roster.absent(window.ranks))
+        absent = sorted(self._roster.absent(rows.ranks))
         if absent:
             text = f"window {number} closed without rank {_numbers(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
@@ -138,26 +139,24 @@ class ClosedWindows:
         if len(ranks) > MAX_NAMED:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {_numbers(ranks)}"
             self._events.record(Event(time_s, "late", text))
-        window = late = Window(number, rows, None, None)
-        self._ledger.count_rows(number, window.ordered)
-        self._judge_losses(window.ordered, time_s)
+        window = late = Window(number, Rows.by_rank(rows))
+        self._ledger.count_rows(number, late.rows)
+        self._judge_losses(late.rows, time_s)
         if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
-            window = self._weigh(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
+            window = self._weighed(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
             self._recent[number] = window
             self._count_devices(window)
         if self.last_report:
             window.warming = self.last_report.warming_up
             self._report(window, late)
 
-    def _both(self, known: dict[int, RankReport], late: dict[int, RankReport]) -> dict[int, RankReport]:
+    def _both(self, known: Rows, late: dict[int, RankReport]) -> Rows:
         """Return known and late reports of a window; a late report may be a further part of a joined report."""
-        if not self._config.min_window_s:
-            return {**known, **late}
-        rows = dict(known)
-        for row in late.values():
-            put(rows, row)
-        return rows
+        rows = {row.rank: row for row in known}
+        for rank, row in late.items():
+            rows[rank] = joined(rows.get(rank), row) if self._config.min_window_s else row
+        return Rows.by_rank(rows, self._roster.everyone)
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Add reports to a window whose reports were dropped; devices of the window do not change."""
@@ -166,43 +165,33 @@ class ClosedWindows:
         more = [
             replace(row, devices=tuple(one for one in row.devices if one.device not in known)) for row in rows.values()
         ]
-        window = Window(recent.number, {}, None, None)
-        window.by_rank = recent.ordered.merge(Rows(more))
-        devices = self._roster.expected(window.ranks)
-        window.merged = recent.merged.merge(merge_devices(more, devices, self._roster.sitting(window.ranks)))
-        self._weigh_energy(window)
-        return window
+        both = recent.rows.merge(Rows(more))
+        return self._weighed(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
 
-    def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
-        window = Window(number, rows, None, None)
-        window.by_rank = Rows.by_rank(rows, self._roster.everyone)
-        window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
-        self._weigh_energy(window)
-        return window
+    def _devices_of(self, rows: Rows, ranks: Sequence[int]) -> Merged:
+        return merge_devices(rows, self._roster.expected(ranks), self._roster.sitting(ranks))
 
-    def _weigh_energy(self, window: Window) -> None:
-        roster, ranks = self._roster, window.ranks
-        assert window.merged is not None
+    def _weighed(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
+        """Return a window with its devices and its energy, whose first scope becomes that of the job."""
+        roster, ranks = self._roster, rows.ranks
+        merged = self._devices_of(rows, ranks) if merged is None else merged
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
         # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
-        left = (
-            roster.devices.keys() - devices.keys()
-            if roster.presence.num_left and window.ordered.iterations > 0
-            else set()
-        )
+        left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.iterations > 0 else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
         weighed = [
-            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
+            (scope, window_energy(merged, devices, len(unknown), len(blind), scope, left))
             for scope in roster.job.scopes
         ]
-        scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
+        scope, found = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
         roster.settle(scope)
+        return Window(number, rows, merged, found)
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
         if window.merged is not None and window.energy is not None:
             minimum = self._config.min_coverage
-            self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, minimum, sign)
+            self._ledger.count_devices(window.number, window.rows, window.merged, window.energy, minimum, sign)
 
     # --- reports ---
 
@@ -228,7 +217,7 @@ class ClosedWindows:
         if not correction:
             self.last_merged = window.merged
             has_gaps = bool(self._ledger.reports_lost)
-            self._audit.check(window.ordered, self._roster.job.known, has_gaps=has_gaps)
+            self._audit.check(window.rows, self._roster.job.known, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
         if not correction and not window.warming:
             job, progress = report.job, self._ledger.progress
@@ -238,12 +227,12 @@ class ClosedWindows:
         self.last_report = report
         self._closed.append(self._kept(report, window if late is None else late))
         if not correction:
-            self._audit.close(window.ordered, report, self._roster.job.known, self._roster.job.peak_source)
-            self._energy.close(window.ordered, report)
+            self._audit.close(window.rows, report, self._roster.job.known, self._roster.job.peak_source)
+            self._energy.close(window.rows, report)
             self._waste.close(report)
 
     def _kept(self, report: ClusterReport, window: Window) -> Closed:
-        rows, merged = window.ordered, window.merged
+        rows, merged = window.rows, window.merged
         is_by_rank = merged is not None and rows.has_one_device_each and len(merged) == len(rows)
         coverage = merged.energy_coverage if merged is not None and is_by_rank and merged.has_all_energy else None
         kept = KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 
 from effllm.job.aggregator import Aggregator
-from effllm.job.energy_account import COVERED_S, JOULES
 from effllm.job.merged import BUSY, BUSY_S, MEMORY_S, Merged
 from effllm.job.roster import Roster
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
-from effllm.records.energy import MIN_COVERED_S
+from effllm.records.energy import COVERED_S, JOULES, MIN_COVERED_S
 from effllm.records.rank import CPU, MODULE, NODE_PSU, Device, RankReport
 
 _KINDS = {NODE_PSU: NODE_KIND, CPU: CPU_KIND, MODULE: MODULE_KIND}  # by the scope of the power of a common energy key

@@ -1,4 +1,4 @@
-"""The energy of windows and of runs in columns, with errors; each joule is counted once. No I/O.
+"""The energy of windows, with their coverage, and of runs, with errors; each joule is counted once. No I/O.
 
 Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the variances at its
 open ends, and drops the variances at shared edges.
@@ -6,22 +6,25 @@ open ends, and drops the variances at shared edges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
+from effllm.job.merged import Expected, Merged
+from effllm.job.power_scope import Scope
 from effllm.records.columns import Array, Positions, Table, array_of
-from effllm.records.energy import NORMAL_95, EnergyAmount, edge_j2
+from effllm.records.energy import AMOUNT, END_J2, JOULES, NORMAL_95, START_J2, EnergyAmount, edge_j2
+from effllm.records.rank import NODE_PSU, Device
 
 #: Number of last windows that a late report can still change; edges of older windows are final.
 OPEN_WINDOWS = 10
 #: Maximum relative random error of a window's energy; a window with a larger error is too short.
 MAX_RANDOM_ERROR = 0.05
-#: The columns of amounts of energy; joules are nan if not measured.
-AMOUNT = EnergyAmount.__struct_fields__
-JOULES, COVERED_S, _START_J2, _END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))
+#: Rounding error of a coverage: a coverage above 1 - 1e-6 is full.
+ROUNDING = 1e-6
 
 
 def total_of(amounts: Array) -> EnergyAmount:
@@ -57,6 +60,92 @@ class WindowEnergy(Struct, frozen=True):
         return self.iterations.joules or 0.0
 
 
+def window_energy(
+    merged: Merged,
+    devices: Mapping[str, Device],
+    absent: int,
+    blind: int = 0,
+    scope: Scope | None = None,
+    left: Iterable[str] = (),
+) -> WindowEnergy:
+    """Return the energy of a window and its coverage.
+
+    Args:
+        merged: the window's devices.
+        devices: every device that the window should have.
+        absent: number of ranks that have not joined.
+        blind: number of ranks that have joined without a device.
+        scope: the power scope of the job; ``None`` for all devices.
+        left: devices whose ranks have all left while other ranks train.
+    """
+    expected = Expected.of(devices)
+    lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
+    is_measurable = expected.is_measurable if scope is None else bool(scope.label)
+    rows = expected.positions(merged)
+    owners, shown = _shown(merged, expected, rows, expected.within(scope))
+    gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
+    wall, iterations = merged.wall.energy, merged.iterations.energy
+    there = shown >= 0
+    there[there] = ~np.isnan(wall[shown[there], JOULES])
+    measured = shown[there]
+    phases_j: dict[str, float] = {}
+    for at in set(merged.phases_j).intersection(measured.tolist()) if merged.phases_j else ():
+        for name, joules in merged.phases_j[at].items():
+            phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
+    names = owners if there.all() else [owner for owner, is_there in zip(owners, there, strict=True) if is_there]
+    amounts = wall[measured]
+    present = gpus[gpus >= 0]
+    is_all_there = bool(there.all()) and not lacking
+    return WindowEnergy(
+        coverage=_coverage(shown, merged, lacking) if is_measurable else None,
+        wall=total_of(amounts),
+        iterations=total_of(iterations[measured]),
+        phases_j=phases_j,
+        owners=names,
+        amounts=amounts,
+        gpus_coverage=_coverage(gpus, merged, absent + blind) if gpu_owners else None,
+        gpus_wall_j=float(np.nan_to_num(wall[present, JOULES]).sum()),
+        gpus_iterations_j=float(np.nan_to_num(iterations[present, JOULES]).sum()),
+        num_owners=len(owners) + lacking,
+        lowest_coverage=float(merged.energy_coverage[shown].min(initial=1.0)) if is_all_there else 0.0,
+        num_left=sum(scope is None or key in scope.keys for key in left),
+    )
+
+
+def _shown(
+    merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
+) -> tuple[list[str], Positions]:
+    """Return each energy key once, with the row of the device with the best coverage, or -1 without a row."""
+    if chosen.all():
+        owners, found = expected.owners, rows
+    else:
+        owners, found = [expected.owners[i] for i in np.flatnonzero(chosen)], rows[chosen]
+    if len(set(owners)) == len(owners):
+        return owners, found.copy()
+    best: dict[str, int] = {}
+    coverage = merged.energy_coverage
+    for owner, at in zip(owners, found.tolist(), strict=True):
+        known = best.setdefault(owner, at)
+        if at >= 0 and (known < 0 or coverage[at] > coverage[known] + ROUNDING):
+            best[owner] = at
+    return list(best), np.array(list(best.values()), np.intp)
+
+
+def _coverage(shown: Positions, merged: Merged, lacking: int) -> float:
+    if not len(merged):
+        return 0.0
+    span_s = float(merged.span_s.max())
+    there = shown[shown >= 0]
+    expected_s = float(merged.span_s[there].sum()) + (len(shown) - len(there) + lacking) * span_s
+    covered_s = float((merged.energy_coverage[there] * merged.span_s[there]).sum())
+    return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # an empty window is fully covered
+
+
+def is_covered(coverage: float | None, minimum: float) -> bool:
+    """Whether a window's coverage is high enough to add its energy to sums."""
+    return coverage is not None and coverage >= minimum - ROUNDING
+
+
 class EnergyTotals(Table):
     """Energy of devices over many windows; all devices have the same numbers of windows.
 
@@ -81,8 +170,8 @@ class EnergyTotals(Table):
         """
         rows = self.find(keys)
         self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED])
-        self._touch(window - 1, 1, rows, amounts[:, _START_J2], sign)
-        self._touch(window, 0, rows, amounts[:, _END_J2], sign)
+        self._touch(window - 1, 1, rows, amounts[:, START_J2], sign)
+        self._touch(window, 0, rows, amounts[:, END_J2], sign)
         self._newest = max(self._newest, window)
         for boundary in [one for one in self._edges if one < self._newest - OPEN_WINDOWS]:
             self._end(self._edges.pop(boundary))

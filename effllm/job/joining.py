@@ -176,10 +176,9 @@ def largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def put(rows: dict[int, RankReport], row: RankReport) -> None:
-    """Add a report; if its rank already has a report, join both reports."""
-    known = rows.get(row.rank)
-    rows[row.rank] = row if known is None else join((known, row), row.window)
+def joined(known: RankReport | None, row: RankReport) -> RankReport:
+    """Return a report, joined with the earlier report of its rank in the same window, if there is one."""
+    return row if known is None else join((known, row), row.window)
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:

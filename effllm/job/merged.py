@@ -13,12 +13,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from effllm.job.energy_account import COVERED_S, JOULES
 from effllm.job.joining import largest
 from effllm.job.power_scope import Scope
 from effllm.job.rows import Rows, add_to
 from effllm.records.columns import Array, Positions, fields_of, means, structs_of
-from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED, EnergyAmount
+from effllm.records.energy import COVERED_S, JOULES, MIN_COVERED_S, NOT_MEASURED, EnergyAmount
 from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankReport
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
-from effllm.job.joining import Joined, WindowJoiner, put
+from effllm.job.joining import Joined, WindowJoiner, joined
 from effllm.job.ledger import Ledger
 from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
@@ -118,10 +118,7 @@ class OpenWindows:
                 heapq.heappush(self._order, window)
                 self._oldest = self._windows[self._order[0]]
             rows = opened.rows
-        if self._joiner is None or number not in rows:
-            rows[number] = row
-        else:
-            put(rows, row)
+        rows[number] = row if self._joiner is None else joined(rows.get(number), row)
 
     def _enter_joined(self, ready: Iterable[Joined], now_s: float) -> None:
         for number, passed, row, num_rows in ready:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -41,7 +41,6 @@ from effllm.records.job import (
     Summary,
     Value,
 )
-from effllm.records.rank import RankReport
 from effllm.records.values import summaries
 from effllm.records.verdict import OF_GPUS
 
@@ -51,30 +50,13 @@ MAX_AHEAD_S = 5.0
 
 
 class Window(Struct):
-    """A closed window: its reports and their sums."""
+    """A closed window, or the late reports of one."""
 
     number: int
-    rows: dict[int, RankReport]
-    merged: Merged | None  # None before the computation, or if the window is too old for a correction
-    energy: WindowEnergy | None  # None if `merged` is None
+    rows: Rows
+    merged: Merged | None = None  # None of late reports
+    energy: WindowEnergy | None = None  # None if `merged` is None
     warming: bool = False
-    by_rank: Rows | None = None
-
-    @property
-    def ranks(self) -> Collection[int]:
-        return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
-
-    def without_reports(self) -> Window:
-        """Return the window with its sums, but without its reports, which have a thousand times as many objects."""
-        sums = Window(self.number, {}, self.merged, self.energy, self.warming)
-        sums.by_rank = self.ordered.merge(Rows())
-        return sums
-
-    @property
-    def ordered(self) -> Rows:
-        if self.by_rank is None:
-            self.by_rank = Rows.by_rank(self.rows)
-        return self.by_rank
 
 
 def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
@@ -131,7 +113,7 @@ def report_of(
     correction: bool,
 ) -> ClusterReport:
     """Return the report of a closed window, or its correction by a late report."""
-    rows = window.ordered
+    rows = window.rows
     gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
     run, whole = to_date(ledger, roster, goodput, bool(ledger.reports_lost or ledger.unfinished(is_over=False)))
     waited = ledger.waited
@@ -173,7 +155,7 @@ def report_of(
         energy_by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
-        spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
+        spread={} if correction else window_spread(rows, window.merged, roster.expected(rows.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
         gpu_seconds={part.name: part.device_seconds for part in parts},
@@ -216,25 +198,25 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
 
 def _account_of(window: Window, min_coverage: float) -> Account:
     account = Account()
-    account.add_rows(window.ordered)
+    account.add_rows(window.rows)
     if window.merged is not None:
         account.add_devices(window.merged)
     if window.energy:
-        account.add_energy(window.number, window.energy, window.ordered, min_coverage)
+        account.add_energy(window.number, window.energy, window.rows, min_coverage)
     return account
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
-    rows: Collection[int] = window.ranks if window else ()
+    ranks: Sequence[int] = window.rows.ranks if window else ()
     merged = window.merged if window else None
-    absent = roster.absent(rows) if window else set()
-    expected = roster.expected(rows) if window else Expected(roster.devices)
+    absent = roster.absent(ranks) if window else set()
+    expected = roster.expected(ranks) if window else Expected(roster.devices)
     gpus = int(expected.is_gpu.sum())
-    unknown = len((absent - roster.hellos.keys()) | roster.blind(rows)) if gpus else 0
+    unknown = len((absent - roster.hellos.keys()) | roster.blind(ranks)) if gpus else 0
     span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
     return Coverage(
         ranks_expected=ledger.world_size,
-        ranks_reporting=len(rows),
+        ranks_reporting=len(ranks),
         gpus_expected=gpus + unknown,
         gpus_measured=merged.count_measured(expected) if merged is not None else 0,
         reports_lost=ledger.reports_lost,

@@ -78,6 +78,9 @@ class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
 
 
 NOT_MEASURED = EnergyAmount()
+#: The columns of amounts of energy in an array; joules are nan if not measured.
+AMOUNT = EnergyAmount.__struct_fields__
+JOULES, COVERED_S, START_J2, END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))
 
 
 def edge_j2(before_j2: Any, after_j2: Any, is_shared: Any) -> Any:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from effllm import metrics
 from effllm.job.account import Account
+from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, merge_devices
-from effllm.job.window_energy import is_covered, window_energy
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
