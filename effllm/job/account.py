@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from effllm.job.rows import SUMMED, Rows, add_to
 from effllm.records.columns import Array, Table, means, structs_of
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
-from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, Profile, RankReport, add_profiles
+from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, Profile, add_profiles
 
 _JOB = "job"  # key of the energy of all devices
 
@@ -70,14 +69,13 @@ class Account(GpuReadings):
     gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope
     gpus_holes: int = 0  # number of covered windows in which the energy of the GPUs is unknown
 
-    def add_rows(self, rows: Iterable[RankReport], has_hang: bool = False) -> None:
+    def add_rows(self, rows: Rows, has_hang: bool = False) -> None:
         """Add the times and counts of reports; each report may be added only once.
 
         Args:
             rows: the reports.
             has_hang: whether the job hung in this window: then its profiles are no sample of the steps.
         """
-        rows = Rows.of(rows)
         numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
@@ -96,16 +94,13 @@ class Account(GpuReadings):
         values[at, 4] = np.fmax(values[at, 4], merged.peaks)
         self.add_readings(merged.gpus, sign)
 
-    def add_energy(
-        self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], min_coverage: float, sign: int = 1
-    ) -> None:
+    def add_energy(self, window: int, energy: WindowEnergy, rows: Rows, min_coverage: float, sign: int = 1) -> None:
         """Add a window's energy, with its seconds and counts, if its coverage is high enough.
 
         A sign of -1 subtracts these values again, before a late report is added.
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)
-        rows = Rows.of(rows)
         is_whole = is_covered(energy.coverage, min_coverage) and is_covered(energy.lowest_coverage, min_coverage)
         self.partial += sign * (not is_whole or energy.num_left > 0)
         self.left_windows += sign * (energy.num_left > 0)

@@ -30,7 +30,7 @@ from effllm.records.job import (
     StragglerVerdict,
     version_error,
 )
-from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport, ValueStatistics
+from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, ValueStatistics
 from effllm.records.values import merged_by_name
 from effllm.records.wire import Bye, Reports
 
@@ -189,9 +189,9 @@ class Ledger(Struct):
     def accounts(self, window: int) -> Sequence[Account]:
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
-    def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
+    def warm(self, window: int, rows: Rows, iterations: int, seconds: float) -> bool:
         """Return whether a window is in the warm-up, which run-to-date values exclude."""
-        numbers = Rows.of(rows).numbers
+        numbers = rows.numbers
         warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
         self.warmed_s += float(numbers["time_s"].max())
         if warming:
@@ -202,9 +202,8 @@ class Ledger(Struct):
         """Restart the run-to-date values after a window."""
         self.run, self.run_after = Account(), window
 
-    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
+    def count_rows(self, window: int, rows: Rows) -> None:
         """Add the times and counts of reports, each report only once."""
-        rows = Rows.of(rows)
         has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
@@ -217,7 +216,7 @@ class Ledger(Struct):
     def count_devices(
         self,
         window: int,
-        rows: Sequence[RankReport],
+        rows: Rows,
         merged: Merged,
         energy: WindowEnergy,
         min_coverage: float,
@@ -265,9 +264,8 @@ class Ledger(Struct):
         known = [rank.core_wait_s for rank in self.ranks.values() if rank.core_wait_s is not None]
         return self.spent.core_wait_s + sum(known) if known or self.spent.core_wait_s else None
 
-    def advance(self, rows: Sequence[RankReport]) -> None:
+    def advance(self, rows: Rows) -> None:
         """Update the loss and the iteration from a closed window."""
-        rows = Rows.of(rows)
         self.loss = self.loss if rows.loss is None else rows.loss
         self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
         self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))

@@ -5,7 +5,7 @@ A device is identified only by its key, so a device of several ranks counts once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -257,7 +257,7 @@ class Merged(Struct, dict=True, eq=False):
         return int(self.is_measured[there[there >= 0]].sum())
 
 
-def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
+def merge_devices(rows: Rows, devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
@@ -270,7 +270,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         members: the ranks that use each device.
     """
     expected = Expected.of(devices)
-    known = _one_each(rows, expected) if isinstance(rows, Rows) else {}
+    known = _one_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
     same = expected.keys_alike.get
     for row in rows if not known else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import TypeVar
@@ -110,10 +110,6 @@ class Rows(list[RankReport]):
         both.phases_s = summed((self.phases_s, more.phases_s))
         both.is_final = self.is_final or more.is_final
         return both
-
-    @classmethod
-    def of(cls, rows: Iterable[RankReport]) -> Rows:
-        return rows if isinstance(rows, Rows) else cls(rows)
 
     @classmethod
     def by_rank(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:

@@ -58,7 +58,7 @@ class SlowClocks(Struct):
     min_clock: float = 1.0  # lowest clock of such GPUs
     usual_s: list[float] = []  # iteration times of windows without a reason
 
-    def close(self, rows: Sequence[RankReport], devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
+    def close(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
         """Add a closed window.
 
         Args:
@@ -66,7 +66,6 @@ class SlowClocks(Struct):
             devices: the devices of the job, by key.
             hellos: the first message of each rank, which has the rank's host.
         """
-        rows = Rows.of(rows)
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
         for row in rows:

@@ -11,6 +11,7 @@ from effllm.job.account import Account
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, merge_devices
+from effllm.job.rows import Rows
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
@@ -24,7 +25,7 @@ def gpus(count):
 
 def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
     account = Account(wall=wall)
-    for rows in windows:
+    for rows in map(Rows, windows):
         merged = merge_devices(rows, devices, members)
         account.add_rows(rows)
         account.add_devices(merged)
@@ -196,7 +197,7 @@ def test_memory_and_utilization_means_have_values_without_energy():
 
 
 def test_absent_rank_counts_as_one_unmeasured_device():
-    energy = window_energy(merge_devices([row(0)], *gpus(1)), gpus(1)[0], absent=1)
+    energy = window_energy(merge_devices(Rows([row(0)]), *gpus(1)), gpus(1)[0], absent=1)
 
     assert energy.coverage == pytest.approx(0.5)
 
@@ -205,7 +206,7 @@ def test_energy_coverage_is_none_without_energy_sensors():
     devices = {"GPU-0": gpu(energy_method=None)}
     window = device_window("GPU-0", wall=Integrals(NOT_MEASURED, GIB, 10.0, 5.0, 10.0))
 
-    energy = window_energy(merge_devices([row(0, devices=(window,))], devices, {"GPU-0": {0}}), devices, 0)
+    energy = window_energy(merge_devices(Rows([row(0, devices=(window,))]), devices, {"GPU-0": {0}}), devices, 0)
 
     assert energy.coverage is None
     assert not is_covered(energy.coverage, 0.0)
@@ -278,7 +279,7 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
     windows, ranks = cluster
     devices, members = gpus(ranks)
     account = Account(wall=wall)
-    for rows in windows:
+    for rows in map(Rows, windows):
         merged = merge_devices(rows, devices, members)
         energy = window_energy(merged, devices, 0)
         account.add_devices(merged)
@@ -392,7 +393,7 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     windows, ranks = job
     devices, members = gpus(ranks)
     ledger = Ledger(attempt=1, job="job", started_time_s=0.0)
-    for rows in windows:
+    for rows in map(Rows, windows):
         number = rows[0].window
         merged = merge_devices(rows, devices, members)
         ledger.warm(number, rows, warmup, 0.0)
@@ -442,7 +443,7 @@ def sampled(values, peak):
     devices, members = gpus(1)
     rows = [row(0, busy_s=count, wait_s=0.0, devices=(device_window("GPU-0", wall=integrals, memory_peak_bytes=peak),))]
     account = Account()
-    account.add_devices(merge_devices(rows, devices, members))
+    account.add_devices(merge_devices(Rows(rows), devices, members))
     return account.totals(JobConstants(gpus=1), sample_s=1.0)
 
 

@@ -13,6 +13,7 @@ from effllm import metrics
 from effllm.job.account import Account
 from effllm.job.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of, window_energy
 from effllm.job.merged import merge_devices
+from effllm.job.rows import Rows
 from effllm.records.columns import fields_of, from_json, to_json
 from effllm.records.energy import NORMAL_95, EnergyAmount
 from effllm.records.job import JobConstants
@@ -212,7 +213,8 @@ def test_error_of_two_gpus_equals_the_error_computed_by_hand():
 
     account, devices = Account(), {"GPU-0": gpu("GPU-0"), "GPU-1": gpu("GPU-1")}
     for number, ends in ((1, (4.0, 9.0)), (2, (9.0, 16.0))):
-        rows = [row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall(rank, *ends)),)) for rank in (0, 1)]
+        walls = [wall(rank, *ends) for rank in (0, 1)]
+        rows = Rows(row(at, number, devices=(device_window(f"GPU-{at}", wall=one),)) for at, one in enumerate(walls))
         merged = merge_devices(rows, devices, {"GPU-0": {0}, "GPU-1": {1}})
         account.add_rows(rows)
         account.add_energy(number, window_energy(merged, devices, 0), rows, 1.0)

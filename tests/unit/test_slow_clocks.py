@@ -4,6 +4,7 @@ import pytest
 from builders import device_window, gpu, hello, row
 from cases import cases
 
+from effllm.job.rows import Rows
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile
 
@@ -45,7 +46,7 @@ def losses(*windows, default_w=700.0, others_s=6.0, **fields):
         for rank, one in enumerate(windows)
     ]
     clocks = SlowClocks()
-    clocks.close(rows, devices, {})
+    clocks.close(Rows(rows), devices, {})
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
 
 
@@ -99,7 +100,7 @@ def test_unknown_default_limit_is_no_reason():
 def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
     clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
     for number, clock in enumerate((0.75, 0.5), 1):
-        clocks.close([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))], devices, HELLOS)
+        clocks.close(Rows([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))]), devices, HELLOS)
 
     found = clocks.by_cause["throttled"]
     # Steps of 9 s: at most at the maximum clock; at least at the clock of the peak, which is 90 % of it.
@@ -111,8 +112,8 @@ def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
 def test_clock_of_earlier_windows_is_the_reference_if_all_gpus_have_a_reason():
     """At first, the GPU runs at 80 % of its maximum clock without a reason: 9 s at 60 % are 6.75 s at 80 %."""
     clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
-    clocks.close([row(0, 1, devices=(window(0, 0.8),))], devices, {})
-    clocks.close([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))], devices, {})
+    clocks.close(Rows([row(0, 1, devices=(window(0, 0.8),))]), devices, {})
+    clocks.close(Rows([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))]), devices, {})
 
     assert clocks.by_cause["throttled"].rank_seconds == pytest.approx(9 - 6.75)
 
@@ -137,7 +138,7 @@ def test_low_clocks_that_never_change_are_locked(clocks, reasons, locked):
     known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ}
     devices, found = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(2)}, SlowClocks()
     for clock in clocks:
-        found.close([row(rank, devices=(window(rank, clock, **reasons),)) for rank in range(2)], devices, {})
+        found.close(Rows([row(rank, devices=(window(rank, clock, **reasons),)) for rank in range(2)]), devices, {})
 
     text = "the SM clocks of all GPUs are locked at 70 % of the maximum: nvidia-smi -q -d CLOCK"
     assert [one.why for cause, one in found.summary().items() if cause == "locked"] == [text] * locked
@@ -157,7 +158,7 @@ def test_low_clock_without_a_longer_own_time_is_no_loss():
 def test_low_clocks_of_all_gpus_are_compared_with_windows_without_a_reason(busy_s, is_loss):
     clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
     for number in range(1, 6):
-        clocks.close([row(0, number, devices=(window(0),), busy_s=busy_s)], devices, {})
-    clocks.close([row(0, 6, devices=(window(0, 0.75, sw_thermal=0.9),), busy_s=10.0)], devices, {})
+        clocks.close(Rows([row(0, number, devices=(window(0),), busy_s=busy_s)]), devices, {})
+    clocks.close(Rows([row(0, 6, devices=(window(0, 0.75, sw_thermal=0.9),), busy_s=10.0)]), devices, {})
 
     assert bool(clocks.by_cause) == is_loss

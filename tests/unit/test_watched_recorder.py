@@ -10,6 +10,7 @@ from pytest import approx
 
 from effllm.agent.window import WindowCutter
 from effllm.job.account import Account
+from effllm.job.rows import Rows
 from effllm.metrics.throughput import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.records import ring
@@ -249,11 +250,12 @@ def test_exposed_time_and_computation_add_up_to_latency():
     profile = Profile(2, 1.0, 0.5, 0.2, 0.6, 0.05, {"dp": (0.5, 0.2)})
     other = Profile(1, 0.5, 0.2, 0.1, 0.4, 0.02, {"dp": (0.1, 0.1), "tp": (0.1, 0.0)})
     account = Account()
-    account.add_rows([
+    rows = [
         builders.row(0, profile=profile, device_steps=10, device_step_s=8.5),
         builders.row(1, profile=other, device_steps=5, device_step_s=4.4),
         builders.row(2),
-    ])  # fmt: skip
+    ]
+    account.add_rows(Rows(rows))
     totals = account.totals(JobConstants())
 
     assert totals.profile == profile + other
