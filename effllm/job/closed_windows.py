@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
@@ -27,6 +28,7 @@ from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
 from effllm.job.rows import Rows
 from effllm.metrics import energy
+from effllm.records.energy import JOULES
 from effllm.records.events import KINDS, EventLimit
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import one_line
@@ -233,8 +235,10 @@ class ClosedWindows:
 
     def _kept(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.rows, window.merged
-        is_by_rank = merged is not None and rows.has_one_device_each and len(merged) == len(rows)
-        coverage = merged.energy_coverage if merged is not None and is_by_rank and merged.has_all_energy else None
+        coverage = None
+        if merged is not None and rows.has_one_device_each and len(merged) == len(rows):
+            is_measured = not np.isnan(merged.wall.energy[:, JOULES]).any() and (merged.span_s > 0).all()
+            coverage = merged.energy_coverage if is_measured else None
         kept = KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
         return Closed(report, rows, kept)
 

@@ -11,7 +11,6 @@ from effllm.job.audit import unchecked_mfu
 from effllm.job.goodput_attempt import RESTART_GAP
 from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster
-from effllm.job.rows import Rows
 from effllm.metrics.measurable import dependent_tags
 from effllm.records.job import ClusterTotals, GoodputSummary
 
@@ -33,15 +32,9 @@ class CountGaps(Struct, frozen=True):
         return (*self.missing, why) if self.rejected else self.missing
 
     def doubtful_tags(self, tags: Collection[str]) -> dict[str, str]:
-        """Return the tags of run-to-date values that are too low because of a gap, with the reasons.
-
-        A missing report changes no energy per token, because its energy and its tokens are of the same windows.
-        """
-        if not (self.rejected or self.is_uneven):
-            return {}
-        known, text = dependent_tags(COUNTED), "; ".join(self.reasons)
-        chosen = (tag for tag in tags if tag in known and known[tag].base != "window")
-        return {tag: text for tag in chosen if self.rejected or not known[tag].has_energy}
+        """Return the tags of run-to-date values that are too low because of a gap, with the reasons."""
+        low = too_low(tags, self.rejected, self.is_uneven, of_window=False)
+        return dict.fromkeys(low, "; ".join(self.reasons))
 
 
 def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
@@ -61,12 +54,15 @@ def _missing(lost: int, unfinished: int) -> tuple[str, ...]:
     return (*reports, *last)
 
 
-def doubtful_in_window(rows: Rows, tags: Collection[str], has_absent: bool) -> list[str]:
-    """Return the tags of a window's values that are too low: reports of ranks are missing, or a count was rejected."""
-    if not (rejected := rows.counts["counts_rejected"]) and not has_absent:
+def too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_window: bool) -> list[str]:
+    """Return the tags of values that are too low: counts were rejected, or reports of ranks are missing.
+
+    A missing report changes no energy per token, because its energy and its tokens are of the same windows.
+    """
+    if not rejected and not has_missing:
         return []
     known = dependent_tags(COUNTED)
-    chosen = (tag for tag in tags if tag in known and known[tag].base == "window")
+    chosen = (tag for tag in tags if tag in known and (known[tag].base == "window") is of_window)
     return [tag for tag in chosen if rejected or not known[tag].has_energy]
 
 

@@ -235,6 +235,22 @@ class Attempt(Struct):
         if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
 
+    def place_hangs(self, window: int, first: int) -> bool:
+        """Move noted hangs to the reported window that contains them; return whether this window has a hang.
+
+        A hang is noted for the number after the last closed window.  The report has a larger number if windows are
+        joined, and in the first window of a later attempt.  If reports were lost before, their windows keep their
+        hangs.
+
+        Args:
+            window: number of the reported window, which is not counted yet.
+            first: ordinal of its first iteration.
+        """
+        if first <= self.last + 1:
+            for one in [number for number in self.hangs if number < window and self._find(number) is None]:
+                self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(one)
+        return window in self.hangs
+
     # --- spans: `seconds` and `joules` include their sums ---
 
     def _find(self, window: int) -> Span | None:
@@ -380,21 +396,3 @@ def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> No
 
 
 assert set(MARKED_PHASES) <= set(CLASSES)
-
-
-def place_hangs(attempt: Attempt, window: int, first: int) -> bool:
-    """Move noted hangs to the reported window that contains them; return whether this window has a hang.
-
-    A hang is noted for the number after the last closed window.  The report has a larger number if windows are joined,
-    and in the first window of a later attempt.  If reports were lost before, their windows keep their hangs.
-
-    Args:
-        attempt: the running attempt.
-        window: number of the reported window, which is not counted yet.
-        first: ordinal of its first iteration.
-    """
-    hangs = attempt.hangs
-    if first <= attempt.last + 1:
-        for one in [number for number in hangs if number < window and attempt._find(number) is None]:
-            hangs[window] = hangs.get(window, 0.0) + hangs.pop(one)
-    return window in hangs

@@ -13,7 +13,6 @@ from effllm.job.audit import AuditState
 from effllm.job.energy_account import EnergyTotals, WindowEnergy
 from effllm.job.forecast import Progress
 from effllm.job.goodput import Goodput
-from effllm.job.goodput_attempt import place_hangs
 from effllm.job.host_lines import HostLines
 from effllm.job.iteration_losses import IterationLosses
 from effllm.job.memory_pressure import MemoryPressure
@@ -204,7 +203,7 @@ class Ledger(Struct):
 
     def count_rows(self, window: int, rows: Rows) -> None:
         """Add the times and counts of reports, each report only once."""
-        has_hang = place_hangs(self.goodput.attempt, window, int(rows.numbers["iteration_first"].min()))
+        has_hang = self.goodput.attempt.place_hangs(window, int(rows.numbers["iteration_first"].min()))
         for account in self.accounts(window):
             account.add_rows(rows, has_hang)
         add_to(self.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})

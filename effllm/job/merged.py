@@ -83,20 +83,11 @@ class Expected(dict[str, Device]):
     def _found(self) -> tuple[list[str], Positions]:
         return [], np.full(len(self), -1)
 
-    @cached_property
-    def _masks(self) -> list[tuple[Scope, NDArray[np.bool_]]]:
-        return []
-
     def within(self, scope: Scope | None) -> NDArray[np.bool_]:
         """Return the mask of the devices in a scope, in the order of the keys."""
         if scope is None:
             return np.ones(len(self), bool)
-        for known, mask in self._masks:
-            if known is scope:
-                return mask
-        mask = np.array([key in scope.keys for key in self.order], bool)
-        self._masks[:] = [*self._masks[-2:], (scope, mask)]
-        return mask
+        return np.array([key in scope.keys for key in self.order], bool)
 
 
 class GaugeSums(Struct):
@@ -222,11 +213,6 @@ class Merged(Struct, dict=True, eq=False):
         covered = np.zeros(len(self))
         np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
         return np.minimum(covered, 1.0)
-
-    @property
-    def has_all_energy(self) -> bool:
-        """Whether the energy of each device was measured, in a part of its time or in all of it."""
-        return not np.isnan(self.wall.energy[:, JOULES]).any() and bool((self.span_s > 0).all())
 
     @cached_property
     def is_measured(self) -> NDArray[np.bool_]:

@@ -6,7 +6,6 @@ and only once: after every live rank has passed the window, or at the deadline.
 
 from __future__ import annotations
 
-import heapq
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -65,7 +64,6 @@ class OpenWindows:
         until = max(ledger.joined_until, ledger.closed)
         self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
         self._windows: dict[int, OpenWindow] = {}
-        self._order: list[int] = []  # heap of the numbers of open windows
         self._oldest: OpenWindow | None = None
         self._held: dict[int, _Held] = {}  # by rank
         self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
@@ -115,8 +113,7 @@ class OpenWindows:
             opened = self._windows.get(window)
             if opened is None:
                 opened = self._windows[window] = OpenWindow(window, now_s)
-                heapq.heappush(self._order, window)
-                self._oldest = self._windows[self._order[0]]
+                self._oldest = self._windows[min(self._windows)]
             rows = opened.rows
         rows[number] = row if self._joiner is None else joined(rows.get(number), row)
 
@@ -174,9 +171,8 @@ class OpenWindows:
             self._ledger.joined_until = self._joiner.end_of(number)
             self._enter_joined(self._joiner.take(number), self._closed_s)  # reports of late ranks
         self._ledger.closed = number
-        heapq.heappop(self._order)  # windows close in order
         del self._windows[number]
-        self._oldest = self._windows[self._order[0]] if self._order else None
+        self._oldest = self._windows[min(self._windows)] if self._windows else None
         for rank in window.rows:
             held = self._held[rank]
             if held.num_rows == 1:

@@ -14,11 +14,11 @@ from effllm.job.audit import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.job.gaps import (
     count_gaps,
-    doubtful_in_window,
     energy_coverage,
     energy_gaps,
     iterations_reached,
     not_measured,
+    too_low,
 )
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Expected, Merged
@@ -127,7 +127,8 @@ def report_of(
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     values = metrics.evaluate(run, shown_of_window, whole)
-    of_window = dict.fromkeys(doubtful_in_window(rows, values, bool(coverage.missing_ranks)))
+    rejected = rows.counts["counts_rejected"]
+    of_window = dict.fromkeys(too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
     found = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
     parts = found.parts if found is not None and found.unit == OF_GPUS else ()
     return ClusterReport(
