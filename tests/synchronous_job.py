@@ -14,8 +14,7 @@ import numpy as np
 
 from effllm.job.health.peers import Peer
 from effllm.job.health.stragglers import Stragglers, Straggling
-from effllm.job.iteration_losses import IterationLosses
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import IterationLosses, IterationMatrix
 from effllm.records.energy import EnergyAmount
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.job import LastRanks, StragglerVerdict

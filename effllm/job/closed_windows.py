@@ -17,8 +17,7 @@ from effllm.job.energy_account import window_energy
 from effllm.job.forecast import Mark
 from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
-from effllm.job.iteration_losses import LOST_SECONDS
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
 from effllm.job.joining import joined
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Merged, merge_devices

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
-from effllm.job.iteration_losses import MIN_KEPT, IterationLosses
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import MIN_KEPT, IterationLosses, IterationMatrix
 from effllm.records.iteration_times import LONG, IterationTimes, codes_of
 from effllm.records.job import MAX_LAST, LastRanks
 
@@ -244,7 +243,7 @@ def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):
     exact, means = IterationLosses(), IterationLosses()
     sums = []
     for losses, values in ((exact, 1 << 20), (means, 61)):
-        monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", values)
+        monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", values)
         matrix = IterationMatrix.of(window(1, steps, waits))
         sums.append(sum(one.data_s for one in losses.close(matrix)) + float((matrix.waits @ matrix.weights).sum()))
 
@@ -261,7 +260,7 @@ def test_waits_for_each_other_in_means_have_an_upper_bound(monkeypatch):
     groups, named = [np.arange(2)], np.array([], np.intp)
     found = []
     for values in (1 << 20, 60):
-        monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", values)
+        monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", values)
         matrix = IterationMatrix.of(window(1, [[0.35] * 120] * 2, [[0.0] * 120] * 2, own))
         found.append(Waits.of(by_iteration(matrix, ()), groups, named))
 
@@ -275,7 +274,7 @@ def test_waits_of_one_rank_in_means_cost_the_others_as_much_as_in_single_iterati
     """Two of three ranks wait 0.2 s for the third one in each of 12 iterations, of which 4 columns are made."""
     waits = [[0.2] * 12, [0.0] * 12, [0.0] * 12]
     rows = window(1, synchronous(waits, [[0.1] * 12] * 3), waits)
-    monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", 12)
+    monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", 12)
 
     (lost, *_) = IterationLosses().close(IterationMatrix.of(rows))
 
@@ -283,7 +282,7 @@ def test_waits_of_one_rank_in_means_cost_the_others_as_much_as_in_single_iterati
 
 
 def test_columns_of_a_large_window_are_joined(monkeypatch):
-    monkeypatch.setattr("effllm.job.iteration_matrix.MAX_VALUES", 8)
+    monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", 8)
     matrix = IterationMatrix.of(window(1, [[0.1, 0.3, 0.2, 0.2, 0.5]] * 2, [[0.0] * 5] * 2, [[0.1] * 5] * 2))
 
     assert matrix.weights.tolist() == [2.0, 2.0, 1.0] and matrix.has_means

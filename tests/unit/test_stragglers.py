@@ -10,7 +10,7 @@ from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_wi
 
 from effllm.job.health.diagnosis import CLOCK, NO_REASON, THROTTLED, UNKNOWN, ComparedReadings, Reason
 from effllm.job.health.straggler_reasons import ranks_text
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import IterationMatrix
 from effllm.records.rank import Profile
 
 #: Times of iterations are rounded to 16 bits, so a small difference of two of them has this error.

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from effllm.job.iteration_losses import Lost
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import IterationMatrix, Lost
 from effllm.records.columns import Array, Positions, fields_of
 from effllm.records.iteration_times import LONG
 from effllm.records.job import LastRanks

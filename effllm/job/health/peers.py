@@ -27,7 +27,6 @@ class PeerGroups:
 
     def __init__(self) -> None:
         self.known: dict[int, Peer] = {}
-        self._max_rank = -1  # the largest known rank
         self.groups: dict[str, set[int]] = {}
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
@@ -35,7 +34,6 @@ class PeerGroups:
     def meet(self, rank: int, peer: Peer) -> None:
         old = self.known.get(rank)
         self.known[rank] = peer
-        self._max_rank = max(self._max_rank, rank)
         for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
             if old is not None:
                 sets[getattr(old, name)].discard(rank)
@@ -53,12 +51,13 @@ class PeerGroups:
 
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the reports of known ranks that contain an iteration."""
-        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
+        if (
+            isinstance(rows, Rows)
+            and rows.numbers["iterations"].min(initial=1) > 0
+            and self.known.keys() >= set(rows.ranks)
+        ):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
-
-    def _has_all(self, ranks: Sequence[int]) -> bool:
-        return len(self.known) == self._max_rank + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
 
     def grouped(self, ranks: Sequence[int]) -> dict[str, Positions]:
         """Return the places of the ranks of each group that has at least two of them."""

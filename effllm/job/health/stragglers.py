@@ -19,8 +19,7 @@ from effllm.job.health.comparison import NUM_BLOCKS, SLOW, RankComparison, Slow
 from effllm.job.health.own_times import UNLIKE, CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
 from effllm.job.health.peers import Peer, PeerGroups
 from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
-from effllm.job.iteration_losses import Lost
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import IterationMatrix, Lost
 from effllm.records.job import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from effllm import metrics
 from effllm.job.health.peers import Peer
 from effllm.job.health.stragglers import Stragglers
-from effllm.job.iteration_losses import Lost
-from effllm.job.iteration_matrix import IterationMatrix
+from effllm.job.iteration_losses import IterationMatrix, Lost
 from effllm.job.ledger import Ledger, Waited
 from effllm.records.job import ClusterReport, ClusterTotals, HealthTotals
 from effllm.records.rank import Event, RankReport
