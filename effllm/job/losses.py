@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from effllm.job.causes import AVOIDABLE, SLOW_DATA
-from effllm.job.health.diagnosis import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.health.own_times import UNLIKE
+from effllm.job.health.straggler_reasons import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.slow_clocks import LOCKED
 from effllm.metrics import METRICS
 from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary

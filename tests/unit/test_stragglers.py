@@ -8,8 +8,15 @@ from cases import cases, repeats
 from msgspec.structs import replace
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
-from effllm.job.health.diagnosis import CLOCK, NO_REASON, THROTTLED, UNKNOWN, ComparedReadings, Reason
-from effllm.job.health.straggler_reasons import ranks_text
+from effllm.job.health.straggler_reasons import (
+    CLOCK,
+    NO_REASON,
+    THROTTLED,
+    UNKNOWN,
+    ComparedReadings,
+    Reason,
+    ranks_text,
+)
 from effllm.job.iteration_losses import IterationMatrix
 from effllm.records.rank import Profile
 
