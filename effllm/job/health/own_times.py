@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class CountedWaits:
     def __init__(self, last_ranks: LastRanks) -> None:
         self.last_ranks = last_ranks
         self.last: dict[int, float] = {}  # of the newest window: rank -> number of iterations in which it was last
-        self._kept: deque[_Counted] = deque()
+        self._kept: dict[int, _Counted] = {}  # by window
 
     def count(
         self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
@@ -121,7 +121,8 @@ class CountedWaits:
             slow: the slow ranks.
             since: iteration from which the waits for slow ranks are counted again, if there is a new slow rank.
         """
-        again = [one for one in self._kept if since is not None and one.times.shown + one.times.weights.sum() > since]
+        after = math.inf if since is None else since
+        again = [one for one in self._kept.values() if one.times.shown + one.times.weights.sum() > after]
         lost, bound_s, waits = [], 0.0, Waits()
         for one in (*again, _Counted(own, groups, num_ranks, waits)):
             waits, old = Waits.of(one.times, one.groups, _places(one.times.ranks, slow)), one.waits
@@ -173,13 +174,9 @@ class CountedWaits:
         )
 
     def _keep(self, counted: _Counted) -> None:
-        at = next((i for i, one in enumerate(self._kept) if one.times.window == counted.times.window), None)
-        if at is not None:
-            self._kept[at] = counted
-            return
-        self._kept.append(counted)
-        while len(self._kept) > 1 and sum(one.times.values.nbytes for one in self._kept) > MAX_KEPT_BYTES:
-            self._kept.popleft()
+        self._kept[counted.times.window] = counted
+        while len(self._kept) > 1 and sum(one.times.values.nbytes for one in self._kept.values()) > MAX_KEPT_BYTES:
+            del self._kept[min(self._kept)]
 
     def _count_last(self, own: Times, waits_s: Sequence[float]) -> None:
         by_place = np.bincount(own.values.argmax(axis=0), own.weights, minlength=len(own.ranks))
