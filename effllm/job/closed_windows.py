@@ -182,7 +182,7 @@ class ClosedWindows:
         left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.iterations > 0 else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
         weighed = [
-            (scope, window_energy(merged, devices, len(unknown), len(blind), scope, left))
+            (scope, window_energy(merged, devices, scope, len(unknown), len(blind), left))
             for scope in roster.job.scopes
         ]
         scope, found = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MAX_SCOPE_COVERAGE))

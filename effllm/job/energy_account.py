@@ -17,7 +17,7 @@ from effllm.job.merged import Expected, Merged
 from effllm.job.power_scope import Scope
 from effllm.records.columns import Array, Positions, Table, array_of
 from effllm.records.energy import AMOUNT, END_J2, JOULES, NORMAL_95, START_J2, EnergyAmount, edge_j2
-from effllm.records.rank import NODE_PSU, Device
+from effllm.records.rank import NODE_PSU
 
 #: Number of last windows that a late report can still change; edges of older windows are final.
 OPEN_WINDOWS = 10
@@ -62,25 +62,23 @@ class WindowEnergy(Struct, frozen=True):
 
 def window_energy(
     merged: Merged,
-    devices: Mapping[str, Device],
-    absent: int,
+    expected: Expected,
+    scope: Scope,
+    absent: int = 0,
     blind: int = 0,
-    scope: Scope | None = None,
     left: Iterable[str] = (),
 ) -> WindowEnergy:
     """Return the energy of a window and its coverage.
 
     Args:
         merged: the window's devices.
-        devices: every device that the window should have.
+        expected: every device that the window should have.
+        scope: the power scope of the job.
         absent: number of ranks that have not joined.
         blind: number of ranks that have joined without a device.
-        scope: the power scope of the job; ``None`` for all devices.
         left: devices whose ranks have all left while other ranks train.
     """
-    expected = Expected.of(devices)
-    lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
-    is_measurable = expected.is_measurable if scope is None else bool(scope.label)
+    lacking = absent + scope.lacking + (0 if scope.choice == NODE_PSU else blind)
     rows = expected.positions(merged)
     owners, shown = _shown(merged, expected, rows, expected.within(scope))
     gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
@@ -97,7 +95,7 @@ def window_energy(
     present = gpus[gpus >= 0]
     is_all_there = bool(there.all()) and not lacking
     return WindowEnergy(
-        coverage=_coverage(shown, merged, lacking) if is_measurable else None,
+        coverage=_coverage(shown, merged, lacking) if scope.label else None,
         wall=total_of(amounts),
         iterations=total_of(iterations[measured]),
         phases_j=phases_j,
@@ -108,7 +106,7 @@ def window_energy(
         gpus_iterations_j=float(np.nan_to_num(iterations[present, JOULES]).sum()),
         num_owners=len(owners) + lacking,
         lowest_coverage=float(merged.energy_coverage[shown].min(initial=1.0)) if is_all_there else 0.0,
-        num_left=sum(scope is None or key in scope.keys for key in left),
+        num_left=sum(key in scope.keys for key in left),
     )
 
 

@@ -30,10 +30,6 @@ MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; N
 class Expected(dict[str, Device]):
     """The devices that a window should have, with derived properties that are the same in every window."""
 
-    @classmethod
-    def of(cls, devices: Mapping[str, Device]) -> Expected:
-        return devices if isinstance(devices, Expected) else cls(devices)
-
     @cached_property
     def order(self) -> list[str]:
         """Sorted keys of the devices."""
@@ -48,11 +44,6 @@ class Expected(dict[str, Device]):
     def is_gpu(self) -> NDArray[np.bool_]:
         """Mask of the GPUs, in the order of the keys."""
         return np.array([self[key].is_gpu for key in self.order], bool)
-
-    @cached_property
-    def is_measurable(self) -> bool:
-        """Whether any device has a sensor of energy or power."""
-        return any(device.energy_method for device in self.values())
 
     @cached_property
     def is_first_of_owner(self) -> NDArray[np.bool_]:
@@ -83,10 +74,8 @@ class Expected(dict[str, Device]):
     def _found(self) -> tuple[list[str], Positions]:
         return [], np.full(len(self), -1)
 
-    def within(self, scope: Scope | None) -> NDArray[np.bool_]:
+    def within(self, scope: Scope) -> NDArray[np.bool_]:
         """Return the mask of the devices in a scope, in the order of the keys."""
-        if scope is None:
-            return np.ones(len(self), bool)
         return np.array([key in scope.keys for key in self.order], bool)
 
 
@@ -243,7 +232,7 @@ class Merged(Struct, dict=True, eq=False):
         return int(self.is_measured[there[there >= 0]].sum())
 
 
-def merge_devices(rows: Rows, devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
+def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
@@ -252,10 +241,9 @@ def merge_devices(rows: Rows, devices: Mapping[str, Device], members: Mapping[st
 
     Args:
         rows: the window's reports.
-        devices: every known device by its key.
+        expected: every known device by its key.
         members: the ranks that use each device.
     """
-    expected = Expected.of(devices)
     known = _one_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
     same = expected.keys_alike.get

@@ -10,7 +10,8 @@ from effllm import metrics
 from effllm.job.account import Account
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
-from effllm.job.merged import MAX_REASONS, merge_devices
+from effllm.job.merged import MAX_REASONS, Expected, merge_devices
+from effllm.job.power_scope import Scope
 from effllm.job.rows import Rows
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
@@ -19,17 +20,22 @@ from effllm.store.reader import keys_of
 
 
 def gpus(count):
-    devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(count)}
+    devices = Expected({f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(count)})
     return devices, {key: {rank} for rank, key in enumerate(devices)}
 
 
+def scope_of(devices):
+    return Scope("gpu" if any(one.energy_method for one in devices.values()) else None, "gpu", frozenset(devices))
+
+
 def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
-    account = Account(wall=wall)
+    account, devices = Account(wall=wall), Expected(devices)
     for rows in map(Rows, windows):
         merged = merge_devices(rows, devices, members)
         account.add_rows(rows)
         account.add_devices(merged)
-        account.add_energy(rows[0].window if rows else 0, window_energy(merged, devices, absent), rows, least)
+        energy = window_energy(merged, devices, scope_of(devices), absent)
+        account.add_energy(rows[0].window if rows else 0, energy, rows, least)
     return account.totals(JobConstants(parameters=1000, gpus=len(devices), world_size=2))
 
 
@@ -197,16 +203,17 @@ def test_memory_and_utilization_means_have_values_without_energy():
 
 
 def test_absent_rank_counts_as_one_unmeasured_device():
-    energy = window_energy(merge_devices(Rows([row(0)]), *gpus(1)), gpus(1)[0], absent=1)
+    energy = window_energy(merge_devices(Rows([row(0)]), *gpus(1)), gpus(1)[0], scope_of(gpus(1)[0]), absent=1)
 
     assert energy.coverage == pytest.approx(0.5)
 
 
 def test_energy_coverage_is_none_without_energy_sensors():
-    devices = {"GPU-0": gpu(energy_method=None)}
+    devices = Expected({"GPU-0": gpu(energy_method=None)})
     window = device_window("GPU-0", wall=Integrals(NOT_MEASURED, GIB, 10.0, 5.0, 10.0))
 
-    energy = window_energy(merge_devices(Rows([row(0, devices=(window,))]), devices, {"GPU-0": {0}}), devices, 0)
+    merged = merge_devices(Rows([row(0, devices=(window,))]), devices, {"GPU-0": {0}})
+    energy = window_energy(merged, devices, scope_of(devices))
 
     assert energy.coverage is None
     assert not is_covered(energy.coverage, 0.0)
@@ -281,7 +288,7 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
     account = Account(wall=wall)
     for rows in map(Rows, windows):
         merged = merge_devices(rows, devices, members)
-        energy = window_energy(merged, devices, 0)
+        energy = window_energy(merged, devices, scope_of(devices))
         account.add_devices(merged)
         account.add_energy(7, energy, rows, 1.0)
         account.add_devices(merged, -1)
@@ -398,7 +405,7 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
         merged = merge_devices(rows, devices, members)
         ledger.warm(number, rows, warmup, 0.0)
         ledger.count_rows(number, rows)
-        ledger.count_devices(number, rows, merged, window_energy(merged, devices, 0), least)
+        ledger.count_devices(number, rows, merged, window_energy(merged, devices, scope_of(devices)), least)
     run, whole, by_class = *(one.totals(JobConstants()) for one in (ledger.run, ledger.whole)), ledger.energy_by_class()
 
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)

@@ -12,7 +12,8 @@ from sink_examples import make_totals, with_keys
 from effllm import metrics
 from effllm.job.account import Account
 from effllm.job.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of, window_energy
-from effllm.job.merged import merge_devices
+from effllm.job.merged import Expected, merge_devices
+from effllm.job.power_scope import Scope
 from effllm.job.rows import Rows
 from effllm.records.columns import fields_of, from_json, to_json
 from effllm.records.energy import NORMAL_95, EnergyAmount
@@ -211,13 +212,14 @@ def test_error_of_two_gpus_equals_the_error_computed_by_hand():
         joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
         return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))
 
-    account, devices = Account(), {"GPU-0": gpu("GPU-0"), "GPU-1": gpu("GPU-1")}
+    account, devices = Account(), Expected({"GPU-0": gpu("GPU-0"), "GPU-1": gpu("GPU-1")})
+    scope = Scope("gpu", "gpu", frozenset(devices))
     for number, ends in ((1, (4.0, 9.0)), (2, (9.0, 16.0))):
         walls = [wall(rank, *ends) for rank in (0, 1)]
         rows = Rows(row(at, number, devices=(device_window(f"GPU-{at}", wall=one),)) for at, one in enumerate(walls))
         merged = merge_devices(rows, devices, {"GPU-0": {0}, "GPU-1": {1}})
         account.add_rows(rows)
-        account.add_energy(number, window_energy(merged, devices, 0), rows, 1.0)
+        account.add_energy(number, window_energy(merged, devices, scope), rows, 1.0)
     totals = account.totals(JobConstants(gpus=2))
 
     # Each GPU has the variances 4 at its start, 16 at its end, and 1 within each of the two windows.

@@ -6,7 +6,7 @@ from cases import cases
 
 from effllm.config.settings import Config
 from effllm.job.aggregator import Aggregator
-from effllm.job.merged import merge_devices
+from effllm.job.merged import Expected, merge_devices
 from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.rank import Gauge
@@ -19,7 +19,7 @@ def read(name, degrees, seconds=10.0, **changes):
 
 
 def readings_of(rows, *devices):
-    known = {device.key: device for device in devices}
+    known = Expected({device.key: device for device in devices})
     members = {key: {rank} for rank, key in enumerate(known)}
     return merge_devices(Rows.by_rank({one.rank: one for one in rows}), known, members).gpus
 
