@@ -40,10 +40,8 @@ class Axis(Struct):
         wall_s = step_s if time_s is None else time_s - self.time_s
         if self.at_s is None:
             self.at_s, wall_s = 0.0, (time_s or 0.0)
-        elif is_same:
-            self.at_s += step_s
         else:
-            self.at_s += max(wall_s, 0.0)
+            self.at_s += step_s if is_same else max(wall_s, 0.0)
         self.boot, self.now_s, self.time_s, self.is_resumed = boot, now_s, self.time_s + wall_s, False
 
 

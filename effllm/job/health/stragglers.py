@@ -27,6 +27,7 @@ from effllm.records.rank import Event, RankReport
 MAX_VERDICTS, MAX_KEPT = 16, 64
 #: Maximum number of windows whose long iterations are not known yet, and of windows to which waits are added later.
 MAX_PENDING, MAX_WINDOWS = 64, 512
+_SECONDS = ("gpu_seconds", "own_seconds", "max_seconds")  # costs of a verdict
 
 
 #: Evidence -> comparison.  An own time that ends at ``backward`` is a part of the work: a rank that is slow in it is
@@ -328,7 +329,7 @@ class Stragglers:
     def _add_cost(self, unit: Unit, has_reason: bool, joules: float | None, **seconds: float) -> None:
         named = self._named[unit]
         last = named.last / named.iterations if named.iterations else None
-        named.verdict = replace(named.verdict, last_share=last, **_costs(named.verdict, joules, seconds))
+        named.verdict = _with_cost(replace(named.verdict, last_share=last), joules, seconds)
         _add_to(self._totals, named.verdict, has_reason, joules, seconds)
 
 
@@ -341,13 +342,10 @@ def _add_to(
 ) -> None:
     """Add the costs of one window to the total of all verdicts on the same ranks."""
     key = ",".join(map(str, verdict.ranks))
-    total = totals.get(key)
-    if total is None:
-        totals[key] = replace(verdict, **_costs(None, joules, seconds))
-    else:
-        reason = verdict if has_reason else total
-        kept = replace(verdict, since_iteration=total.since_iteration, why=reason.why)
-        totals[key] = replace(kept, differences=reason.differences, **_costs(total, joules, seconds))
+    total = totals.get(key) or replace(verdict, **dict.fromkeys(_SECONDS, 0.0), joules=None)
+    reason, before = verdict if has_reason else total, {name: getattr(total, name) for name in (*_SECONDS, "joules")}
+    kept = replace(verdict, since_iteration=total.since_iteration, why=reason.why, differences=reason.differences)
+    totals[key] = _with_cost(replace(kept, **before), joules, seconds)
     if len(totals) > MAX_KEPT:
         del totals[min(totals, key=lambda one: totals[one].gpu_seconds)]
 
@@ -374,16 +372,10 @@ def _slowdown(slow: Slow, evidence: str) -> float:
     return slow.excess_s / base_s if base_s > 0 else 0.0
 
 
-def _costs(
-    verdict: StragglerVerdict | None, joules: float | None, seconds: Mapping[str, float]
-) -> dict[str, float | None]:
-    """Return the costs of a verdict with those of one more window."""
-    sums: dict[str, float | None] = {
-        name: value + (0.0 if verdict is None else getattr(verdict, name)) for name, value in seconds.items()
-    }
-    is_first = verdict is None or not verdict.gpu_seconds
-    sums["joules"] = _sum(None if verdict is None else verdict.joules, joules, is_first)
-    return sums
+def _with_cost(verdict: StragglerVerdict, joules: float | None, seconds: Mapping[str, float]) -> StragglerVerdict:
+    """Return a verdict with the costs of one more window."""
+    sums = {name: getattr(verdict, name) + value for name, value in seconds.items()}
+    return replace(verdict, joules=_sum(verdict.joules, joules, not verdict.gpu_seconds), **sums)
 
 
 def _sum(before: float | None, more: float | None, is_first: bool) -> float | None:
