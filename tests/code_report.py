@@ -24,13 +24,13 @@ BUDGETS = {
     "energy": 1_839,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_559,  # no event and no read on a GPU that the process does not use
-    "job": 9_524,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
+    "job": 9_273,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_834,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
     "metrics": 1_021,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_560,
-    "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
+    "records": 3_447,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_396,  # rates of a matrix product and a copy under load
-    "server": 1_379,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
+    "server": 1_378,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
     "sinks": 1_589,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_901,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently

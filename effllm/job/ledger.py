@@ -243,6 +243,17 @@ class Ledger(Struct):
             self.hang_s += seconds
             self.goodput.attempt.note_hang(self.closed + 1, seconds)
 
+    def note_waits(self, waited: Waited) -> None:
+        """Add the waits for stragglers in a window."""
+        self.waited, more, before = waited, waited.health, self.health
+        straggling_s, straggling_j = before.straggling_s, before.straggling_j
+        if more.straggling_s is not None:
+            straggling_s = (straggling_s or 0.0) + more.straggling_s
+        if more.straggling_gpu_s:
+            is_known = straggling_j is not None and more.straggling_j is not None
+            straggling_j = straggling_j + more.straggling_j if is_known else None  # type: ignore[operator]
+        self.health = HealthTotals(straggling_s, before.straggling_gpu_s + more.straggling_gpu_s, straggling_j)
+
     def note_own(self, cpu_s: float, received_bytes: int) -> None:
         self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
 

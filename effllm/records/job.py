@@ -146,16 +146,6 @@ class HealthTotals(Struct, frozen=True):
     stalled_s: float | None = None  # time of the whole run in which no rank made progress
     stragglers: int = 0  # number of stragglers at the end of the window
 
-    def with_waits(self, more: HealthTotals) -> HealthTotals:
-        """Return the waits for stragglers with those of a further window."""
-        straggling_s, straggling_j = self.straggling_s, self.straggling_j
-        if more.straggling_s is not None:
-            straggling_s = (straggling_s or 0.0) + more.straggling_s
-        if more.straggling_gpu_s:
-            is_known = straggling_j is not None and more.straggling_j is not None
-            straggling_j = straggling_j + more.straggling_j if is_known else None  # type: ignore[operator]
-        return HealthTotals(straggling_s, self.straggling_gpu_s + more.straggling_gpu_s, straggling_j)
-
 
 class GoodputTotals(Struct, frozen=True):
     """The elapsed time of a job by class; see effllm/job/goodput.py."""

@@ -166,8 +166,7 @@ class StragglerWatch:
         of_window = HealthTotals(
             found.seconds, found.rank_seconds, found.joules, stragglers=len(self._stragglers.named_ranks)
         )
-        ledger.waited = Waited(of_window, self._stragglers.verdicts, found.slowest)
-        ledger.health = ledger.health.with_waits(of_window)
+        ledger.note_waits(Waited(of_window, self._stragglers.verdicts, found.slowest))
         for event in found.events:
             self._report(event)
         if any(event.kind == "straggler" for event in found.events) and (verdicts := self._stragglers.verdicts):
