@@ -166,10 +166,9 @@ def page() -> str:
     lines = [
         "# Training systems",
         "",
-        "This table has the hook of each training system, and its tests, for jobs that source",
-        "`launch/efficientllm_config.sh` before their launch script. *Ran* means that the test ran the system itself,",
-        "on CPUs. *Stand-in* means that the test ran a small module with the same functions and signatures. The tests",
-        'write this table: `python -m pytest -m "" --systems tests tests/frameworks`.',
+        "The hook of each training system, and its tests. *Ran*: the test ran the system itself, on CPUs. *Stand-in*:",
+        "a small module with the same functions and signatures. The tests write this table:",
+        '`python -m pytest -m "" --systems tests tests/frameworks`.',
         "",
         "| system | attached by | tokens from | tested | not tested |",
         "|---|---|---|---|---|",
