@@ -19,8 +19,6 @@ from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _REFRESH_S = 10.0
 _CHILDREN_OF_THIS_THREAD = Path("/proc/thread-self/children")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
@@ -33,49 +31,16 @@ class Usage(NamedTuple):
     shared_bytes: int
 
 
-class Process:
-    """A process, read through open files in /proc; an open file never refers to a later process with the same pid.
-
-    One read of the files takes 5 microseconds; psutil takes 25 microseconds.  An agent may have to read a hundred
-    processes.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.inherited_bytes = 0
-        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-        try:
-            self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
-        except OSError:
-            os.close(self._stat)
-            raise
-
-    def usage(self) -> Usage | None:
-        """Return the usage, or ``None`` after the process has ended."""
-        try:
-            stat = os.pread(self._stat, 2048, 0)
-            statm = os.pread(self._statm, 256, 0).split()
-        except ProcessLookupError:
-            return None
-        fields = stat[stat.rindex(b")") + 2 :].split()  # the process name may contain spaces and brackets
-        user, system, reaped_user, reaped_system = map(int, fields[11:15])
-        return Usage(
-            has_ended=fields[0] in b"ZX",
-            cpu_s=(user + system) / _TICKS_PER_S,
-            reaped_s=(reaped_user + reaped_system) / _TICKS_PER_S,
-            rss_bytes=int(statm[1]) * _PAGE_BYTES,
-            shared_bytes=int(statm[2]) * _PAGE_BYTES,
-        )
-
-    def own_bytes(self, usage: Usage) -> int:
-        """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
-        unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # After exec a process has no inherited pages, so the inherited bytes are limited to the unshared bytes.
-        self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
-        return unshared_bytes - self.inherited_bytes
-
-    def close(self) -> None:
-        os.close(self._stat)
-        os.close(self._statm)
+def usage_of(process: psutil.Process) -> Usage | None:
+    """Return the usage of a process, or ``None`` after it has ended."""
+    try:
+        with process.oneshot():
+            times, memory = process.cpu_times(), process.memory_info()
+            has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return None
+    reaped_s = times.children_user + times.children_system
+    return Usage(has_ended, times.user + times.system, reaped_s, memory.rss, memory.shared)
 
 
 def _children(pid: int) -> list[int]:
@@ -97,7 +62,7 @@ def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
             yield from _descendants(child, excluded)
 
 
-def _inherited_bytes(pid: int, usage: Usage) -> int:
+def _inherited_bytes(process: psutil.Process, usage: Usage) -> int:
     """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
     Inherited bytes are counted for the parent.  Only smaps_rollup separates inherited bytes; rss and the shared pages
@@ -105,12 +70,9 @@ def _inherited_bytes(pid: int, usage: Usage) -> int:
     per process.  The file does not name the other process: a page that only two descendants share is not counted.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0  # the process has ended, or Linux is older than 4.14
-    sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}
-    private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
-    return max(0, sizes.get("Rss", 0) - private - usage.shared_bytes)
+        return max(0, usage.rss_bytes - process.memory_full_info().uss - usage.shared_bytes)
+    except psutil.Error:
+        return 0  # the process has ended
 
 
 class ProcessTree:
@@ -123,11 +85,12 @@ class ProcessTree:
         self._pid = pid
         self._excluded = excluded
         self._clock = clock
-        self._processes: dict[int, Process] = {}  # in this order: trainer, children, grandchildren of each child
+        self._processes: dict[int, psutil.Process] = {}  # in this order: trainer, children, grandchildren of each child
+        self._inherited_bytes: dict[int, int] = {}
         self._refresh_at_s = clock()
         self._last: dict[int, Usage] = {}
-        with suppress(FileNotFoundError, ProcessLookupError):
-            self._processes[pid] = Process(pid)
+        with suppress(psutil.NoSuchProcess):
+            self._processes[pid] = psutil.Process(pid)
 
     def read(self) -> tuple[float, float | None]:
         """Return the bytes in use, and the CPU seconds since the last read.
@@ -141,42 +104,36 @@ class ProcessTree:
         if self._pid not in now or now[self._pid].has_ended:
             raise ProcessLookupError("the trainer has ended")
         memory_bytes = float(now[self._pid].rss_bytes)
-        memory_bytes += sum(self._processes[pid].own_bytes(usage) for pid, usage in now.items() if pid != self._pid)
+        memory_bytes += sum(self._own_bytes(pid, usage) for pid, usage in now.items() if pid != self._pid)
         last, self._last = self._last, now
         return memory_bytes, _cpu_s(last, now) if last else None
 
-    def close(self) -> None:
-        for pid in list(self._processes):
-            self._remove(pid)
+    def _own_bytes(self, pid: int, usage: Usage) -> int:
+        """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
+        unshared_bytes = usage.rss_bytes - usage.shared_bytes
+        # After exec a process has no inherited pages, so the inherited bytes are limited to the unshared bytes.
+        self._inherited_bytes[pid] = min(self._inherited_bytes.get(pid, 0), unshared_bytes)
+        return unshared_bytes - self._inherited_bytes[pid]
 
     def _usages(self) -> dict[int, Usage]:
         """Return the usages; if a process ends, read all again, because its CPU time moves to its parent."""
         while True:
-            usages = {pid: process.usage() for pid, process in self._processes.items()}
+            usages = {pid: usage_of(process) for pid, process in self._processes.items()}
             present = {pid: usage for pid, usage in usages.items() if usage is not None}
             if len(present) == len(usages):
                 return present
             for pid in usages.keys() - present.keys():
-                self._remove(pid)
+                del self._processes[pid]
 
     def _refresh(self) -> None:
         self._refresh_at_s = self._clock() + _REFRESH_S
         pids = [self._pid, *_descendants(self._pid, self._excluded)]
-        for pid in self._processes.keys() - set(pids):
-            self._remove(pid)
+        before, self._processes = self._processes, {}
         for pid in pids:
-            if pid not in self._processes:
-                self._add(pid)
-
-    def _add(self, pid: int) -> None:
-        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
-            process = self._processes[pid] = Process(pid)
-            usage = process.usage()
-            if usage is not None:
-                process.inherited_bytes = _inherited_bytes(pid, usage)
-
-    def _remove(self, pid: int) -> None:
-        self._processes.pop(pid).close()
+            with suppress(psutil.NoSuchProcess):
+                process = self._processes[pid] = before.get(pid) or psutil.Process(pid)
+                if pid not in before and (usage := usage_of(process)) is not None:
+                    self._inherited_bytes[pid] = _inherited_bytes(process, usage)
 
 
 def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
@@ -230,7 +187,6 @@ class HostReader:
         return Sample(time_ns=time_ns, memory_bytes=memory_bytes, utilization=utilization, energy_j=energy_j), failures
 
     def close(self) -> None:
-        self._tree.close()
         if self._rapl is not None:
             self._rapl.close()
 

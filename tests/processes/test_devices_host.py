@@ -305,32 +305,6 @@ def test_reads_with_an_invalid_trainer_pid_are_reported_as_failures(clock, no_ra
     assert set(failures) == {"memory_bytes", "utilization"}
 
 
-def num_open_files():
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def test_closed_reader_keeps_no_file_open_and_can_be_closed_again(trainer, clock, no_rapl):
-    trainer.do("fork_waiting(lambda: None)")
-    before = num_open_files()
-    reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
-    reader.read()
-    while_open = num_open_files()
-    reader.close()
-    reader.close()
-
-    assert (while_open - before, num_open_files() - before) == (4, 0)
-
-
-def test_files_of_an_ended_process_are_closed(trainer, reader, clock):
-    child = trainer.do("fork_waiting(lambda: None)")
-    memory_mib(reader, clock)
-    before = num_open_files()
-    trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")
-    reader.read()
-
-    assert num_open_files() - before == -2
-
-
 # --- RAPL; its own tests are in test_node_power_rapl.py ---
 
 

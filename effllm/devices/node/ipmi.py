@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
 LIMIT_S = 5.0
-MAX_BYTES = 64 * 1024
 _ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not in the PATH of ordinary users
 
 SENSOR = Sensor(
@@ -93,70 +92,26 @@ def watts(tool: Tool, text: str) -> float:
     return float(reading[1])
 
 
-class Command:
-    """An executable that runs repeatedly, one process at a time, each with a timeout."""
+def output_of(arguments: Sequence[str], limit_s: float = LIMIT_S) -> str:
+    """Run an executable and return its output, including error messages.
 
-    def __init__(self, arguments: Sequence[str], limit_s: float = LIMIT_S) -> None:
-        self._arguments = arguments
-        self._name = Path(arguments[0]).name
-        self._limit_s = limit_s
-        self._stuck: subprocess.Popen[bytes] | None = None
-
-    def run(self) -> str:
-        """Return the output, including error messages.
-
-        Raises:
-            OSError: the executable cannot be started, failed, timed out, or printed too much.
-        """
-        if self._stuck is not None and self._stuck.poll() is None:
-            raise OSError(f"{self._name} hangs in the kernel and is not started again")
-        process = subprocess.Popen(
-            self._arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    Raises:
+        OSError: the executable cannot be started, failed, or timed out.
+    """
+    name = Path(arguments[0]).name
+    with subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
         try:
-            output = self._read_all(process)
-        finally:
-            self._end(process)
-        text = output.decode(errors="replace")
-        if process.returncode:
-            raise OSError(f"{self._name} failed ({process.returncode}): {_last_line(text)}")
-        return text
-
-    def _read_all(self, process: subprocess.Popen[bytes]) -> bytes:
-        assert process.stdout is not None
-        output, until_s = bytearray(), time.monotonic() + self._limit_s
-        while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
-            output += piece
-            if len(output) > MAX_BYTES:
-                raise OSError(f"{self._name} printed more text than a power reading has")
-        ended = os.pidfd_open(process.pid)
-        try:
-            self._wait(ended, until_s)
-        finally:
-            os.close(ended)
-        return bytes(output)
-
-    def _wait(self, descriptor: int, until_s: float) -> bool:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if not poll.poll(max(until_s - time.monotonic(), 0.0) * 1000):
-            raise TimeoutError(f"{self._name} did not answer within {self._limit_s:g} s")
-        return True
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and its children, then reap the process; its number is not reused before it is reaped."""
-        assert process.stdout is not None
-        process.stdout.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        try:
-            process.wait(1.0)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            self._stuck = process
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
+            raise TimeoutError(f"{name} did not answer within {limit_s:g} s") from None
+    text = output.decode(errors="replace")
+    if process.returncode:
+        raise OSError(f"{name} failed ({process.returncode}): {_last_line(text)}")
+    return text
 
 
 def _last_line(text: str) -> str:
@@ -185,17 +140,21 @@ def open_reader(
         executable = which(tool.name)
         if executable is None:
             continue
-        command, began_s = Command([executable, *tool.arguments], limit_s), time.monotonic()
+        measure, began_s = partial(_measure, tool, executable, limit_s), time.monotonic()
         try:
-            watts(tool, command.run())
+            measure()
         except (OSError, ValueError) as error:
             why_not.append(str(error))
             continue
-        return _reader(host, tool, command, time.monotonic() - began_s)
+        return _reader(host, tool, measure, time.monotonic() - began_s)
     raise DeviceUnavailable(f"node power: {'; '.join(why_not)}" if why_not else NO_TOOL)
 
 
-def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReader:
+def _measure(tool: Tool, executable: str, limit_s: float) -> float:
+    return watts(tool, output_of([executable, *tool.arguments], limit_s))
+
+
+def _reader(host: str, tool: Tool, measure: Callable[[], float], call_s: float) -> NodeReader:
     device = node_device(
         host,
         NODE_PSU,
@@ -207,4 +166,4 @@ def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReade
         sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
         driver=tool.name,
     )
-    return NodeReader(device, PSU_INTERVAL_S, lambda: watts(tool, command.run()))
+    return NodeReader(device, PSU_INTERVAL_S, measure)
