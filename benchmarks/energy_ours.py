@@ -86,10 +86,8 @@ class _Agent:
     def _open(self) -> Any:
         return open_device("nvml", Site(local_rank=self._gpu))
 
-    def _calibrate(
-        self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None], is_suspect: bool
-    ) -> Sensor:
-        sensor = calibrate(device, read, cache_folder() / "calibration", wait=wait, is_suspect=is_suspect)
+    def _calibrate(self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None]) -> Sensor:
+        sensor = calibrate(device, read, cache_folder() / "calibration", wait=wait)
         if PROFILED in os.environ:
             # The counter has no lag here, but it measures only the end of each tick (docs/calibration.md).
             sensor = replace(sensor, lag_s=-(1 - sensor.duty) * sensor.tick_s / 2, lag_error_s=0.0)

@@ -130,9 +130,7 @@ class _Measuring:
     def _open(self) -> Reader:
         return open_device("nvml", self._site)
 
-    def _calibrate(
-        self, _device: Device, _read: Callable[[], Sample], _wait: Callable[[float], None], _is_suspect: bool
-    ) -> Sensor:
+    def _calibrate(self, _device: Device, _read: Callable[[], Sample], _wait: Callable[[float], None]) -> Sensor:
         self._ready.set()
         return self._sensor
 

@@ -224,13 +224,11 @@ class RankDevices:
         reader.device = replace(reader.device, sensor=known(reader.device, self._calibrations))
         return reader
 
-    def _calibrate(
-        self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None], is_suspect: bool
-    ) -> Sensor:
+    def _calibrate(self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None]) -> Sensor:
         def report(text: str) -> None:
             self._report(Event(time.time(), "energy_calibration", f"{device.key}: {text}", device=device.key))
 
-        return calibrate(device, read, self._calibrations, wait=wait, is_suspect=is_suspect, report=report)
+        return calibrate(device, read, self._calibrations, wait=wait, report=report)
 
     def _start_node_sensors(self) -> None:
         """Start the node's power sensors: on one rank per node, and not with a simulated device."""

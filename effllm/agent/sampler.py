@@ -42,9 +42,8 @@ MAX_INTERVAL_S = 30.0
 #: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
 CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.05, 0.2, 0.1
 
-#: Arguments: the opened device, a function that samples it, a function that waits until a monotonic time, and whether
-#: samples contradict the previous calibration.
-Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None], bool], Sensor]
+#: Arguments: the opened device, a function that samples it, and a function that waits until a monotonic time.
+Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None]], Sensor]
 
 
 class DriverTime:
@@ -145,7 +144,6 @@ class Sampler:
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # requested times, and whether each begins or ends its request
         self._stopped = False
-        self._learning: list[bool] = []  # requested calibrations, and whether the previous one is suspect
         self._failing: dict[str, str] = {}
         self.driver = DriverTime()
         self._full_ns = 0  # end of the last full reading
@@ -182,11 +180,10 @@ class Sampler:
         if times:
             self._requests.put(times)
 
-    def learn(self, *, is_suspect: bool = False) -> None:
-        """Calibrate the sensor; ``is_suspect``: again, because readings contradict its calibration."""
+    def learn(self) -> None:
+        """Calibrate the sensor."""
         if self._calibrate is not None and not self.unavailable:
             self.is_calibrating = True
-            self._learning.append(is_suspect)
             self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
@@ -246,7 +243,7 @@ class Sampler:
                 if self._answer(reader, now_ns, is_time) is None and is_power_time:
                     self._read(reader, energy_only=True)
                 power_ns = self._next_power_ns(opened) if is_time or is_power_time else power_ns
-            if not self._stopped and self._learning:
+            if not self._stopped and self.is_calibrating:
                 self._learn(reader, opened)
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
@@ -282,7 +279,6 @@ class Sampler:
 
     def _learn(self, reader: Reader, opened: Device) -> None:
         assert self._calibrate is not None
-        is_suspect = self._learning.pop()
         next_s = time.monotonic() + self._interval_s
 
         def read() -> Sample:
@@ -299,13 +295,13 @@ class Sampler:
                 self._answer(reader, now_ns, is_time=False)
 
         try:
-            sensor = self._calibrate(opened, read, wait, is_suspect)
+            sensor = self._calibrate(opened, read, wait)
         except Exception as error:  # noqa: BLE001 - the assumed sensor is used instead
             self._event(f"the sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)
-        self.is_calibrating = bool(self._learning)
+        self.is_calibrating = False
 
     def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
         began_s = self._reading_since_s = time.monotonic()

@@ -35,7 +35,7 @@ class DeviceTrack:
         self._asked_ns = 0  # last requested edge
         self._paid_ns = 0  # last edge for which a reading was made in any case
         self._is_stale = False
-        self._has_learnt = self._has_learnt_again = False
+        self._has_learnt = False
 
     def take(self) -> bool:
         """Take new samples; return whether the device was opened or calibrated."""
@@ -51,9 +51,6 @@ class DeviceTrack:
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
                 is_new = True
-        if self.series is not None and self.series.energy.timing.is_contradicted and not self._has_learnt_again:
-            self._has_learnt_again = True  # only once: samples of a sensor with jitter contradict any calibration
-            self.sampler.learn(is_suspect=True)
         return is_new
 
     def learn(self) -> None:

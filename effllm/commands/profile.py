@@ -53,7 +53,7 @@ def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
         reader.close()
     kept = profiling.to_calibration(found)
     if kept is not None:
-        calibration.store_unless_profiled(cache_folder() / "calibration", kept)
+        calibration.store(cache_folder() / "calibration", kept)
     # Here the sensor is an object with named fields, but in messages it is an array.
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     text = msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"

@@ -1,8 +1,9 @@
-"""The calibration of a device's energy sensor: measured at start in at most two seconds, cached per model and driver.
+"""The calibration of a device's energy sensor: measured at each start in two seconds, cached per model and driver.
 
 Three things are measured without a load: the counter's period, whether the power reading changes with the counter,
-and the duration of a call.  The lag of readings can be measured only under a changing load; ``effllm profile``
-applies such a load and stores its results in the same file.  See docs/calibration.md.
+and the duration of a call.  The cached result of an earlier job is used until then.  The lag of readings can be
+measured only under a changing load; ``effllm profile`` applies such a load and stores its results in the same file.
+See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -37,17 +38,10 @@ MIN_APART_S, MAX_BUSY = 0.002, 0.02
 #: If even reads would be farther apart than the first value, half of the time may be spent at once: first on reads
 #: every 4 ms for 80 ms, if calls are fast enough, then on reads every 20 ms or more for 450 ms.
 SPARSE_S, BURST_APART_S, BURST_S, SPREAD_S, SPREAD_FOR_S = 0.008, 0.004, 0.08, 0.02, 0.45
-#: Maximal age of a calibration, because firmware may change without a new driver version.
-KEPT_DAYS = 90
 #: Maximal relative difference of a measured tick from the cached tick.
 SAME_TICK = 0.02
-#: The same maximum after readings of a run have contradicted the cached tick.  It is not 0, because jitter alone may
-#: cause such a contradiction.
-SUSPECT_TICK = 0.002
 #: A measured tick with a larger relative error, caused by delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
-#: Minimal duration of the check of a cached calibration, in ticks and in seconds.
-CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -58,15 +52,6 @@ class Calibration(msgspec.Struct, frozen=True):
     date: str
     sensor: Sensor
     measured_lag: bool = False  # whether the lag was measured under a load
-    checked: str = ""  # the day of the last successful check, if it is later than `date`
-
-    def is_fresh(self) -> bool:
-        """Whether a short check is enough to use the calibration, without a measurement of two seconds."""
-        try:
-            age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
-        except ValueError:
-            return False
-        return -1 <= age.days <= KEPT_DAYS
 
     def with_source(self) -> Sensor:
         verb = "profiled" if self.measured_lag else "measured"
@@ -88,10 +73,9 @@ def calibrate(
     *,
     wait: Callable[[float], None] | None = None,
     keep: bool = True,
-    is_suspect: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Sensor:
-    """Return the device's sensor: from the cache if a check confirms the cache, else measured now and cached.
+    """Return the device's sensor, measured now; a profile in the cache that the measurement confirms is used, too.
 
     Args:
         device: the opened device, with the sensor before calibration.
@@ -99,7 +83,6 @@ def calibrate(
         folder: the cache; ``None`` disables the cache.
         wait: waits until a monotonic time; by default without any other work.
         keep: whether new measurements are cached, and contradicted calibrations removed.
-        is_suspect: whether readings of this run contradict the sensor; then it is measured again in full.
         report: receives one line if a cached calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
@@ -109,16 +92,12 @@ def calibrate(
     if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
         return kept.with_source()
     if device.energy_method == INSTANT and not device.only_power:
-        samples, call_s = _watch(read, wait, MAX_S)
+        samples, call_s = _watch(read, wait)
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
-    if kept is not None and kept.is_fresh() and not is_suspect:
-        checked = _measure(read, wait, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
-        if checked.tick is not None and not _contradiction(kept.sensor, checked):
-            return kept.with_source()
     seen = _measure(read, wait)
-    if kept is not None and (why := _contradiction(kept.sensor, seen, SUSPECT_TICK if is_suspect else SAME_TICK)):
+    if kept is not None and (why := _contradiction(kept.sensor, seen)):
         if folder and keep:
             with suppress(OSError):
                 own_files.remove_file(_path(folder, _model(device.name), device.driver))
@@ -126,22 +105,18 @@ def calibrate(
             report(
                 f"the calibration of {kept.date} was removed from the cache, and the sensor was measured again: {why}"
             )
-    elif kept is not None and (kept.measured_lag or (kept.is_fresh() and (seen.tick is None or is_suspect))):
-        again = replace(kept, checked=_today())
-        if folder and keep and seen.tick is not None:
-            store(folder, again)
-        return again.with_source()
+    elif kept is not None and (kept.measured_lag or seen.tick is None):
+        return with_tick(kept.with_source(), seen)
     sensor = with_seen(assumed(device), seen)
     if folder and keep and sensor.source.startswith("measured"):
-        store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor))
+        store(folder, Calibration(device.name, device.driver, _today(), sensor))
     return sensor
 
 
 def known(device: Device, folder: Path) -> Sensor:
     """Return the sensor before its calibration: from the cache, else from the hardware table."""
     kept = load(folder, device.name, device.driver) if device.is_gpu and not device.simulated else None
-    is_kept = kept is not None and device.energy_method == COUNTER and kept.is_fresh()
-    return kept.with_source() if kept is not None and is_kept else assumed(device)
+    return kept.with_source() if kept is not None and device.energy_method == COUNTER else assumed(device)
 
 
 def turn_s(local_rank: int) -> float:
@@ -185,8 +160,8 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def _measure(read: Callable[[], Sample], wait: Callable[[float], None], span_s: float = MAX_S) -> Seen:
-    samples, call_s = _watch(read, wait, span_s)
+def _measure(read: Callable[[], Sample], wait: Callable[[float], None]) -> Seen:
+    samples, call_s = _watch(read, wait)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
     return Seen(call_s, tick, is_held(samples))
 
@@ -207,6 +182,13 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     )
 
 
+def with_tick(sensor: Sensor, seen: Seen) -> Sensor:
+    """Return a sensor of the cache with the tick that was measured now, if reads were frequent enough to measure it."""
+    if seen.tick is None or seen.tick[1] > SAME_TICK * seen.tick[0]:
+        return sensor
+    return replace(sensor, tick_s=seen.tick[0], tick_error_s=seen.tick[1])
+
+
 def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     """Return the sensor of a device without a counter; its lag is measured if the readings changed often enough."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
@@ -221,12 +203,12 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, MIN_APART_S), source="measured here")
 
 
-def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
+def _contradiction(sensor: Sensor, seen: Seen) -> str:
     """Return the contradiction between measurements and a cached sensor as text; empty if they agree."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
-    if abs(tick_s - sensor.tick_s) > same_tick * sensor.tick_s + error_s + sensor.tick_error_s:
+    if abs(tick_s - sensor.tick_s) > SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s:
         return f"the counter changes {_every(tick_s)}, not {_every(sensor.tick_s)}"
     if sensor.is_held and seen.is_held is False:
         return "the power reading changes between the counter's ticks, not at the ticks"
@@ -237,7 +219,7 @@ def _every(tick_s: float) -> str:
     return f"every {1e3 * tick_s:.3g} ms" if tick_s else "all the time"
 
 
-def _watch(read: Callable[[], Sample], wait: Callable[[float], None], span_s: float) -> tuple[list[Sample], float]:
+def _watch(read: Callable[[], Sample], wait: Callable[[float], None]) -> tuple[list[Sample], float]:
     """Read at short intervals; return the samples and the median time of a read.
 
     If calls are slow, the reads are few.  Then each is made where it helps most: at the bounds and in the middle of the
@@ -247,7 +229,7 @@ def _watch(read: Callable[[], Sample], wait: Callable[[float], None], span_s: fl
     calls_s: list[float] = []
     planned_s: list[float] = []
     began_s = time.monotonic()
-    end_s = began_s + min(span_s, MAX_S)
+    end_s = began_s + MAX_S
     while (now_s := time.monotonic()) < end_s:
         samples.append(read())
         calls_s.append(time.monotonic() - now_s)
@@ -304,7 +286,13 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
 
 
 def store(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration.  If the folder is not writable, nothing is stored, and the next start measures again."""
+    """Store a calibration; a profile is replaced only by a profile.
+
+    If the folder is not writable, nothing is stored.
+    """
+    kept = load(folder, calibration.name, calibration.driver)
+    if kept is not None and kept.measured_lag and not calibration.measured_lag:
+        return
     calibration = replace(calibration, name=_model(calibration.name))
     path = _path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -314,13 +302,6 @@ def store(folder: Path, calibration: Calibration) -> None:
             draft, msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n", durable=False
         )
         own_files.rename_file(draft, path.name)
-
-
-def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration, unless only the stored calibration has a measured lag, and is fresh."""
-    now = load(folder, calibration.name, calibration.driver)
-    if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
-        store(folder, calibration)
 
 
 def _model(name: str) -> str:

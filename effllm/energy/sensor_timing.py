@@ -137,11 +137,6 @@ class SensorTiming:
             add = self.clock.moved if has_moved else self.clock.did_not_move
             add(before_ns, time_ns)
 
-    @property
-    def is_contradicted(self) -> bool:
-        """Whether the readings contradict the calibrated tick, so that the sensor must be measured again."""
-        return self.clock is not None and self.clock.is_contradicted
-
     def is_repeated(self, time_ns: int) -> bool:
         """Return whether a held power reading was, or may have been, read before, so that it is no new value."""
         if not self.sensor.is_held or self.clock is None:

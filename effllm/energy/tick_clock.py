@@ -27,8 +27,6 @@ MAX_POWER_TICK_S = 0.12
 MIN_JITTER_NS = 100_000.0
 #: The longest time over which the period is measured, because clocks drift with temperature.
 LEVER_NS = 300e9
-#: If reads contradict each other by this share of the tick, the calibrated tick is wrong.
-CONTRADICTED = 0.05
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
@@ -149,11 +147,6 @@ class TickClock:
     @property
     def tick_ns(self) -> float:
         return (self._min_ns + self._max_ns) / 2
-
-    @property
-    def is_contradicted(self) -> bool:
-        """Whether reads contradict the calibrated tick by more than the jitter of sensors."""
-        return self.conflicts > 0 and self._jitter_ns > CONTRADICTED * self.tick_ns
 
     @property
     def reference_ns(self) -> float:

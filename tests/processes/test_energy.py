@@ -802,46 +802,6 @@ def test_stated_intervals_cover_the_energy_of_waves_at_every_lag(lag_s):
     assert statistics.fmean(chain.from_iterable(covered.values())) >= 0.93
 
 
-# --- a calibration that the device contradicts ---
-
-
-def contradicted_after(true_s, kept_s, seed, count=60):
-    """Return the number of windows until a wrong tick is detected, and the mean error after a new calibration."""
-    chance = random.Random(seed)
-    power = square(100.0, 500.0, 2.0)
-    sensor = BoardSensor(power, true_s, 1.0, chance.uniform(0, true_s))
-    one = ledger_of(Sensor(tick_s=kept_s, tick_error_s=1e-4 * kept_s, is_held=True))
-    agent = VirtualAgent(one, sensor, chance)
-    edges_s = [agent.calibrate(BEGIN_S) + 2.5]
-    for _ in range(count):
-        edges_s.append(edges_s[-1] + chance.uniform(0.9, 1.1))
-    detected = next(
-        (n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.timing.is_contradicted), None
-    )
-    if detected is None:
-        return None, 0.0
-    one.timing.calibrate(sensor.known(chance))
-    rest_s = [edge_s + 3.0 for edge_s in edges_s[detected:]]
-    truths = [power.integral(*pair) for pair in pairwise(rest_s)]
-    windows = agent.windows(rest_s)[5:]
-    errors = [abs(window.joules / truth - 1) for window, truth in zip(windows, truths[5:], strict=True)]
-    return detected, statistics.fmean(errors)
-
-
-@pytest.mark.parametrize(("true_s", "kept_s"), [(0.1, 0.1005), (0.1, 0.102), (0.1, 0.05), (0.02, 0.1), (0.1, 0.25)])
-def test_wrong_tick_is_detected(true_s, kept_s):
-    found = [contradicted_after(true_s, kept_s, seed) for seed in range(10)]
-
-    assert all(detected is not None and detected <= 25 for detected, _ in found)
-    # A plain difference of the counter has an error of 8 % for windows of a second.
-    assert max(error for _, error in found) < 0.005
-
-
-def test_correct_tick_is_never_reported_as_wrong():
-    for seed in range(30):
-        assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
-
-
 def test_stated_intervals_include_the_error_of_an_unknown_lag():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 

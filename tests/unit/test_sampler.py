@@ -353,7 +353,7 @@ def test_missing_node_sensor_is_not_reported(wake):
 
 
 def test_calibration_result_is_returned_after_its_samples(start, wake):
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         for _ in range(3):
             assert isinstance(read(), Sample)
         return Sensor(tick_s=0.1)
@@ -372,7 +372,7 @@ def test_calibration_result_is_returned_after_its_samples(start, wake):
 def test_requests_are_answered_during_calibration(start, wake):
     answered = threading.Event()
 
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         while not answered.wait(0.002):
             read()
         return Sensor()
@@ -388,7 +388,7 @@ def test_requests_are_answered_during_calibration(start, wake):
 
 
 def test_failed_calibration_loses_no_sample(start, wake):
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         raise RuntimeError("Could not determine home directory.")
 
     events = []

@@ -89,7 +89,7 @@ def test_each_window_edge_is_requested_once(tracked, wake):
 def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
     # The phase of the ticks is unknown, so the counter is read eight times per tick of 40 ms, for a little more than
     # two ticks.
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         return Sensor(tick_s=0.04)
 
     reader = Gpu(tick_s=0.04)
@@ -108,7 +108,7 @@ def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
 
 
 def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         return Sensor(tick_s=0.04)
 
     reader = Gpu()
@@ -150,7 +150,7 @@ def test_rarely_read_sensor_is_not_read_at_edges(tracked):
 def test_existing_series_uses_a_later_calibration(tracked):
     learnt = threading.Event()
 
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         learnt.wait(5.0)
         return Sensor(tick_s=0.04)
 
@@ -167,33 +167,10 @@ def test_existing_series_uses_a_later_calibration(tracked):
     assert len(track.series.energy.timing.reads_for(edge_ns)) == 18
 
 
-def test_contradicted_tick_is_measured_again_only_once(tracked, wake):
-    calibrations_made = []
-
-    def learn(device, read, wait, is_suspect):
-        calibrations_made.append((device.sensor.tick_s, is_suspect))
-        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # the tick of both calibrations is wrong
-
-    track = tracked(Gpu(tick_s=0.04), calibrate=learn)
-    deadline_s = time.monotonic() + 20.0
-    while len(calibrations_made) < 2 and time.monotonic() < deadline_s:
-        track.ask(time.monotonic_ns())
-        woken(wake)
-        track.take()
-    for _ in range(10):
-        track.ask(time.monotonic_ns())
-        woken(wake)
-        track.take()
-
-    assert calibrations_made == [(0.0, False), (0.0, True)], (
-        "a calibration starts from the known device, not from the wrong tick"
-    )
-
-
 def test_energy_of_edges_is_not_final_during_calibration(tracked):
     learnt = threading.Event()
 
-    def learn(device, read, wait, is_suspect):
+    def learn(device, read, wait):
         learnt.wait(5.0)
         return Sensor()
 
