@@ -26,7 +26,7 @@ def waves(reader: Reader, loader: TorchLoad, found: SensorProfile, cycles: int, 
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
         loader.start(stretches)
-        record = watch(reader, clock, lambda _share: None, sum(stretches), {}, loader)
+        record = watch(reader, clock, lambda _share: None, sum(stretches), loader)
         figures += _compared(record, Load(record.edges, record.origin_ns), found, period_s)
     return figures
 

@@ -20,7 +20,7 @@ from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 from effllm.energy import calibration
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
-from effllm.sensor_profile.record import DriverCall, Response, Rhythm, SensorProfile, State
+from effllm.sensor_profile.record import DriverCall, Response, Rhythm, SensorProfile
 from effllm.trainer.preflight import usable
 
 _STAGES = {
@@ -118,9 +118,6 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     yield ""
     yield facts_table(_sensors(found))
     yield ""
-    if found.idle:
-        yield _states(found.idle, found.loaded)
-        yield ""
     yield _calls(found.calls)
     yield ""
     if found.load:
@@ -159,8 +156,7 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     rows = [
         ("energy counter", [_moves(found.counter, "moves"), _lag(found), _measures(found)]),
         ("power", [_moves(found.power, "changes"), _mean(found.power_response), held]),
-        ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)]),
-        ("power usage", [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []),
+        ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)] if found.average else []),
         ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
@@ -208,34 +204,6 @@ def _ends(response: Response) -> str:
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the sensor updates its value"
     return f"{1e3 * response.ends_s:.1f} ms before the sensor updates its value"
-
-
-def _states(idle: State, loaded: State | None) -> Table:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row("", "[cyan]idle[/]", "[cyan]loaded[/]" if loaded else "")
-    columns = [_state(state) for state in (idle, loaded) if state]
-    for number, (name, _) in enumerate(columns[0]):
-        cells = [column[number][1] for column in columns]
-        if any(cells):
-            table.add_row(f"[cyan]{name}[/]", *map(escape, cells))
-    return table
-
-
-def _state(state: State) -> list[tuple[str, str]]:
-    throttled = ", ".join(f"{reason} {100 * share:.0f} %" for reason, share in state.throttled.items())
-    return [
-        ("power", _value(state.power_w, 1.0, ".1f", "W")),
-        ("by the counter", _value(state.counter_w, 1.0, ".1f", "W")),
-        ("utilization", _value(state.utilization, 100.0, ".0f", "%")),
-        ("SM clock", _value(state.sm_clock_hz, 1e-6, ".0f", "MHz")),
-        ("memory clock", _value(state.memory_clock_hz, 1e-6, ".0f", "MHz")),
-        ("temperature", _value(state.temperature_c, 1.0, ".0f", "degC")),
-        ("slowed down by", throttled),
-    ]
-
-
-def _value(value: float | None, factor: float, form: str, unit: str) -> str:
-    return "" if value is None else f"{value * factor:{form}} {unit}"
 
 
 def _calls(calls: list[DriverCall]) -> Table:

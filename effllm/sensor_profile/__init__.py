@@ -46,9 +46,8 @@ def profile(
         clock: the time.
     """
     others = facts.processes() if facts else None
-    beside = facts.powers() if facts else {}
     idle_s = max(IDLE_SHARE * seconds, MIN_IDLE_S)
-    idle = watch(reader, clock, lambda share: progress("idle", share), idle_s, beside)
+    idle = watch(reader, clock, lambda share: progress("idle", share), idle_s)
     progress("calls", 0.0)
     calls = call_costs(reader, facts, clock)
     found = SensorEvidence(reader.device, idle, others)
@@ -58,7 +57,7 @@ def profile(
         loader = open_load()
         stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
         loader.start(stretches)
-        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), beside, loader)
+        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
         progress("estimates", 0.0)
         found.under_load(loaded, loader.name)
     except LoadUnavailable as error:

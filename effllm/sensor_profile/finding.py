@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -21,7 +20,7 @@ from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
 from effllm.sensor_profile import estimates
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts, timed
-from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
+from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
 MIN_LAG_ERROR_S = 0.005
@@ -41,7 +40,6 @@ _PARTS = {
     "counter": ("energy_j", "energy counter"),
     "power": ("power_w", "power reading"),
     "average": ("power_average_w", "averaged power"),
-    "usage": ("power_usage_w", "power usage"),
 }
 _ENERGY_PARTS = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
 READS_APART_S = 0.002
@@ -67,11 +65,9 @@ class SensorEvidence:
         self._responses: dict[str, Response] = {}
         self._ratios: dict[str, Ratio] = {}
         self._shift_s = 0.0  # delay of the power reading relative to the counter
-        self._loaded: State | None = None
         self._is_held: bool | None = None
         self._idle_parts = _analysed(idle)
         self._parts = dict(self._idle_parts)  # of each reading the analysis with the most changes
-        self._idle_state = _state(idle, self._parts["counter"].ticks, 0.0, idle.end_s)
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
         busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
         if others:
@@ -106,9 +102,6 @@ class SensorEvidence:
                 )
         self._is_held = self._find_held(parts["counter"], parts["power"])
         self._find_ratios(record, parts["counter"], load)
-        long = load.longest(is_on=True)
-        if long is not None and long[1] - long[0] > 2 * SETTLE_S:
-            self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
 
     def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
         """Return whether power changes only at the counter's ticks, where each reading is the mean of the last tick."""
@@ -168,8 +161,6 @@ class SensorEvidence:
             **parts,
             power_is_held=self._held(),
             ratios=self._ratios,
-            idle=self._idle_state,
-            loaded=self._loaded,
             calls=calls,
             fields=facts.fields() if facts else [],
             read_every_s=self._idle.apart_s,
@@ -222,10 +213,6 @@ class SensorEvidence:
         followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
-        if self._loaded:
-            slow = [reason for reason in self._loaded.throttled if reason != "power_cap"]
-            if slow:
-                self._warnings.append(f"the loaded GPU was slowed down by {', '.join(slow)}")
 
 
 def _analysed(record: Record) -> dict[str, _Reading]:
@@ -248,34 +235,6 @@ def _duty(followed: Response, rhythm: Rhythm) -> float:
     return followed.window_s / rhythm.period_s
 
 
-def _state(record: Record, ticks: Sequence[estimates.Tick], start_s: float, end_s: float) -> State | None:
-    if not record.samples:
-        return None
-    from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))
-    inside = [sample for sample in record.samples if from_ns <= sample.time_ns <= until_ns]
-    full = [sample for sample in record.full if from_ns <= sample.time_ns <= until_ns]
-    counted = [tick for tick in ticks if start_s <= tick.at_s <= end_s]
-    counter_w = None
-    if len(counted) > 1:
-        counter_w = (counted[-1].value - counted[0].value) / (counted[-1].at_s - counted[0].at_s)
-    reasons = Counter(reason for sample in full for reason in sample.throttled_by or ())
-    return State(
-        seconds=end_s - start_s,
-        power_w=_mean(sample.power_w for sample in inside),
-        counter_w=counter_w,
-        utilization=_mean(sample.utilization for sample in full),
-        sm_clock_hz=_mean(sample.gauges.get("sm_clock_hz") for sample in full),
-        memory_clock_hz=_mean(sample.gauges.get("memory_clock_hz") for sample in full),
-        temperature_c=_mean(sample.gauges.get("temperature_c") for sample in full),
-        throttled={reason: count / len(full) for reason, count in reasons.items()},
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
 class Timer(Protocol):
     """The functions of the module ``time`` that are used here."""
 
@@ -290,7 +249,6 @@ class Record(NamedTuple):
     samples: list[Sample]
     full: list[Sample]  # samples with all quantities
     calls_s: list[float]
-    beside: dict[str, list[tuple[int, float]]]  # readings that samples do not include, by name
     edges: Sequence[LoadEdge] = ()
 
     @property
@@ -307,8 +265,6 @@ class Record(NamedTuple):
         return self.end_s / max(len(self.samples) - 1, 1)
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        if name in self.beside:
-            return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in self.beside[name]]
         values = ((sample.time_ns, getattr(sample, name, None)) for sample in self.samples)
         return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
 
@@ -318,13 +274,12 @@ def watch(
     clock: Timer,
     progress: Callable[[float], None],
     seconds: float,
-    beside: Mapping[str, Callable[[], float | None]],
     until: TorchLoad | None = None,
 ) -> Record:
     """Read for a duration, or until the load ends; then the record has the edges of the load."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = full_ns = shown_ns = clock.monotonic_ns()
-    record = Record([], [], [], {name: [] for name in beside})
+    record = Record([], [], [])
     while True:
         now_ns = clock.monotonic_ns()
         if now_ns >= shown_ns:
@@ -343,11 +298,6 @@ def watch(
             record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
         if not record.samples or sample.time_ns > record.samples[-1].time_ns:
             record.samples.append(sample)
-        for name, ask in beside.items():
-            before_ns = clock.monotonic_ns()
-            value = ask()
-            if value is not None:
-                record.beside[name].append(((before_ns + clock.monotonic_ns()) // 2, value))
         clock.sleep(READS_APART_S)
 
 

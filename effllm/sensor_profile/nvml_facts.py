@@ -81,14 +81,6 @@ class Facts:
         ]
         return [FieldAnswer(name, scope, _answer(ask)) for name, scope, ask in asked]
 
-    def powers(self) -> dict[str, Callable[[], float | None]]:
-        """Return functions that read power, in W, by the reading's name; samples do not include these readings."""
-        asked: dict[str, Callable[[], float]] = {
-            "power_average_w": lambda: float(self._field("average power", "gpu").uiVal) / 1e3,
-            "power_usage_w": lambda: float(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3,
-        }
-        return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
-
     def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
         """Return the duration of each call; between two calls there is a pause of ``APART_S``."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]

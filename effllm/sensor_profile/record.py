@@ -67,19 +67,6 @@ class FieldAnswer(Struct, frozen=True):
     answer: str  # "ok", or the error
 
 
-class State(Struct, frozen=True):
-    """The state of the GPU over one time span."""
-
-    seconds: float
-    power_w: float | None = None
-    counter_w: float | None = None
-    utilization: float | None = None
-    sm_clock_hz: float | None = None
-    memory_clock_hz: float | None = None
-    temperature_c: float | None = None
-    throttled: dict[str, float] = {}  # reason -> share of reads with this reason
-
-
 class BoardFacts(Struct, frozen=True):
     """The properties and settings of the GPU."""
 
@@ -106,12 +93,8 @@ class SensorProfile(Struct, frozen=True):
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # changes of nvmlDeviceGetPowerUsage; some boards return averaged power
-    usage_response: Response | None = None
     power_is_held: bool | None = None  # whether power is the mean of the counter's last tick
     ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched
-    idle: State | None = None
-    loaded: State | None = None
     calls: list[DriverCall] = []
     fields: list[FieldAnswer] = []
     read_every_s: float = 0.0

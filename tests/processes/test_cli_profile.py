@@ -125,10 +125,9 @@ def test_only_idle_values_are_measured_if_torch_lacks_cuda(idle):
 
     assert found["unmeasured"] == ["lag, windows and the loaded GPU: torch 9.9.0 is built without CUDA"]
     assert found["sensor"]["tick_s"] == pytest.approx(0.1, rel=0.01)
-    assert (found["sensor"]["duty"], found["measured_lag"], found["loaded"]) == (0.25, False, None)
-    assert found["idle"]["power_w"] == pytest.approx(80.0, rel=0.01)
-    readings = [found[name]["period_s"] for name in ("counter", "power", "average", "usage")]
-    assert readings == pytest.approx([0.1] * 4, rel=0.01)
+    assert (found["sensor"]["duty"], found["measured_lag"]) == (0.25, False)
+    readings = [found[name]["period_s"] for name in ("counter", "power")]
+    assert readings == pytest.approx([0.1] * 2, rel=0.01)
     assert {"instant power", "average power", "total energy"} <= {one["name"] for one in found["fields"]}
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
@@ -168,7 +167,6 @@ def test_lag_is_unknown_if_the_load_changes_no_sensor_value(cli, traced, stand_i
     assert found["load"] == "torch 9.9.0, CUDA 13.9: bfloat16 products of 8192 x 8192"
     assert found["edges"] > 10
     assert found["unmeasured"][0] == "lag and window of the energy counter: this reading does not follow the load"
-    assert found["loaded"]["power_w"] == pytest.approx(80.0, rel=0.01)
 
 
 def test_device_option_selects_the_gpu(cli, traced):
