@@ -13,8 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from effllm.devices import DeviceUnavailable, Site
-from effllm.devices.node.rapl import SENSOR, Rapl, open_rapl
-from effllm.devices.node.rapl_counters import PERF, POWERCAP
+from effllm.devices.node.rapl import POWERCAP, SENSOR, Rapl, open_rapl
 from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _REFRESH_S = 10.0
@@ -186,9 +185,7 @@ class HostReader:
             self._last_ns = time_ns
         return Sample(time_ns=time_ns, memory_bytes=memory_bytes, utilization=utilization, energy_j=energy_j), failures
 
-    def close(self) -> None:
-        if self._rapl is not None:
-            self._rapl.close()
+    def close(self) -> None: ...
 
 
 def open_device(
@@ -196,13 +193,12 @@ def open_device(
     *,
     clock: Callable[[], float] = time.monotonic,
     powercap: Path = POWERCAP,
-    perf: Path = PERF,
     pause: Callable[[float], None] = time.sleep,
 ) -> HostReader:
     rapl, why_not = None, ""
     if site.local_rank == 0:  # node power is read only by local rank 0
         try:
-            rapl = open_rapl(clock, powercap, perf, pause=pause)
+            rapl = open_rapl(clock, powercap, pause)
         except DeviceUnavailable as error:
             why_not = str(error)
     device = Device(

@@ -561,7 +561,7 @@ answer = [(lost - begin) / 1e9, *(ledger.energy(begin, end).joules for ledger in
 def test_codecarbon_3_rapl_read_error_is_not_a_wrap_around(tmp_path):
     # CodeCarbon reads the error as 0 and adds 262 kJ for a wrap-around; the next read adds the whole counter.
     tree, now_s = Powercap(tmp_path), [1000.0]
-    rapl = open_rapl(lambda: now_s[0], tree.root, tmp_path / "no-perf", pause=lambda _: None)
+    rapl = open_rapl(lambda: now_s[0], tree.root, lambda _: None)
     before_j = rapl.energy_j()
     tree.break_zone("intel-rapl:0")
     now_s[0] += 1.0
@@ -627,9 +627,7 @@ def test_perun_time_keeps_its_resolution_after_30_days():
 def test_perun_cpu_utilization_is_measured_between_two_samples(monkeypatch, tmp_path):
     # psutil.cpu_percent uses the last call of any caller as the reference.
     monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: pytest.fail("not through psutil's one reference"))
-    reader = host.open_device(
-        Site(local_rank=1, trainer_pid=os.getpid(), excluded_pids=frozenset()), powercap=tmp_path, perf=tmp_path
-    )
+    reader = host.open_device(Site(local_rank=1, trainer_pid=os.getpid(), excluded_pids=frozenset()), powercap=tmp_path)
     before, _ = reader.read()
     began_s = time.process_time()
     while time.process_time() < began_s + 0.2:

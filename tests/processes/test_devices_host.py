@@ -108,7 +108,7 @@ def no_rapl(tmp_path):
 
 @contextmanager
 def opened(site, clock, powercap):
-    reader = open_device(site, clock=clock, powercap=powercap, perf=powercap / "no-perf", pause=lambda _: None)
+    reader = open_device(site, clock=clock, powercap=powercap, pause=lambda _: None)
     try:
         yield reader
     finally:
@@ -186,7 +186,7 @@ import os
 from effllm.devices import Site
 from effllm.devices.host import open_device
 blob = bytearray(os.urandom(4096)) * ({100 * MIB} // 4096)
-reader = open_device(Site(trainer_pid=os.getppid()), powercap=Path({str(no_rapl)!r}), perf=Path({str(no_rapl)!r}))
+reader = open_device(Site(trainer_pid=os.getppid()), powercap=Path({str(no_rapl)!r}))
 print(reader.read()[0].memory_bytes)
 reader.close()
 """

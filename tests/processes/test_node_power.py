@@ -19,7 +19,7 @@ from effllm.devices.node import hwmon, ipmi, rapl
 def bare(monkeypatch, tmp_path):
     """Make this process find no readable sensors; return the folder that replaces hwmon's folder."""
     nowhere = tmp_path / "nowhere"
-    monkeypatch.setattr(rapl, "open_rapl", partial(rapl.open_rapl, powercap=nowhere, perf=nowhere))
+    monkeypatch.setattr(rapl, "open_rapl", partial(rapl.open_rapl, powercap=nowhere))
     monkeypatch.setattr(hwmon, "open_reader", partial(hwmon.open_reader, root=tmp_path))
     monkeypatch.setattr(ipmi, "open_reader", partial(ipmi.open_reader, devices=()))
     return tmp_path

@@ -1,4 +1,4 @@
-"""effllm/devices/node/hwmon.py with fake trees of Grace and EPYC; no such machine was available."""
+"""effllm/devices/node/hwmon.py with fake trees of Grace; no such machine was available."""
 
 from pathlib import Path
 
@@ -182,14 +182,3 @@ def test_unreadable_meter_is_named(grace_hopper, monkeypatch):
     monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
 
     assert "Permission denied" in why_not(grace_hopper.root)
-
-
-def test_power_of_epyc_sockets_is_read_through_hsmp(tmp_path):
-    hwmon = Hwmon(tmp_path)
-    for microwatts in (245_000_000, 251_500_000):
-        (hwmon.chip("amd_hsmp_hwmon") / "power1_input").write_text(f"{microwatts}\n")
-    hwmon.chip("k10temp")
-    reader = open_reader("node1", hwmon.root)
-
-    assert reader.read()[0].power_w == 245.0 + 251.5
-    assert (reader.device.energy_method, reader.device.driver) == ("instant power", "amd_hsmp")

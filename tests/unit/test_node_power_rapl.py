@@ -1,20 +1,16 @@
 """effllm/devices/node/rapl.py with fake trees of Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
-from effllm.devices.node.rapl_counters import PerfEvent, perf_events, powercap_zones
+from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader, powercap_zones
 from effllm.devices.node.reader import CPU_INTERVAL_S
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import Sample
-
-NOWHERE = Path("/nowhere")
 
 
 class Clock:
@@ -38,7 +34,7 @@ def powercap(tmp_path):
 
 
 def opened(powercap, clock, pause=lambda _: None):
-    return open_rapl(clock, powercap.root, NOWHERE, pause=pause)
+    return open_rapl(clock, powercap.root, pause)
 
 
 def flowed_j(rapl):
@@ -59,7 +55,9 @@ def test_packages_and_dram_are_counted_and_psys_and_cores_are_not(powercap):
     zones = powercap_zones(powercap.root)
 
     assert [zone.is_package for zone in zones] == [True, False, True, False]
-    assert [zone.read() for zone in zones] == [int((powercap.root / name / "energy_uj").read_text()) for name in names]
+    assert [zone.microjoules() for zone in zones] == [
+        int((powercap.root / name / "energy_uj").read_text()) for name in names
+    ]
 
 
 def test_energy_is_the_sum_of_both_packages_and_their_dram(powercap, rapl, clock):
@@ -262,14 +260,10 @@ def close_powercap(monkeypatch):
     monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
 
 
-def why_not(clock, powercap, perf=NOWHERE, open_event=None):
+def why_not(clock, powercap):
     with pytest.raises(DeviceUnavailable) as caught:
-        open_rapl(clock, powercap, perf, open_event or no_event, pause=lambda _: None)
+        open_rapl(clock, powercap, lambda _: None)
     return str(caught.value)
-
-
-def no_event(kind, config, cpu):
-    raise PermissionError(13, "Permission denied", "perf_event_open")
 
 
 def test_missing_counters_are_reported(tmp_path, clock):
@@ -282,12 +276,12 @@ def test_zones_masked_by_a_container_count_as_missing(tmp_path, clock):
     assert why_not(clock, tmp_path) == NO_RAPL
 
 
-def test_report_of_unreadable_counters_has_three_remedies(powercap, clock, monkeypatch):
+def test_report_of_unreadable_counters_has_the_remedies(powercap, clock, monkeypatch):
     close_powercap(monkeypatch)
     text = why_not(clock, powercap.root)
 
     assert text == RAPL_UNREADABLE
-    for way in ("tmpfiles.d", "perf_event_paranoid", "CAP_PERFMON", "CAP_DAC_READ_SEARCH"):
+    for way in ("tmpfiles.d", "CAP_DAC_READ_SEARCH"):
         assert way in text
 
 
@@ -297,152 +291,6 @@ def test_unexpected_powercap_tree_is_described_in_the_error(powercap, clock):
     assert why_not(clock, powercap.root).startswith(
         "energy: the RAPL counters cannot be read through powercap: invalid"
     )
-
-
-# --- perf's power PMU ---
-
-SCALE = 2.3283064365386962890625e-10  # 2^-32 J, as printed by the kernel
-
-
-class FakeEvent:
-    """A fake perf event; the test advances it."""
-
-    def __init__(self, kind, config, cpu):
-        self.asked, self.joules, self.is_open = (kind, config, cpu), 0.0, True
-
-    def read(self):
-        if not self.is_open:
-            raise OSError(9, "Bad file descriptor")
-        return round(self.joules / SCALE)
-
-    def close(self):
-        self.is_open = False
-
-
-class Pmu:
-    """The power PMU of a two-socket server, and the events opened on it."""
-
-    def __init__(self, root):
-        self.root, self.opened, self.limit = root, [], 99
-        (root / "events").mkdir(parents=True)
-        (root / "type").write_text("22\n")
-        (root / "cpumask").write_text("0,28\n")
-        for name, config in (("energy-pkg", 2), ("energy-ram", 3), ("energy-cores", 1), ("energy-psys", 5)):
-            (root / "events" / name).write_text(f"event=0x{config:02x}\n")
-            (root / "events" / f"{name}.scale").write_text("2.3283064365386962890625e-10\n")
-            (root / "events" / f"{name}.unit").write_text("Joules\n")
-
-    def __call__(self, kind, config, cpu):
-        if len(self.opened) >= self.limit:
-            raise PermissionError(13, "Permission denied", "perf_event_open")
-        self.opened.append(FakeEvent(kind, config, cpu))
-        return self.opened[-1]
-
-    def event(self, config, cpu):
-        return next(event for event in self.opened if event.asked == (22, config, cpu))
-
-
-@pytest.fixture
-def pmu(tmp_path):
-    return Pmu(tmp_path / "power")
-
-
-def test_perf_is_used_without_permission_for_powercap(powercap, pmu, clock, monkeypatch):
-    close_powercap(monkeypatch)
-    rapl = open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
-    clock.now_s += 1.0
-    pmu.event(2, 0).joules += 200.0
-    pmu.event(2, 28).joules += 100.0
-    pmu.event(3, 28).joules += 20.0
-
-    assert flowed_j(rapl) == 200 + 100 + 20
-    assert rapl.note == "RAPL through perf: 2 CPU packages with DRAM"
-
-
-def test_perf_opens_packages_and_dram_on_one_cpu_per_package(pmu):
-    perf_events(pmu.root, pmu)
-
-    assert [event.asked for event in pmu.opened] == [(22, 2, 0), (22, 2, 28), (22, 3, 0), (22, 3, 28)]
-
-
-def test_perf_is_not_used_if_powercap_is_readable(powercap, pmu, clock):
-    open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
-
-    assert pmu.opened == []
-
-
-def test_mirrored_dies_are_counted_once_through_perf(pmu, clock):
-    (pmu.root / "cpumask").write_text("0-2\n")  # one AMD socket with three dies; it has no DRAM events
-    for path in (pmu.root / "events").glob("energy-ram*"):
-        path.unlink()
-
-    def draw(seconds):
-        for cpu in range(3):
-            pmu.event(2, cpu).joules += 250.0 * seconds
-
-    rapl = open_rapl(clock, NOWHERE, pmu.root, pmu, pause=draw)
-    clock.now_s += 1.0
-    draw(1.0)
-
-    assert flowed_j(rapl) == pytest.approx(250)
-    assert [event.is_open for event in pmu.opened] == [True, False, False]
-
-
-def test_perf_that_fails_midway_leaves_no_event_open(powercap, pmu, clock, monkeypatch):
-    close_powercap(monkeypatch)
-    pmu.limit = 3
-
-    assert why_not(clock, powercap.root, pmu.root, pmu) == RAPL_UNREADABLE
-    assert [event.is_open for event in pmu.opened] == [False] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("energy-pkg.unit", "Watts"),
-        ("energy-pkg.scale", "0"),
-        ("energy-pkg.scale", "nan"),
-        ("energy-pkg", "event=0x02,umask=1"),
-        ("../type", ""),
-        ("../cpumask", "\n"),
-    ],
-)
-def test_undocumented_pmu_is_not_used(pmu, clock, name, text):
-    (pmu.root / "events" / name).write_text(text)
-
-    assert why_not(clock, NOWHERE, pmu.root, pmu).startswith("energy: the RAPL counters cannot be read through perf: ")
-
-
-def test_closing_twice_closes_the_events_of_perf(pmu, clock):
-    reader = open_reader("node1", open_rapl(clock, NOWHERE, pmu.root, pmu, pause=lambda _: None))
-    reader.close()
-    reader.close()
-
-    assert [event.is_open for event in pmu.opened] == [False] * 4
-    assert reader.read()[0].energy_j is None
-
-
-def test_real_system_call_counts_a_cpu_clock_in_nanoseconds():
-    """The kernel's CPU clock event has the same format as power events, so it tests the real system call."""
-    try:
-        event = PerfEvent(kind=1, config=0, cpu=0)  # PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK
-    except OSError as error:
-        pytest.skip(f"perf may not be used here: {error}")
-    began_ns, first = time.monotonic_ns(), event.read()
-    while time.monotonic_ns() - began_ns < 50_000_000:
-        pass
-    passed_ns, counted = time.monotonic_ns() - began_ns, event.read() - first
-    event.close()
-    event.close()
-
-    assert counted == pytest.approx(passed_ns, rel=0.05)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        event.read()
-
-
-def test_counter_unknown_to_the_kernel_is_an_error():
-    with pytest.raises(OSError, match="perf_event_open"):
-        PerfEvent(kind=0x7FFFFFFF, config=0, cpu=0)
 
 
 def test_removed_tree_is_a_failed_reading_and_no_crash(powercap, rapl):

@@ -1,6 +1,6 @@
-"""Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC if RAPL is not readable.
+"""Power of the CPUs of NVIDIA's Grace through hwmon.
 
-Grace has power readings but no energy counter.  Grace's firmware describes ACPI power meters, one per rail; their names
+Grace has power readings but no energy counter.  Its firmware describes ACPI power meters, one per rail; their names
 are in ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
 
 - ``Module Power Socket 0``: the whole module with Grace, GPU, HBM and regulators; this meter is not read.
@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
-from effllm.records.rank import AVERAGE, CPU, INSTANT, Sensor
+from effllm.records.rank import AVERAGE, CPU, Sensor
 
 HWMON = Path("/sys/class/hwmon")
 
-NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace, amd_hsmp on EPYC)"
+NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace)"
 
 # If an ACPI meter has no value (0xFFFFFFFF mW), the kernel returns 4.3 MW.
 _MAX_W = 10_000.0
@@ -78,17 +78,6 @@ def grace_meters(root: Path) -> dict[tuple[str, int], Meter]:
     return meters
 
 
-def hsmp_meters(root: Path) -> list[Meter]:
-    """Return the socket powers of EPYC's system management unit, one per socket."""
-    named = [(path.parent, path.read_text().strip()) for path in sorted(root.glob("hwmon*/name"))]
-    folders = [folder for folder, name in named if name == "amd_hsmp_hwmon"]
-    return [
-        Meter(folder / "power1_input", f"amd_hsmp socket {socket}")
-        for socket, folder in enumerate(folders)
-        if (folder / "power1_input").exists()
-    ]
-
-
 def _text(path: Path, suffix: str) -> str:
     try:
         return path.with_name(path.name.removesuffix("average") + suffix).read_text().strip()
@@ -104,7 +93,7 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
     """
     try:
         rails = grace_meters(root)
-        reader = _grace(host, rails) if rails else _epyc(host, hsmp_meters(root))
+        reader = _grace(host, rails)
     except (OSError, ValueError) as error:
         raise DeviceUnavailable(f"energy: hwmon cannot be read: {error}") from error
     if reader is None:
@@ -140,20 +129,3 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
     )
     interval_s = max(CPU_INTERVAL_S, average_s)
     return NodeReader(device, interval_s, lambda: sum(meter.watts() for meter in meters))
-
-
-def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
-    if not meters:
-        return None
-    device = node_device(
-        host,
-        CPU,
-        kind="hwmon",
-        name="AMD EPYC",
-        energy_method=INSTANT,
-        energy_note=f"{', '.join(meter.label for meter in meters)}: power is integrated, because RAPL cannot be read; "
-        "DRAM is not measured",
-        sensor=Sensor(tick_s=0.001, source=f"the tick of RAPL is assumed; {_ERROR}"),
-        driver="amd_hsmp",
-    )
-    return NodeReader(device, CPU_INTERVAL_S, lambda: sum(meter.watts() for meter in meters))

@@ -1,4 +1,4 @@
-"""RAPL, the energy counters of Intel's and AMD's CPUs, read through powercap, else through perf.
+"""RAPL, the energy counters of Intel's and AMD's CPUs, read through powercap.
 
 Energy is never estimated from a TDP.  This file is not tested on real hardware; the tests use recorded trees.
 """
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, PerfEvent, perf_events, powercap_zones
 from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
+
+POWERCAP = Path("/sys/class/powercap")
 
 # Upper limit of the power of a CPU package.  If a counter rose faster, it was reset.  If the time between two reads is
 # longer than the counter's range divided by this power, the counter may have wrapped twice.
@@ -40,9 +41,42 @@ NO_RAPL = (
 )
 RAPL_UNREADABLE = (
     "energy: only root may read the RAPL counters; let root make /sys/class/powercap/intel-rapl:*/energy_uj readable "
-    "at boot (tmpfiles.d, sysfs.conf or a udev rule), or allow perf (kernel.perf_event_paranoid=0, or the capability "
-    "CAP_PERFMON for Python), or give Python CAP_DAC_READ_SEARCH, or run as root; see docs/node-power.md"
+    "at boot (tmpfiles.d, sysfs.conf or a udev rule), or give Python CAP_DAC_READ_SEARCH, or run as root; see "
+    "docs/node-power.md"
 )
+
+
+class Counter(NamedTuple):
+    """One energy counter that wraps."""
+
+    is_package: bool  # False for DRAM
+    range_uj: int  # energy until the counter wraps
+    path: Path
+
+    def microjoules(self) -> int:
+        """Return the count.
+
+        Raises:
+            OSError, ValueError: the counter cannot be read.
+        """
+        return int(self.path.read_text())
+
+
+def powercap_zones(root: Path) -> list[Counter]:
+    """Return the packages and their DRAM.
+
+    The zones psys and cores are left out: psys contains the packages, and cores is a part of a package.
+    """
+    zones = []
+    for path in sorted(root.glob("intel-rapl:*")):  # AMD has the same names; intel-rapl-mmio repeats a package
+        try:
+            name = (path / "name").read_text().strip()
+        except FileNotFoundError:  # a container that masks the zones shows only their folders
+            continue
+        if name.startswith("package") or name == "dram":
+            range_uj = int((path / "max_energy_range_uj").read_text())
+            zones.append(Counter(name != "dram", range_uj, path / "energy_uj"))
+    return zones
 
 
 class Rapl:
@@ -52,10 +86,10 @@ class Rapl:
         self.note = note
         self._counters = counters
         self._clock = clock
-        self._last = [counter.read() for counter in counters]
+        self._last = [counter.microjoules() for counter in counters]
         self._last_s = clock()
         self._start_j = self._total_j = _START_J
-        self._shortest_j = min(counter.range / counter.per_joule for counter in counters)
+        self._shortest_j = min(counter.range_uj for counter in counters) / 1e6
 
     def energy_j(self) -> float:
         """Return the total energy; only differences of totals have a meaning.
@@ -66,10 +100,10 @@ class Rapl:
         Raises:
             OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
         """
-        counts, now_s = [counter.read() for counter in self._counters], self._clock()
+        counts, now_s = [counter.microjoules() for counter in self._counters], self._clock()
         # A counter that decreased has wrapped around; the difference modulo the range is right.
         spent_j = [
-            (now - last) % counter.range / counter.per_joule
+            (now - last) % counter.range_uj / 1e6
             for counter, now, last in zip(self._counters, counts, self._last, strict=True)
         ]
         limit_j = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0)
@@ -85,10 +119,6 @@ class Rapl:
 
     def _go_back(self) -> None:
         self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
-
-    def close(self) -> None:
-        for counter in self._counters:
-            counter.close()
 
 
 class _TwoReads(NamedTuple):
@@ -113,7 +143,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         (one, other): 0
         for place, one in enumerate(packages)
         for other in packages[place + 1 :]
-        if (counters[one].range, counters[one].per_joule) == (counters[other].range, counters[other].per_joule)
+        if counters[one].range_uj == counters[other].range_uj
     }
     last = _read_twice(counters) if pairs else None
     for _ in range(_COMPARISONS):
@@ -122,7 +152,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         pause(_PAUSE_S)
         now = _read_twice(counters)
         for (one, other), moves in list(pairs.items()):
-            size = counters[one].range
+            size = counters[one].range_uj
             least = now.first[one] - last.second[one]  # `one` increased by `least` to `least + width`
             width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
             counted = (now.first[other] - last.first[other]) % size
@@ -135,59 +165,37 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
 
 
 def _read_twice(counters: Sequence[Counter]) -> _TwoReads:
-    return _TwoReads([counter.read() for counter in counters], [counter.read() for counter in counters])
+    return _TwoReads([counter.microjoules() for counter in counters], [counter.microjoules() for counter in counters])
 
 
 def open_rapl(
     clock: Callable[[], float] = time.monotonic,
     powercap: Path = POWERCAP,
-    perf: Path = PERF,
-    open_event: OpenEvent = PerfEvent,
     pause: Callable[[float], None] = time.sleep,
 ) -> Rapl:
-    """Open the counters of all packages and their DRAM, through powercap or else through perf.
+    """Open the counters of all packages and their DRAM.
 
     Raises:
         DeviceUnavailable: the counters do not exist, or are not readable.
     """
-    ways: dict[str, Callable[[], Sequence[Counter]]] = {
-        "powercap": lambda: powercap_zones(powercap),
-        "perf": lambda: perf_events(perf, open_event),
-    }
-    why_not = ""
-    for way, find in ways.items():
-        try:
-            counters = find()
-            if counters:
-                return _without_copies(counters, clock, way, pause)
-        except PermissionError:  # readable only for root since Linux 5.10, because of CVE-2020-8694
-            why_not = RAPL_UNREADABLE
-        except (OSError, ValueError) as error:
-            why_not = why_not or f"energy: the RAPL counters cannot be read through {way}: {error}"
-    raise DeviceUnavailable(why_not or NO_RAPL)
-
-
-def _without_copies(
-    counters: Sequence[Counter], clock: Callable[[], float], way: str, pause: Callable[[float], None]
-) -> Rapl:
     try:
+        counters = powercap_zones(powercap)
         copies = mirrors(counters, pause)
         kept = [counter for index, counter in enumerate(counters) if index not in copies]
-        rapl = Rapl(kept, clock, _note(kept, len(copies), way))
-    except (OSError, ValueError):
-        for counter in counters:
-            counter.close()
-        raise
-    for index in copies:
-        counters[index].close()
-    return rapl
+        if kept:
+            return Rapl(kept, clock, _note(kept, len(copies)))
+    except PermissionError as error:  # readable only for root since Linux 5.10, because of CVE-2020-8694
+        raise DeviceUnavailable(RAPL_UNREADABLE) from error
+    except (OSError, ValueError) as error:
+        raise DeviceUnavailable(f"energy: the RAPL counters cannot be read through powercap: {error}") from error
+    raise DeviceUnavailable(NO_RAPL)
 
 
-def _note(counters: Sequence[Counter], num_copies: int, way: str) -> str:
+def _note(counters: Sequence[Counter], num_copies: int) -> str:
     num_packages = sum(counter.is_package for counter in counters)
     packages = f"{num_packages} CPU package{'s' if num_packages > 1 else ''}"
     dram = "with DRAM" if num_packages < len(counters) else "without DRAM, which has no counter"
-    note = f"RAPL through {way}: {packages} {dram}"
+    note = f"RAPL through powercap: {packages} {dram}"
     if num_copies:
         note += f"; {num_copies} more packages repeat these counters and are not counted again"
     return note
@@ -204,4 +212,4 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
     device = node_device(
         host, CPU, kind="rapl", name="CPU", energy_method=COUNTER, energy_note=rapl.note, sensor=SENSOR
     )
-    return NodeReader(device, CPU_INTERVAL_S, rapl.energy_j, rapl.close)
+    return NodeReader(device, CPU_INTERVAL_S, rapl.energy_j)
