@@ -46,7 +46,7 @@ from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
 #: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
-FOLD_FROM, FOLD_EVERY_S = 600, 30.0
+FOLD_FROM, FOLD_EVERY_S = 200, 30.0
 #: Number of windows whose median is the memory of other processes and of the driver.
 OTHER_WINDOWS = 9
 _PLACES = (*MARKED_PHASES, STEPS, STARTUP)
@@ -138,7 +138,7 @@ class Measuring:
         """Sum up samples while no window ends.
 
         During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day, and each requested span
-        adds two readings and a level of the energy.
+        adds two readings and a level of the energy.  A span that is never asked for also keeps its samples.
         """
         if now_s < self._next_fold_s:
             return

@@ -41,6 +41,7 @@ class Point(NamedTuple):
     variances_j2: float  # running total
     min_w: float | None = None  # minimum of the power readings of this point and, after `fold`, of its step
     max_w: float | None = None  # maximum of these power readings
+    num_powers: int = 0  # number of these power readings
 
 
 class Readings:
@@ -87,6 +88,7 @@ class Readings:
                 variances_j2=variances_j2 + step.variance_j2,
                 min_w=power_w,
                 max_w=power_w,
+                num_powers=int(power_w is not None),
             )
         )
 
@@ -119,6 +121,7 @@ class Readings:
                 variance_j2=last.variances_j2 - first.variances_j2,
                 min_w=_extreme(min, (point.min_w for point in points[run.start + 1 : run.stop])),
                 max_w=_extreme(max, (point.max_w for point in points[run.start + 1 : run.stop])),
+                num_powers=sum(point.num_powers for point in points[run.start + 1 : run.stop]),
             )
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
@@ -132,9 +135,11 @@ class Readings:
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""
         inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
-        known = [point for point in inside if point.power_w is not None]
-        min_w = _extreme(min, (point.min_w for point in inside))
-        return min_w, _extreme(max, (point.max_w for point in inside)), len(known)
+        min_w, max_w = (
+            _extreme(min, (point.min_w for point in inside)),
+            _extreme(max, (point.max_w for point in inside)),
+        )
+        return min_w, max_w, sum(point.num_powers for point in inside)
 
     def mean_w(self, index: int, tick_s: float) -> float:
         """Return the mean power around a step, over at least two ticks, because a counter jumps once in each tick."""
