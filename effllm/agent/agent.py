@@ -182,7 +182,6 @@ class Agent:
         while children.has_aggregator and not children.is_aggregator_done and time.monotonic() < until_s:
             self._poller.poll(20)
             self._look(measuring, conversation)
-        self._children.inspection.stop()
         recording.stop()
         self._devices.stop()
         self._events.log.close()

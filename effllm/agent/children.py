@@ -1,12 +1,12 @@
-"""The child processes of an agent: an inspection of its trainer and, at rank 0, the aggregator."""
+"""What an agent runs beside its loop: inspections and recordings of its trainer and, at rank 0, the aggregator."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from effllm.agent.events import AgentEvents, Notices
-from effllm.agent.inspection import InspectionOrders, InspectionResult
+from effllm.agent.inspection import InspectionOrders, InspectionResult, inspect
 from effllm.agent.stack_recording import StackRecording
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
@@ -23,7 +23,7 @@ from effllm.records.rank import Event
 from effllm.records.wire import HostSamples
 from effllm.store.run_lock import restart_id_of
 
-INSPECTION_LIMIT_S = 25.0
+INSPECTION_LIMIT_S, LOOK_AGAIN_S = 25.0, 0.1
 MAX_FAILED_STARTS = 3  # of an aggregator that ends with an error before it has answered this agent
 
 
@@ -96,62 +96,40 @@ class AggregatorChild:
             self.start()
 
 
-class InspectionChild:
-    """Runs at most one inspection at a time, without blocking."""
+class Inspection:
+    """Inspects the trainer in a thread, at most once at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._found = -1  # memfd for the result
-        self.due_s = math.inf  # deadline of the running inspection
-        self.descriptor = -1  # pidfd of the inspection; readable after its end
+        self._thread: threading.Thread | None = None
+        self._results: list[InspectionResult] = []
+        self._until_s = math.inf
+
+    @property
+    def due_s(self) -> float:
+        """Time of the next look at the running inspection."""
+        return time.monotonic() + LOOK_AGAIN_S if self._thread is not None else math.inf
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
-        """Start an inspection, unless an inspection is running; return the error of the start, or an empty string."""
-        if self._process is not None:
+        """Start an inspection, unless one is running; return the error of the start, or an empty string."""
+        if self._thread is not None:
             return ""
-        given = os.memfd_create("effllm-inspection", 0)
-        self._found = os.memfd_create("effllm-found", 0)
+        results = self._results = []  # a late thread has its own list
+        thread = threading.Thread(target=lambda: results.append(inspect(orders)), name="inspection", daemon=True)
         try:
-            os.write(given, msgspec.json.encode(orders))
-            arguments = [str(given), str(self._found)]
-            self._process = spawn("effllm.agent.inspection", arguments, (given, self._found, orders.trainer))
-        except OSError as error:
-            os.close(self._found)
+            thread.start()
+        except RuntimeError as error:  # no memory, or too many threads
             return f"the inspection cannot be started: {error}"
-        finally:
-            os.close(given)
-        self.descriptor, self.due_s = pidfd(self._process.pid), now_s + INSPECTION_LIMIT_S
+        self._thread, self._until_s = thread, now_s + INSPECTION_LIMIT_S
         return ""
 
     def look(self, now_s: float) -> InspectionResult | None:
         """Return the result if the inspection has ended or its deadline has passed, else ``None``."""
-        if self._process is None or (self._process.poll() is None and now_s < self.due_s):
+        if self._thread is None or (self._thread.is_alive() and now_s < self._until_s):
             return None
-        is_late = self._process.poll() is None
-        self._kill()
-        size = os.fstat(self._found).st_size
-        body = os.pread(self._found, size, 0)
-        os.close(self._found)
-        self._process, self.due_s = None, math.inf
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-        try:
-            return msgspec.json.decode(body, type=InspectionResult)
-        except msgspec.MsgspecError:
-            why = f"took more than {INSPECTION_LIMIT_S:.0f} s" if is_late else "failed"
-            return InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._kill()
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process group includes py-spy
-            self._process.wait()
+        why = f"took more than {INSPECTION_LIMIT_S:.0f} s" if self._thread.is_alive() else "failed"
+        self._thread = None
+        unknown = InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
+        return next(iter(self._results), unknown)
 
 
 class Children:
@@ -167,10 +145,10 @@ class Children:
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents, notices: Notices) -> None:
         self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
         self._aggregator: AggregatorChild | None = None
-        self.inspection = InspectionChild()  # the agent stops it; the aggregator ends when the job is over
-        self.recording = StackRecording(trainer)  # the agent stops it, too
+        self._inspection = Inspection()
+        self.recording = StackRecording(trainer)  # the agent stops it; the aggregator ends when the job is over
         self.host_samples: list[HostSamples] = []  # results of recordings, until they are sent
-        self._watched = {"aggregator": -1, "inspection": -1, "recording": -1}  # descriptors in the poller
+        self._watched = {"aggregator": -1, "recording": -1}  # descriptors in the poller
         self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
 
     def start_aggregator(self) -> None:
@@ -214,7 +192,7 @@ class Children:
     @property
     def due_s(self) -> float:
         """Time of the next check of the children."""
-        children = (self._aggregator, self.inspection, self.recording)
+        children = (self._aggregator, self._inspection, self.recording)
         return min(one.due_s for one in children if one is not None)
 
     def look(self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple) -> None:
@@ -228,15 +206,14 @@ class Children:
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch("aggregator", self._aggregator.descriptor)
-        if (finding := self.inspection.look(now_s)) is not None:
-            self._watch("inspection", -1)
+        if (finding := self._inspection.look(now_s)) is not None:
             self.finding = finding
         if (samples := self.recording.look(now_s, ordinal, iterations_ns)) is not None:
             self.host_samples = [*self.host_samples[-1:], samples]
         self._watch("recording", self.recording.descriptor)
 
     def inspect(self, run_folder: str) -> None:
-        """Start an inspection of the agent's own trainer in a separate process, after a stall of the job."""
+        """Start an inspection of the agent's own trainer, after a stall of the job."""
         number = self._trainer.ring.state()[1] + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
@@ -245,10 +222,8 @@ class Children:
             folder=run_folder,
             name=f"rank-{self._trainer.rank}-iteration-{number}",
         )
-        if why := self.inspection.start(orders, time.monotonic()):
+        if why := self._inspection.start(orders, time.monotonic()):
             self.finding = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
-        else:
-            self._watch("inspection", self.inspection.descriptor)
 
     def _watch(self, child: str, descriptor: int) -> None:
         before = self._watched[child]

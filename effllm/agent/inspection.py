@@ -1,4 +1,4 @@
-"""The inspection of a stalled trainer, in a separate process, because the agent must not block.
+"""The inspection of a stalled trainer, in a thread of its own, because the agent must not block.
 
 Only the agent's own trainer is inspected. Py-spy reads the trainer's memory and does not stop the process.
 The dump of torch's NCCL flight recorder is requested and copied, and never decoded: it is a pickle, and decoding a
@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import psutil
 from msgspec import Struct
 
@@ -136,18 +135,6 @@ def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
     except (OSError, psutil.Error) as error:
         return f"no dump of the NCCL flight recorder: {error}"
     return text
-
-
-def main(arguments: list[str]) -> int:
-    """Read `InspectionOrders` as JSON from the first descriptor, and write the result to the second."""
-    source, target = map(int, arguments)
-    os.lseek(source, 0, os.SEEK_SET)
-    with os.fdopen(source, "rb") as file:
-        orders = msgspec.json.decode(file.read(), type=InspectionOrders)
-    body = msgspec.json.encode(inspect(orders))
-    with os.fdopen(target, "wb") as file:
-        file.write(body)
-    return 0
 
 
 def process_description(pid: int) -> str:

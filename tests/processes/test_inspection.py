@@ -16,7 +16,7 @@ import pytest
 from jobs import needs_py_spy
 
 from effllm.agent import inspection, proc
-from effllm.agent.children import InspectionChild
+from effllm.agent.children import Inspection
 from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
 from effllm.agent.proc import process_state
 from effllm.records.wire import MAX_STACK
@@ -171,38 +171,37 @@ def test_text_of_an_inspection_is_cut_to_a_maximum_length():
 
 @needs_py_spy
 def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
-    child = InspectionChild()
+    one = Inspection()
+    before = threading.active_count()
     with trainer("time.sleep(0.01)", stopped=True) as (pid, descriptor):
-        assert child.start(orders(pid, descriptor), 0.0) == ""
-        first = child.descriptor
-        assert child.start(orders(pid, descriptor), 0.0) == ""
-        assert child.descriptor == first
-        found = jobs.until(lambda: child.look(1.0))
+        assert one.start(orders(pid, descriptor), 0.0) == ""
+        assert one.start(orders(pid, descriptor), 0.0) == ""
+        assert threading.active_count() == before + 1
+        assert one.due_s < float("inf")
+        found = jobs.until(lambda: one.look(1.0))
 
     assert found.top.startswith("wait_for_data (")
-    assert child.descriptor == -1
-    assert child.due_s == float("inf")
+    assert one.due_s == float("inf")
 
 
 def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
-    child = InspectionChild()
-    monkeypatch.setattr(
-        "effllm.agent.children.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
-    )
-    child.start(orders(os.getpid(), -1), 0.0)
-    assert child.look(24.0) is None
+    one, ended = Inspection(), threading.Event()
+    monkeypatch.setattr("effllm.agent.children.inspect", lambda _orders: ended.wait(60.0))
+    one.start(orders(os.getpid(), -1), 0.0)
+    assert one.look(24.0) is None
 
-    assert child.look(25.5).top == "unknown: the inspection took more than 25 s"
-    assert child.look(26.0) is None
+    assert one.look(25.5).top == "unknown: the inspection took more than 25 s"
+    assert one.look(26.0) is None
+    ended.set()
 
 
 def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):
-    def refuse(*_):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+    def refuse(_self):
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("effllm.agent.children.spawn", refuse)
+    monkeypatch.setattr("effllm.agent.children.threading.Thread.start", refuse)
 
-    assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
+    assert "can't start new thread" in Inspection().start(orders(1, -1), 0.0)
 
 
 # --- the NCCL flight recorder: a pipe and a file as torch makes them, without torch ---
