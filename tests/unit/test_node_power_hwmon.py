@@ -80,13 +80,6 @@ def test_more_than_ten_sockets_are_each_counted(tmp_path):
     assert watts(Hwmon(tmp_path, {f"Grace Power Socket {socket}": 10.0 for socket in range(12)})) == 120.0
 
 
-def test_rails_are_summed_with_a_note_if_there_is_no_socket_meter(tmp_path):
-    hwmon = Hwmon(tmp_path, {"CPU Power Socket 0": 46.5, "SysIO Power Socket 0": 11.75})
-
-    assert watts(hwmon) == 46.5 + 11.75
-    assert "may be missing" in open_reader("node1", hwmon.root).device.energy_note
-
-
 def test_device_gives_averaged_power_and_no_energy(grace_hopper):
     reader = open_reader("node1", grace_hopper.root)
     device = reader.device

@@ -1,15 +1,11 @@
 """Power of the CPUs of NVIDIA's Grace through hwmon.
 
-Grace has power readings but no energy counter.  Its firmware describes ACPI power meters, one per rail; their names
-are in ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
+Grace has power readings but no energy counter.  Its firmware describes ACPI power meters; their names are in
+``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
 
 - ``Module Power Socket 0``: the whole module with Grace, GPU, HBM and regulators; this meter is not read.
-- ``Grace Power Socket 0``: the whole CPU side of the socket with the two rails below; this meter is read.
-- ``CPU Power Socket 0``: the rail of the cores.
-- ``SysIO Power Socket 0``: the rail of the SoC.
-
-The CPU and SysIO rails are *not* added to the Grace meter, which includes them: 53 to 58 W of 93 to 104 W in NVIDIA's
-own traces (srt-slurm, ``cpu_rails.py``).  Without a Grace meter the rails are summed, and the note names missing parts.
+- ``Grace Power Socket 0``: the whole CPU side of the socket; this meter is read.
+- ``CPU Power Socket 0``, ``SysIO Power Socket 0``: rails that the Grace meter includes; they are not read.
 
 If there is a Module meter, the GPU is in the same module, and NVML's counter may measure the whole module with this
 CPU.  In this case the CPU's device has the energy key ``module-cpu:<host>``, and sums over devices exclude the CPU
@@ -21,7 +17,7 @@ This file is not tested on real hardware.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,12 +32,8 @@ NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power me
 # If an ACPI meter has no value (0xFFFFFFFF mW), the kernel returns 4.3 MW.
 _MAX_W = 10_000.0
 
-# Grace's successor calls its rails "Total Power Socket 0" and so on.
-_RAIL = re.compile(
-    r"(?:(?P<module>module)|(?P<whole>grace|total(?: input)?)|(?P<cores>cpu(?: rail)?(?: input)?)"
-    r"|(?P<soc>sysio|soc(?: rail)?(?: input)?)|(?P<dram>dram(?: input)?)) power(?: in uw)? socket (?P<socket>\d+)"
-)
-_PARTS = ("cores", "soc", "dram")
+# Grace's successor calls its meters "Total Power Socket 0" and so on.
+_METER = re.compile(r"(?:(?P<module>module)|grace|total(?: input)?) power(?: in uw)? socket (?P<socket>\d+)")
 
 _ERROR = "the gain error of an uncalibrated board is assumed, because no accuracy is published"
 
@@ -65,17 +57,17 @@ class Meter(NamedTuple):
         return watts
 
 
-def grace_meters(root: Path) -> dict[tuple[str, int], Meter]:
-    meters: dict[tuple[str, int], Meter] = {}
+def grace_meters(root: Path) -> tuple[list[Meter], bool]:
+    """Return the meter of each socket, and whether there is also a meter of a module."""
+    meters: dict[tuple[bool, int], Meter] = {}
     for path in sorted([*root.glob("hwmon*/device/power*_average"), *root.glob("hwmon*/power*_average")]):
         label = _text(path, "oem_info") or _text(path, "label")
-        rail = _RAIL.fullmatch(label.lower())
-        if rail is not None:
+        if (named := _METER.fullmatch(label.lower())) is not None:
             interval_ms = _text(path, "average_interval")
             average_s = int(interval_ms) / 1e3 if interval_ms.isdecimal() else None
-            kind = next(kind for kind in ("module", "whole", *_PARTS) if rail[kind])
-            meters.setdefault((kind, int(rail["socket"])), Meter(path, label, average_s))
-    return meters
+            meters.setdefault((named["module"] is not None, int(named["socket"])), Meter(path, label, average_s))
+    sockets = [meter for (is_module, _), meter in meters.items() if not is_module]
+    return sockets, len(sockets) < len(meters)
 
 
 def _text(path: Path, suffix: str) -> str:
@@ -92,27 +84,19 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
         DeviceUnavailable: no sensor reports the power of the CPUs, or the sensor cannot be read.
     """
     try:
-        rails = grace_meters(root)
-        reader = _grace(host, rails)
+        meters, in_module = grace_meters(root)
     except (OSError, ValueError) as error:
         raise DeviceUnavailable(f"energy: hwmon cannot be read: {error}") from error
-    if reader is None:
+    if not meters:
         raise DeviceUnavailable(NO_HWMON)
+    reader = _reader(host, meters, in_module)
     _, failures = reader.read()
     if failures:
         raise DeviceUnavailable(f"energy: {next(iter(failures.values()))}")
     return reader
 
 
-def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | None:
-    meters = [meter for (kind, _), meter in rails.items() if kind == "whole"]
-    note = "the whole CPU side of the socket"
-    if not meters:
-        meters = [meter for (kind, _), meter in rails.items() if kind in _PARTS]
-        note = "only rails with a meter: memory or regulators may be missing"
-    if not meters:
-        return None
-    in_module = any(kind == "module" for kind, _ in rails)
+def _reader(host: str, meters: Sequence[Meter], in_module: bool) -> NodeReader:
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
     average = "the averaging interval is assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
@@ -122,7 +106,7 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
         kind="hwmon",
         name="NVIDIA Grace",
         energy_method=AVERAGE,
-        energy_note=f"{', '.join(meter.label for meter in meters)}: {note}",
+        energy_note=f"{', '.join(meter.label for meter in meters)}: the whole CPU side of the socket",
         sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
         driver="acpi_power_meter",
         energy_key=f"module-cpu:{host}" if in_module else "",
