@@ -73,7 +73,7 @@ class _Agent:
                     poller.unregister(self._edges)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._sampled)
-            self._track.take()
+            self._track.take_samples()
             self._cut()
         assert self._track.series is not None
         for event in self._track.take_events(time.monotonic_ns(), time.time()):

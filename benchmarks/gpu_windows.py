@@ -142,7 +142,7 @@ class _Measuring:
         return edge_ns, sample
 
     def _cut(self) -> None:
-        self._track.take()
+        self._track.take_samples()
         while self._waiting:
             length_s, start_ns, end_ns = self._waiting[0]
             if not self._track.is_settled(end_ns) and time.monotonic_ns() < end_ns + EDGE_WAIT_S * 1e9:

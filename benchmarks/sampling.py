@@ -187,11 +187,11 @@ def _sampler_cpu_us() -> float:
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "sampler")
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
-    sampler.take()
+    sampler.take_samples()
     began_ns = time.clock_gettime_ns(clock)
     time.sleep(TICKS * INTERVAL_S)
     spent_ns = time.clock_gettime_ns(clock) - began_ns
-    count = len(sampler.take())
+    count = len(sampler.take_samples())
     sampler.stop(1.0)
     os.close(wake)
     assert 0.9 * TICKS < count < 1.1 * TICKS, f"{count} ticks instead of {TICKS}"

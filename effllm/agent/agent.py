@@ -85,7 +85,7 @@ class Agent:
         began_s = time.monotonic()
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
-            conversation.talk(began_s)  # only messages have arrived; a later call does the periodic work
+            conversation.exchange_messages(began_s)  # only messages have arrived; a later call does the periodic work
         else:
             is_gone = self._trainer.descriptor in events or self._trainer.is_gone() or self._is_replaced
             self._look(measuring, conversation, is_gone)
@@ -110,7 +110,7 @@ class Agent:
     def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
         now_s = time.monotonic()
         self._take_wakes()
-        measuring.take(is_trainer_gone=is_trainer_gone)
+        measuring.read_ring_and_samples(is_trainer_gone=is_trainer_gone)
         self._take_facts(conversation)  # after the records: the facts then have the names of all values in the records
         if line := measuring.values.take_notice():
             self._events.report("warning", line)
@@ -118,8 +118,8 @@ class Agent:
             self._events.add(event)
         measuring.cut(now_s)
         self._children.look(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
-        conversation.talk(now_s)
-        measuring.fold(now_s)
+        conversation.exchange_messages(now_s)
+        measuring.compact_samples(now_s)
 
     def _take_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -143,7 +143,7 @@ class Conversation:
         """Send a new HELLO soon, because facts of the rank have changed."""
         self._has_new_facts = True
 
-    def talk(self, now_s: float) -> None:
+    def exchange_messages(self, now_s: float) -> None:
         """Handle received messages, and send messages that are due."""
         self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
         if self._core_wait is None and self._measuring.cutter.last_ordinal:

@@ -114,7 +114,7 @@ class GpuEnergy:
 
     def _take(self) -> None:
         for track in self._tracks:
-            track.take()
+            track.take_samples()
 
     def _by_owner(self) -> dict[str, DeviceTrack]:
         """Return one track for each energy key; devices without energy are left out."""

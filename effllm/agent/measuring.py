@@ -95,8 +95,8 @@ class Measuring:
         """Return the current time of the clock of reports."""
         return self.cutter.unix_s(time.monotonic_ns())
 
-    def take(self, *, is_trainer_gone: bool) -> None:
-        self.devices.take()
+    def read_ring_and_samples(self, *, is_trainer_gone: bool) -> None:
+        self.devices.take_samples()
         self._add(self._trainer.ring.read())
         if is_trainer_gone and self.status is None:
             self._add(self._trainer.ring.read())
@@ -134,7 +134,7 @@ class Measuring:
                 return min(ends_ns) * 1e-9 + wait_s
         return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
 
-    def fold(self, now_s: float) -> None:
+    def compact_samples(self, now_s: float) -> None:
         """Sum up samples while no window ends.
 
         During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day, and each requested span
@@ -152,12 +152,12 @@ class Measuring:
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for one in series:
-            one.fold(edges_ns, until_ns)
+            one.compact(edges_ns, until_ns)
 
     def is_end_settled(self) -> bool:
         """Request the samples at the trainer's end; return whether all samples have been read."""
         self.devices.ask(self.end_ns, is_last=True)
-        self.devices.take()
+        self.devices.take_samples()
         return self.devices.is_settled(self.end_ns)
 
     def finish(self) -> None:
@@ -181,7 +181,7 @@ class Measuring:
     def _origin(self) -> tuple[list[Slot], int]:
         """Return the existing records, and the start of the first window."""
         origin_ns = time.monotonic_ns()
-        self.devices.take()
+        self.devices.take_samples()
         series = self.devices.series
         if series and series[0].newest_ns:
             origin_ns = max(one.oldest_ns for one in series)  # the first time at which all devices have samples

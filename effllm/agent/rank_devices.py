@@ -60,7 +60,7 @@ class RankDevices:
             track.sampler.start()
         self._wait(DEVICE_WAIT_S)
         while len(self._tracks) > 1 and time.monotonic() < until_s:  # reports begin when all devices have samples
-            self.take()
+            self.take_samples()
             if all(track.series or track.sampler.unavailable for track in self._tracks):
                 break
             self._wait(0.05)
@@ -68,7 +68,7 @@ class RankDevices:
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
         while any(track.sampler.is_opening for track in self._all) and time.monotonic() < until_s:
             self._wait(0.05)
-        self.take()
+        self.take_samples()
         self.calibrate(has_begun=False)
 
     def follow(self) -> None:
@@ -143,9 +143,9 @@ class RankDevices:
         series = self._tracks[0].series
         return series.newest if series else None
 
-    def take(self) -> None:
+    def take_samples(self) -> None:
         """Take new samples, and report events of the devices."""
-        changed = [self._adopt(), *(track.take() for track in self._all)]
+        changed = [self._adopt(), *(track.take_samples() for track in self._all)]
         if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self.has_baseline:
             self.has_baseline = all(track.note_baseline(*idle_ns) for track in self._all if track.series)
             changed.append(self.has_baseline)

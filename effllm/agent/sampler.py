@@ -186,7 +186,7 @@ class Sampler:
             self.is_calibrating = True
             self._requests.put(())
 
-    def take(self) -> list[Sample | Device]:
+    def take_samples(self) -> list[Sample | Device]:
         """Return the samples since the last call, oldest first; a `Device` in the list has a new calibration."""
         taken = []
         while not self._samples.empty():  # no other thread removes samples

@@ -109,7 +109,7 @@ class Series:
     def num_kept(self) -> int:
         return len(self._samples)
 
-    def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
+    def compact(self, edges_ns: Collection[int], until_ns: int) -> None:
         """Sum up samples into blocks: a later period should include all of a block, or nothing of it.
 
         A period that begins or ends inside a block gets a share of the block in proportion to time.
@@ -127,7 +127,7 @@ class Series:
                 self._folded.pop(sample.time_ns, None)
             self._folded[first.time_ns] = block
             self._samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
-        self.energy.fold(edges_ns, until_ns, margin_ns)
+        self.energy.compact(edges_ns, until_ns, margin_ns)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the samples that periods after ``time_ns``, and the requested spans, do not need."""

@@ -37,12 +37,12 @@ class DeviceTrack:
         self._is_stale = False
         self._has_learnt = False
 
-    def take(self) -> bool:
+    def take_samples(self) -> bool:
         """Take new samples; return whether the device was opened or calibrated."""
         is_new = False
         if self.series is not None and self.sampler.slowed_s is not None:
             self.series.allow_gap(MAX_GAP_INTERVALS * self.sampler.slowed_s)
-        for item in self.sampler.take():
+        for item in self.sampler.take_samples():
             if self.series is None and self.sampler.device is not None:
                 self.series = Series(self.sampler.device, self._max_gap_s)
                 is_new = True

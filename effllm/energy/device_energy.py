@@ -213,11 +213,11 @@ class EnergyLedger:
         self.readings.forget_before(time_ns - round(3 * self.timing.sensor.tick_s / NS))
         self._levels.forget_before(time_ns)
 
-    def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+    def compact(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
         # The levels at other times are of spans that were answered before; there may be many spans in one window.
         self._levels.keep_only(edges_ns)
         edges_ns = [*edges_ns, *self._levels.edges_ns, *self._steps.bases_ns]
-        self.readings.fold(edges_ns, until_ns, margin_ns)
+        self.readings.compact(edges_ns, until_ns, margin_ns)
 
 
 def _usable(reading: float | None) -> float | None:

@@ -39,7 +39,7 @@ class Point(NamedTuple):
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
     variances_j2: float  # running total
-    min_w: float | None = None  # minimum of the power readings of this point and, after `fold`, of its step
+    min_w: float | None = None  # minimum of the power readings of this point and, after `compact`, of its step
     max_w: float | None = None  # maximum of these power readings
     num_powers: int = 0  # number of these power readings
 
@@ -102,7 +102,7 @@ class Readings:
         while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
             self._points.popleft()
 
-    def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+    def compact(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
         """Merge the steps in which no later span can begin or end; running totals stay exact.
 
         Args:

@@ -223,7 +223,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
             for slot in loop.slots():
                 cutter.add(slot)
             for track in tracks:
-                track.take()
+                track.take_samples()
                 track.ask(cutter.ended.end_ns)
             outbox.add(cutter.cut([track.series for track in tracks if track.series]))
             outbox.sent(1)

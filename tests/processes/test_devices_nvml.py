@@ -400,7 +400,7 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-        track.take()
+        track.take_samples()
         events.extend((one.kind, one.text) for one in track.take_events(time.monotonic_ns(), time.time()))
 
 until(lambda: track.series is not None and track.series.newest_ns)

@@ -99,7 +99,7 @@ def test_node_sensor_is_sampled_like_other_devices(tmp_path):
         sampler = Sampler(opener.open, 0.01, events.append, wake)
         sampler.start()
         os.eventfd_read(wake)  # returns at the first sample
-        samples = sampler.take()
+        samples = sampler.take_samples()
         assert sampler.stop(10.0)
         os.close(wake)
 

@@ -57,7 +57,7 @@ def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(),
     while at_s <= until_s:
         one.add(device.sample(at_s, counter(at_s)))
         if folding and int(at_s) // FOLD_EVERY_S != int(at_s - 4) // FOLD_EVERY_S:
-            one.fold(edges_ns, round(at_s * NS))
+            one.compact(edges_ns, round(at_s * NS))
         most = max(most, one.num_kept)
         at_s += 4.0
     return most
@@ -129,7 +129,7 @@ def test_gaps_stay_gaps():
         for at_s in (*range(10, 1000), *range(1600, 3000)):
             one.add(device.sample(float(at_s)))
             if one is folding and at_s % 30 == 0:
-                one.fold(edges_ns, at_s * NS)
+                one.compact(edges_ns, at_s * NS)
     found = folding.integrals(12 * NS, 2999 * NS)
 
     assert found.memory_covered_s == approx(2999 - 12 - 601)
@@ -140,7 +140,7 @@ def test_integrals_split_a_folded_block_in_proportion_to_time():
     one = series(energy_method=None)
     for at_s in range(10, 1011):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
-    one.fold([10 * NS], 1010 * NS)
+    one.compact([10 * NS], 1010 * NS)
     assert one.num_kept < 50
 
     assert one.integrals(10 * NS, 510 * NS).memory_byte_seconds == approx(500 * 1000.0)
@@ -151,7 +151,7 @@ def test_folded_block_shorter_than_a_gap_is_counted_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
-    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # only samples at 21-23 and 45-49 s are over 10 s from an edge
+    one.compact([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # only samples at 21-23 and 45-49 s are over 10 s from an edge
 
     assert one.num_kept == 51 - 1 - 3
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
@@ -178,7 +178,7 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
                     cutter.add(slot)
                 one.add(device.sample(at_s))
                 if folding and at_s % 30 == 0:
-                    one.fold([*cutter.moments_ns, 32 * NS], round(at_s * NS))
+                    one.compact([*cutter.moments_ns, 32 * NS], round(at_s * NS))
                 at_s += 1.0
             for ordinal in range(4):
                 loop.end(5_990 * NS + ordinal * 2 * NS, 100, 2)

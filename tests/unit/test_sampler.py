@@ -47,9 +47,9 @@ def test_the_first_sample_is_taken_at_once(start, wake):
     sampler = start(FakeReader())
     woken(wake)
 
-    assert len(sampler.take()) == 1
+    assert len(sampler.take_samples()) == 1
     assert sampler.device.key == "GPU-0"
-    assert sampler.take() == []
+    assert sampler.take_samples() == []
 
 
 def test_requested_sample_does_not_wait_for_the_interval(start, wake):
@@ -58,7 +58,7 @@ def test_requested_sample_does_not_wait_for_the_interval(start, wake):
     sampler.ask()
     woken(wake)
 
-    first, second = sampler.take()
+    first, second = sampler.take_samples()
     assert first.time_ns < second.time_ns < time.monotonic_ns()
 
 
@@ -82,7 +82,7 @@ def test_samples_are_at_or_just_after_the_requested_times(start, wake):
     sampler.ask(requested_ns)
     woken(wake)
 
-    samples = sampler.take()[1:]  # the first sample was taken at the start
+    samples = sampler.take_samples()[1:]  # the first sample was taken at the start
     assert len(samples) == 4
     for moment_ns, sample in zip(requested_ns, samples, strict=True):
         assert moment_ns <= sample.time_ns < moment_ns + 2 * NS
@@ -100,7 +100,7 @@ def test_agent_is_woken_after_the_last_requested_moment(start, wake):
     assert not select.select([wake], [], [], 0)[0]
     woken(wake)
     assert reader.reads == 3
-    assert len(sampler.take()) == 3
+    assert len(sampler.take_samples()) == 3
 
 
 def test_two_requests_at_once_are_both_answered(start, wake):
@@ -114,7 +114,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     until(lambda: reader.reads == 5)
     woken(wake)
 
-    times_ns = [sample.time_ns for sample in sampler.take()]
+    times_ns = [sample.time_ns for sample in sampler.take_samples()]
     assert times_ns == sorted(times_ns)
 
 
@@ -134,7 +134,7 @@ def test_requested_samples_after_the_first_have_only_energy(start, wake):
     woken(wake)
 
     assert (reader.reads, reader.edges) == (2, 2)
-    assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
+    assert [sample.energy_only for sample in sampler.take_samples()] == [False, False, True, True]
 
 
 class SlowEnergy(FakeReader):
@@ -207,7 +207,7 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
         woken(wake)
 
     # The duration of the first reading is not counted.
-    assert [sample.energy_only for sample in sampler.take()] == [False, False, True]
+    assert [sample.energy_only for sample in sampler.take_samples()] == [False, False, True]
     sampler._interval_s = 1.0
     assert sampler.slowed_s >= 14.0, "20 ms are 0.1 % of 20 s; on a busy machine a reading takes longer"
 
@@ -224,7 +224,7 @@ def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, e
     sampler.ask(requested_ns, within_s=within_s)
     woken(wake)
 
-    found = [sample.time_ns for sample in sampler.take()[1:]]
+    found = [sample.time_ns for sample in sampler.take_samples()[1:]]
     assert len(found) <= len(expected)  # one reading is enough for all requested times that have passed
     assert found[0] >= requested_ns[0]
     assert found[-1] >= requested_ns[expected[-1]]
@@ -255,7 +255,7 @@ def test_samples_are_at_random_times_within_their_intervals(start, wake):
     reader = FakeReader()
     sampler = start(reader, interval_s=0.02)
     until(lambda: reader.reads >= 60)
-    taken = sampler.take()[2:]
+    taken = sampler.take_samples()[2:]
     phases = sorted(sample.time_ns % (NS // 50) / (NS // 50) for sample in taken)
 
     assert phases[0] < 0.25
@@ -277,7 +277,7 @@ def test_device_is_stale_while_a_read_hangs(start, wake, monkeypatch):
     until(lambda: sampler.stale_s() is not None)
 
     assert sampler.stale_s() >= 0.05
-    assert len(sampler.take()) == 1
+    assert len(sampler.take_samples()) == 1
     sampler.ask()  # returns at once
     answer.set()
     until(lambda: sampler.stale_s() is None)
@@ -316,7 +316,7 @@ def test_device_that_cannot_be_opened_is_reported(wake):
 
     assert (sampler.device, sampler.unavailable) == (None, "there is no driver")
     assert texts(events) == ["no device is sampled: there is no driver"]
-    assert sampler.take() == []
+    assert sampler.take_samples() == []
     assert sampler.stop(30.0)
 
 
@@ -365,7 +365,7 @@ def test_calibration_result_is_returned_after_its_samples(start, wake):
     sampler.ask()
     woken(wake)
 
-    kinds = [type(item).__name__ for item in sampler.take()]
+    kinds = [type(item).__name__ for item in sampler.take_samples()]
     assert kinds == ["Sample"] * 4 + ["Device", "Sample"]
 
 
@@ -401,7 +401,7 @@ def test_failed_calibration_loses_no_sample(start, wake):
     assert texts(events) == [
         "GPU-0: the sensor could not be calibrated: RuntimeError: Could not determine home directory."
     ]
-    assert len(sampler.take()) == 2
+    assert len(sampler.take_samples()) == 2
     assert not sampler.is_calibrating
 
 
@@ -420,7 +420,7 @@ def test_hanging_device_does_not_delay_the_end(wake):
     began_s = time.monotonic()
     assert not sampler.stop(0.05)
     assert time.monotonic() - began_s < 10.0
-    assert len(sampler.take()) == 1, "earlier readings are kept"
+    assert len(sampler.take_samples()) == 1, "earlier readings are kept"
     answer.set()
     assert sampler.stop(30.0)
     assert reader.closed

@@ -90,7 +90,7 @@ class Agent:
             if has_windows:
                 self.series[0].forget_before(at * NS)
             if at % 30 == 0:
-                self.series[0].fold([START_S * NS, *self.spans.moments_ns], at * NS)
+                self.series[0].compact([START_S * NS, *self.spans.moments_ns], at * NS)
             self.second += 1
 
     def answers(self):

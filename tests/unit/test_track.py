@@ -60,22 +60,22 @@ def test_first_sample_begins_the_series_and_is_reported_once(tracked):
     assert track.series is None
     assert track.is_settled(time.monotonic_ns()), "an edge does not wait for a first sample"
 
-    assert track.take()
+    assert track.take_samples()
     assert track.series.device.key == "GPU-0"
     assert track.series.newest_ns > 0
-    assert not track.take()
+    assert not track.take_samples()
 
 
 def test_each_window_edge_is_requested_once(tracked, wake):
     reader = Gpu()
     track = tracked(reader)
-    track.take()
+    track.take_samples()
     edge_ns = time.monotonic_ns()
     assert not track.is_settled(edge_ns)
     for _ in range(5):
         track.ask(edge_ns)
     woken(wake)
-    track.take()
+    track.take_samples()
 
     assert track.is_settled(edge_ns)
     track.ask(edge_ns)
@@ -95,12 +95,12 @@ def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
     reader = Gpu(tick_s=0.04)
     track = tracked(reader, calibrate=learn)
     until(lambda: reader.device.sensor.tick_s)
-    assert track.take(), "the calibration is reported"
+    assert track.take_samples(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
     edge_ns = time.monotonic_ns()
     track.ask(edge_ns)
     woken(wake)
-    track.take()
+    track.take_samples()
 
     assert track.is_settled(edge_ns)
     assert track.series.newest_ns >= edge_ns + 2 * 40_000_000
@@ -114,7 +114,7 @@ def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
     reader = Gpu()
     track = tracked(reader, calibrate=learn)
     until(lambda: reader.device.sensor.tick_s)
-    track.take()
+    track.take_samples()
     edge_ns = time.monotonic_ns()
     track.ask(edge_ns)
     woken(wake)
@@ -127,11 +127,11 @@ def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
 
 def test_energy_of_an_edge_is_final_after_one_read_of_power(tracked, wake):
     track = tracked(Gpu(INSTANT))
-    track.take()
+    track.take_samples()
     edge_ns = time.monotonic_ns()
     track.ask(edge_ns)
     woken(wake)
-    track.take()
+    track.take_samples()
 
     assert track.is_settled(edge_ns)
 
@@ -139,7 +139,7 @@ def test_energy_of_an_edge_is_final_after_one_read_of_power(tracked, wake):
 def test_rarely_read_sensor_is_not_read_at_edges(tracked):
     reader = Gpu()
     track = tracked(reader, interval_s=30.0)
-    track.take()
+    track.take_samples()
 
     track.ask(time.monotonic_ns())
 
@@ -156,13 +156,13 @@ def test_existing_series_uses_a_later_calibration(tracked):
 
     reader = Gpu()
     track = tracked(reader, calibrate=learn)
-    track.take()
+    track.take_samples()
     edge_ns = track.series.newest_ns
     assert len(track.series.energy.timing.reads_for(edge_ns)) == 1
     learnt.set()
     until(lambda: reader.device.sensor.tick_s)
 
-    assert track.take(), "the calibration is reported"
+    assert track.take_samples(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
     assert len(track.series.energy.timing.reads_for(edge_ns)) == 18
 
@@ -176,7 +176,7 @@ def test_energy_of_edges_is_not_final_during_calibration(tracked):
 
     track = tracked(Gpu(), calibrate=learn)
     until(lambda: track.sampler.is_calibrating)
-    track.take()
+    track.take_samples()
     past_ns = track.series.newest_ns - 1
 
     assert not track.is_settled(past_ns)
@@ -190,7 +190,7 @@ def test_hanging_device_is_reported_once_without_waiting(tracked, monkeypatch):
     answer = threading.Event()
     reader = Gpu(hold=answer)
     track = tracked(reader)
-    track.take()
+    track.take_samples()
     edge_ns = time.monotonic_ns()
     track.ask(edge_ns)
     assert reader.holding.wait(5.0)
@@ -218,7 +218,7 @@ def test_event_contains_device_key_time_and_count(tracked, wake):
     track = tracked(Faulty())
     track.sampler.ask()
     woken(wake)
-    track.take()
+    track.take_samples()
     event = track.take_events(time.monotonic_ns(), 1000.0)[-1]
 
     assert (event.time_s, event.device, event.count) == (910.0, "GPU-0", 3)
@@ -235,7 +235,7 @@ def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
     track = tracked(Reset())
     track.sampler.ask()
     woken(wake)
-    track.take()
+    track.take_samples()
 
     assert events_of(track) == [
         ("xid", "GPU-0: a critical error: Xid 79"),
@@ -249,7 +249,7 @@ def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
 
 def test_time_between_samples_above_five_intervals_is_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
-    track.take()
+    track.take_samples()
     first_ns = track.series.newest_ns
     for at_s in (0.9, 1.8, 2.9):  # a gap is longer than five times the minimum interval of 0.2 s
         track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
@@ -261,7 +261,7 @@ def test_time_between_samples_above_five_intervals_is_a_gap(tracked):
 def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     track = tracked(Gpu())
     assert not track.note_baseline(0, NS), "there is no series"
-    track.take()
+    track.take_samples()
     first_ns = track.series.newest_ns
     assert not track.note_baseline(first_ns, first_ns + 2 * NS), "the baseline time has not ended"
     track.series.add(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
@@ -272,11 +272,11 @@ def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
 
 def test_slow_device_causes_no_gaps_between_samples(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
-    track.take()
+    track.take_samples()
     begin_ns = track.series.newest_ns
     track.sampler._interval_s, track.sampler.driver.full_s = 1.0, 0.01  # 0.1 % of 10 s
 
-    track.take()
+    track.take_samples()
     for second in (10, 20):
         track.series.add(Sample(begin_ns + second * NS, power_w=100.0))
 
