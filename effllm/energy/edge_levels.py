@@ -18,9 +18,6 @@ from effllm.records.rank import COUNTER
 
 #: A change of power is abrupt if it exceeds the usual change from tick to tick by this factor.
 STEP = 8.0
-#: The error of a wave that is approximated by a parabola, relative to the bend of the parabola.  For a sine with a
-#: period of ten ticks, this error is 0.016; for other waves, it is larger.
-BEND = 0.04
 
 
 class Level(NamedTuple):
@@ -182,11 +179,7 @@ def in_tick(
         step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
         return step_j, unseen_j2, before_w if since_s < step_s else after_w
-    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
-    if outside_w > 3 * noise_w:  # a short peak, at an unknown time within the tick
-        excess_j = joules - (before_w + after_w) / 2 * tick_s
-        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
-    return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
+    return smooth_j, unseen_j2, mean_w
 
 
 def _mean_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:

@@ -8,8 +8,6 @@ from operator import mul
 
 from effllm.energy.readings import NS
 
-#: If a tick has the same power as the adjacent ticks, its hidden variation is this share of the usual variation.
-CALM = 0.03
 #: `_slowness` of a wave with a period of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
 #: The hidden variation within a tick of a fast wave, and its increase if power alternates from tick to tick.
@@ -81,8 +79,7 @@ class PowerSpread:
     def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
-        The more often power changes from tick to tick, the more likely are several changes within three ticks.  If all
-        changes are of equal size, power varies smoothly and no change is hidden.
+        The more often power changes from tick to tick, the more likely are several changes within three ticks.
 
         Args:
             change_w: the difference of this tick from the adjacent ticks.
@@ -91,11 +88,9 @@ class PowerSpread:
             return self.variance_w2 * 0.02
         noise_w = self.noise_w()
         changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
-        change_w2 = self._change_w2()
         turning = self._turning()
         fast = self.fastness() * (FAST_HIDDEN + TURNING_HIDDEN * turning)
-        hidden = 0.055 * max(self._roughness() * changing**3, turning, fast)
-        return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
+        return 0.055 * max(changing**3, turning, fast) * min(change_w**2, self._change_w2())
 
     def _turning(self) -> float:
         """Return 0 if power keeps rising or falling, 1 if its changes alternate in sign from tick to tick.
@@ -107,11 +102,6 @@ class PowerSpread:
             return 0.0
         against = -sum(self._turns) / len(self._turns) / self._near_w2
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
-
-    def _roughness(self) -> float:
-        """Return 0 if all changes from tick to tick have equal size (a slow wave), 1 if a few changes dominate."""
-        typical_w = math.sqrt(self._change_w2())
-        return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
 
     def _slowness(self) -> float:
         """Return 0 if adjacent readings are equal, 1 if they are independent."""
@@ -126,11 +116,8 @@ class PowerSpread:
 
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the difference between the means over part of a tick and over the whole tick."""
-        fast = self._slowness()
-        # Changes of equal size come from a slow wave, or from a wave that alternates from tick to tick.
-        unseen = max(self._roughness(), self.fastness())
         change_w2 = max(self._near_w2 + self._missed_w2(), self._change_w2())
-        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
+        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._slowness() ** 2)
 
     def _missed_w2(self) -> float:
         """Return an addition to the mean square of changes, because too few readings may have missed some changes."""
