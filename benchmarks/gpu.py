@@ -306,7 +306,6 @@ def _keep(bench: _Bench, folder: Path) -> Path:
         driver=device.driver,
         power_limit_w=device.power_limit_w,
         torch=(found and found.load) or "none that can compute on this GPU",
-        **(found.board.traits if found else {}),
     )
     body = {
         "machine": about,

@@ -113,8 +113,6 @@ def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     board = found.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
     yield f"[bold]{escape(board.name)}[/], driver {escape(board.driver)}{limit} [dim](GPU {board.uuid})[/]"
-    if board.traits:
-        yield escape(", ".join(f"{name} {trait}" for name, trait in board.traits.items()))
     yield ""
     yield facts_table(_sensors(found))
     yield ""

@@ -152,7 +152,6 @@ class SensorEvidence:
                 name=device.name,
                 uuid=hashlib.sha256(device.key.encode()).hexdigest()[:8],
                 driver=device.driver,
-                traits=facts.traits() if facts else {},
                 power_limit_w=device.power_limit_w,
             ),
             sensor=sensor,

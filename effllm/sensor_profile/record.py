@@ -73,7 +73,6 @@ class BoardFacts(Struct, frozen=True):
     name: str
     uuid: str  # the first characters of the UUID's hash
     driver: str
-    traits: dict[str, str] = {}
     power_limit_w: float | None = None
 
 
