@@ -29,8 +29,6 @@ COUNTER_TOLERANCE = 0.25
 # the time over which power is averaged; ROCm/ROC-smi#89 says "around 100 ms".
 _SENSOR = Sensor(lag_error_s=0.1, average_s=0.1)
 
-_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
-
 
 class _Source(NamedTuple):
     """The source of a device's energy; the fields have the meaning of the fields of `Device`."""
@@ -42,7 +40,7 @@ class _Source(NamedTuple):
 
 
 class AmdReader:
-    """An open GPU; every read of a lost GPU fails, and `_reopen` retries with growing delays."""
+    """An open GPU; every read of a lost GPU fails."""
 
     def __init__(
         self,
@@ -61,16 +59,10 @@ class AmdReader:
         self._has_throttling = bool(residencies) or status is not None
         self._residencies: dict[str, float] | None = None
         self.device = self._describe(processor, self._choose_source(processor, processors))
-        self._retry_at_s = clock()
-        self._retry_delay_s = _FIRST_RETRY_S
         self._open = True
 
     def read(self) -> tuple[Sample, dict[str, str]]:
         time_ns, values, failures = self._read_offered(calls.GROUPS)
-        if failures and not values and self._reopen():
-            time_ns, values, failures = self._read_offered(calls.GROUPS)
-        if values:
-            self._retry_delay_s = _FIRST_RETRY_S
         sample = Sample(
             time_ns=time_ns,
             memory_bytes=values.get("memory_bytes"),
@@ -231,25 +223,6 @@ class AmdReader:
             failures["throttled_by"] = "AMD SMI gave no value"
             return None
         return ("unspecified",) if status else ()
-
-    def _reopen(self) -> bool:
-        """Initialise AMD SMI again when a retry is due: the handle of a lost GPU never works again."""
-        now_s = self._clock()
-        if not self._open or now_s < self._retry_at_s:
-            return False
-        self._retry_at_s = now_s + self._retry_delay_s
-        self._retry_delay_s = min(2 * self._retry_delay_s, _LAST_RETRY_S)
-        with contextlib.suppress(*self._errors):
-            self._smi.amdsmi_shut_down()
-        try:
-            self._smi.amdsmi_init(self._smi.AmdSmiInitFlags.INIT_AMD_GPUS)
-            processors = list_processors(self._smi)
-        except self._errors:
-            return False  # the caller reports the failures of the reading
-        same = [one for one in processors if one.key(self._host) == self.device.key]
-        if same:
-            self._handle = whole(same[0], processors).handle
-        return bool(same)
 
 
 def open_device(
