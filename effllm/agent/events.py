@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -27,63 +28,44 @@ MAX_UNSENT = 200
 
 
 class LogFile:
-    """A file with one line per event; until the run folder is known, the newest lines are kept in memory.
+    """A file with one line per event; until the run folder is known, the lines are kept in memory.
 
     A thread writes the file: the agent must not wait for a hanging disk.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lines: deque[str] = deque(maxlen=200)
-        self._path: Path | None = None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # `AgentEvents` limits their number
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._is_closed = False
 
     def write(self, event: Event) -> None:
-        """Append an event; two threads must not call this method at the same time."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
         often = f" ({event.count} events)" if event.count > 1 else ""
-        self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
-        self._flush()
+        self._lines.put(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
 
     def attach(self, folder: Path) -> None:
         """Write to a file in ``folder``; the first line creates the file."""
-        self._path = self._path or folder / f"agent-{self._rank}.log"
-        self._flush()
+        if self._thread is None:
+            path = folder / f"agent-{self._rank}.log"
+            self._thread = threading.Thread(target=self._write, args=(path,), name="log", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Write the remaining lines; wait at most `CLOSE_S`. Without a run folder, the user's state folder is used."""
-        if self._path is None:
-            self.attach(state_folder() / f"pid-{os.getpid()}")
-        self._is_closed = True
-        self._wake.set()
+        self.attach(state_folder() / f"pid-{os.getpid()}")
+        self._lines.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _flush(self) -> None:
-        if self._path is None or not self._lines or self._is_closed:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, args=(self._path,), name="log", daemon=True)
-            self._thread.start()
-        self._wake.set()
-
     def _write(self, path: Path) -> None:
-        file, is_last = -1, False
-        while not is_last:
-            self._wake.wait()
-            self._wake.clear()
-            is_last = self._is_closed
-            with contextlib.suppress(
-                OSError
-            ):  # disk full or folder on another host: the aggregator still has the events
-                if file < 0 and self._lines:
+        file = -1
+        while (line := self._lines.get()) is not None:
+            # The disk may be full, or the folder on another host: the aggregator still has the events.
+            with contextlib.suppress(OSError):
+                if file < 0:
                     own_files.make_folder(path.parent)
                     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                while self._lines:
-                    os.write(file, self._lines[0].encode())
-                    self._lines.popleft()
+                os.write(file, line.encode())
         if file >= 0:
             os.close(file)
 
@@ -166,10 +148,8 @@ class Notices:
         self._is_explained = False  # whether the reason of the missing aggregator was reported
 
     def no_metrics(self, text: str) -> None:
-        self._events.report("agent", text)
-        if self._trainer.is_first_of_host:
-            self._is_explained = True
-            write_notice(text)
+        self._is_explained = self._is_explained or self._trainer.is_first_of_host
+        self._report(text, text)
 
     def refused_at_rank_0(self, reason: str) -> None:
         """Record why rank 0 has no aggregator; the trainer of rank 0 has already printed the reason."""
@@ -183,19 +163,19 @@ class Notices:
         self._is_explained = True
         where = self._trainer.facts.endpoint
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
-        self._events.report("agent", text)
-        if self._trainer.is_first_of_host:
-            write_notice(f"{text}: no metrics without an aggregator; training goes on")
+        self._report(text, f"{text}: no metrics without an aggregator; training goes on")
 
     def waiting(self, limit_s: float) -> None:
         """Report that the agent waits for an aggregator that has not answered yet, although the trainer has ended."""
         text = f"no aggregator has answered yet: its reports are kept for up to {limit_s:.0f} s after the job's end"
-        self._events.report("agent", text)
-        if self._trainer.is_first_of_host:
-            write_notice(f"rank {self._trainer.rank}: {text}")
+        self._report(text, f"rank {self._trainer.rank}: {text}")
 
     def undelivered(self, num_reports: int) -> None:
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
+        self._report(text, "" if self._is_explained else f"rank {self._trainer.rank}: {text}")
+
+    def _report(self, text: str, notice: str) -> None:
+        """Record an event; the first rank of a host also writes a notice, if there is one, to the terminal."""
         self._events.report("agent", text)
-        if self._trainer.is_first_of_host and not self._is_explained:
-            write_notice(f"rank {self._trainer.rank}: {text}")
+        if notice and self._trainer.is_first_of_host:
+            write_notice(notice)
