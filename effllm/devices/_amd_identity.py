@@ -73,9 +73,9 @@ def _identify(smi: Any, handle: Any) -> Processor:
     if serial:  # without a serial number, all GPUs of a model have the same UUID
         names |= {_plain(str(ask(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
-    device_id = str(asic.get("device_id")).lower()  # a number up to ROCm 6.0, hexadecimal text since then
-    is_half = "MI250" in model or device_id in {"0x7408", "0x740c", str(0x7408), str(0x740C)}
-    has_cpu = "MI300A" in model or device_id in {"0x74a0", str(0x74A0)}
+    device_id = str(asic.get("device_id")).lower()
+    is_half = "MI250" in model or device_id in {"0x7408", "0x740c"}
+    has_cpu = "MI300A" in model or device_id == "0x74a0"
     return Processor(handle, bus, serial, frozenset(names - {""}), model, is_half, has_cpu)
 
 

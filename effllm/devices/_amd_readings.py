@@ -61,11 +61,17 @@ def advice(error: Exception | None) -> str:
     return f"AMD SMI does not start: {sentence(error)}"
 
 
+def check_units(smi: Any, handle: Any) -> None:
+    """Raise DeviceUnavailable for releases before ROCm 6.2, which have other units."""
+    if "cur_clk" in ask(smi, "amdsmi_get_clock_info", handle, smi.AmdSmiClkType.GFX):
+        raise DeviceUnavailable("this AMD SMI has other units: install that of ROCm 6.2 or later")
+
+
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a call may raise.
 
     The library has one exception of its own.  Other exceptions are raised if this release lacks the function, or if the
-    Python wrapper receives an unexpected answer (the wrapper of ROCm 5.7 fails while it raises AmdSmiRetryException).
+    Python wrapper receives an unexpected answer.
     """
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 
@@ -89,10 +95,7 @@ def driver_of(smi: Any, handle: Any) -> str:
 
 
 def number(value: Any, bits: Sequence[int] = (16, 32, 64)) -> float | None:
-    """Return a reading as a number, or ``None`` if AMD SMI has no value.
-
-    A missing value is "N/A"; up to ROCm 6.0 it is a number with all bits of the driver's field set.
-    """
+    """Return a reading as a number, or ``None`` if AMD SMI has no value: "N/A", or all bits of the driver's field."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return None if value in [2**width - 1 for width in bits] else float(value)
@@ -150,8 +153,7 @@ def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def _clock(smi: Any, handle: Any, kind: Any) -> Any:
-    answer = smi.amdsmi_get_clock_info(handle, kind)
-    return answer.get("clk", answer.get("cur_clk"))  # "cur_clk" up to ROCm 6.1
+    return smi.amdsmi_get_clock_info(handle, kind).get("clk")
 
 
 def max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
@@ -171,11 +173,8 @@ def default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def _watts(value: Any) -> float | None:
-    cap = number(value, (32, 64))
-    if not cap:  # the second die of a card reports 0; the first die has the limit of both dies
-        return None
-    # The unit is W up to ROCm 6.1, then uW.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
-    return cap / 1e6 if cap >= 1e5 else cap
+    microwatts = number(value, (32, 64))  # the second die of a card reports 0; the first die has the limit of both dies
+    return microwatts / 1e6 if microwatts else None
 
 
 Group = Callable[[Any, Any], dict[str, float]]
@@ -191,9 +190,6 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: The calls that read one common table of the driver.  Until the driver updates the table, these calls return the same
-#: values again.
-FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 
 def ask_group(smi: Any, group: Group, handle: Any) -> dict[str, float]:
@@ -209,6 +205,6 @@ def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
     """
     metrics = ask(smi, "amdsmi_get_gpu_metrics_info", handle)
     residencies = {reason: number(metrics.get(field), (64,)) for reason, field in _RESIDENCIES.items()}
-    status = metrics.get("indep_throttle_status")  # a bit mask up to ROCm 6.0, a Boolean since then
-    known = status if isinstance(status, bool) else None if (bits := number(status, (64,))) is None else bits > 0
-    return {reason: time for reason, time in residencies.items() if time is not None}, known
+    status = metrics.get("indep_throttle_status")
+    known = {reason: time for reason, time in residencies.items() if time is not None}
+    return known, status if isinstance(status, bool) else None

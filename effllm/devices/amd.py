@@ -1,7 +1,7 @@
 """An AMD GPU, read through AMD SMI and identified by its unique id, never by an index.
 
 This file is not tested on an AMD GPU.  Names, units and shapes are taken from the sources of the Python package amdsmi
-(ROCm 5.7 to 7.0), of its C library, and of the amdgpu driver; comments name open points.
+(ROCm 6.2 to 7.0), of its C library, and of the amdgpu driver; comments name open points.
 """
 
 from __future__ import annotations
@@ -131,9 +131,6 @@ class AmdReader:
             if self._offered[calls.energy]
             else CounterJudgement(False, "no counter found")
         )
-        if verdict.is_stale:
-            self._offered.update(dict.fromkeys(calls.FROM_TABLE, ()))
-            return _Source(None, missing=f"energy: {verdict.reason}, as under ROCm 6.0 (ROCm/amdsmi#22)")
         if verdict.is_good:
             note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
             return _Source(COUNTER, note)
@@ -154,9 +151,7 @@ class AmdReader:
             time_s = (before_s + self._clock()) / 2
             with_power = calls.ask_group(self._smi, calls.power, self._handle)
             power_w = with_power.get("power_w", with_power.get("power_average_w"))
-            readings.append(
-                CounterReading(time_s, calls.joules_of(answer), power_w, calls.number(answer.get("timestamp"), (64,)))
-            )
+            readings.append(CounterReading(time_s, calls.joules_of(answer), power_w))
         return readings
 
     def _describe(self, processor: Processor, source: _Source) -> Device:
@@ -242,6 +237,7 @@ def open_device(
     try:
         processors = list_processors(smi)
         processor = whole(find(site, processors), processors)
+        calls.check_units(smi, processor.handle)
         return AmdReader(smi, processor, processors, site.host, clock, sleep)
     except Exception as error:
         with contextlib.suppress(*errors):
@@ -254,12 +250,11 @@ def open_device(
 
 
 class CounterReading(NamedTuple):
-    """The counter and the power at one moment, and the driver's timestamp."""
+    """The counter and the power at one moment."""
 
     time_s: float
     energy_j: float | None
     power_w: float | None
-    stamp: float | None = None
 
 
 class CounterJudgement(NamedTuple):
@@ -267,7 +262,6 @@ class CounterJudgement(NamedTuple):
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # whether AMD SMI returned the same old values in every reading
 
 
 def judge_counter(readings: Sequence[CounterReading]) -> CounterJudgement:
@@ -281,8 +275,6 @@ def judge_counter(readings: Sequence[CounterReading]) -> CounterJudgement:
         return CounterJudgement(False, "too few readings")
     steps = [after - before for before, after in pairwise(joules)]
     span_s = counted[-1].time_s - counted[0].time_s
-    if not any(steps) and counted[0].stamp and len({reading.stamp for reading in counted}) == 1:
-        return CounterJudgement(False, f"AMD SMI returned the same reading for {span_s:.1f} s", is_stale=True)
     if min(steps) < 0:
         return CounterJudgement(False, f"a decrease of {-min(steps):.3g} J")
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
