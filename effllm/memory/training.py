@@ -103,7 +103,8 @@ class _BlockWeights:
         cast = [one for one in held if one.tensor.columns and one.tensor.group != EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
-        scale = numbers.compute / layers if numbers.autocast else 0.0
+        # FSDP gathers weights in the precision of the products, so autocast has nothing to cast.
+        scale = numbers.compute / layers if numbers.autocast and plan.zero < 3 else 0.0
         largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
@@ -172,6 +173,8 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
     of the log-softmax and of its input are beside it.
     """
     logits = sizes.tokens * sizes.shape.vocab / sizes.plan.tp
+    if sizes.is_fused:  # the softmax in 32 bits, made in place, and its gradient in the precision of the logits
+        return LayerBlock(kept=logits * FULL, forward=logits * sizes.compute, backward=logits * sizes.compute)
     converted = 0 if sizes.compute == FULL else sizes.compute
     capped = logits * sizes.compute if sizes.shape.logit_cap else 0.0
     return LayerBlock(kept=logits * FULL + capped, forward=logits * (FULL + converted), backward=logits * 2 * FULL)

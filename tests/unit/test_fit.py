@@ -16,6 +16,7 @@ from effllm.memory.config_fields import UnknownArchitecture
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names
 from effllm.memory.estimate import (
     ACTIVATION_LIMITS,
+    FRAGMENTATION,
     NOT_COUNTED_LIMITS,
     UNKNOWN,
     ByteRange,
@@ -514,7 +515,7 @@ def test_measured_activations_take_the_place_of_unknown_ones():
     assert found.part("activations").bytes == pytest.approx(ByteRange(9.3e6, 10e6, 10.3e6))
     assert (found.part("gradients").bytes.expected, found.part("gradients").largest) == (12e6, 16e6)
     assert found.part("weights").bytes == ByteRange.exact(16e6)
-    assert found.part("fragmentation").bytes == ByteRange(0, 0.05 * 22e6, 0.2 * 22e6)
+    assert found.part("fragmentation").bytes == ByteRange(*(share * 22e6 for share in FRAGMENTATION))
     assert found.total.high < 1.1e9 and verdict(found.total, 2e9) == FITS
     assert found.part("activations").basis.startswith("measured with fake tensors")
 
