@@ -104,6 +104,29 @@ def test_reason_is_stated_once_if_the_kernel_refuses(launch, tmp_path):
     assert job.our_errors == []
 
 
+#: Begins the process again without the capability, as a container has it by default.
+WITHOUT_PTRACE = """
+import os, sys
+if "WITHOUT_PTRACE" not in os.environ:
+    os.environ["WITHOUT_PTRACE"] = "1"
+    drop = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", "--"]
+    os.execvp(drop[0], [*drop, sys.executable, *sys.orig_argv[1:]])
+kept = next(line for line in open("/proc/self/status") if line.startswith("CapEff"))
+assert not int(kept.split()[1], 16) >> 19 & 1, kept  # CAP_SYS_PTRACE
+"""
+
+
+@pytest.mark.long
+@needs_py_spy
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+def test_line_is_named_without_the_capability_of_tracing(launch):
+    job = launch.code(WITHOUT_PTRACE + LOOP.format(of_item=0.002, count=4000), environ=ON).done(120)
+
+    summary = job.ledger.summary
+    assert re.match(r"in \d+ % of \d+ samples the host was in work \(\S+:[\d-]+\); data wait ", summary.verdict.why)
+    assert job.our_errors == []
+
+
 #: A loop of which every fortieth iteration has a pause, at a place where all iterations are.
 PAUSES = """
 import time, torch
