@@ -52,13 +52,13 @@ def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) 
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"transformers did not {verb} the model in {deadline_s:.0f} s") from None
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise NoAnswer(f"the process to {verb} the model ended: {last[:300]}") from None
-    if "reason" in found:
-        raise NoAnswer(found["reason"])
-    return found
+    if "reason" in reply:
+        raise NoAnswer(reply["reason"])
+    return reply
 
 
 def answer(work: Callable[[Any], dict[str, Any]]) -> None:
@@ -66,13 +66,13 @@ def answer(work: Callable[[Any], dict[str, Any]]) -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
     socket.socket.connect = _refuse  # type: ignore[method-assign]
     try:
-        found = work(json.load(sys.stdin))
+        reply = work(json.load(sys.stdin))
     except NoAnswer as error:
-        found = {"reason": str(error)}
+        reply = {"reason": str(error)}
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
         lines = str(error).strip().splitlines() or [""]
-        found = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
-    print(json.dumps(found), file=answer_to)
+        reply = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
+    print(json.dumps(reply), file=answer_to)
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -115,15 +115,15 @@ def stated_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
     if environ.get("SLURM_JOB_ID", "").strip():
         source = step if texts[step] else node
         numbers = texts[source].split(",")
-        if all(one.isascii() and one.isdecimal() and len(one) <= _MAX_DIGITS for one in numbers):
+        if all(number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS for number in numbers):
             count = len(set(numbers)) if source == step else int(numbers[0])
     elif "KUBERNETES_SERVICE_HOST" in environ:
         source, uuids = plugin, texts[plugin].split(",")
-        count = len(set(uuids)) if all(one.startswith("GPU-") for one in uuids) else 0
+        count = len(set(uuids)) if all(uuid.startswith("GPU-") for uuid in uuids) else 0
     lists = [environ[name] for name in _VISIBLE if name in environ]
-    if any(texts[name] for name in _SHARES) or any("MIG-" in one for one in lists) or count > MAX_NODE_GPUS:
+    if any(texts[name] for name in _SHARES) or any("MIG-" in devices for devices in lists) or count > MAX_NODE_GPUS:
         return 0, ""
-    count = min([count, *(len(one.split(",")) if one.strip() else 0 for one in lists)])
+    count = min([count, *(len(devices.split(",")) if devices.strip() else 0 for devices in lists)])
     return (count, source) if count else (0, "")
 
 

@@ -296,9 +296,9 @@ def _text(value: Any) -> str:
 
 
 def _variables() -> Iterator[Variable]:
-    for one in fields(Config):
-        if (variable := one.metadata.get("variable")) is not None:
-            yield variable._replace(name=variable.name or one.name.upper(), field=one.name)
+    for setting in fields(Config):
+        if (variable := setting.metadata.get("variable")) is not None:
+            yield variable._replace(name=variable.name or setting.name.upper(), field=setting.name)
 
 
 #: The variables of the settings.
@@ -323,24 +323,24 @@ def read_config(environ: Mapping[str, str]) -> Config:
     Raises:
         ConfigError: a value is not allowed.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
         if text and text != variable.word:
-            found[variable.field] = variable.read(text)
+            values[variable.field] = variable.read(text)
     # Windows are joined only if LOG_INTERVAL is not set; then there is at most one window per second.
-    return Config(**found, min_window_s=0.0 if "log_interval" in found else MIN_WINDOW_S)
+    return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a line for each unknown variable with `PREFIX` or a misspelt prefix, with the nearest known name."""
-    known = [variable.name for variable in ALL_VARIABLES]
+    names = [variable.name for variable in ALL_VARIABLES]
     lines = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in (PREFIX, *_WRONG_PREFIXES) if name.startswith(prefix)), None)
         short = name.removeprefix(prefix or "")
-        if prefix is not None and short not in (known if prefix == PREFIX else ()):
-            near = difflib.get_close_matches(short, known, n=1)
+        if prefix is not None and short not in (names if prefix == PREFIX else ()):
+            near = difflib.get_close_matches(short, names, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
 

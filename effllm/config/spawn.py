@@ -58,7 +58,7 @@ def spawn(
         stdout=subprocess.DEVNULL,
         # Without stderr at the start of Python, a file of the script may have its number.
         stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
-        pass_fds=[one for one in descriptors if one >= 0],
+        pass_fds=[number for number in descriptors if number >= 0],
         start_new_session=True,
         env=environ,
     )

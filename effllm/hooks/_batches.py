@@ -98,8 +98,8 @@ class LateSums:
         """Return the sums of the numbers that have arrived since the last call."""
         while self._coming and self._coming[0][0].query():
             self._read()
-        known, self._known = self._known, [0] * self._num_sums
-        return known
+        sums, self._known = self._known, [0] * self._num_sums
+        return sums
 
     def take_rest(self) -> list[int]:
         """Wait for all numbers, and return the remaining sums; after training, this wait costs nothing."""
@@ -217,9 +217,12 @@ class Batches:
         flops = None
         if is_first and seen.width and self._parameters is not None:
             facts["sequence_length"] = seen.width
-            if found := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
+            if flops_of_token := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
                 convention = convention_of(self._model())
-                flops, facts["flops_convention"] = found[0], f"{convention}; sequence length: width of the first batch"
+                flops, facts["flops_convention"] = (
+                    flops_of_token[0],
+                    f"{convention}; sequence length: width of the first batch",
+                )
         self._steps.learn(flops_per_token=flops, facts=facts)
 
 
@@ -230,7 +233,9 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
         inputs: the batch.
         vocabulary: of a language model; then the ids of a batch need no name.
     """
-    seen = next((one for part in _named(inputs, _DEPTH) if (one := read_batch(part)) is not None and one.source), None)
+    seen = next(
+        (batch for part in _named(inputs, _DEPTH) if (batch := read_batch(part)) is not None and batch.source), None
+    )
     seen = seen or read_batch(inputs)
     if (seen is None or not seen.source) and vocabulary is not None:
         seen = _of_ids(inputs) or seen
@@ -243,11 +248,11 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
 def _named(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield the tensors with names in a batch: a mapping, also one in another one, or the fields of an object."""
     is_object = depth == _DEPTH and not hasattr(inputs, "numel")  # objects in a batch may refer to anything
-    found = inputs if isinstance(inputs, Mapping) else getattr(inputs, "__dict__", {}) if is_object else {}
-    if found:
-        yield found
-    for one in found.values() if depth else ():
-        yield from _named(one, depth - 1)
+    members = inputs if isinstance(inputs, Mapping) else getattr(inputs, "__dict__", {}) if is_object else {}
+    if members:
+        yield members
+    for member in members.values() if depth else ():
+        yield from _named(member, depth - 1)
 
 
 def _of_ids(inputs: Any) -> Batch | None:
@@ -256,13 +261,13 @@ def _of_ids(inputs: Any) -> Batch | None:
     Labels are the ids, or the next ids; so the two texts of a pair and the columns of a table are no ids with labels.
     """
     tensors = list(_tensors(inputs, _DEPTH))
-    if not 0 < len(tensors) <= 3 or any(one.is_floating_point() or one.is_complex() for one in tensors):
+    if not 0 < len(tensors) <= 3 or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return None
     first = tensors[0]
-    if first.dim() != 2 or first.shape[1] < 2 or any(one.shape != first.shape for one in tensors):
+    if first.dim() != 2 or first.shape[1] < 2 or any(tensor.shape != first.shape for tensor in tensors):
         return None
-    masks = [one for one in tensors if len(tensors) > 1 and _is_mask(one)]
-    texts = [one for one in tensors if not any(one is mask for mask in masks)]
+    masks = [tensor for tensor in tensors if len(tensors) > 1 and _is_mask(tensor)]
+    texts = [tensor for tensor in tensors if not any(tensor is mask for mask in masks)]
     if len(masks) > 1 or not texts or (len(texts) > 1 and not _are_labels(*texts)):
         return None
     rows, width = map(int, first.shape)
@@ -300,20 +305,24 @@ def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 @functools.lru_cache(maxsize=16)
 def _names(kind: Any) -> tuple[str, ...]:
     try:
-        found = list(inspect.signature(kind.forward).parameters.values())[1:]
+        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
-        found = []
-    return tuple(one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+        parameters = []
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Any]:
     if hasattr(value, "numel") and hasattr(value, "dim"):
         yield value
     elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth - 1)
+        for member in value.values():
+            yield from _tensors(member, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one, depth - 1)
+        for member in value:
+            yield from _tensors(member, depth - 1)
     elif depth and hasattr(value, "__dict__"):
         yield from _tensors(vars(value), depth - 1)

@@ -47,11 +47,11 @@ def is_sharded_over_all_ranks(model: Any) -> bool:
     if any(name in sys.modules for name in _DIVIDING):
         return False
     world = sys.modules["torch"].distributed.get_world_size()
-    wrappers = [one for one in model.modules() if hasattr(one, "_fsdp_wrapped_module")]  # of FSDP1
-    is_sharded = bool(wrappers) or any(hasattr(one, "_get_fsdp_state") for one in model.modules())
-    meshes = [one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")]
-    meshes += [one._device_mesh for one in wrappers if getattr(one, "_device_mesh", None) is not None]
-    sizes = {_replicas(one) for one in wrappers} | {mesh.size() for mesh in meshes}
+    wrappers = [module for module in model.modules() if hasattr(module, "_fsdp_wrapped_module")]  # of FSDP1
+    is_sharded = bool(wrappers) or any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+    meshes += [wrapper._device_mesh for wrapper in wrappers if getattr(wrapper, "_device_mesh", None) is not None]
+    sizes = {_replicas(wrapper) for wrapper in wrappers} | {mesh.size() for mesh in meshes}
     return is_sharded and sizes == {world} and all(map(is_for_data, meshes))
 
 

@@ -39,8 +39,8 @@ class Parameters:
         """Return the share of a rank: all parameters if the rank counts them, else 0."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
-        found = {"total": self.total, "trainable": self.trainable}
-        return found if self.active is None else {**found, "active": self.active}
+        counts = {"total": self.total, "trainable": self.trainable}
+        return counts if self.active is None else {**counts, "active": self.active}
 
 
 def parameters_of(model: Any) -> Parameters:
@@ -59,7 +59,7 @@ def parameters_of(model: Any) -> Parameters:
 def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield each parameter of the whole model once, as (name, number of elements, is_trained)."""
     flats = _flat_parameters(model)
-    views = {id(one) for flat in flats.values() for one in getattr(flat, "_params", None) or ()}
+    views = {id(view) for flat in flats.values() for view in getattr(flat, "_params", None) or ()}
     for name, parameter in model.named_parameters():  # tied parameters are listed once
         if id(parameter) not in views and id(parameter) not in flats:
             yield name, size_of(parameter), bool(parameter.requires_grad)
@@ -85,17 +85,17 @@ def size_of(parameter: Any) -> int:
 
 def _flat_parameters(model: Any) -> dict[int, Any]:
     """Return the flat parameters of FSDP1; they contain the shapes of the original parameters."""
-    found: dict[int, Any] = {}
+    flats: dict[int, Any] = {}
     for module in model.modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if flat is not None and hasattr(flat, "_shapes"):
-            found[id(flat)] = flat
-    return found
+            flats[id(flat)] = flat
+    return flats
 
 
 def config_of(model: Any) -> Any:
     inner = unwrapped(model)
-    config = next((found for name in _CONFIGS if (found := getattr(inner, name, None)) is not None), None)
+    config = next((member for name in _CONFIGS if (member := getattr(inner, name, None)) is not None), None)
     return getattr(config, "text_config", None) or config
 
 
@@ -106,14 +106,16 @@ def model_of(parameters: Sequence[Any]) -> Any:
 
     A process with a million Python objects needs about 0.1 s, so this is called once in a training.
     """
-    kind, wanted = sys.modules["torch"].nn.Module, {id(one) for one in parameters}
-    modules = [one for one in gc.get_objects() if issubclass(type(one), kind)]  # isinstance could run a proxy's code
-    owned = (one for one in modules if wanted & {id(own) for own in vars(one).get("_parameters", {}).values()})
-    found = next(owned, None)
-    while found is not None and not wanted <= {id(own) for own in found.parameters()}:
-        found = next((one for one in modules if any(child is found for child in one.children())), None)
-    wrapped = ((one, vars(one).get("_modules", {}).get("_fsdp_wrapped_module")) for one in modules)
-    return next((one for one, inner in wrapped if inner is not None and inner is found), found)
+    kind, wanted = sys.modules["torch"].nn.Module, {id(parameter) for parameter in parameters}
+    modules = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)
+    ]  # isinstance could run a proxy's code
+    owned = (module for module in modules if wanted & {id(own) for own in vars(module).get("_parameters", {}).values()})
+    owner = next(owned, None)
+    while owner is not None and not wanted <= {id(own) for own in owner.parameters()}:
+        owner = next((module for module in modules if any(child is owner for child in module.children())), None)
+    wrapped = ((module, vars(module).get("_modules", {}).get("_fsdp_wrapped_module")) for module in modules)
+    return next((wrapper for wrapper, inner in wrapped if inner is not None and inner is owner), owner)
 
 
 def vocabulary_of(model: Any) -> int | None:
@@ -121,10 +123,12 @@ def vocabulary_of(model: Any) -> int | None:
 
     One of few embeddings has the size that the config states, or as many rows as the last layer has outputs.
     """
-    tables = [one.num_embeddings for one in model.modules() if _is_table(one)]
-    outputs = [one.out_features for one in model.modules() if isinstance(getattr(one, "out_features", None), int)]
-    known = {_number(config_of(model), _VOCABULARIES), *outputs[-1:]}
-    return max((size for size in tables if size in known), default=None) if len(tables) <= _MAX_TABLES else None
+    tables = [module.num_embeddings for module in model.modules() if _is_table(module)]
+    outputs = [
+        module.out_features for module in model.modules() if isinstance(getattr(module, "out_features", None), int)
+    ]
+    sizes = {_number(config_of(model), _VOCABULARIES), *outputs[-1:]}
+    return max((size for size in tables if size in sizes), default=None) if len(tables) <= _MAX_TABLES else None
 
 
 def convention_of(model: Any) -> str:
@@ -141,7 +145,7 @@ def _is_table(module: Any) -> bool:
 def _number(config: Any, names: Sequence[str]) -> int | None:
     """Return the first number above 0 with one of these names, of an object or a dictionary."""
     values = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
-    return next((one for one in values if type(one) is int and one > 0), None)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def model_name(model: Any) -> str:
@@ -207,12 +211,12 @@ class FlopsByWidth:
     """
 
     def __init__(
-        self, short: tuple[float, float] = (0.0, 0.0), known: tuple[float, float] = (0.0, 0.0), width: int = 0
+        self, short: tuple[float, float] = (0.0, 0.0), at_width: tuple[float, float] = (0.0, 0.0), width: int = 0
     ) -> None:
         self._short = short
         self._width: float = width  # the last reported width
         self._slopes: tuple[float, ...] = (
-            tuple((there - here) / width for here, there in zip(short, known, strict=True)) if width else ()
+            tuple((there - here) / width for here, there in zip(short, at_width, strict=True)) if width else ()
         )
         self._tokens = self._weighted = 0
 
@@ -249,7 +253,9 @@ def _looked_up(model: Any, config: Any) -> tuple[int, int]:
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
     entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
     total = trainable = 0
-    heads = {id(one.weight) for one in model.modules() if hasattr(one, "out_features") and hasattr(one, "weight")}
+    heads = {
+        id(module.weight) for module in model.modules() if hasattr(module, "out_features") and hasattr(module, "weight")
+    }
     for module in model.modules():
         if _is_table(module) and module is not entry and id(getattr(module, "weight", None)) not in heads:
             count = int(module.num_embeddings) * int(module.embedding_dim)

@@ -69,7 +69,7 @@ class EvalMode:
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters; a module with all these parameters is a model."""
-        self._trained = frozenset(id(one) for one in parameters if one.requires_grad)
+        self._trained = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
         self._known.clear()
         self._since_ns = 0
         if self not in _listeners:
@@ -114,13 +114,13 @@ class EvalMode:
             self._steps.waited(self._waited_ns)  # these waits belong to the iteration
 
     def _owns(self, module: Any) -> bool:
-        known = self._known.get(id(module))
-        if known is None or known[0]() is not module:
+        entry = self._known.get(id(module))
+        if entry is None or entry[0]() is not module:
             if len(self._known) >= MAX_MODULES:
                 self._known.clear()
-            owns = self._trained <= {id(one) for one in module.parameters()}
-            known = self._known[id(module)] = weakref.ref(module), owns
-        return known[1]
+            owns = self._trained <= {id(parameter) for parameter in module.parameters()}
+            entry = self._known[id(module)] = weakref.ref(module), owns
+        return entry[1]
 
 
 def _marks() -> tuple[int, ...]:
@@ -172,13 +172,19 @@ class OptimizerGpus:
         collector = get_metrics_collector()
         if collector.recorder is not self._recorder:
             self._known, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
-        window, known = collector.declared.windows, self._known.get(optimizer)
-        if known is not None and known[0] == window:
+        window, last_seen = collector.declared.windows, self._known.get(optimizer)
+        if last_seen is not None and last_seen[0] == window:
             return
-        is_same = known is not None and next(_parameters(optimizer)).device in known[1] and len(known[1]) == 1
-        devices = known[1] if is_same and known is not None else frozenset(one.device for one in _parameters(optimizer))
+        is_same = (
+            last_seen is not None and next(_parameters(optimizer)).device in last_seen[1] and len(last_seen[1]) == 1
+        )
+        devices = (
+            last_seen[1]
+            if is_same and last_seen is not None
+            else frozenset(parameter.device for parameter in _parameters(optimizer))
+        )
         self._known[optimizer] = window, devices
-        newest = [found for last, found in self._known.values() if window - last <= IDLE_WINDOWS]
+        newest = [devices_of_one for last, devices_of_one in self._known.values() if window - last <= IDLE_WINDOWS]
         collector.declared.parameters_on(frozenset().union(*newest))
 
 
@@ -232,11 +238,11 @@ class BatchCounter:
 
     def backward(self) -> None:
         self._is_used = True
-        found = [batches.pop() for batches in self._fresh.values() if batches]
-        if not found and self._is_at_end and self._ahead:
-            found = [self._ahead.pop()]
+        trained = [batches.pop() for batches in self._fresh.values() if batches]
+        if not trained and self._is_at_end and self._ahead:
+            trained = [self._ahead.pop()]
         if self._is_on and self._steps.recorder is not None:
-            for batch in found:
+            for batch in trained:
                 self.batches.add(batch)
 
 
@@ -274,7 +280,9 @@ class Rounds:
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._level, self._name)
-            if self._plain_steps < MIN_STEPS and any(one.grad is not None for one in _parameters(optimizer)):
+            if self._plain_steps < MIN_STEPS and any(
+                parameter.grad is not None for parameter in _parameters(optimizer)
+            ):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:
                     no_metrics("the optimizer updates plain tensors, which are not the parameters of a model")
@@ -347,8 +355,10 @@ class Rounds:
             self._steps.start()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
-        known = self._leaders_parameters
-        return any(id(one) in known and known[id(one)]() is one for one in _parameters(optimizer))
+        leaders = self._leaders_parameters
+        return any(
+            id(parameter) in leaders and leaders[id(parameter)]() is parameter for parameter in _parameters(optimizer)
+        )
 
     def _join(self, optimizer: Any) -> None:
         self._joined.add(optimizer)
@@ -385,7 +395,9 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 def _trains_a_model(optimizer: Any) -> bool:
     """Whether a model's parameter has a gradient; to avoid a scheduler's warning, some loops step without gradients."""
     parameter_type = sys.modules["torch"].nn.Parameter
-    return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
+    return any(
+        isinstance(parameter, parameter_type) and parameter.grad is not None for parameter in _parameters(optimizer)
+    )
 
 
 def _size(parameter: Any) -> int:

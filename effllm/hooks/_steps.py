@@ -306,16 +306,16 @@ def place() -> Place | None:
     """
     environ = this_process()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    known = read_place(environ)
+    launched = read_place(environ)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         is_launched = (
-            known.launcher != "torchrun"
+            launched.launcher != "torchrun"
             or "TORCHELASTIC_RUN_ID" in environ
             or "TORCHELASTIC_USE_AGENT_STORE" in environ
         )
-        return None if known.world_size == 1 or is_launched else Place(restart_id=known.restart_id)
+        return None if launched.world_size == 1 or is_launched else Place(restart_id=launched.restart_id)
     own_rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if (own_rank, world_size) == (known.rank, known.world_size) and (known.master_addr or world_size == 1):
+    if (own_rank, world_size) == (launched.rank, launched.world_size) and (launched.master_addr or world_size == 1):
         return None
     address, port = _store_address(distributed)
     address = address or environ.get("MASTER_ADDR", "")
@@ -328,7 +328,7 @@ def place() -> Place | None:
         master_addr=address,
         master_port=port or int(environ.get("MASTER_PORT", "") or 0),
         launcher="torch.distributed",
-        restart_id=known.restart_id,
+        restart_id=launched.restart_id,
     )
 
 

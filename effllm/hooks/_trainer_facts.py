@@ -44,11 +44,11 @@ def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
 
 def meshes(trainer: Any) -> list[Any]:
     """Return the device meshes of accelerate, and of transformers if it sharded the model while loading it."""
-    found = (
+    candidates = (
         getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
         getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
     )
-    return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
+    return [mesh for mesh in candidates if getattr(mesh, "mesh_dim_names", None)]
 
 
 def layout_facts(trainer: Any, args: Any) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def tensor_parallel(trainer: Any) -> int:
 
 def _rank() -> int:
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return int(distributed.get_rank()) if known else 0
+    is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_rank()) if is_initialized else 0
 
 
 class TrainerFigures:
@@ -126,9 +126,13 @@ def max_positions(trainer: Any, args: Any) -> int | None:
     """
     collator = getattr(trainer, "data_collator", None)
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-    limits = [(one, sequences) for one, sequences in _limits(trainer, args, collator) if type(one) is int and one > 0]
+    limits = [
+        (length, sequences)
+        for length, sequences in _limits(trainer, args, collator)
+        if type(length) is int and length > 0
+    ]
     rows = args.per_device_train_batch_size
-    return min((sequences * rows * -(-one // multiple) * multiple for one, sequences in limits), default=None)
+    return min((sequences * rows * -(-length // multiple) * multiple for length, sequences in limits), default=None)
 
 
 def _limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:
@@ -149,7 +153,7 @@ def _longest(trainer: Any) -> int | None:
     sampler: Any = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
     for _ in range(_DEPTH):
         lengths = getattr(sampler, "lengths", None)
-        if isinstance(lengths, list) and lengths and all(type(one) is int for one in lengths):
+        if isinstance(lengths, list) and lengths and all(type(length) is int for length in lengths):
             return int(max(lengths))
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return None

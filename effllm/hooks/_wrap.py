@@ -117,9 +117,9 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with contextlib.suppress(AttributeError):  # before torch 2.8, its frame is compiled
-        known = sys.modules["torch"]._C._dynamo.eval_frame
-        skip = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
-        known.set_code_exec_strategy(function.__code__, skip)
+        eval_frame = sys.modules["torch"]._C._dynamo.eval_frame
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 

@@ -114,7 +114,7 @@ def _backward_begins(args: tuple[Any, ...]) -> Any:
         _LOSS_GUARD(_LOSS.seen, recorder, args[0] if args else None)
         if (steps := sys.modules.get("effllm.hooks._steps")) is not None:
             _BATCH_GUARD(steps.backward)
-        if any(one.require_backward_grad_sync and one.require_forward_param_sync for one in _models):
+        if any(model.require_backward_grad_sync and model.require_forward_param_sync for model in _models):
             recorder.sync_point()
     return recorder
 
@@ -144,9 +144,9 @@ def _was_scaled(loss: Any, result: Any) -> None:
 def model_with(parameter: Any) -> Any:
     """Return the model in DDP with this parameter and the process group of all ranks; ``None`` without one."""
     world = sys.modules["torch"].distributed.get_world_size()
-    for one in _models:
-        if one.process_group.size() == world and any(parameter is known for known in one.module.parameters()):
-            return one.module
+    for model in _models:
+        if model.process_group.size() == world and any(parameter is own for own in model.module.parameters()):
+            return model.module
     return None
 
 

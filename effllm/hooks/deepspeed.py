@@ -182,12 +182,12 @@ class _DeepSpeedLoop:
         self._counts_samples = own_rank % split == 0
         is_partly_here = model_parallel > 1 or getattr(engine, "has_moe_layers", False)
         is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # tied across stages
-        found = None if is_partly_here else _COUNTING(parameters_of, engine.module)
+        counted = None if is_partly_here else _COUNTING(parameters_of, engine.module)
         is_pipeline = getattr(engine, "pipeline_parallelism", False)
         counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
         is_new = not get_metrics_collector().is_collecting
         self._steps.begin(
-            parameter_share=found.share(counts_them) if found else None,
+            parameter_share=counted.share(counts_them) if counted else None,
             first_iteration=engine.global_steps if is_new else None,
             facts={
                 "framework_version": version("deepspeed"),
@@ -202,7 +202,7 @@ class _DeepSpeedLoop:
                 "global_batch_size": engine.train_batch_size(),
             },
         )
-        self._batches.of_model(engine.module, None if is_pipeline else found)
+        self._batches.of_model(engine.module, None if is_pipeline else counted)
 
     def _train(self) -> None:
         self._end_evaluation()
@@ -229,8 +229,8 @@ class _DeepSpeedLoop:
 def _size(engine: Any, *names: str) -> int:
     """Call the first of these methods that the engine's process groups have, and return its result; else return 1."""
     groups = getattr(engine, "mpu", None)
-    found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
-    return int(found()) if found is not None else 1
+    size = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
+    return int(size()) if size is not None else 1
 
 
 _LOOP = _DeepSpeedLoop()

@@ -149,8 +149,8 @@ class _FabricLoop:
 
     def _join(self, model: Any) -> None:
         """Add the parameters of a new model; the first model that trains starts the metrics."""
-        found = self._found[model] = _COUNTING(parameters_of, model._forward_module)
-        if found is not None and not found.trainable:
+        counted = self._found[model] = _COUNTING(parameters_of, model._forward_module)
+        if counted is not None and not counted.trainable:
             return
         if _alive(self._counted) is not None:
             if share := self._share():
@@ -169,17 +169,19 @@ class _FabricLoop:
                 "precision": precision_of(getattr(strategy.precision, "precision", "unknown")),
             },
         )
-        self._batches.of_model(model.module, found)
+        self._batches.of_model(model.module, counted)
 
     def _share(self) -> dict[str, int] | None:
         """Return this rank's share of the parameters; ``None`` if the number of any model is unknown."""
-        training = [one for one in self._found.values() if one is None or one.trainable]
-        known = [one for one in training if one is not None]
-        if not known or len(known) < len(training):
+        training = [parameters for parameters in self._found.values() if parameters is None or parameters.trainable]
+        counted = [parameters for parameters in training if parameters is not None]
+        if not counted or len(counted) < len(training):
             return None
-        shares = [one.share(rank() == 0) for one in known]
+        shares = [parameters.share(rank() == 0) for parameters in counted]
         return (
-            shares[0] if len(shares) == 1 else {key: sum(one[key] for one in shares) for key in ("total", "trainable")}
+            shares[0]
+            if len(shares) == 1
+            else {key: sum(share[key] for share in shares) for key in ("total", "trainable")}
         )
 
     def _evaluate(self) -> None:

@@ -36,13 +36,13 @@ def _begins(call: Call) -> Any:
 
 def _describe(model: Any) -> InferenceProcess:
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
-    gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
+    gpus = {parameter.device.index or 0 for parameter in parameters if parameter.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
     count = getattr(model, "num_parameters", None)  # this method also counts quantised parameters correctly
     return InferenceProcess(
         {"framework": "transformers", "model": model_name(model)},
-        count() if count is not None else sum(one.numel() for one in parameters) or None,
+        count() if count is not None else sum(parameter.numel() for parameter in parameters) or None,
         sorted(gpus),
     )
 

@@ -194,11 +194,11 @@ class LightningTraining:
         loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
         step = getattr(loop, "_batches_that_stepped", self._step)
         every = trainer.log_every_n_steps
-        known = {name: value for name, value in values.items() if value == value}  # nan: not measured
-        if known and every and (step + 1) % every == 0 and trainer.is_global_zero:
+        measured = {name: value for name, value in values.items() if value == value}  # nan: not measured
+        if measured and every and (step + 1) % every == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
-                if not _JOINED.intersection(one.__name__ for one in type(logger).__mro__):
-                    logger.log_metrics(known, step=step)
+                if not _JOINED.intersection(kind.__name__ for kind in type(logger).__mro__):
+                    logger.log_metrics(measured, step=step)
 
     def finish(self, status: str) -> None:
         if status == "completed":

@@ -30,7 +30,9 @@ def attach(module: ModuleType) -> None:
     Raises:
         Unknown: the module has no schedule.
     """
-    schedules = [name for name, one in vars(module).items() if name.startswith("forward_backward_") and _is_one(one)]
+    schedules = [
+        name for name, member in vars(module).items() if name.startswith("forward_backward_") and _is_one(member)
+    ]
     if not schedules:
         raise Unknown("it has no forward_backward_ function that takes num_microbatches")
     for name in schedules:
@@ -42,15 +44,15 @@ def attach(module: ModuleType) -> None:
 def attach_optimizer(module: ModuleType) -> None:
     """Hook every optimizer class of this module that defines ``step``; calls of ``step`` may be nested."""
     classes = [
-        one
-        for one in vars(module).values()
-        if isinstance(one, type) and one.__module__ == module.__name__ and "step" in vars(one)
+        member
+        for member in vars(module).values()
+        if isinstance(member, type) and member.__module__ == module.__name__ and "step" in vars(member)
     ]
     if not classes and module.__name__ == OPTIMIZER:
         raise Unknown("it has no optimizer with a step")
-    for one in classes:
+    for optimizer in classes:
         begins, ends, fails = _iterations.optimizer_starts, _iterations.optimizer_ended, _iterations.optimizer_fails
-        around(one, "step", _guard, before=begins, after=ends, failed=fails)
+        around(optimizer, "step", _guard, before=begins, after=ends, failed=fails)
 
 
 def attach_gradients(module: ModuleType) -> None:

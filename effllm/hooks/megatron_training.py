@@ -80,7 +80,7 @@ def attach(module: ModuleType) -> None:
         raise Unknown(f"it has no {' and no '.join(missing)}")
     training, guard = _Training(module), Guard("Megatron")
     around(module, "train_step", guard, before=training.step_starts, after=training.step_ended)
-    found = {
+    is_marked = {
         "setup_model_and_optimizer": around(module, "setup_model_and_optimizer", guard, after=training.model_is_built),
         "training_log": around(
             module, "training_log", guard, before=training.is_about_to_log, after=training.has_logged
@@ -88,10 +88,10 @@ def attach(module: ModuleType) -> None:
     }
     around(module, "print_rank_last", guard, before=training.prints)
     for name, phase in PHASES.items():
-        found[name] = training.mark_phase(name, phase, guard)
+        is_marked[name] = training.mark_phase(name, phase, guard)
     for name in ("train", "pretrain"):
         around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
-    absent = [name for name, is_there in found.items() if not is_there]
+    absent = [name for name, is_there in is_marked.items() if not is_there]
     if absent:
         say_once(f"{module.__name__} has no {', '.join(absent)}: these functions are not measured")
 
@@ -248,8 +248,8 @@ class _Training:
     def prints(self, call: Call) -> None:
         """Read the throughput in a line that Megatron passes to its last rank's output; every rank has the line."""
         line = call.args[0] if call.args else None
-        if self._steps.is_owner and isinstance(line, str) and (found := THROUGHPUT.search(line)):
-            tflops = float(found[1])
+        if self._steps.is_owner and isinstance(line, str) and (match := THROUGHPUT.search(line)):
+            tflops = float(match[1])
             if tflops >= MIN_TFLOPS:
                 self._steps.figures({TFLOPS_PER_GPU: tflops})
 
@@ -290,7 +290,7 @@ def _facts(args: Any) -> dict[str, Any]:
     facts["precision"] = _precision(args)
     facts |= layout_facts(args, facts.get("data_parallel") or 1)
     batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]
-    if all(type(one) is int and one > 0 for one in batch):
+    if all(type(size) is int and size > 0 for size in batch):
         facts["max_positions_per_iteration"] = batch[0] * batch[1] // batch[2]
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)
     if version:

@@ -125,8 +125,8 @@ class TitanTraining:
         self.processor = trainer.metrics_processor
         config = getattr(trainer, "config", None) or getattr(trainer, "job_config", None)
         self._settings = getattr(config, "training", None)
-        known = getattr(config, "model", None) or getattr(config, "model_spec", None)
-        words = (getattr(known, name, None) for name in ("name", "flavor"))
+        model = getattr(config, "model", None) or getattr(config, "model_spec", None)
+        words = (getattr(model, name, None) for name in ("name", "flavor"))
         self._model = " ".join(word for word in words if isinstance(word, str))  # such as "llama3 8B"
         self._length = getattr(self._settings, "seq_len", None)
         self._counts_data = _is_counted_here(trainer.parallel_dims)
@@ -184,9 +184,9 @@ class TitanTraining:
         self._tokens, self._wait_s = 0, 0.0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        known = {name: value for name, value in values.items() if value == value}  # nan: not measured
-        if known:
-            self.processor.logger.log(known, step)
+        measured = {name: value for name, value in values.items() if value == value}  # nan: not measured
+        if measured:
+            self.processor.logger.log(measured, step)
 
     def _waits(self) -> list[float]:
         return list(getattr(self.processor, "data_loading_times", ()))
@@ -196,17 +196,17 @@ class TitanTraining:
         if not _is_first_of_its_stage(self.trainer.parallel_dims):
             return share
         for part in self.trainer.model_parts:
-            found = parameters_of(part)
-            share["total"] += found.total
-            share["trainable"] += found.trainable
+            counted = parameters_of(part)
+            share["total"] += counted.total
+            share["trainable"] += counted.trainable
         return share
 
 
 def _read_figures(call: Call) -> None:
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
-        known = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
-        _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in known.items()})
+        figures = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
+        _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in figures.items()})
 
 
 def _layout_facts(dims: Any) -> dict[str, Any]:

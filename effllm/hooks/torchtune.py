@@ -158,10 +158,10 @@ class _TorchtuneLoop:
         # Tensor parallel ranks read the same batch; data parallelism is the outer dimension.
         data_size = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
         self._counts_data = not data_size or own_rank % max(recipe.world_size // data_size, 1) == 0
-        found = _COUNTING(parameters_of, recipe._model)
+        counted = _COUNTING(parameters_of, recipe._model)
         epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
         self._steps.begin(
-            parameter_share=found.share(own_rank == 0) if found else None,
+            parameter_share=counted.share(own_rank == 0) if counted else None,
             first_iteration=self._step,
             total_iterations=epochs * steps if epochs and steps else None,
             facts={

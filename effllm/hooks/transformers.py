@@ -72,10 +72,10 @@ def attach(module: ModuleType) -> None:
 
 def attach_reports(module: ModuleType) -> None:
     """Register the callback for ``report_to: efficientllm`` in ``transformers.integrations.integration_utils``."""
-    known = getattr(module, "INTEGRATION_TO_CALLBACK", None)
-    if not isinstance(known, dict):
+    callbacks = getattr(module, "INTEGRATION_TO_CALLBACK", None)
+    if not isinstance(callbacks, dict):
         raise Unknown("INTEGRATION_TO_CALLBACK")
-    known.setdefault("efficientllm", EfficientLLMCallback)
+    callbacks.setdefault("efficientllm", EfficientLLMCallback)
 
 
 def running() -> TrainerRun | None:
@@ -218,7 +218,7 @@ class TrainerRun:
         if batch is None or self._model is None:
             return
         self._num_batches += 1
-        self._has_only_ids = [one for one in inputs if str(one).endswith("input_ids")] == ["input_ids"]
+        self._has_only_ids = [name for name in inputs if str(name).endswith("input_ids")] == ["input_ids"]
         _STEPS.micro_batch(batch.tokens_processed)
         if batch.source != self._source or not self._source:
             self._learn(batch)
@@ -288,10 +288,10 @@ class TrainerRun:
             length = batch.width or getattr(args, "max_length", None)
             if length:
                 facts["sequence_length"] = length
-            if found := _COUNTING(flops_per_token, self._model, self._parameters, length):
-                flops, forward = found
+            if flops_of_token := _COUNTING(flops_per_token, self._model, self._parameters, length):
+                flops, forward = flops_of_token
                 if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
-                    self._flops = FlopsByWidth(short, found, batch.width)
+                    self._flops = FlopsByWidth(short, flops_of_token, batch.width)
                 hardware = flops + (forward if _is_checkpointing(args) else 0.0)
                 left_out = "" if length else " ; attention is left out, because the sequence length is unknown"
                 facts["flops_convention"] = CONVENTION + left_out
@@ -300,7 +300,7 @@ class TrainerRun:
     def _facts(self, args: Any) -> dict[str, Any]:
         accelerator = getattr(self.trainer, "accelerator", None)
         sizes = getattr(accelerator, "parallelism_config", None)
-        found = {
+        facts = {
             "framework_version": version("transformers"),
             "trainer": type(self.trainer).__name__ if self.trainer is not None else None,
             "model": None if self._model is None else model_name(self._model),
@@ -315,11 +315,15 @@ class TrainerRun:
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 def _type_of_weights(model: Any) -> str | None:
-    kinds = (one.dtype for one in model.parameters() if one.is_floating_point()) if model is not None else ()
+    kinds = (
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        if model is not None
+        else ()
+    )
     return next(map(precision_of, kinds), None)
 
 
@@ -354,13 +358,13 @@ def _train_begins(call: Call) -> Any:
     # A framework such as ms-swift may have replaced the list of callbacks that every Trainer gets.
     defaults = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", _defaults)
     is_replaced = _defaults is not None and defaults is not _defaults
-    if is_replaced and not any(isinstance(one, EfficientLLMCallback) for one in callbacks):
+    if is_replaced and not any(isinstance(callback, EfficientLLMCallback) for callback in callbacks):
         callbacks.append(_Automatic())
-    first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
-    for one in [*(one for one in callbacks if getattr(one, "adds_to_logs", False)), first]:
-        if one is not None:
-            callbacks.remove(one)
-            callbacks.insert(0, one)
+    first = next((callback for callback in callbacks if isinstance(callback, EfficientLLMCallback)), None)
+    for callback in [*(callback for callback in callbacks if getattr(callback, "adds_to_logs", False)), first]:
+        if callback is not None:
+            callbacks.remove(callback)
+            callbacks.insert(0, callback)
     return before, _trainer
 
 

@@ -33,7 +33,9 @@ _NAMES = {
 
 def attach(module: ModuleType) -> None:
     trainers = [
-        one for one in vars(module).values() if inspect.isclass(one) and "_generate_single_turn" in one.__dict__
+        member
+        for member in vars(module).values()
+        if inspect.isclass(member) and "_generate_single_turn" in member.__dict__
     ]
     if not trainers:
         raise Unknown("a trainer with _generate_single_turn")
@@ -89,7 +91,7 @@ def _prepared(_token: Any, call: Call, result: Any) -> None:
 
 
 def _length(sequences: Any) -> int:
-    return sum(len(one) for one in sequences if isinstance(one, Sized))
+    return sum(len(sequence) for sequence in sequences if isinstance(sequence, Sized))
 
 
 def _scored(_token: None, call: Call, _result: Any) -> None:
@@ -129,14 +131,14 @@ def _newest(values: Sequence[float], count: int) -> list[float]:
 def _totals(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
     """Yield the reward of each completion as TRL computes it: functions whose reward is NaN are left out."""
     for rewards in zip(*columns, strict=True):
-        known = [
+        counts = [
             weight * reward
             for weight, reward in zip(weights or [1.0] * len(rewards), rewards, strict=True)
             if not math.isnan(reward)
         ]
-        yield sum(known) if known else math.nan
+        yield sum(counts) if counts else math.nan
 
 
 def _mean(values: list[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else None
+    measured = [value for value in values if not math.isnan(value)]
+    return math.fsum(measured) / len(measured) if measured else None

@@ -33,7 +33,7 @@ def cuda_index(device: Any) -> int | None:
     try:
         count = int(cuda.device_count())
         if index is None:
-            used = [one for one in range(count) if has_context(one)]
+            used = [index for index in range(count) if has_context(index)]
             index = used[0] if len(used) == 1 else int(cuda.current_device())
     except (RuntimeError, AssertionError) as error:  # for example in a forked process
         raise UnknownDevice(f"device={device!r}: torch cannot use CUDA in this process: {first_line(error)}") from None
@@ -44,8 +44,8 @@ def cuda_index(device: Any) -> int | None:
 
 def has_context(index: int) -> bool:
     """Whether this process uses a device; otherwise an event would make a context of hundreds of MB."""
-    known = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_hasPrimaryContext", None)
-    return known is None or bool(known(index))
+    has_primary = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_hasPrimaryContext", None)
+    return has_primary is None or bool(has_primary(index))
 
 
 def torch_cuda() -> Any:
@@ -88,7 +88,7 @@ def is_checked(index: int) -> bool:
     try:
         if not cuda.is_initialized():
             return False  # `current_device` would initialize CUDA
-        used = [one for one in range(int(cuda.device_count())) if has_context(one)]
+        used = [index for index in range(int(cuda.device_count())) if has_context(index)]
         current = int(cuda.current_device())
         current = used[0] if used and current not in used else current
         if index in used and has_memory(cuda.memory_stats(index)):
@@ -107,6 +107,6 @@ def is_checked(index: int) -> bool:
     return True
 
 
-def has_memory(known: Any) -> bool:
+def has_memory(stats: Any) -> bool:
     """Whether torch's allocator has had memory on a device, from ``torch.cuda.memory_stats``."""
-    return bool(known.get("reserved_bytes.all.peak", 0))
+    return bool(stats.get("reserved_bytes.all.peak", 0))

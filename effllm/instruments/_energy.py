@@ -95,8 +95,8 @@ class SpanReadings:
         return int(sum(part.num_readings for part in self.parts.values()))
 
     def _mean(self, name: str, covered: str) -> float:
-        known = [part for part in self.parts.values() if getattr(part, name) == getattr(part, name)]
-        return _ratio(sum(getattr(part, name) for part in known), sum(getattr(part, covered) for part in known))
+        measured = [part for part in self.parts.values() if getattr(part, name) == getattr(part, name)]
+        return _ratio(sum(getattr(part, name) for part in measured), sum(getattr(part, covered) for part in measured))
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
 
 def _total(values: Iterable[float]) -> float:
     """Return the sum; ``nan`` without values, or if one value is ``nan``, because a part is not shown as the whole."""
-    known = list(values)
-    return sum(known) if known else NAN
+    numbers = list(values)
+    return sum(numbers) if numbers else NAN
 
 
 def _ratio(value: float, by: float) -> float:

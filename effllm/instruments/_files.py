@@ -29,7 +29,7 @@ def write_json(path: str | Path, body: Any) -> Path:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
+        return {str(name): _finite(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -56,8 +56,10 @@ def number(value: Any) -> float | None:
 
 def whole(value: Any) -> int | None:
     """Return a count of at least 0; ``None`` for everything else."""
-    found = number(value)
-    return int(found) if found is not None and 0 <= found < MAX_WHOLE and found == int(found) else None
+    as_number = number(value)
+    return (
+        int(as_number) if as_number is not None and 0 <= as_number < MAX_WHOLE and as_number == int(as_number) else None
+    )
 
 
 def each(values: Any) -> list[Any]:

@@ -153,8 +153,8 @@ def percentiles_of(statistics: Statistics, name: str) -> Percentiles:
 def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
     """Return the number of values in the run so far, and their percentiles, as the agent last published them."""
     module: Any = sys.modules.get("effllm.trainer.collector")
-    known: tuple[int, list[float]] | None = module and module.get_metrics_collector().lifecycle.percentiles(name)
-    return known
+    of_run: tuple[int, list[float]] | None = module and module.get_metrics_collector().lifecycle.percentiles(name)
+    return of_run
 
 
 def exact_percentiles(ordered: list[float], kind: str = EXACT) -> Percentiles:

@@ -225,9 +225,9 @@ class RobustGPUMonitor:
     def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
         """Return the newly answered spans with their readings, oldest first, without waiting."""
         self._read()
-        found = list(self._new)
+        answered = list(self._new)
         self._new.clear()
-        return found
+        return answered
 
     def _read(self) -> None:
         spans = self._chain.take() if self._chain is not None else []
@@ -281,11 +281,11 @@ class RobustGPUMonitor:
             self.wait(wait_s)
         self._read()
         since_ns = int(timestamp * 1e9) - unix_minus_monotonic_ns() - _NEAR_NS
-        found = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
+        later = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
         whole = SpanReadings()
-        for _, readings in found:
+        for _, readings in later:
             whole = whole.then(readings)
-        return self.metrics(whole, found[0][0].start_ns, found[-1][0].end_ns) if found else self.metrics(whole, 0, 0)
+        return self.metrics(whole, later[0][0].start_ns, later[-1][0].end_ns) if later else self.metrics(whole, 0, 0)
 
     def metrics(
         self, readings: SpanReadings, start_ns: int, end_ns: int, step: int = 0, epoch: float = 0.0

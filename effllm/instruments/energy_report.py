@@ -95,8 +95,8 @@ def interval_logs(block: Block, step: int) -> dict[str, float]:
 
 
 def _measured(values: dict[str, float], step_key: str, step: int) -> dict[str, float]:
-    known = {name: value for name, value in values.items() if not math.isnan(value)}
-    return {**known, step_key: step} if known else {}
+    measured = {name: value for name, value in values.items() if not math.isnan(value)}
+    return {**measured, step_key: step} if measured else {}
 
 
 def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
@@ -155,10 +155,10 @@ def intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
         if name != "document":
             raise ValueError(f"carbon_intensity={name!r} must be 'document' (0.5 kg/kWh)")
         return DOCUMENT_KG_PER_KWH
-    known = None if kg_per_kwh is None else number(kg_per_kwh)
-    if kg_per_kwh is not None and (known is None or not 0 <= known < math.inf):
+    given = None if kg_per_kwh is None else number(kg_per_kwh)
+    if kg_per_kwh is not None and (given is None or not 0 <= given < math.inf):
         raise ValueError(f"carbon_intensity_kg_per_kwh={kg_per_kwh!r} must be a number of at least 0")
-    return known
+    return given
 
 
 def write_files(folder: str, bodies: tuple[Any, Any, Any, Any]) -> list[Path]:

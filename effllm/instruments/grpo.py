@@ -57,7 +57,7 @@ class GRPOMetricsTracker(MetricTracker):
         ``None``, and rewards that are not finite numbers, are counted and left out; a group without a finite reward
         counts as empty.
         """
-        known = []
+        group = []
         for given in each(rewards):
             reward = given if type(given) is float else number(given)
             if reward is None:
@@ -67,17 +67,17 @@ class GRPOMetricsTracker(MetricTracker):
                 continue
             self._rewards.add(reward)
             if math.isfinite(reward):
-                known.append(reward)
+                group.append(reward)
             record("group/reward", reward)
-        if not known:
+        if not group:
             self._empty += 1
             return
         self._groups += 1
-        if len(known) > 1:
-            self._equal += min(known) == max(known)
-            self._group_std.add(deviation := moments_of(known).std)
+        if len(group) > 1:
+            self._equal += min(group) == max(group)
+            self._group_std.add(deviation := moments_of(group).std)
             record("group/reward_std", deviation)
-        for rank, reward in enumerate(sorted(known, reverse=True)[:MAX_RANKS]):
+        for rank, reward in enumerate(sorted(group, reverse=True)[:MAX_RANKS]):
             if rank == len(self._by_rank):
                 self._by_rank.append(Statistics(max_recent=1))
             self._by_rank[rank].add(reward)
@@ -99,7 +99,7 @@ class GRPOMetricsTracker(MetricTracker):
             "equal_groups": self._equal,
             "missing_rewards": self._missing,
             "not_finite": dict(rewards.not_finite),
-            "rank_distribution": {str(rank): one.moments.mean for rank, one in enumerate(self._by_rank, 1)},
+            "rank_distribution": {str(rank): rewards.moments.mean for rank, rewards in enumerate(self._by_rank, 1)},
         }
 
 

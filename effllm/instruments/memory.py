@@ -84,7 +84,7 @@ class GPUMemoryProfiler:
     def trend(self, tag: str | None = None) -> MemoryTrend | None:
         """Return the trend of a tag, by default of the tag with most measurements; ``None`` if it is not known yet."""
         if tag is None:
-            tag = max(self._trends, key=lambda one: self._trends[one].count, default="")
+            tag = max(self._trends, key=lambda name: self._trends[name].count, default="")
         blocks = self._trends.get(tag)
         if blocks is None or (tag != _CHECKS and blocks.count < MIN_MEASUREMENTS):
             return None
@@ -109,12 +109,12 @@ class GPUMemoryProfiler:
             if self._baseline_bytes is None:
                 raise ValueError("detect_leak(method='baseline') needs set_baseline() before")
             return used_bytes - self._baseline_bytes > threshold_gb * GB
-        found = self.trend()
-        return found is not None and found.is_growing and found.certain_bytes > threshold_gb * GB
+        trend = self.trend()
+        return trend is not None and trend.is_growing and trend.certain_bytes > threshold_gb * GB
 
     def get_summary(self) -> dict[str, Any]:
         """Return peak and mean of the allocated memory and the baseline in GB, and the trend; NaN if not measured."""
-        found = self.trend()
+        trend = self.trend()
         allocated = self._allocated.moments
         is_measured = allocated.count > 0
         summary: dict[str, Any] = {
@@ -123,10 +123,10 @@ class GPUMemoryProfiler:
             "mean_allocated_gb": allocated.mean / GB,
             "baseline_gb": NAN if self._baseline_bytes is None else self._baseline_bytes / GB,
         }
-        if found is not None:
-            summary["growth_gb_per_1000_iterations"] = found.growth_bytes / GB
-            summary["growth_interval_gb"] = [found.low_bytes / GB, found.high_bytes / GB]
-            summary["is_growing"] = found.is_growing
+        if trend is not None:
+            summary["growth_gb_per_1000_iterations"] = trend.growth_bytes / GB
+            summary["growth_interval_gb"] = [trend.low_bytes / GB, trend.high_bytes / GB]
+            summary["is_growing"] = trend.is_growing
         return summary
 
     def _read(self) -> tuple[float, float, float, float]:
@@ -139,13 +139,13 @@ class GPUMemoryProfiler:
         if not has_context(self._index):
             return NAN, NAN, NAN, NAN
         try:
-            known = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
+            stats = cuda.memory_stats(self._index)  # torch.cuda's four functions would read these statistics four times
         except Exception as error:  # noqa: BLE001 - an allocator without statistics, or a failed device
             line = f"the memory of {self.memory_of} cannot be read and is not measured: {first_line(error)}"
             self._warn_once(line, "memory", stacklevel=4)
             return NAN, NAN, NAN, NAN
         return tuple(  # type: ignore[return-value]
-            float(known.get(f"{name}_bytes.all.{kind}", 0))
+            float(stats.get(f"{name}_bytes.all.{kind}", 0))
             for kind in ("current", "peak")
             for name in ("allocated", "reserved")
         )
@@ -157,14 +157,14 @@ _MEMORY = re.compile(rb"^(RssAnon|VmRSS|VmHWM):\s*(\d+) kB$", re.MULTILINE)
 
 def _process_memory() -> tuple[float, float, float, float]:
     """Return private and resident bytes of this process, and the peaks; the kernel keeps no peak of private bytes."""
-    known: dict[bytes, float] = {}
+    sizes: dict[bytes, float] = {}
     with contextlib.suppress(OSError, ValueError):
         # With cold caches this takes 75 us, and `Path.read_bytes` takes 166 us.
         status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            known = {name: float(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(os.read(status, 8192))}
+            sizes = {name: float(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(os.read(status, 8192))}
         finally:
             os.close(status)
-    resident = known.get(b"VmRSS", NAN)
-    private = known.get(b"RssAnon", resident)
-    return private, resident, private, known.get(b"VmHWM", resident)
+    resident = sizes.get(b"VmRSS", NAN)
+    private = sizes.get(b"RssAnon", resident)
+    return private, resident, private, sizes.get(b"VmHWM", resident)

@@ -163,7 +163,7 @@ class ScoreDistributionTracker:
         valid = scores.count
         invalid = self._missing + self._not_finite + self._out_of_range
         total = valid + invalid
-        found = {
+        distribution = {
             "total": total,
             "valid_count": valid,
             "invalid_count": invalid,
@@ -174,4 +174,4 @@ class ScoreDistributionTracker:
             "score_counts": {str(score): count for score, count in sorted(counts.items())},
             "mean_score": scores.mean,
         }
-        return {**found, "other_scores": num_others} if num_others else found
+        return {**distribution, "other_scores": num_others} if num_others else distribution

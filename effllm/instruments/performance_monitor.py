@@ -81,10 +81,10 @@ class PerformanceMonitor:
         Raises:
             ValueError: the scenario is not in `SCENARIOS`.
         """
-        known = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
-        if known is None:
+        throughput = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
+        if throughput is None:
             raise ValueError(f"scenario {scenario!r} is unknown; available scenarios: {', '.join(SCENARIOS)}")
-        self._throughput = known
+        self._throughput = throughput
         if model_parameters is not None:
             self._parameters = model_parameters
             get_metrics_collector().set_model_parameters(model_parameters)
@@ -121,8 +121,8 @@ class PerformanceMonitor:
         self.start()
         now_s, since_s = time.monotonic(), self._last_s
         self._last_s = now_s
-        counts = [whole(one) for one in (tokens, samples, generated_tokens)]
-        times = [_time(one) for one in (computation_time, communication_time)]
+        counts = [whole(count) for count in (tokens, samples, generated_tokens)]
+        times = [_time(duration) for duration in (computation_time, communication_time)]
         if None in counts or None in times:
             # An evaluator of the original passed a latency in place of the samples.
             warnings.warn(
@@ -130,8 +130,8 @@ class PerformanceMonitor:
                 "value was ignored",
                 stacklevel=2,
             )
-        all_tokens, all_samples, generated = (one or 0 for one in counts)
-        took_s = sum(one or 0.0 for one in times)
+        all_tokens, all_samples, generated = (count or 0 for count in counts)
+        took_s = sum(duration or 0.0 for duration in times)
         self._requests += 1
         self._tokens += all_tokens
         self._samples += all_samples
@@ -152,11 +152,11 @@ class PerformanceMonitor:
         amu, pcu, aec = self._measured
         began_s = self._started_s
         latency = self._given_s / self._requests if self._requests and not self._num_assumed else NAN
-        found = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
+        metrics = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
         if self._throughput is not None:
-            found[self._throughput] = self._throughputs()[self._throughput]
+            metrics[self._throughput] = self._throughputs()[self._throughput]
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
-        return {**found, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
+        return {**metrics, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
 
     def save(self, path: str | Path) -> None:
         """Write the metrics as JSON, with ``null`` for missing values; a folder gets ``performance_metrics.json``."""
@@ -175,7 +175,7 @@ class PerformanceMonitor:
         }
 
     def _mcr(self) -> float:
-        if self._compression is None or not all(_time(one) for one in self._compression[:3]):
+        if self._compression is None or not all(_time(duration) for duration in self._compression[:3]):
             return NAN
         original_size, compressed_size, original_perf, compressed_perf = self._compression
         return (original_size / compressed_size) * (compressed_perf / original_perf)
@@ -235,5 +235,5 @@ class PerformanceMonitorContext:
 
 def _time(value: Any) -> float | None:
     """Return a value as a finite number of at least 0; ``None`` if it is invalid."""
-    found = number(value)
-    return found if found is not None and 0 <= found < math.inf else None
+    seconds = number(value)
+    return seconds if seconds is not None and 0 <= seconds < math.inf else None

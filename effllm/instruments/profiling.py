@@ -325,18 +325,18 @@ class TrainingTimer:
 
 
 def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
-    known, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
-    found = {
-        "count": known.count,
-        "mean_sec": known.mean,
-        "std_sec": known.std,
-        "min_sec": known.minimum if known.count else NAN,
-        "max_sec": known.maximum if known.count else NAN,
+    moments, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
+    summary = {
+        "count": moments.count,
+        "mean_sec": moments.mean,
+        "std_sec": moments.std,
+        "min_sec": moments.minimum if moments.count else NAN,
+        "max_sec": moments.maximum if moments.count else NAN,
         "p50_sec": shown.values[50],
         "p95_sec": shown.values[95],
         **shown.coverage(),
-        "total_sec": known.total,
-        "share_of_iteration": known.total / total_s if total_s > 0 else NAN,
+        "total_sec": moments.total,
+        "share_of_iteration": moments.total / total_s if total_s > 0 else NAN,
     }
     missing = timed.not_measured + len(timed.pending)
-    return {**found, "not_measured": missing} if missing else found
+    return {**summary, "not_measured": missing} if missing else summary

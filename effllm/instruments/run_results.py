@@ -131,8 +131,8 @@ def _last_totals(folder: Path) -> dict[str, Any]:
     for line in reversed(lines):
         if b'"run":{' in line and b'"job":{' in line:
             with suppress(ValueError):
-                found: dict[str, Any] = json.loads(line)
-                return found
+                document: dict[str, Any] = json.loads(line)
+                return document
     raise ValueError(f"{path.name} has no totals")
 
 

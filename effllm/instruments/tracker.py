@@ -41,16 +41,16 @@ class MetricTracker:
         NaN and infinite values are counted and left out of all statistics.  A tensor on a GPU is not read.
         """
         read = value if type(value) is float else number(value)
-        found = self._metrics.get(name)
-        if read is None or found is None:
-            found = self._added(name, value, read)
-            if read is None or found is None:
+        statistics = self._metrics.get(name)
+        if read is None or statistics is None:
+            statistics = self._added(name, value, read)
+            if read is None or statistics is None:
                 return
-        found.add(read)
+        statistics.add(read)
         record(name, read)
         if step is not None:
-            known = step if type(step) is int and 0 <= step < MAX_WHOLE else whole(step)
-            self.last_step = self.last_step if known is None else known
+            new_step = step if type(step) is int and 0 <= step < MAX_WHOLE else whole(step)
+            self.last_step = self.last_step if new_step is None else new_step
 
     def _added(self, name: str, value: Any, read: float | None) -> Statistics | None:
         """Return the statistics of a new name; ``None``, with a warning, for no number or too many names."""
@@ -80,10 +80,10 @@ class MetricTracker:
         return self._moments(name, window).std
 
     def _moments(self, name: str, window: int | None) -> Moments:
-        found = self._metrics.get(name)
-        if found is None:
+        statistics = self._metrics.get(name)
+        if statistics is None:
             return Moments()
-        return found.moments if window is None else moments_of(found.newest(window))
+        return statistics.moments if window is None else moments_of(statistics.newest(window))
 
     def get_summary(self, name: str, window: int | None = None) -> dict[str, Any]:
         """Return count, mean, std, min, max and percentiles; without values, a count of 0 and NaN.
@@ -95,21 +95,23 @@ class MetricTracker:
 
         This call sorts the newest values on the calling thread: call it after an epoch, not in every step.
         """
-        found = self._metrics.get(name) or Statistics(self._max_recent)
-        known = self._moments(name, window)
-        shown = percentiles_of(found, name) if window is None else exact_percentiles(sorted(found.newest(window)))
+        statistics = self._metrics.get(name) or Statistics(self._max_recent)
+        moments = self._moments(name, window)
+        shown = (
+            percentiles_of(statistics, name) if window is None else exact_percentiles(sorted(statistics.newest(window)))
+        )
         return {
-            "count": known.count,
-            "mean": known.mean,
-            "std": known.std,
-            "min": known.minimum if known.count else NAN,
-            "max": known.maximum if known.count else NAN,
+            "count": moments.count,
+            "mean": moments.mean,
+            "std": moments.std,
+            "min": moments.minimum if moments.count else NAN,
+            "max": moments.maximum if moments.count else NAN,
             **{f"p{percent}": value for percent, value in shown.values.items()},
             **shown.coverage(),
-            "not_finite": dict(found.moments.not_finite),
+            "not_finite": dict(statistics.moments.not_finite),
         }
 
     def get_recent(self, name: str) -> list[float]:
         """Return the newest finite values, oldest first."""
-        found = self._metrics.get(name)
-        return [] if found is None else list(found.recent)
+        statistics = self._metrics.get(name)
+        return [] if statistics is None else list(statistics.recent)

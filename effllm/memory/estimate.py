@@ -215,8 +215,8 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     # A loop that calls zero_grad() after the forward pass has all gradients at the loss, too; FSDP1 has gradients of a
     # flat parameter with adapters as a whole.
     flat = elements(divided(plan, held, 2)) * plan.numbers.gradients if plan.lora_rank and plan.zero == 3 else 0.0
-    size = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
-    forward_backward = [MemoryPart("gradients", size, basis, largest), *activations]
+    of_gradients = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
+    forward_backward = [MemoryPart("gradients", of_gradients, basis, largest), *activations]
     if UNKNOWN not in (part.bytes for part in activations):
         forward_backward.append(_fragmentation(sum(part.bytes.expected for part in activations) + gradients))
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states

@@ -6,13 +6,15 @@ from effllm.metrics.table import GIB, counted_quotient, energy_quotient, measure
 from effllm.records.job import ClusterTotals
 
 
-@metric("GiB", console="AMU (GB): {:.2f}", error=lambda one: measured_quotient(one.devices.memory_error_bytes, GIB))
+@metric(
+    "GiB", console="AMU (GB): {:.2f}", error=lambda totals: measured_quotient(totals.devices.memory_error_bytes, GIB)
+)
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (Eq. 1)."""
     return measured_quotient(totals.devices.memory_mean_bytes, GIB)
 
 
-@metric("ratio", console="PCU (Ratio): {:.3f}", error=lambda one: one.devices.utilization_error)
+@metric("ratio", console="PCU (Ratio): {:.3f}", error=lambda totals: totals.devices.utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
     """Peak compute utilization: share of time in which the device was busy; a mean, despite the name (Eq. 2)."""
     return totals.devices.utilization_mean

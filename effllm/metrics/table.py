@@ -148,21 +148,21 @@ def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, flo
     of samples have only a random error.
     """
     bases = {"run": run, "job": job}
-    found: dict[str, tuple[float, float]] = {}
+    by_tag: dict[str, tuple[float, float]] = {}
     for entry in METRICS.values():
         for base in entry.run_bases:
             totals = bases[base]
             value = entry.formula(totals)
             if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
-                found[entry.tag(base)] = (error, 0.0)
+                by_tag[entry.tag(base)] = (error, 0.0)
             if value is None or not totals.energy.joules:
                 continue
             shares = (totals.energy.error_j / totals.energy.joules, totals.energy.gain_j / totals.energy.joules)
             random = _moved(entry.formula, totals, value, shares[0], gain=False)
             systematic = _moved(entry.formula, totals, value, shares[1], gain=True)
             if random or systematic:
-                found[entry.tag(base)] = (random, systematic)
-    return found
+                by_tag[entry.tag(base)] = (random, systematic)
+    return by_tag
 
 
 def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, gain: bool) -> float:

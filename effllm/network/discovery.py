@@ -210,7 +210,7 @@ class Search:
         source: the place of the record.
         config: the job's settings.
         is_secured: whether a record needs a signature.
-        found: is called with each new record, or with the reason from rank 0 why there is no aggregator.
+        on_found: is called with each new record, or with the reason from rank 0 why there is no aggregator.
         failed: is called with one line for the user.
         is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
     """
@@ -220,12 +220,12 @@ class Search:
         source: RecordSource,
         config: Config,
         is_secured: bool,
-        found: Callable[[dict[str, str]], None],
+        on_found: Callable[[dict[str, str]], None],
         failed: Callable[[str], None],
         is_welcome: Callable[[str], bool],
     ) -> None:
         self._source, self._config, self._is_secured = source, config, is_secured
-        self._found, self._failed, self._is_welcome = found, failed, is_welcome
+        self._found, self._failed, self._is_welcome = on_found, failed, is_welcome
         self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
         self._read_at_s, self._pause_s = 0.0, MIN_RECHECK_S
@@ -280,10 +280,10 @@ class Search:
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote this address"
         try:
-            known = secret.read(secret_path(self._config))  # read each time: a new file may appear late
+            current = secret.read(secret_path(self._config))  # read each time: a new file may appear late
         except secret.SecretError as error:
             return f"no metrics of this rank: {error}"
-        if secret.is_signed(known, record, self._source.key):
+        if secret.is_signed(current, record, self._source.key):
             return ""
         return (
             f"no metrics of this rank: rank 0's address is not signed with the secret {secret_path(self._config)}: "

@@ -50,9 +50,9 @@ def towards(host: str) -> str:
     Raises:
         OSError: the host's name is unknown, or no route exists.
     """
-    found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    candidates = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     error: OSError | None = None
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in candidates:
         try:
             own = _source(family, address)
         except OSError as failed:
@@ -107,8 +107,8 @@ def _source(family: int, address: tuple[object, ...]) -> str:
 
 
 def _is_usable(address: str) -> bool:
-    one = ipaddress.ip_address(address.partition("%")[0])
-    return not (one.is_loopback or one.is_unspecified or one.is_link_local)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_link_local)
 
 
 def _addresses(name: str) -> Iterator[str]:

@@ -96,23 +96,25 @@ class Intake:
 
 def _entry_of(port: int) -> _Entry | None:
     """Return the entry of the socket that listens on a port; ``None`` if /proc does not list one such entry."""
-    found = []
+    entries = []
     for path in Path("/proc/self/fdinfo").glob("*"):
         with contextlib.suppress(OSError):
             for descriptor, events, data in _ENTRY.findall(path.read_text()):
                 if int(events, 16) & select.EPOLLIN and _listens(int(descriptor), port):
-                    found.append(_Entry(int(path.name), int(descriptor), int(events, 16), int(data, 16)))
-    return found[0] if len(found) == 1 else None
+                    entries.append(_Entry(int(path.name), int(descriptor), int(events, 16), int(data, 16)))
+    return entries[0] if len(entries) == 1 else None
 
 
 def _listens(descriptor: int, port: int) -> bool:
     try:
-        one = socket.socket(fileno=os.dup(descriptor))
+        listener = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # the descriptor is closed, or is no socket
         return False
-    with one, contextlib.suppress(OSError):
-        is_listening = one.family != socket.AF_UNIX and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(is_listening) and one.getsockname()[1] == port
+    with listener, contextlib.suppress(OSError):
+        is_listening = listener.family != socket.AF_UNIX and listener.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        )
+        return bool(is_listening) and listener.getsockname()[1] == port
     return False
 
 
@@ -183,8 +185,8 @@ class PeerAdmission:
             self._watched.disable_monitor()
         if self._intake is not None:
             self._intake.close()
-        for one in self.sockets:
-            one.close()
+        for own_socket in self.sockets:
+            own_socket.close()
 
     def _hold(self, now_s: float) -> None:
         """Accept no connections for a second, because ZeroMQ retries a failed accept 100,000 times a second."""

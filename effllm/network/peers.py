@@ -68,91 +68,91 @@ class Peers:
 
     def admits(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
         """Return whether a frame may be decoded; a throttled peer may send only a HELLO."""
-        one = self._peers.get(peer) or self._add(peer, now_s)
-        if one.is_held and not is_hello:
-            self._reject(one, THROTTLED, NOT_RESENT)
+        sender = self._peers.get(peer) or self._add(peer, now_s)
+        if sender.is_held and not is_hello:
+            self._reject(sender, THROTTLED, NOT_RESENT)
             return False
         cost_bytes = max(num_bytes, FRAME_BYTES)
-        if one.left_bytes < cost_bytes:
-            max_bytes = self._burst_bytes if one.agent else NO_HELLO_FRAMES * FRAME_BYTES
-            one.left_bytes = min(one.left_bytes + max(now_s - one.since_s, 0.0) * BYTES_PER_S, max_bytes)
-            one.since_s = now_s
-            if one.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
-                one.is_held = one.is_held or bool(one.agent)
-                self._reject(one, THROTTLED, "exceeds its rate limit; its frames are now dropped")
+        if sender.left_bytes < cost_bytes:
+            max_bytes = self._burst_bytes if sender.agent else NO_HELLO_FRAMES * FRAME_BYTES
+            sender.left_bytes = min(sender.left_bytes + max(now_s - sender.since_s, 0.0) * BYTES_PER_S, max_bytes)
+            sender.since_s = now_s
+            if sender.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
+                sender.is_held = sender.is_held or bool(sender.agent)
+                self._reject(sender, THROTTLED, "exceeds its rate limit; its frames are now dropped")
                 return False
-        one.left_bytes -= cost_bytes
+        sender.left_bytes -= cost_bytes
         return True
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
         """Return the error text of a message with another rank or agent than the HELLO; else an empty text."""
-        one = self._peers.get(peer)
-        if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
-            rank, agent = one.rank, one.agent  # local names are faster: there are ten thousand calls a second
+        sender = self._peers.get(peer)
+        if isinstance(message, Reports) and sender is not None and sender.agent and not sender.is_held:
+            rank, agent = sender.rank, sender.agent  # local names are faster: there are ten thousand calls a second
             for row in message.rows:
                 if row.rank != rank or row.agent != agent:
-                    return self._wrong_rank(one, row.rank)
+                    return self._wrong_rank(sender, row.rank)
             return ""
         if isinstance(message, Hello):
-            if one is None or not one.agent or (one.rank == message.rank and one.agent == message.agent):
+            if sender is None or not sender.agent or (sender.rank == message.rank and sender.agent == message.agent):
                 return ""
-            return self._reject(one, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}")
+            return self._reject(sender, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}")
         if isinstance(message, Supersede):  # the sender is another aggregator and has no rank
             return ""
-        if one is None or not one.agent:
-            return self._reject(one, NO_HELLO, "sent another message first")
-        if one.is_held:
-            return self._reject(one, THROTTLED, NOT_RESENT)
-        if isinstance(message, Reports) or (message.rank == one.rank and message.agent == one.agent):
+        if sender is None or not sender.agent:
+            return self._reject(sender, NO_HELLO, "sent another message first")
+        if sender.is_held:
+            return self._reject(sender, THROTTLED, NOT_RESENT)
+        if isinstance(message, Reports) or (message.rank == sender.rank and message.agent == sender.agent):
             return ""
-        return self._wrong_rank(one, message.rank)
+        return self._wrong_rank(sender, message.rank)
 
-    def _wrong_rank(self, one: _Peer, rank: int) -> str:
-        whose = f"rank {rank}" if rank != one.rank else "another agent of its rank"
-        return self._reject(one, WRONG_RANK, f"sent a message of {whose}")
+    def _wrong_rank(self, sender: _Peer, rank: int) -> str:
+        whose = f"rank {rank}" if rank != sender.rank else "another agent of its rank"
+        return self._reject(sender, WRONG_RANK, f"sent a message of {whose}")
 
     def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Set the rank and agent of a connection from its HELLO; replace an earlier connection of the rank."""
         earlier = self._of_rank.get(message.rank)
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
-        one = self._peers.get(peer) or self._add(peer, now_s)
-        if not one.agent:
-            one.left_bytes, one.since_s = self._burst_bytes, now_s
+        sender = self._peers.get(peer) or self._add(peer, now_s)
+        if not sender.agent:
+            sender.left_bytes, sender.since_s = self._burst_bytes, now_s
             if before is not None:  # a reconnection keeps the earlier allowance
-                one.left_bytes, one.since_s = before.left_bytes, before.since_s
-        one.agent, one.rank, one.host = message.agent, message.rank, message.host
-        one.is_held = False
+                sender.left_bytes, sender.since_s = before.left_bytes, before.since_s
+        sender.agent, sender.rank, sender.host = message.agent, message.rank, message.host
+        sender.is_held = False
         self._of_rank[message.rank] = peer
 
     def hold(self, peer: bytes) -> None:
         """Accept only a HELLO from a connection; after the HELLO the agent sends the dropped reports again."""
-        if (one := self._peers.get(peer)) is not None:
-            one.is_held = True
-            self._reject(one, THROTTLED, "has more waiting reports than an agent keeps")
+        if (sender := self._peers.get(peer)) is not None:
+            sender.is_held = True
+            self._reject(sender, THROTTLED, "has more waiting reports than an agent keeps")
 
     def count_rejected_hello(self) -> None:
         self.rejected[REJECTED_HELLO] = self.rejected.get(REJECTED_HELLO, 0) + 1
 
     def garbage(self, peer: bytes, reason: str) -> str:
         """Count a frame that could not be decoded; return the reason with the peer's name."""
-        one = self._peers.get(peer)
-        if one is None:
+        sender = self._peers.get(peer)
+        if sender is None:
             return f"{reason} (from {UNKNOWN_PEER})"
-        one.rejected[GARBAGE] = one.rejected.get(GARBAGE, 0) + 1
-        return f"{reason} (from {one.name})"
+        sender.rejected[GARBAGE] = sender.rejected.get(GARBAGE, 0) + 1
+        return f"{reason} (from {sender.name})"
 
     def of_rank(self, rank: int) -> bytes | None:
         return self._of_rank.get(rank)
 
     def is_to_send_again(self, peer: bytes, now_s: float) -> bool:
         """Whether to request the dropped frames of a peer, or its HELLO, again; at most once a second."""
-        one = self._peers.get(peer)
-        if one is None or now_s - one.again_s < AGAIN_EVERY_S:
+        sender = self._peers.get(peer)
+        if sender is None or now_s - sender.again_s < AGAIN_EVERY_S:
             return False
-        is_refilled = one.left_bytes + (now_s - one.since_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
-        if one.agent and not (one.is_held and is_refilled):
+        is_refilled = sender.left_bytes + (now_s - sender.since_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
+        if sender.agent and not (sender.is_held and is_refilled):
             return False
-        one.again_s = now_s
+        sender.again_s = now_s
         return True
 
     def take_events(self) -> list[Event]:
@@ -163,19 +163,19 @@ class Peers:
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
             # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
-            without_hello = [known for known, one in self._peers.items() if not one.agent]
-            for known in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
-                del self._peers[known]
-        one = self._peers[peer] = _Peer(now_s)
-        return one
+            without_hello = [other for other, sender in self._peers.items() if not sender.agent]
+            for silent in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
+                del self._peers[silent]
+        sender = self._peers[peer] = _Peer(now_s)
+        return sender
 
-    def _reject(self, one: _Peer | None, kind: str, what: str) -> str:
+    def _reject(self, sender: _Peer | None, kind: str, what: str) -> str:
         """Count a rejection and return a sentence; the first rejection of a kind also makes an event."""
         self.rejected[kind] = self.rejected.get(kind, 0) + 1
-        name = one.name if one else UNKNOWN_PEER
+        name = sender.name if sender else UNKNOWN_PEER
         text = f"{name} {what}"
-        if one is not None:
-            count = one.rejected[kind] = one.rejected.get(kind, 0) + 1
+        if sender is not None:
+            count = sender.rejected[kind] = sender.rejected.get(kind, 0) + 1
             if count == (REPORTED_FROM if kind == NO_HELLO else 1):
-                self._events.append(Event(time.time(), "rejected", text, one.rank if one.agent else None))
+                self._events.append(Event(time.time(), "rejected", text, sender.rank if sender.agent else None))
         return text

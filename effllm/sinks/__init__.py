@@ -205,20 +205,20 @@ def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
         SinkUnavailable: missing library, unknown option, or invalid value.
     """
     options = options_of(name)
-    for one in given:
-        if one not in options:
+    for key in given:
+        if key not in options:
             raise SinkUnavailable(
-                f"sink {name!r} has no option {one!r}; available options: {', '.join(options) or 'none'}"
+                f"sink {name!r} has no option {key!r}; available options: {', '.join(options) or 'none'}"
             )
     values = {}
-    for one, option in options.items():
-        text = given.get(one, option.default)
+    for key, option in options.items():
+        text = given.get(key, option.default)
         try:
-            values[one] = option.value_type.read(text)
+            values[key] = option.value_type.read(text)
         except ValueError:
             allowed = option.value_type.allowed
             shown = without_user(text)
-            raise SinkUnavailable(f"{name}:{one}={shown!r} is not usable: must be {allowed}") from None
+            raise SinkUnavailable(f"{name}:{key}={shown!r} is not usable: must be {allowed}") from None
     return values
 
 

@@ -67,7 +67,7 @@ class Instrument(NamedTuple):
 #: The metrics of hardware, as in OpenTelemetry's model/hardware/*.yaml.
 HARDWARE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Instrument])
 
-TRAINING = {one.otlp[0]: Instrument(*one.otlp[1:], one.text) for one in JOB_VALUES.values() if one.otlp}
+TRAINING = {entry.otlp[0]: Instrument(*entry.otlp[1:], entry.text) for entry in JOB_VALUES.values() if entry.otlp}
 
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
@@ -129,49 +129,53 @@ class Otlp:
         for host, devices in sorted(by_host.items()):
             resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
             groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
-        data = MetricsData([ResourceMetrics(one, [ScopeMetrics(SCOPE, some, "")], "") for one, some in groups if some])
+        data = MetricsData(
+            [ResourceMetrics(resource, [ScopeMetrics(SCOPE, some, "")], "") for resource, some in groups if some]
+        )
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:
             raise self._failures.failed(self._reason.take())
         self._failures.succeeded()
 
     def _of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
-        for one in devices:
-            about = _attributes(one)
-            if one.joules is not None:
-                joules = self._sent_j[one.key] = max(one.joules, self._sent_j.get(one.key, 0.0))
+        for device in devices:
+            about = _attributes(device)
+            if device.joules is not None:
+                joules = self._sent_j[device.key] = max(device.joules, self._sent_j.get(device.key, 0.0))
                 # Energy of a whole host has its own metric, so that a sum over hw.energy counts no joule twice.
-                yield ("hw.host.energy", about, joules) if one.kind == NODE_KIND else ("hw.energy", about, joules)
-            if one.power_w is not None:
-                yield ("hw.host.power" if one.kind == NODE_KIND else "hw.power"), about, one.power_w
-            if one.kind == GPU_KIND:
-                yield from _of_gpu(one, about)
+                yield ("hw.host.energy", about, joules) if device.kind == NODE_KIND else ("hw.energy", about, joules)
+            if device.power_w is not None:
+                yield ("hw.host.power" if device.kind == NODE_KIND else "hw.power"), about, device.power_w
+            if device.kind == GPU_KIND:
+                yield from _of_gpu(device, about)
 
 
-def _of_gpu(one: DeviceState, about: Mapping[str, str]) -> Iterator[Value]:
+def _of_gpu(device: DeviceState, about: Mapping[str, str]) -> Iterator[Value]:
     plain = {name: text for name, text in about.items() if name != "hw.type"}
-    model = {"hw.model": one.name, "hw.driver_version": one.driver}
+    model = {"hw.model": device.name, "hw.driver_version": device.driver}
     gpu = {**plain, **{name: text for name, text in model.items() if text}}
-    if one.utilization is not None:
-        yield "hw.gpu.utilization", {**gpu, "hw.gpu.task": "general"}, one.utilization
-    if one.memory_bytes is not None:
-        yield "hw.gpu.memory.usage", gpu, int(one.memory_bytes)
-        if one.memory_total_bytes:
-            yield "hw.gpu.memory.utilization", gpu, one.memory_bytes / one.memory_total_bytes
-    if one.memory_total_bytes is not None:
-        yield "hw.gpu.memory.limit", gpu, one.memory_total_bytes
-    if one.temperature_c is not None:
-        sensor = {"hw.id": f"{one.key}/temperature", "hw.parent": one.key, "hw.sensor_location": "gpu"}
-        yield "hw.temperature", sensor, one.temperature_c
+    if device.utilization is not None:
+        yield "hw.gpu.utilization", {**gpu, "hw.gpu.task": "general"}, device.utilization
+    if device.memory_bytes is not None:
+        yield "hw.gpu.memory.usage", gpu, int(device.memory_bytes)
+        if device.memory_total_bytes:
+            yield "hw.gpu.memory.utilization", gpu, device.memory_bytes / device.memory_total_bytes
+    if device.memory_total_bytes is not None:
+        yield "hw.gpu.memory.limit", gpu, device.memory_total_bytes
+    if device.temperature_c is not None:
+        sensor = {"hw.id": f"{device.key}/temperature", "hw.parent": device.key, "hw.sensor_location": "gpu"}
+        yield "hw.temperature", sensor, device.temperature_c
 
 
-def _attributes(one: DeviceState) -> dict[str, str]:
-    named = {"hw.id": one.key} | ({"hw.name": one.name} if one.name else {})
-    return named if one.kind == NODE_KIND else {**named, "hw.type": TYPES[one.kind]}
+def _attributes(device: DeviceState) -> dict[str, str]:
+    named = {"hw.id": device.key} | ({"hw.name": device.name} if device.name else {})
+    return named if device.kind == NODE_KIND else {**named, "hw.type": TYPES[device.kind]}
 
 
 def _of_job(report: ClusterReport) -> Iterator[Value]:
-    known = job_values(report)
-    yield from ((one.otlp[0], {}, known[name]) for name, one in JOB_VALUES.items() if one.otlp and name in known)
+    values = job_values(report)
+    yield from (
+        (entry.otlp[0], {}, values[name]) for name, entry in JOB_VALUES.items() if entry.otlp and name in values
+    )
     for entry in metrics.METRICS.values():
         name, factor = _name(entry)
         for base in entry.bases if name in _TABLE else ():
@@ -198,12 +202,12 @@ def _metrics(instruments: Mapping[str, Instrument], values: Iterator[Value], tim
         if math.isfinite(value):
             start_ns = 0 if instruments[name].kind == GAUGE else times_ns[0]
             points.setdefault(name, []).append(NumberDataPoint(attributes, start_ns, times_ns[1], value, []))
-    found = []
+    metrics = []
     for name, some in points.items():
         kind, unit, text = instruments[name]
         total = Sum(some, AggregationTemporality.CUMULATIVE, is_monotonic=kind == COUNTER)
-        found.append(Metric(name, text, unit, Gauge(some) if kind == GAUGE else total))
-    return found
+        metrics.append(Metric(name, text, unit, Gauge(some) if kind == GAUGE else total))
+    return metrics
 
 
 def _resource(run_id: str) -> Resource:

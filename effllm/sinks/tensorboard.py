@@ -41,7 +41,7 @@ SUFFIX = "efficientllm"
 
 #: Values in addition to the metrics: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
-    **{one.tensorboard[0]: (one.tensorboard[1], one.text) for one in JOB_VALUES.values() if one.tensorboard},
+    **{entry.tensorboard[0]: (entry.tensorboard[1], entry.text) for entry in JOB_VALUES.values() if entry.tensorboard},
     "training/loss": ("", "Loss of the window."),
     "straggler/p50_step_seconds": ("s/iteration", "Median over ranks of the mean step time in the window."),
     "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step time in the window."),
@@ -143,8 +143,12 @@ class _EventFile:
 
 
 def _beside(report: ClusterReport) -> dict[str, float]:
-    known = job_values(report)
-    values = {one.tensorboard[0]: known[name] for name, one in JOB_VALUES.items() if one.tensorboard and name in known}
+    by_name = job_values(report)
+    values = {
+        entry.tensorboard[0]: by_name[name]
+        for name, entry in JOB_VALUES.items()
+        if entry.tensorboard and name in by_name
+    }
     if report.loss is not None:
         values["training/loss"] = report.loss
     if not report.simulated:
@@ -180,7 +184,7 @@ def _is_cumulative(tag: str) -> bool:
 
 def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
     unit, text = _known(tag)
-    words = [one for one in (unit, _base_of(tag)) if one]
+    words = [word for word in (unit, _base_of(tag)) if word]
     name = f"{chart_tag(tag)} ({', '.join(words)})" if words else chart_tag(tag)
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])

@@ -42,13 +42,17 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     """
     if not isinstance(inputs, Mapping):
         return None
-    tensors = {name: one for name, one in inputs.items() if hasattr(one, "numel") and hasattr(one, "dim")}
+    tensors = {name: value for name, value in inputs.items() if hasattr(value, "numel") and hasattr(value, "dim")}
     names = [name for name in tensors if isinstance(name, str) and name.endswith(_IDS)]
     if not names and "inputs_embeds" in tensors:
         tensors[_IDS] = tensors["inputs_embeds"][..., 0]
         names = [_IDS]
     if not names:
-        rows = [len(one) for name, one in sorted(tensors.items(), key=lambda item: item[0] != "labels") if one.dim()]
+        rows = [
+            len(tensor)
+            for name, tensor in sorted(tensors.items(), key=lambda item: item[0] != "labels")
+            if tensor.dim()
+        ]
         return Batch(samples=rows[0]) if rows else None
     batch = Batch()
     is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)
@@ -78,7 +82,7 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
         tokens, source = (seen == 0 if seen.is_floating_point() else seen != 0).sum(), MASK
     elif name == "decoder_input_ids" and labels is not None and labels.shape == ids.shape:
         tokens, source = (labels != _IGNORED).sum(), LABELS
-    elif any(one in inputs for one in _PACKED):
+    elif any(name in inputs for name in _PACKED):
         source = PACKED
     else:
         source = UNKNOWN
@@ -89,21 +93,21 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
 
 
 def _labels(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:
-    shapes = [one.shape for name, one in tensors.items() if isinstance(name, str) and name.endswith(_IDS)]
-    found = {
-        name: one
-        for name, one in tensors.items()
-        if isinstance(name, str) and name.endswith("labels") and one.dim() > 1 and not one.is_floating_point()
-        if one.shape in shapes or is_encoder_decoder
+    shapes = [tensor.shape for name, tensor in tensors.items() if isinstance(name, str) and name.endswith(_IDS)]
+    labels = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(name, str) and name.endswith("labels") and tensor.dim() > 1 and not tensor.is_floating_point()
+        if tensor.shape in shapes or is_encoder_decoder
     }
-    if "labels" in found:
-        found.pop("shift_labels", None)
-    return found
+    if "labels" in labels:
+        labels.pop("shift_labels", None)
+    return labels
 
 
 def _tokens_loss(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
     if labels:
-        return sum((one != _IGNORED).sum() for one in labels.values())
+        return sum((tensor != _IGNORED).sum() for tensor in labels.values())
     masks = [name for name in ("completion_mask", "completion_attention_mask") if name in tensors]
     answers = masks[:1] or [name for name in ("chosen_attention_mask", "rejected_attention_mask") if name in tensors]
     return sum((tensors[name] != 0).sum() for name in answers)

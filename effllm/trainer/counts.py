@@ -44,7 +44,7 @@ class Counted:
         """Add the arguments of `effllm.count`; ``False`` if a count is invalid: then nothing is added."""
         all_tokens = tokens if tokens_processed is None else tokens_processed
         own_tokens = tokens_processed if tokens is None else tokens
-        given = counts_of(*(0 if one is None else one for one in (all_tokens, samples, own_tokens, tokens_loss)))
+        given = counts_of(*(0 if count is None else count for count in (all_tokens, samples, own_tokens, tokens_loss)))
         if given is None:
             return False
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]

@@ -27,21 +27,21 @@ class CudaGraphs:
         capture, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
         @functools.wraps(capture)
-        def capture_begin(one: Any, *arguments: Any, **named: Any) -> Any:
-            self.num_captured, self._capturing = self.num_captured + 1, one
-            return capture(one, *arguments, **named)
+        def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
+            self.num_captured, self._capturing = self.num_captured + 1, graph
+            return capture(graph, *arguments, **named)
 
         @functools.wraps(end)
-        def capture_end(one: Any, *arguments: Any, **named: Any) -> Any:
+        def capture_end(graph: Any, *arguments: Any, **named: Any) -> Any:
             self._capturing = None
-            return end(one, *arguments, **named)
+            return end(graph, *arguments, **named)
 
         @functools.wraps(replay)
-        def replayed(one: Any, *arguments: Any, **named: Any) -> Any:
-            result = replay(one, *arguments, **named)
+        def replayed(graph: Any, *arguments: Any, **named: Any) -> Any:
+            result = replay(graph, *arguments, **named)
             if self.replayed is not None:
                 with contextlib.suppress(Exception):  # no exception of effllm may end a training step
-                    self.replayed(list(self._steps.get(one, ())))
+                    self.replayed(list(self._steps.get(graph, ())))
             return result
 
         replayed.is_watched = True  # type: ignore[attr-defined]

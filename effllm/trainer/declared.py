@@ -69,7 +69,7 @@ class Declared:
 
     def warn_once(self, line: str) -> None:
         """Add a warning, unless there is one with the same first word."""
-        if line.split()[0] not in {one.split()[0] for one in self.facts.warnings}:
+        if line.split()[0] not in {warning.split()[0] for warning in self.facts.warnings}:
             self.learn(warnings=(*self.facts.warnings, line))
 
     def learn_parameters(self, total: Any) -> None:
@@ -78,7 +78,7 @@ class Declared:
 
     def learn_share(self, share: Mapping[str, Any]) -> None:
         """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
-        given = {text(kind): 0 if counts_of(one) == [0] else count(one) for kind, one in _items(share)}
+        given = {text(kind): 0 if counts_of(number) == [0] else count(number) for kind, number in _items(share)}
         self.learn(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
 
     def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
@@ -109,9 +109,9 @@ class Declared:
 
     def parameters_on(self, devices: Iterable[Any]) -> None:
         """Set the devices of the parameters that optimizers update; an optimizer may be on the host."""
-        found = tuple(sorted({one.index or 0 for one in devices if one.type == "cuda"}))
-        if found != self.parameter_devices:
-            self.parameter_devices = found
+        gpus = tuple(sorted({device.index or 0 for device in devices if device.type == "cuda"}))
+        if gpus != self.parameter_devices:
+            self.parameter_devices = gpus
             self.parameters_shown()
 
     def forget_training(self) -> None:
@@ -165,7 +165,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return value if abs(value) < 2**63 else str(value)
-    return [text(one) for one in value] if isinstance(value, (list, tuple)) else text(value)
+    return [text(item) for item in value] if isinstance(value, (list, tuple)) else text(value)
 
 
 def text(value: Any) -> str:

@@ -191,8 +191,8 @@ def record_request(
         return
     now_ns = time.monotonic_ns()
     took_s, *parts = map(_seconds, (time_s, computation_time_s, communication_time_s))
-    if took_s is None and (known := [part for part in parts if part is not None]):
-        took_s = sum(known)
+    if took_s is None and (measured := [part for part in parts if part is not None]):
+        took_s = sum(measured)
     free_ns = recorder.free_ns
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
     if DECLARED.is_owner:

@@ -160,10 +160,14 @@ class Lifecycle:
         extra ``instruments``.
         """
         self._read_percentiles()
-        found = self._percentiles.get(name)
-        if not isinstance(found, list) or len(found) != 7 or not all(isinstance(one, int | float) for one in found):
+        published = self._percentiles.get(name)
+        if (
+            not isinstance(published, list)
+            or len(published) != 7
+            or not all(isinstance(number, int | float) for number in published)
+        ):
             return None
-        return int(found[0]), found[1:]
+        return int(published[0]), published[1:]
 
     def _read_percentiles(self) -> None:
         if self._session is not None and (document := self._session.board.values.take()) is not None:

@@ -23,40 +23,40 @@ from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
 
 def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that is invalid, unknown or impossible on this host."""
-    found = [str(error) for _, error in _wrong_values(environ)]
-    found += [line] if (line := unclear(environ, ATTACH)) else []
+    lines = [str(error) for _, error in _wrong_values(environ)]
+    lines += [line] if (line := unclear(environ, ATTACH)) else []
     config = read_config(usable(environ))
-    found += map(str, [*_wrong_names(config), *_wrong_folders(config)])
+    lines += map(str, [*_wrong_names(config), *_wrong_folders(config)])
     try:
         read_place(environ)
     except ConfigError as error:
-        found.append(str(error))
-    return found + unknown_variables(environ)
+        lines.append(str(error))
+    return lines + unknown_variables(environ)
 
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that is wrong if the job runs on this host; the job may run on another host."""
     config = read_config(usable(environ))
-    found = []
+    lines = []
     if config.interface:
         from effllm.network import interface  # imported only if needed: this import takes as long as all other checks
 
         if not interface.is_here(config.interface):
             names = ", ".join(interface.names())
-            found.append(
+            lines.append(
                 f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
                 f"host needs it; interfaces of this host: {names}"
             )
     if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
-        found.append(
+        lines.append(
             f"{PREFIX}RUN_DIR={config.run_dir!r} is relative: if the job starts in the current folder, {reason}"
         )
-    return found
+    return lines
 
 
 def unwritable(folder: Path) -> str:
     """Return the reason why a folder cannot be written, else an empty string; a missing folder is allowed."""
-    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             return ""

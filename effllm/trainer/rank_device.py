@@ -46,15 +46,17 @@ class RankDevice:
         cuda = self._cuda
         if not getattr(cuda, "is_initialized", lambda: False)():
             return False
-        contexts = [one for one in range(cuda.device_count()) if self._has_context is None or self._has_context(one)]
+        contexts = [
+            index for index in range(cuda.device_count()) if self._has_context is None or self._has_context(index)
+        ]
         facts = self._declared.facts
         stated = facts.gpus if facts.serves_requests else ()
         used = self._declared.parameter_devices or stated or self._in_use(contexts)
         self.index = used[0] if used and used[0] in contexts else None
-        known = used, len(contexts) if not used else 0
-        if known == self._known:
+        state = used, len(contexts) if not used else 0
+        if state == self._known:
             return False
-        self._known = known
+        self._known = state
         self._declared.set(**self._facts(used, contexts))
         return True
 
@@ -91,8 +93,8 @@ class RankDevice:
             return facts
         stated = self._declared.facts.gpus if self._declared.facts.serves_requests else ()
         facts["gpus"] = used if len(used) > 1 else stated
-        found = self._cuda.get_device_properties(used[0])
-        parts: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        properties = self._cuda.get_device_properties(used[0])
+        parts: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         if None not in parts:
             facts["cuda_pci_bus_id"] = f"{parts[0]:08X}:{parts[1]:02X}:{parts[2]:02X}.0"
-        return {**facts, "cuda_index": used[0], "cuda_uuid": str(getattr(found, "uuid", ""))}
+        return {**facts, "cuda_index": used[0], "cuda_uuid": str(getattr(properties, "uuid", ""))}

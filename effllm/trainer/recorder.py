@@ -369,8 +369,8 @@ class Recorder:
         self._values.begin()
         self._values_due()
         now_ns = time.monotonic_ns()
-        known = isinstance(status, str) and status in ring.STATUSES
-        self.put(ring.END, ring.STATUSES.index(status if known else "failed"), 0, now_ns, now_ns, 0.0)
+        is_status = isinstance(status, str) and status in ring.STATUSES
+        self.put(ring.END, ring.STATUSES.index(status if is_status else "failed"), 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
         self.disable()
         self.wake()

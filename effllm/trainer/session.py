@@ -83,8 +83,8 @@ def standard_descriptors() -> Iterator[list[int]]:
         os.close(descriptor)
         yield opened
     finally:
-        for one in opened:
-            os.close(one)
+        for number in opened:
+            os.close(number)
 
 
 class Session:
@@ -272,7 +272,7 @@ class Session:
             summary = json.loads((Path(folder) / "summary.json").read_bytes())
             if summary["status"] == "running" or summary["updated_time_s"] < since_s:
                 return {}  # the summary of an earlier run: this run has another folder
-            return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
+            return {tag: float(metric["value"]) for tag, metric in summary["metrics"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 

@@ -98,10 +98,10 @@ class SpanChain:
             self.lost += 1
 
     def _take(self, part: SpanPart) -> None:
-        found = self._parts.setdefault(part.number, [])
+        parts = self._parts.setdefault(part.number, [])
         if part.num_devices:
-            found.append(part)
-        if len(found) == part.num_devices:
+            parts.append(part)
+        if len(parts) == part.num_devices:
             self._asked.discard(part.number)
             self._spans.append(
                 AnsweredSpan(part.number, part.start_ns, part.end_ns, tuple(self._parts.pop(part.number)))

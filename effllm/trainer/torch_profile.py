@@ -101,12 +101,12 @@ class TorchProfile:
         try:
             with self._as_ourselves():
                 profiler.__exit__(None, None, None)
-            found = self._read(profiler, end_ns)
+            split = self._read(profiler, end_ns)
             # Free the records now (10 MB for 8,000 records); a reference cycle would keep them in memory for longer.
             profiler.kineto_results = None
-            if found is not None:
+            if split is not None:
                 self._failures = 0
-                return Profiled(found, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
+                return Profiled(split, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 what = "no kernel" if self._on_device else "no operator"
@@ -210,7 +210,7 @@ class TorchProfile:
 
 def _is_before(version: str | None, other: str) -> bool:
     """Whether a version of CUDA is older than another; ``None``: torch is built for other devices."""
-    numbers = [[int(one) for one in text.split(".")[:2]] for text in (version or other, other)]
+    numbers = [[int(part) for part in text.split(".")[:2]] for text in (version or other, other)]
     return numbers[0] < numbers[1]
 
 
@@ -321,9 +321,9 @@ def _group(event: Any) -> str | None:
 
 def _before_fork() -> None:
     """Stop profiling before a fork, because the child process would record until it ends."""
-    for one in list(_profiling):
-        if threading.get_ident() == one.thread_id:
-            one.abandon()
+    for profile in list(_profiling):
+        if threading.get_ident() == profile.thread_id:
+            profile.abandon()
 
 
 os.register_at_fork(before=_before_fork)

@@ -81,13 +81,13 @@ class ValueBuffer:
         return now_ns + EVERY_NS
 
     def _put(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:
-        known, indices, values = self._indices, [], []
+        index_of, indices, values = self._indices, [], []
         for name, value in pairs:
-            index = known.get(name)
+            index = index_of.get(name)
             if index is None:
                 index = -1
-                if len(known) < MAX_KNOWN_NAMES:
-                    index = known[name] = self._index_of(name)
+                if len(index_of) < MAX_KNOWN_NAMES:
+                    index = index_of[name] = self._index_of(name)
             if index < 0:
                 continue
             if type(value) is float:

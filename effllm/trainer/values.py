@@ -68,8 +68,8 @@ class JobValues:
         return {key: float(f"{value:.4g}") for key, value in self._by_key(LOGGED).items()}
 
     def _by_key(self, keys: Mapping[str, tuple[str, float]]) -> dict[str, float]:
-        found = {key: self._by_tag[tag] * factor for tag, (key, factor) in keys.items() if tag in self._by_tag}
-        return {key: value for key, value in found.items() if math.isfinite(value)}
+        values = {key: self._by_tag[tag] * factor for tag, (key, factor) in keys.items() if tag in self._by_tag}
+        return {key: value for key, value in values.items() if math.isfinite(value)}
 
     def value(self, name: str) -> float:
         """Return a value by its name in `HEADLINE`; ``nan`` if it is not measured."""

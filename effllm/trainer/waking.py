@@ -28,8 +28,8 @@ class Waker:
         self._identity = self._inode()
 
     def _inode(self) -> tuple[int, int]:
-        found = os.fstat(self._socket.fileno())
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._socket.fileno())
+        return status.st_dev, status.st_ino
 
     def started(self) -> None:
         """Close this process's copy of the agent's end; the agent's death then ends `is_agent_ending`."""

@@ -154,18 +154,18 @@ class DeviceMemory:
 
         `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
         """
-        known = None if self.is_off else self._device.run(self._cuda.memory_stats_as_nested_dict)
-        if known is None:
+        stats = None if self.is_off else self._device.run(self._cuda.memory_stats_as_nested_dict)
+        if stats is None:
             return None
-        allocated, reserved = known["allocated_bytes"]["all"], known["reserved_bytes"]["all"]
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return (
             float(allocated["current"]),
             float(allocated["peak"]),
             float(reserved["current"]),
             float(reserved["peak"]),
-            float(known["inactive_split_bytes"]["all"]["current"]),
-            float(known["num_alloc_retries"]),
-            float(known["num_ooms"]),
+            float(stats["inactive_split_bytes"]["all"]["current"]),
+            float(stats["num_alloc_retries"]),
+            float(stats["num_ooms"]),
             float(self.positions),
         )
 
@@ -243,8 +243,8 @@ class WatchedRecorder(Recorder):
                 self._memory.end_window()
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
-        if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
-            self._put_profile(found, self._step_ns - step_ns)
+        if self._profile is not None and (profiled := self._profile.end(self._end_ns)) is not None:
+            self._put_profile(profiled, self._step_ns - step_ns)
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the sync point, as `Recorder.sync_point`, on the host and on the device."""
@@ -319,9 +319,9 @@ class WatchedRecorder(Recorder):
             self._memory.is_off = True
             self._warn(f"the memory of torch's allocator is not measured: {type(error).__name__}: {error}")
 
-    def _put_profile(self, found: Profiled, step_ns: int) -> None:
-        split, duration_ns = found.split, found.split.duration_ns
-        if not found.is_of_device:  # AL excludes phases and data waits inside the iteration
+    def _put_profile(self, profiled: Profiled, step_ns: int) -> None:
+        split, duration_ns = profiled.split, profiled.split.duration_ns
+        if not profiled.is_of_device:  # AL excludes phases and data waits inside the iteration
             duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
         begin_ns, end_ns = self._end_ns - duration_ns, self._end_ns
         for what, communication_ns, exposed_ns in (
@@ -329,7 +329,7 @@ class WatchedRecorder(Recorder):
             *((KINDS.index(kind), *times) for kind, times in split.kinds.items()),
         ):
             self.put(ring.PROFILE, what, communication_ns, begin_ns, end_ns, exposed_ns * _NS)
-        self.put(ring.PROFILE, ring.COMPUTING, split.computing_ns, begin_ns, end_ns, found.cost_ns * _NS)
+        self.put(ring.PROFILE, ring.COMPUTING, split.computing_ns, begin_ns, end_ns, profiled.cost_ns * _NS)
 
     def _put_device(self, ordinal: int) -> None:
         if self._device is not None and self._device.iterations:

@@ -172,10 +172,10 @@ class MetricsPage(Collector):
             return
         yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
         for name, value in job_values(report).items():
-            one = JOB_VALUES[name]
-            if is_fresh or one.lasting:
-                kind = CounterMetricFamily if one.lasting == "total" else GaugeMetricFamily
-                yield self._family(name, one.text, value, kind)
+            entry = JOB_VALUES[name]
+            if is_fresh or entry.lasting:
+                kind = CounterMetricFamily if entry.lasting == "total" else GaugeMetricFamily
+                yield self._family(name, entry.text, value, kind)
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
@@ -187,7 +187,7 @@ class MetricsPage(Collector):
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
             samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
-                yield self._family(name, entry.help, [one for one in samples if math.isfinite(one[1])])
+                yield self._family(name, entry.help, [sample for sample in samples if math.isfinite(sample[1])])
         for name, spread in report.spread.items():
             parts = [({QUANTILE: value}, float(getattr(spread, part))) for part, value in PARTS.items()]
             yield self._family(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)

@@ -141,7 +141,7 @@ class TargetFile:
         listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._at)
         try:
             with os.scandir(listed) as entries:
-                names = [one.name for one in entries if one.name != self._name and _NAMES.fullmatch(one.name)]
+                names = [entry.name for entry in entries if entry.name != self._name and _NAMES.fullmatch(entry.name)]
         finally:
             os.close(listed)
         for name in names:

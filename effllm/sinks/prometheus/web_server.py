@@ -50,7 +50,7 @@ def read_access(options: Mapping[str, Any]) -> Access:
     Raises:
         SinkUnavailable: unknown interface, unusable file, or an address of the network without TLS and token.
     """
-    name, cert, key, token_file = (options[one] for one in ("interface", "tls_cert", "tls_key", "token_file"))
+    name, cert, key, token_file = (options[option] for option in ("interface", "tls_cert", "tls_key", "token_file"))
     address = interface.of(name)
     if not address or interface.is_wildcard(address) or not interface.is_here(address):
         raise SinkUnavailable(f"prometheus:interface={name} is neither an interface nor an address of this host")
@@ -166,7 +166,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         address = client_address[0]
         current = self.connections.copy()  # threads remove theirs
-        of_address = {one: connection for one, connection in current.items() if connection.address == address}
+        of_address = {number: connection for number, connection in current.items() if connection.address == address}
         if len(of_address) >= MAX_OF_ADDRESS:
             self._drop_oldest(of_address)
         elif len(current) >= MAX_AT_ONCE:
@@ -189,7 +189,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _drop_oldest(self, connections: dict[Any, _Connection]) -> None:
         """Close the oldest connection without a complete request, or else the oldest one."""
-        self._drop(min(connections, key=lambda one: (connections[one].is_complete, connections[one].since_s)))
+        self._drop(min(connections, key=lambda number: (connections[number].is_complete, connections[number].since_s)))
 
     def _drop(self, request: Any) -> None:
         self.connections.pop(request, None)
