@@ -516,7 +516,7 @@ def test_measured_activations_take_the_place_of_unknown_ones():
     assert (found.part("gradients").bytes.expected, found.part("gradients").largest) == (12e6, 16e6)
     assert found.part("weights").bytes == ByteRange.exact(16e6)
     assert found.part("fragmentation").bytes == ByteRange(*(share * 22e6 for share in FRAGMENTATION))
-    assert found.total.high < 1.1e9 and verdict(found.total, 2e9) == FITS
+    assert found.total.high < 1.7e9 and verdict(found.total, 2e9) == FITS
     assert found.part("activations").basis.startswith("measured with fake tensors")
 
 
