@@ -76,8 +76,8 @@ def total_of(parts: Iterable[ByteRange]) -> ByteRange:
 
 
 #: The ranges of these four follow from settings and from published peaks; they were not measured on a GPU here.
-#: A CUDA context with the kernels of torch and cuBLAS, and with those of Megatron and Transformer Engine (what is left of
-#: the totals of megatron-tutorials on H100).
+#: A CUDA context with the kernels of torch and cuBLAS; or of Megatron and Transformer Engine, too (what is left of the
+#: totals of megatron-tutorials on H100).
 CUDA_CONTEXT = {"transformers": ByteRange(0.3e9, 0.7e9, 1.5e9), "megatron": ByteRange(0.5e9, 1.5e9, 3e9)}
 #: NCCL for each group of ranks: channels of 4 MiB buffers (NCCL_BUFFSIZE) to each neighbour, up to 2 GB with 8 ranks.
 NCCL_GROUP = ByteRange(0.1e9, 0.7e9, 2.0e9)
