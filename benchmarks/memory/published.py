@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 SETS = {
     "learning": ("tests/golden/published_memory.json", "benchmarks/results/2026-11-27-published-peaks.json"),
     "held out, first": ("benchmarks/results/2026-11-29-held-out-peaks.json",),
-    "held out, new": ("benchmarks/results/2026-11-29-held-out-peaks-2.json",),
+    "held out, second": ("benchmarks/results/2026-11-29-held-out-peaks-2.json",),
+    "held out, third": ("benchmarks/results/2026-11-29-held-out-peaks-3.json",),
 }
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MiB": 2.0**20, "thousand MiB": 1000 * 2.0**20}
 NEAR = 0.12  # relative error of a number that is near

@@ -13,7 +13,9 @@ import typer
 _MODELS = typer.Argument(metavar="MODEL...", help="config.json, folder, name of the table, Megatron script, or YAML.")
 _GPU = typer.Option(metavar="NAME", help="GPU, such as h100-80gb. [default: the GPUs of this machine]")
 _GPUS = typer.Option(metavar="N", help="Number of GPUs. [default: those of the layout]")
-_PRECISION = typer.Option(metavar="P", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master or bf16-zero.")
+_PRECISION = typer.Option(
+    metavar="P", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master, fp16-master or bf16-zero."
+)
 _OPTIMIZER = typer.Option(metavar="O", help="adamw, adamw-8bit, adafactor, lion, muon, sgd or sgd-momentum.")
 _CHECKPOINTING = typer.Option(metavar="C", help="Activation checkpointing: none, selective or full.")
 _KERNELS = typer.Option(metavar="K", help="transformers or megatron (fused kernels).")

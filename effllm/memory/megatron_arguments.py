@@ -191,7 +191,8 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
         elif value:
             found[key] = _number(arguments, name)
     found["implementation"] = "megatron"
-    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master"
+    is_whole = "bf16" in arguments or "accumulate-allreduce-grads-in-fp32" in arguments  # gradients in 32 bits
+    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_whole else "fp16-master"
     found["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
     found["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")

@@ -34,6 +34,8 @@ PRECISIONS = {
     "bf16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
     "fp16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
     "bf16-master": Precision(2, 4, 4, 2, master=4, meaning="weights in 16 bits, copies and gradients in 32 (Megatron)"),
+    # 20 bytes: 18 and a copy of the gradients in 32 bits (Megatron's table of its distributed optimizer).
+    "fp16-master": Precision(2, 2, 4, 2, master=8, meaning="weights and gradients in 16 bits, copies in 32 (Megatron)"),
     "bf16-zero": Precision(2, 2, 4, 2, master=4, meaning="weights and gradients in 16 bits, copies in 32 (DeepSpeed)"),
 }
 

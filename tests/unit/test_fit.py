@@ -338,7 +338,7 @@ def test_changes_fit_and_are_ordered_by_their_cost():
 
 
 def test_a_given_number_of_gpus_is_kept_by_a_larger_tp():
-    found = estimate(EIGHT_B, MemoryPlan(seq_length=4096, dp=8))
+    found = estimate(EIGHT_B, MemoryPlan(seq_length=2048, dp=8))
 
     changes = fitting_changes(found, usable_bytes(find_gpu("h100-80gb")), keeps_gpus=True)
 
