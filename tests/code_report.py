@@ -18,23 +18,23 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_135,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_064,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_700,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
+    "commands": 6_702,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_553,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_781,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_046,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
-    "instruments": 2_559,  # no event and no read on a GPU that the process does not use
+    "instruments": 2_560,  # no event and no read on a GPU that the process does not use
     "job": 9_273,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
-    "memory": 3_834,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
+    "memory": 3_866,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
     "metrics": 1_021,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
-    "network": 1_560,
+    "network": 1_561,  # names of the noun in place of one
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_266,  # rates of a matrix product and a copy under load
     "server": 1_378,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
     "sinks": 1_589,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_901,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
-    "trainer": 4_043,  # own time between several waits for other ranks; the GPU of a process; pauses
+    "trainer": 4_044,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_400,  # curves, bars and maps in top; an icicle, a heat map; what is unknown in fit
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

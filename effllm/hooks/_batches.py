@@ -219,10 +219,8 @@ class Batches:
             facts["sequence_length"] = seen.width
             if flops_of_token := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
                 convention = convention_of(self._model())
-                flops, facts["flops_convention"] = (
-                    flops_of_token[0],
-                    f"{convention}; sequence length: width of the first batch",
-                )
+                facts["flops_convention"] = f"{convention}; sequence length: width of the first batch"
+                flops = flops_of_token[0]
         self._steps.learn(flops_per_token=flops, facts=facts)
 
 
@@ -233,10 +231,8 @@ def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
         inputs: the batch.
         vocabulary: of a language model; then the ids of a batch need no name.
     """
-    seen = next(
-        (batch for part in _named(inputs, _DEPTH) if (batch := read_batch(part)) is not None and batch.source), None
-    )
-    seen = seen or read_batch(inputs)
+    batches = map(read_batch, _named(inputs, _DEPTH))
+    seen = next((batch for batch in batches if batch is not None and batch.source), None) or read_batch(inputs)
     if (seen is None or not seen.source) and vocabulary is not None:
         seen = _of_ids(inputs) or seen
     if seen is None or not seen.source:
@@ -308,11 +304,7 @@ def _names(kind: Any) -> tuple[str, ...]:
         parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
         parameters = []
-    return tuple(
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    )
+    return tuple(own.name for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD))
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Any]:

@@ -107,9 +107,7 @@ def model_of(parameters: Sequence[Any]) -> Any:
     A process with a million Python objects needs about 0.1 s, so this is called once in a training.
     """
     kind, wanted = sys.modules["torch"].nn.Module, {id(parameter) for parameter in parameters}
-    modules = [
-        candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)
-    ]  # isinstance could run a proxy's code
+    modules = [own for own in gc.get_objects() if issubclass(type(own), kind)]  # isinstance could run a proxy's code
     owned = (module for module in modules if wanted & {id(own) for own in vars(module).get("_parameters", {}).values()})
     owner = next(owned, None)
     while owner is not None and not wanted <= {id(own) for own in owner.parameters()}:
@@ -124,9 +122,7 @@ def vocabulary_of(model: Any) -> int | None:
     One of few embeddings has the size that the config states, or as many rows as the last layer has outputs.
     """
     tables = [module.num_embeddings for module in model.modules() if _is_table(module)]
-    outputs = [
-        module.out_features for module in model.modules() if isinstance(getattr(module, "out_features", None), int)
-    ]
+    outputs = [size for module in model.modules() if isinstance(size := getattr(module, "out_features", None), int)]
     sizes = {_number(config_of(model), _VOCABULARIES), *outputs[-1:]}
     return max((size for size in tables if size in sizes), default=None) if len(tables) <= _MAX_TABLES else None
 
@@ -253,9 +249,7 @@ def _looked_up(model: Any, config: Any) -> tuple[int, int]:
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
     entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
     total = trainable = 0
-    heads = {
-        id(module.weight) for module in model.modules() if hasattr(module, "out_features") and hasattr(module, "weight")
-    }
+    heads = {id(head.weight) for head in model.modules() if hasattr(head, "out_features") and hasattr(head, "weight")}
     for module in model.modules():
         if _is_table(module) and module is not entry and id(getattr(module, "weight", None)) not in heads:
             count = int(module.num_embeddings) * int(module.embedding_dim)

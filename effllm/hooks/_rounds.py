@@ -175,14 +175,9 @@ class OptimizerGpus:
         window, last_seen = collector.declared.windows, self._known.get(optimizer)
         if last_seen is not None and last_seen[0] == window:
             return
-        is_same = (
-            last_seen is not None and next(_parameters(optimizer)).device in last_seen[1] and len(last_seen[1]) == 1
-        )
-        devices = (
-            last_seen[1]
-            if is_same and last_seen is not None
-            else frozenset(parameter.device for parameter in _parameters(optimizer))
-        )
+        devices = last_seen[1] if last_seen is not None else frozenset()
+        if len(devices) != 1 or next(_parameters(optimizer)).device not in devices:
+            devices = frozenset(weight.device for weight in _parameters(optimizer))
         self._known[optimizer] = window, devices
         newest = [devices_of_one for last, devices_of_one in self._known.values() if window - last <= IDLE_WINDOWS]
         collector.declared.parameters_on(frozenset().union(*newest))
@@ -280,9 +275,7 @@ class Rounds:
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._level, self._name)
-            if self._plain_steps < MIN_STEPS and any(
-                parameter.grad is not None for parameter in _parameters(optimizer)
-            ):
+            if self._plain_steps < MIN_STEPS and any(weight.grad is not None for weight in _parameters(optimizer)):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:
                     no_metrics("the optimizer updates plain tensors, which are not the parameters of a model")
@@ -356,9 +349,7 @@ class Rounds:
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         leaders = self._leaders_parameters
-        return any(
-            id(parameter) in leaders and leaders[id(parameter)]() is parameter for parameter in _parameters(optimizer)
-        )
+        return any(id(own) in leaders and leaders[id(own)]() is own for own in _parameters(optimizer))
 
     def _join(self, optimizer: Any) -> None:
         self._joined.add(optimizer)
@@ -395,9 +386,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 def _trains_a_model(optimizer: Any) -> bool:
     """Whether a model's parameter has a gradient; to avoid a scheduler's warning, some loops step without gradients."""
     parameter_type = sys.modules["torch"].nn.Parameter
-    return any(
-        isinstance(parameter, parameter_type) and parameter.grad is not None for parameter in _parameters(optimizer)
-    )
+    return any(isinstance(weight, parameter_type) and weight.grad is not None for weight in _parameters(optimizer))
 
 
 def _size(parameter: Any) -> int:

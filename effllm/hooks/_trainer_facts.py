@@ -126,13 +126,9 @@ def max_positions(trainer: Any, args: Any) -> int | None:
     """
     collator = getattr(trainer, "data_collator", None)
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-    limits = [
-        (length, sequences)
-        for length, sequences in _limits(trainer, args, collator)
-        if type(length) is int and length > 0
-    ]
+    limits = [(most, of) for most, of in _limits(trainer, args, collator) if type(most) is int and most > 0]
     rows = args.per_device_train_batch_size
-    return min((sequences * rows * -(-length // multiple) * multiple for length, sequences in limits), default=None)
+    return min((of * rows * -(-most // multiple) * multiple for most, of in limits), default=None)
 
 
 def _limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:

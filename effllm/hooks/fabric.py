@@ -178,11 +178,9 @@ class _FabricLoop:
         if not counted or len(counted) < len(training):
             return None
         shares = [parameters.share(rank() == 0) for parameters in counted]
-        return (
-            shares[0]
-            if len(shares) == 1
-            else {key: sum(share[key] for share in shares) for key in ("total", "trainable")}
-        )
+        if len(shares) == 1:
+            return shares[0]
+        return {key: sum(share[key] for share in shares) for key in ("total", "trainable")}
 
     def _evaluate(self) -> None:
         if self._steps.is_owner and not self._is_evaluating:

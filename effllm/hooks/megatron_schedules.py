@@ -30,9 +30,7 @@ def attach(module: ModuleType) -> None:
     Raises:
         Unknown: the module has no schedule.
     """
-    schedules = [
-        name for name, member in vars(module).items() if name.startswith("forward_backward_") and _is_one(member)
-    ]
+    schedules = [name for name, own in vars(module).items() if name.startswith("forward_backward_") and _is_one(own)]
     if not schedules:
         raise Unknown("it has no forward_backward_ function that takes num_microbatches")
     for name in schedules:

@@ -319,11 +319,7 @@ class TrainerRun:
 
 
 def _type_of_weights(model: Any) -> str | None:
-    kinds = (
-        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        if model is not None
-        else ()
-    )
+    kinds = (weight.dtype for weight in model.parameters() if weight.is_floating_point()) if model is not None else ()
     return next(map(precision_of, kinds), None)
 
 

@@ -32,11 +32,7 @@ _NAMES = {
 
 
 def attach(module: ModuleType) -> None:
-    trainers = [
-        member
-        for member in vars(module).values()
-        if inspect.isclass(member) and "_generate_single_turn" in member.__dict__
-    ]
+    trainers = [own for own in vars(module).values() if inspect.isclass(own) and "_generate_single_turn" in vars(own)]
     if not trainers:
         raise Unknown("a trainer with _generate_single_turn")
     for trainer in trainers:

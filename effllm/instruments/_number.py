@@ -56,10 +56,8 @@ def number(value: Any) -> float | None:
 
 def whole(value: Any) -> int | None:
     """Return a count of at least 0; ``None`` for everything else."""
-    as_number = number(value)
-    return (
-        int(as_number) if as_number is not None and 0 <= as_number < MAX_WHOLE and as_number == int(as_number) else None
-    )
+    count = number(value)
+    return int(count) if count is not None and 0 <= count < MAX_WHOLE and count == int(count) else None
 
 
 def each(values: Any) -> list[Any]:

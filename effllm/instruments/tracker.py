@@ -97,9 +97,8 @@ class MetricTracker:
         """
         statistics = self._metrics.get(name) or Statistics(self._max_recent)
         moments = self._moments(name, window)
-        shown = (
-            percentiles_of(statistics, name) if window is None else exact_percentiles(sorted(statistics.newest(window)))
-        )
+        newest = statistics.newest(window) if window is not None else None
+        shown = percentiles_of(statistics, name) if newest is None else exact_percentiles(sorted(newest))
         return {
             "count": moments.count,
             "mean": moments.mean,

@@ -6,9 +6,7 @@ from effllm.metrics.table import GIB, counted_quotient, energy_quotient, measure
 from effllm.records.job import ClusterTotals
 
 
-@metric(
-    "GiB", console="AMU (GB): {:.2f}", error=lambda totals: measured_quotient(totals.devices.memory_error_bytes, GIB)
-)
+@metric("GiB", console="AMU (GB): {:.2f}", error=lambda job: measured_quotient(job.devices.memory_error_bytes, GIB))
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (Eq. 1)."""
     return measured_quotient(totals.devices.memory_mean_bytes, GIB)

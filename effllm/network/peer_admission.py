@@ -111,10 +111,9 @@ def _listens(descriptor: int, port: int) -> bool:
     except OSError:  # the descriptor is closed, or is no socket
         return False
     with listener, contextlib.suppress(OSError):
-        is_listening = listener.family != socket.AF_UNIX and listener.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        )
-        return bool(is_listening) and listener.getsockname()[1] == port
+        if listener.family == socket.AF_UNIX or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        return bool(listener.getsockname()[1] == port)
     return False
 
 

@@ -129,9 +129,7 @@ class Otlp:
         for host, devices in sorted(by_host.items()):
             resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
             groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
-        data = MetricsData(
-            [ResourceMetrics(resource, [ScopeMetrics(SCOPE, some, "")], "") for resource, some in groups if some]
-        )
+        data = MetricsData([ResourceMetrics(of, [ScopeMetrics(SCOPE, some, "")], "") for of, some in groups if some])
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:
             raise self._failures.failed(self._reason.take())
         self._failures.succeeded()
@@ -172,10 +170,7 @@ def _attributes(device: DeviceState) -> dict[str, str]:
 
 
 def _of_job(report: ClusterReport) -> Iterator[Value]:
-    values = job_values(report)
-    yield from (
-        (entry.otlp[0], {}, values[name]) for name, entry in JOB_VALUES.items() if entry.otlp and name in values
-    )
+    yield from ((of[0], {}, value) for name, value in job_values(report).items() if (of := JOB_VALUES[name].otlp))
     for entry in metrics.METRICS.values():
         name, factor = _name(entry)
         for base in entry.bases if name in _TABLE else ():

@@ -143,12 +143,7 @@ class _EventFile:
 
 
 def _beside(report: ClusterReport) -> dict[str, float]:
-    by_name = job_values(report)
-    values = {
-        entry.tensorboard[0]: by_name[name]
-        for name, entry in JOB_VALUES.items()
-        if entry.tensorboard and name in by_name
-    }
+    values = {tag[0]: value for name, value in job_values(report).items() if (tag := JOB_VALUES[name].tensorboard)}
     if report.loss is not None:
         values["training/loss"] = report.loss
     if not report.simulated:

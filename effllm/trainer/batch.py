@@ -48,11 +48,8 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
         tensors[_IDS] = tensors["inputs_embeds"][..., 0]
         names = [_IDS]
     if not names:
-        rows = [
-            len(tensor)
-            for name, tensor in sorted(tensors.items(), key=lambda item: item[0] != "labels")
-            if tensor.dim()
-        ]
+        labels_first = sorted(tensors.items(), key=lambda item: item[0] != "labels")
+        rows = [len(tensor) for _, tensor in labels_first if tensor.dim()]
         return Batch(samples=rows[0]) if rows else None
     batch = Batch()
     is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)

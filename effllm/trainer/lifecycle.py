@@ -160,14 +160,10 @@ class Lifecycle:
         extra ``instruments``.
         """
         self._read_percentiles()
-        published = self._percentiles.get(name)
-        if (
-            not isinstance(published, list)
-            or len(published) != 7
-            or not all(isinstance(number, int | float) for number in published)
-        ):
+        row = self._percentiles.get(name)
+        if not isinstance(row, list) or len(row) != 7 or not all(isinstance(number, int | float) for number in row):
             return None
-        return int(published[0]), published[1:]
+        return int(row[0]), row[1:]
 
     def _read_percentiles(self) -> None:
         if self._session is not None and (document := self._session.board.values.take()) is not None:

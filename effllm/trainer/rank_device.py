@@ -46,9 +46,7 @@ class RankDevice:
         cuda = self._cuda
         if not getattr(cuda, "is_initialized", lambda: False)():
             return False
-        contexts = [
-            index for index in range(cuda.device_count()) if self._has_context is None or self._has_context(index)
-        ]
+        contexts = [gpu for gpu in range(cuda.device_count()) if self._has_context is None or self._has_context(gpu)]
         facts = self._declared.facts
         stated = facts.gpus if facts.serves_requests else ()
         used = self._declared.parameter_devices or stated or self._in_use(contexts)
