@@ -11,7 +11,7 @@ from effllm.config.settings import Config
 from effllm.job.closed_windows import ClosedWindows, EventLog
 from effllm.job.goodput_tiles import MAX_BEFORE_S
 from effllm.job.health.stalls import Stalls
-from effllm.job.health.watches import StragglerWatch
+from effllm.job.health.stragglers import Stragglers
 from effllm.job.ledger import Ledger, RankState
 from effllm.job.open_windows import OpenWindow, OpenWindows
 from effllm.job.pacing import is_large, late_every_s
@@ -96,7 +96,7 @@ class Aggregator:
         self.events = EventLog(ledger)
         self._statements = Statements(ledger, self.events.record)
         self.stalls = Stalls(config, self.roster, ledger, self.events.record)
-        self._stragglers = StragglerWatch(ledger, self.events.record)
+        self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
         self.open = OpenWindows(config, ledger, self.presence)
         self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
         self._recorded: list[RecordedStacks] = []
@@ -118,7 +118,7 @@ class Aggregator:
         if is_new:
             self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
         self.stalls.hello(message, is_new, now.mono_s)
-        self._stragglers.hello(message)
+        self._stragglers.peers.hello(message)
         self._hear(number, self.ledger.ranks[number], now)
         self._pass_time(now.mono_s, now.unix_s)
         self.ledger.goodput.join(message, is_new)
@@ -205,7 +205,7 @@ class Aggregator:
 
     def take_to_record(self) -> list[int]:
         """Return the ranks whose stacks are to be recorded now."""
-        ranks, self._stragglers.to_record = self._stragglers.to_record, []
+        ranks, self.closed.to_record = self.closed.to_record, []
         return ranks
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:

@@ -16,10 +16,11 @@ from effllm.job.audit import AuditWatch
 from effllm.job.energy_account import window_energy
 from effllm.job.forecast import Mark
 from effllm.job.goodput_attempt import DATA, SLOW
-from effllm.job.health.watches import EnergyWatch, StragglerWatch, WasteWatch
+from effllm.job.health.stragglers import Stragglers, Straggling
+from effllm.job.health.watches import EnergyWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
 from effllm.job.joining import joined
-from effllm.job.ledger import Ledger
+from effllm.job.ledger import Ledger, Waited
 from effllm.job.merged import Merged, merge_devices
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
@@ -29,7 +30,7 @@ from effllm.job.rows import Rows
 from effllm.metrics import energy
 from effllm.records.energy import JOULES
 from effllm.records.events import KINDS, EventLimit
-from effllm.records.job import ClusterReport
+from effllm.records.job import ClusterReport, HealthTotals
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
@@ -65,7 +66,7 @@ class ClosedWindows:
     """
 
     def __init__(
-        self, config: Config, ledger: Ledger, roster: Roster, events: EventLog, stragglers: StragglerWatch
+        self, config: Config, ledger: Ledger, roster: Roster, events: EventLog, stragglers: Stragglers
     ) -> None:
         self._config, self._ledger, self._roster, self._events = config, ledger, roster, events
         self._stragglers = stragglers
@@ -75,6 +76,7 @@ class ClosedWindows:
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
+        self.to_record: list[int] = []  # ranks whose stacks are to be recorded
         self._share = 0.0  # of the losses `RECORDED` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
@@ -121,14 +123,28 @@ class ClosedWindows:
         """Move the time that ranks lost in iterations from the steps to its classes."""
         ledger, matrix = self._ledger, IterationMatrix.of(rows)
         lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
-        for one in (*lost, *self._stragglers.close(rows, matrix, lost)):
+        straggling = self._stragglers.close(rows, matrix, lost)
+        self._note_straggling(straggling)
+        for one in (*lost, *straggling.lost):
             # The order decides if the sum of a window is too large: times of iterations are rounded.
             ledger.goodput.attempt.note_phase(one.window, one.phase, one.phase_s)
             seconds = {name: getattr(one, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.note_lost(one.window, **seconds)
         if (share := ledger.goodput.attempt.share_of_newest(RECORDED)) > MIN_LOSS and self._share <= MIN_LOSS:
-            self._stragglers.to_record.append(rows[0].rank)  # the loss is new
+            self.to_record.append(rows[0].rank)  # the loss is new
         self._share = share
+
+    def _note_straggling(self, found: Straggling) -> None:
+        """Record the waits for slow ranks, and request recordings of a newly named rank and of a peer."""
+        ledger, stragglers = self._ledger, self._stragglers
+        ledger.last_ranks, verdicts, named = stragglers.waits.last_ranks, stragglers.verdicts, stragglers.named_ranks
+        waits = HealthTotals(found.seconds, found.rank_seconds, found.joules, stragglers=len(named))
+        ledger.note_waits(Waited(waits, verdicts, found.slowest))
+        for event in found.events:
+            self._events.record(event)
+        if verdicts and any(event.kind == "straggler" for event in found.events):
+            slow, peers = verdicts[0].ranks[0], stragglers.peers
+            self.to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 from effllm.job.rows import Rows
 from effllm.records.columns import Positions
 from effllm.records.rank import RankReport
+from effllm.records.wire import Hello
 
 
 class Peer(Struct, frozen=True):
@@ -30,6 +31,18 @@ class PeerGroups:
         self.groups: dict[str, set[int]] = {}
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
+
+    def hello(self, message: Hello) -> None:
+        """Add a rank from its HELLO."""
+        own = next((device for device in message.devices if not device.only_power), None)
+        peer = Peer(
+            group=f"{message.role} {message.peer_group}".rstrip(),
+            host=message.host,
+            device=own.key if own is not None else "",
+            replica=f"{message.role} {message.replica}" if message.replica else "",
+            is_gpu=own is not None and own.is_gpu,
+        )
+        self.meet(message.rank, peer)
 
     def meet(self, rank: int, peer: Peer) -> None:
         old = self.known.get(rank)

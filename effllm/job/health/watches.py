@@ -1,4 +1,4 @@
-"""What closed windows show: idle GPUs, errors of the energy, and slow ranks. No I/O."""
+"""What closed windows show: idle GPUs, and errors of the energy. No I/O."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from effllm import metrics
-from effllm.job.health.peers import Peer
-from effllm.job.health.stragglers import Stragglers
-from effllm.job.iteration_losses import IterationMatrix, Lost
-from effllm.job.ledger import Ledger, Waited
-from effllm.records.job import ClusterReport, ClusterTotals, HealthTotals
+from effllm.records.job import ClusterReport, ClusterTotals
 from effllm.records.rank import Event, RankReport
-from effllm.records.wire import Hello
 
 #: GPUs are idle below the first share of busy time, and busy from the second share on.
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
@@ -130,47 +125,3 @@ class EnergyWatch:
             "(EFFICIENTLLM_LOG_INTERVAL) have at most half of the error; values of the run to date are not affected"
         )
         self._report(Event(report.time_s, "energy_doubtful", text))
-
-
-class StragglerWatch:
-    """Judges closed windows, and records the results in the ledger.
-
-    Args:
-        ledger: the job's state.
-        report: is called with each event.
-    """
-
-    def __init__(self, ledger: Ledger, report: Callable[[Event], None]) -> None:
-        self._ledger, self._report = ledger, report
-        self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
-        self.to_record: list[int] = []  # slow ranks, each with a peer, whose stacks are to be recorded
-
-    def hello(self, message: Hello) -> None:
-        """Store the peer group of a rank."""
-        own = next((device for device in message.devices if not device.only_power), None)
-        self._stragglers.peers.meet(
-            message.rank,
-            Peer(
-                group=f"{message.role} {message.peer_group}".rstrip(),
-                host=message.host,
-                device=own.key if own is not None else "",
-                replica=f"{message.role} {message.replica}" if message.replica else "",
-                is_gpu=own is not None and own.is_gpu,
-            ),
-        )
-
-    def close(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost]) -> Sequence[Lost]:
-        """Judge the next window; return the waits of the ranks for each other.  Windows come in ascending order."""
-        ledger, found = self._ledger, self._stragglers.close(rows, matrix, lost)
-        ledger.last_ranks = self._stragglers.waits.last_ranks
-        of_window = HealthTotals(
-            found.seconds, found.rank_seconds, found.joules, stragglers=len(self._stragglers.named_ranks)
-        )
-        ledger.note_waits(Waited(of_window, self._stragglers.verdicts, found.slowest))
-        for event in found.events:
-            self._report(event)
-        if any(event.kind == "straggler" for event in found.events) and (verdicts := self._stragglers.verdicts):
-            slow, peers = verdicts[0].ranks[0], self._stragglers.peers
-            others = peers.groups[peers.known[slow].group] - self._stragglers.named_ranks
-            self.to_record += [slow, *sorted(others)[:1]]
-        return found.lost
