@@ -47,7 +47,7 @@ def main() -> int:
         return 1
     console, found = Console(), []
     for ranks in worlds:
-        asked = Simulation(ranks, minutes=seconds / 60, arrival=given.arrival, security=given.security, quiet=True)
+        asked = Simulation(ranks, minutes=seconds / 60, arrival=given.arrival, security=given.security)
         try:
             with console.status(f"{ranks:,} ranks"):
                 found.append((measure(asked), measure_bare(asked)))
