@@ -16,19 +16,17 @@ import msgspec
 from msgspec import Struct
 
 from effllm.analysis.run_folders import UnreadableRun, find_runs, started_s
-from effllm.commands.top_times import OwnTimes, decoded, row_decoder
 from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
 from effllm.store.line_files import END, START, LineFiles, Lines, Position, end_of, read_at
 from effllm.store.reader import DECODE_ERRORS, RankRow
-from effllm.views.top.event_history import EventHistory, RankStates
-from effllm.views.top.frame import Head, RunPlace, TopFrame, is_point, problems_of, status_of
-from effllm.views.top.ranks import Limits, rank_table
+from effllm.views.top.frame import Head, RankTimes, RunPlace, TopFrame, is_point, problems_of, status_of
+from effllm.views.top.ranks import EventHistory, Limits, RankStates, rank_table
 from effllm.views.top.text import local_time
 
-MAX_STEPS = 200  # number of windows of the curve
+MAX_STEPS = 200  # number of windows of the curve, and with times of ranks
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
 MAX_EVENTS = 200
 MAX_DOCUMENT_BYTES = 2**28
@@ -56,6 +54,15 @@ class _Key(Struct):
 _window = msgspec.json.Decoder(WindowReport)
 _key = msgspec.json.Decoder(_Key)
 _event = msgspec.json.Decoder(Event)
+_row = msgspec.json.Decoder(RankRow)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
+    """Return a decoded line, or ``None`` if it is invalid."""
+    try:
+        return decoder.decode(line)
+    except DECODE_ERRORS:
+        return None
 
 
 class _Document:
@@ -107,6 +114,37 @@ class _RunFiles:
     def changed_s(self) -> float:
         """Unix time of the last change of a file; 0 if unknown."""
         return max(self.windows.changed_s, self.summary.changed_s, self.events.changed_s)
+
+
+class OwnTimes:
+    """Reads the times of new lines in the files of the ranks."""
+
+    def __init__(self, files: LineFiles) -> None:
+        self._files = files
+        self._next: Position | None = None
+        self._windows: dict[tuple[int, int], dict[int, float]] = {}
+
+    def refresh(self) -> bool:
+        """Read new lines, at first the newest ones; return whether there are any."""
+        lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
+        for _, line in lines:
+            one: RankRow | None = _decoded(_row, line)
+            if one is None:
+                continue
+            count, seconds = one.own_steps, one.own_step_s
+            if count <= 0:
+                count, seconds = one.iteration_last - one.iteration_first + 1, one.busy_s
+            if count > 0 and seconds > 0:
+                self._windows.setdefault((one.attempt, one.window), {})[one.rank] = seconds / count
+        if lines:
+            self._next = end_of(lines)
+            for key in sorted(self._windows)[:-MAX_STEPS]:
+                del self._windows[key]
+        return bool(lines)
+
+    def until(self, attempt: int, window: int) -> RankTimes:
+        """Return the times of the windows up to one, the oldest first."""
+        return [self._windows[key] for key in sorted(self._windows) if key <= (attempt, window)]
 
 
 class FolderSource:
@@ -170,7 +208,7 @@ class FolderSource:
         self._files.events.refresh()
         is_new = False
         while lines := self._files.events.after(self._events_end, MAX_LINES):
-            self._history.add(event for _, line in lines if (event := decoded(_event, line)) is not None)
+            self._history.add(event for _, line in lines if (event := _decoded(_event, line)) is not None)
             self._events_end = end_of(lines)
             is_new = True
             if time.monotonic() > until_s:
@@ -304,7 +342,7 @@ class FolderSource:
         else:
             new = self._files.windows.after(self._tail_end, MAX_STEPS)
         if new:
-            self._tail = [*self._tail, *(decoded(_window, line) for _, line in new)][-MAX_STEPS:]
+            self._tail = [*self._tail, *(_decoded(_window, line) for _, line in new)][-MAX_STEPS:]
             self._tail_end = end_of(new)
 
     def _rows_of(self, window: WindowReport) -> list[RankRow]:
@@ -314,7 +352,7 @@ class FolderSource:
         if not lines or _pair(lines[0][1]) >= wanted:
             found = self._files.ranks.first(lambda line: _pair(line) >= wanted)
             lines = self._files.ranks.after(found, MAX_ROWS)
-        rows = (decoded(row_decoder, line) for _, line in lines if _pair(line) == wanted)
+        rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
         return [row for row in rows if row is not None]
 
 
@@ -323,7 +361,7 @@ def _first(lines: Lines) -> Position | None:
 
 
 def _pair(line: bytes) -> tuple[int, int]:
-    key = decoded(_key, line)
+    key = _decoded(_key, line)
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 

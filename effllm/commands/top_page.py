@@ -13,9 +13,8 @@ from effllm.metrics.output_names import name_of
 from effllm.records.forecast import FORECAST, Foretold
 from effllm.records.job import Coverage, Straggler, WindowReport
 from effllm.store.own_files import read_private
-from effllm.views.top.event_history import RankStates
 from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, is_point, problems_of, status_of
-from effllm.views.top.ranks import rank_table
+from effllm.views.top.ranks import RankStates, rank_table
 
 _PREFIX = "efficientllm_"
 MAX_STEPS = 200

@@ -1,6 +1,6 @@
 """Train the model of a config for a step with fake tensors, and count its storages.
 
-A process of its own, started by `fit_measure`: a config and a plan on stdin, a `MeasuredStep` as JSON on stdout.  The
+A process of its own, started by `effllm fit`: a config and a plan on stdin, a `MeasuredStep` as JSON on stdout.  The
 model is on the meta device first; under FakeTensorMode, its operations have shapes and types, but no memory.
 """
 
@@ -29,7 +29,7 @@ _RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightnin
 
 
 def main(_arguments: Sequence[str]) -> None:
-    """Answer `fit_measure`."""
+    """Answer `effllm fit`."""
     answer(measured)
 
 

@@ -1,5 +1,7 @@
 """JSON Lines in numbered files: unwritten lines wait in memory, and a full disk leaves no partial line.
 
+Above the size limit of a run folder, the oldest files are removed.
+
 A killed aggregator may have written lines that are not in its state (`Written`): their reports are sent again.
 """
 
@@ -22,6 +24,10 @@ from effllm.store import own_files, regular_file
 from effllm.store.reader import DECODE_ERRORS, JsonLines, segments, segments_by_number
 
 SEGMENT_BYTES = 64 * 2**20
+MB = 1_000_000
+#: Kinds of files with the detail of a run, from which totals were computed.
+DETAIL = ("windows", "ranks")
+MIN_SEGMENTS = 16  # number of files in a full folder, so that each removed file is only a small part of it
 #: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
 MAX_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
@@ -185,3 +191,44 @@ class Written:
     def has_row(self, attempt: int, row: RankReport) -> bool:
         """Whether a report is written; a report that an agent sends again has exactly the same start time."""
         return (attempt, row.rank, row.window, row.start_time_s) in self._rows
+
+
+# --- the size limit of a run folder ---
+
+
+def bytes_of_segment(limit_mb: int, largest: int) -> int:
+    """Return the size at which the next file of detail is started, from the folder's limit; 0 means no limit."""
+    return min(largest, limit_mb * MB // MIN_SEGMENTS) if limit_mb else largest
+
+
+def size_bytes(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += Path(place, name).lstat().st_size
+            except FileNotFoundError:  # the file was replaced after the folder was listed
+                continue
+    return total
+
+
+def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
+    """Remove the oldest files of detail until a folder is below its limit; return the number of removed files.
+
+    The newest file of each kind, totals, events and facts are kept.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    over_bytes = size_bytes(folder) - limit_mb * MB
+    if over_bytes <= 0:
+        return 0
+    removed = 0
+    old = [(path.lstat(), path) for stem in DETAIL for path in segments(folder, stem)[:-1]]
+    for about, path in sorted(old, key=lambda one: one[0].st_mtime_ns):
+        path.unlink(missing_ok=True)
+        removed += 1
+        over_bytes -= about.st_size
+        if over_bytes <= 0:
+            break
+    return removed

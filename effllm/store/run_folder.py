@@ -24,9 +24,16 @@ from effllm.records.host_lines import STACKS_FILE, RecordedStacks
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
-from effllm.store import folder_size, own_files
+from effllm.store import own_files
 from effllm.store.closing_text import facts_of, how_to_open
-from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal, Written
+from effllm.store.journal import (
+    MAX_WAITING_BYTES,
+    SEGMENT_BYTES,
+    Journal,
+    Written,
+    bytes_of_segment,
+    remove_oldest_detail,
+)
 from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
 from effllm.store.summary_text import summary_text
 from effllm.store.window_text import block_lines
@@ -104,7 +111,7 @@ class RunFolder:
         self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
-        segment_bytes = folder_size.segment_bytes(limit_mb, segment_bytes)
+        segment_bytes = bytes_of_segment(limit_mb, segment_bytes)
         own_files.make_folder(folder)
         self._folder = folder
         place = folder.resolve()
@@ -239,7 +246,7 @@ class RunFolder:
             return
         self._num_files = num_files
         try:
-            removed = folder_size.remove_oldest_detail(self._folder, self._limit_mb)
+            removed = remove_oldest_detail(self._folder, self._limit_mb)
         except OSError as error:
             why = error.strerror or error
             self._warn(f"the oldest windows and reports in run folder {self._folder} cannot be removed: {why}")

@@ -15,7 +15,7 @@ from benchmarks.memory.built import measure as count
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.judged import shape_and_plan
 from effllm.commands.app import app
-from effllm.commands.fit_measure import CannotMeasure, measure
+from effllm.commands.fit import CannotMeasure, measure
 from effllm.config.isolated import NoAnswer
 from effllm.memory.count_child import build_model
 from effllm.memory.estimate import ACTIVATION_LIMITS

@@ -20,7 +20,6 @@ from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVe
 from effllm.records.rank import Event
 from effllm.store.line_files import END, MAX_READ_BYTES, START, LineFiles, end_of, read_at
 from effllm.store.reader import RankRow, window_line
-from effllm.views.top.event_history import EventHistory, RankStates
 from effllm.views.top.frame import (
     NO_DATA,
     NO_PROBLEM,
@@ -32,7 +31,7 @@ from effllm.views.top.frame import (
     problems_of,
     status_of,
 )
-from effllm.views.top.ranks import MAX_RANKS, RankTable, rank_table
+from effllm.views.top.ranks import MAX_RANKS, EventHistory, RankStates, RankTable, rank_table
 from effllm.views.top.screen import plain_frame, render
 from effllm.views.top.text import fit, local_time, plain, sparkline
 from effllm.views.top.view_state import Action, Order, Shown, TopView, pressed

@@ -5,7 +5,7 @@ import time
 import pytest
 from rich.cells import cell_len
 
-from effllm.commands.top_times import OwnTimes
+from effllm.commands.top_folder import OwnTimes
 from effllm.records.job import Coverage, WindowReport
 from effllm.store.line_files import LineFiles
 from effllm.views.top.charts import CHART_HEIGHT, braille, chart_lines, map_lines, spark_lines

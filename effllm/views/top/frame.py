@@ -13,8 +13,7 @@ from effllm.records.job import Coverage, StragglerVerdict, WindowReport
 from effllm.records.rank import Event
 from effllm.records.verdict import Verdict, Waterfall
 from effllm.store.summary_text import duration
-from effllm.views.top.event_history import COMPLETED, RankStates
-from effllm.views.top.ranks import HostLine, RankLine, RankTable
+from effllm.views.top.ranks import COMPLETED, HostLine, RankLine, RankStates, RankTable
 
 #: Incremented when a name of the document is removed or changes its meaning; docs/top.md describes the names.
 DOCUMENT_VERSION = 1
