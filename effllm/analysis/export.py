@@ -35,12 +35,11 @@ def export_csv(runs: Runs, path: Path) -> int:
     """
     relation = runs.runs
     names = relation.columns
-    rows = [dict(zip(names, map(_plain, row), strict=True)) for row in relation.fetchall()]
+    rows = [
+        {name: json.dumps(one, ensure_ascii=False) if isinstance(one, (list, dict)) else one for name, one in row}
+        for row in (zip(names, values, strict=True) for values in relation.fetchall())
+    ]
     return csv_file.append_rows(path, names, rows, without_known=True)
-
-
-def _plain(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
 def export_json(runs: Runs, path: Path) -> int:

@@ -16,7 +16,6 @@ import zmq
 from msgspec import Struct
 
 from effllm import __version__
-from effllm.config import spawn
 from effllm.config.settings import Config, secret_path
 from effllm.config.switches import PREFIX, is_enabled
 from effllm.network import interface, secret
@@ -161,12 +160,3 @@ def shared_memory(config: Config) -> tuple[float | None, Finding]:
     recorder.disable()
     writer.close()
     return 1e6 * statistics.median(stamps_s), Finding("shared memory", OK, f"{size / 1024:.0f} KiB for the ring")
-
-
-def pidfd() -> Finding:
-    descriptor = spawn.pidfd(os.getpid())
-    if descriptor < 0:
-        advice = "agents check once a second whether their trainer is alive"
-        return Finding("pidfd", MISSING, "not supported by this kernel or by the container's seccomp profile", advice)
-    os.close(descriptor)
-    return Finding("pidfd", OK, "works")

@@ -57,7 +57,8 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         entry = metrics.METRICS[formula.__name__]
         return "!" if {entry.tag(base) for base in entry.bases}.intersection(report.doubtful) else ""
 
-    yield 0, ("it " if report.style == "Iteration" else "step ") + _place(report)
+    of = f"/{report.total_iterations}" if report.total_iterations else ""
+    yield 0, f"{'it' if report.style == 'Iteration' else 'step'} {report.iteration}{of}"
     if text := "; ".join(_missing(report)):
         yield 0, text
     rate = value(metrics.throughput.tokens_per_second_per_gpu)
@@ -151,21 +152,14 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
     if run.energy.joules and (share := run.energy.estimated_j / run.energy.joules) >= _ESTIMATED:
         yield f"estimated {rounded_up(100 * share)} %"
     if seen.missing_ranks:
-        yield f"missing {_named(seen.missing_ranks)}"
+        more = "…" * (len(seen.missing_ranks) > MAX_NAMED)
+        yield f"missing {','.join(map(str, seen.missing_ranks[:MAX_NAMED]))}{more}"
     if report.doubtful:  # values of the window that depend on a failed check of the audit
         yield f"{len(report.doubtful)} values in doubt"
     if not is_loss_finite(report):
         yield "loss is not finite"
     if report.simulated:
         yield "simulated"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return ",".join(str(rank) for rank in ranks[:MAX_NAMED]) + ("…" if len(ranks) > MAX_NAMED else "")
-
-
-def _place(report: ClusterReport) -> str:
-    return f"{report.iteration}/{report.total_iterations}" if report.total_iterations else str(report.iteration)
 
 
 def _folded(parts: Sequence[str], width: int) -> list[str]:

@@ -182,7 +182,8 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
         aria_label=f"{chart.title}, {chart.unit}: {'; '.join(line.label for line in lines)}. The numbers follow.",
     )
     steps = [first + (last - first) * at / _X_LABELS for at in range(_X_LABELS + 1)]
-    x_labels = list(dict.fromkeys(_x_text(chart, step) for step in steps))
+    texts = (f"{one:,.0f}" if chart.x == "iteration" else " ".join(scaled(one)).strip() for one in steps)
+    x_labels = list(dict.fromkeys(texts))
     return element(
         "div",
         element("div", [element("span", label) for label in axis.labels()], class_="y", aria_hidden="true"),
@@ -219,10 +220,6 @@ def legend(lines: Sequence[Drawn]) -> Markup:
 
 def _is_over(tag: str) -> bool:
     return tag.startswith(f"{LOSS}/")
-
-
-def _x_text(chart: Chart, value: float) -> str:
-    return f"{value:,.0f}" if chart.x == "iteration" else " ".join(scaled(value)).strip()
 
 
 def x_range(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> tuple[float, float]:
