@@ -104,7 +104,7 @@ def problems_of_effllm(words: list[str]) -> Iterator[str]:
     """Yield what is wrong with the command line after the word effllm: the subcommand and the names of options."""
     if not words:
         return
-    command = _EFFLLM.commands.get(words[0])
+    command = _EFFLLM.get_command(None, words[0])
     if command is None:
         if not words[0].startswith("-"):
             yield f"there is no command effllm {words[0]}"

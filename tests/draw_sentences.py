@@ -146,7 +146,8 @@ def of_python(path: str, text: str) -> Iterator[Sentence]:
                 is_metric = path.startswith("effllm/metrics/") and any(
                     isinstance(one, ast.Call) for one in getattr(node, "decorator_list", ())
                 )
-                kind = "help" if is_metric or path == HELP[0] else "docstring"
+                is_command = path.startswith("effllm/commands/") and isinstance(node, ast.Module)
+                kind = "help" if is_metric or is_command or path == HELP[0] else "docstring"
                 for line, block in paragraphs(first.value.value.splitlines(), first.value.lineno):
                     yield from (Sentence(kind, path, line, one) for one in split(block))
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test_"):

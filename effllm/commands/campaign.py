@@ -1,7 +1,32 @@
-"""``effllm campaign``: runs every configuration several times, in an interleaved random order.
+"""Run configurations several times, in a random order.
 
-A run is complete if its run folder says so, and it has failed if there is a file NAME.failed with the reason beside the
-run folders; all other runs are still to do.
+Each repeat is a block with every configuration in random order. Each run has its own run folder with the tags
+campaign, config and repeat. Runs that are complete are not repeated after Ctrl-C or a crash: start the command
+again. The reason why a run has failed is in a file NAME.failed, and the campaign continues. The output of each run
+is in the folder logs.
+
+\b
+Example of a plan:
+  name: lr-study
+  command: torchrun --nproc_per_node 8 train.py
+  repeats: 3            # 3 by default
+  warmup_runs: 1        # before the first repeat; not compared
+  cooldown_s: 60        # pause between runs
+  timeout_s: 7200       # a longer run has failed
+  env: {OMP_NUM_THREADS: "1"}
+  configurations:
+    base: {args: --lr 1e-4}
+    new: {args: --lr 3e-4, env: {NCCL_ALGO: Ring}}
+
+Further keys: seed (of the order), tags, run_dir; and command in a configuration.
+
+\b
+Examples:
+  effllm campaign plan.yaml --dry-run
+  effllm campaign plan.yaml
+  effllm compare efficientllm_runs/lr-study --by config
+
+Exit status: 0 all runs completed, 1 a run failed, 2 wrong plan or use, 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,6 +47,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+import typer
 from msgspec import Meta, Struct
 
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, WARMUP
@@ -48,7 +74,11 @@ Words = Word | list[Word]
 Environ = dict[Annotated[str, Meta(pattern=r"^[^=\0\ud800-\udfff]+\Z")], Word]
 
 
-def main(path: Path, *, retry_failed: bool, dry_run: bool) -> int:
+def main(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan, a YAML file.")],
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start failed runs again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the order of the runs, and run nothing.")] = False,
+) -> int:
     """Run the campaign of a plan; return the exit status."""
     try:
         plan = read_plan(path)

@@ -1,10 +1,27 @@
-"""``effllm check``: measurable metrics with their sources and cost, and remedies for missing metrics."""
+"""Check which metrics can be measured here, and by which sources.
+
+The command tests sensors, their cost, the run folder and the network, and compares the GPUs of the machine:
+clocks, limits, links and errors. For each metric that cannot be measured, the reason and the remedy are printed.
+All test files are deleted.
+
+\b
+Examples:
+  effllm check
+  effllm check --device host
+  effllm check --load                           # a slow host: load each GPU
+  effllm check --json | jq .device
+  srun --ntasks-per-node 1 effllm check         # on every node
+
+Exit status: 0 a run would be measured, 1 a required part is broken, 2 wrong use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -24,7 +41,14 @@ _USUAL = ("mfu_ratio", "joules_per_token")  # metrics that are always shown, in 
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]", DIFFERS: "[bold yellow]look[/]"}
 
 
-def main(device: str, *, show_all: bool, as_json: bool, has_load: bool) -> int:
+def main(
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device to check. [default: EFFICIENTLLM_DEVICE]")] = "",
+    show_all: Annotated[bool, typer.Option("--all", help="Show all metrics, not only the common metrics.")] = False,
+    has_load: Annotated[
+        bool, typer.Option("--load", help="Put each GPU under load for 5 s, unless a process uses it; needs torch.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
+) -> int:
     """Print the results; return 1 if a run would not be measured or a GPU not loaded, 2 for wrong use, otherwise 0."""
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))

@@ -1,11 +1,35 @@
-"""``effllm compare``: which of two or more configurations is better."""
+"""Compare configurations: better, worse, the same, or unknown.
+
+The unit is the run: windows of one run share its node, board and temperature. The values of the runs are compared
+by Welch's test. With one run a side, the outcome is "unknown". Throughput (tokens/s, or what was measured instead)
+is tested first at 5 %, then the other quantities with Holm's correction. A metric that is named with --metric is
+tested alone. The needed packages are in the extra analysis.
+
+Differences that make a comparison unfair are listed: hardware, boards, driver, power limit and profile, sequence
+length, batch, precision, kind of parameters, coverage, warm-up, length, clock and temperature.
+
+\b
+Examples:
+  effllm compare runs/base runs/new             # one or several runs a side
+  effllm compare 'runs/base-*' 'runs/new-*' --metric joules_per_token
+  effllm compare lr=1e-4 lr=3e-4                # tags, EFFICIENTLLM_TAGS
+  effllm compare runs --by git_commit --markdown
+  effllm compare main new --fail-if 'joules_per_token > +2%'
+  effllm compare A B --json | jq '.comparisons[].metrics[].outcome'
+  effllm compare runs --by config --latex       # means with 95 % intervals
+  effllm compare runs --paper                   # AMU to AEC, and the score
+
+Exit status: 0 compared, and no condition is true; 1 a condition is true, or no runs; 2 wrong use; 3 no condition is
+true, and one is unknown.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from effllm.analysis.compared_metrics import compared_metrics
@@ -25,17 +49,47 @@ WIDTH = 110
 
 
 def main(
-    as_json: bool, as_markdown: bool, as_latex: bool = False, as_csv: bool = False, paper: bool = False, **options: Any
+    sides: Annotated[
+        list[str],
+        typer.Argument(metavar="A B...", help="Sides: run folders, folders of runs, globs or tags. A is first."),
+    ],
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="Make a side of all runs with the same tag, identity or fact KEY.")
+    ] = "",
+    baseline: Annotated[str, typer.Option(metavar="SIDE", help="Name of side A. [default: the first]")] = "",
+    metric: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Compare only this metric; can be repeated.")
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CONDITION", help="Exit status 1 if true, 3 if unknown; only its metric is compared."),
+    ] = None,
+    runs: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder in which tags are searched. [default: EFFICIENTLLM_RUN_DIR]")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print the table of configurations for LaTeX.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table of configurations with all digits.")] = False,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Print the table of the EfficientLLM paper, with its score."),
+    ] = False,
 ) -> int:
-    """Print a comparison; return the exit status. The other options are those of `comparison_page`."""
+    """Print a comparison, or only the table of configurations; return the exit status."""
     form = form_of(json=as_json, markdown=as_markdown, latex=as_latex, csv=as_csv)
     console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDTH)
     try:
         if paper or form in ("latex", "csv"):
-            return _print_table(form, console, is_paper=paper, **options)
-        page = comparison_page(**options)
+            if form == "json" or fail_if or baseline:
+                raise ValueError(
+                    "--paper, --latex and --csv print a table without outcomes, and have no --json, --fail-if, "
+                    "--baseline"
+                )
+            return _print_table(form, console, sides, by, metric or (), runs, is_paper=paper)
+        page = comparison_page(sides, by, baseline, metric, fail_if, runs)
         table = None
-        if options.get("by") or len(page.others) > 1:
+        if by or len(page.others) > 1:
             table = configurations([page.first, *(one.side for one in page.others)], is_paper=False)
     except NoRun as error:
         return complain("compare", str(error), 1)
@@ -53,16 +107,13 @@ def main(
     return exit_status(page.answers)
 
 
-def _print_table(form: str, console: Console, *, is_paper: bool, **options: Any) -> int:
-    """Print only the table of configurations; return the exit status."""
-    if form == "json" or options.get("fail_if") or options.get("baseline"):
-        raise ValueError(
-            "--paper, --latex and --csv print a table without outcomes, and have no --json, --fail-if, --baseline"
-        )
+def _print_table(
+    form: str, console: Console, runs: Sequence[str], by: str, metrics: Sequence[str], folder: str, *, is_paper: bool
+) -> int:
+    """Print the table of configurations; return the exit status."""
     _require_scipy()
-    runs_folder = options.get("runs") or read_config(this_process()).run_dir
-    sides, left_out = find_groups(options["sides"], options.get("by", ""), runs_folder)
-    table = configurations(sides, is_paper=is_paper, names=options.get("metric") or ())
+    sides, left_out = find_groups(runs, by, folder or read_config(this_process()).run_dir)
+    table = configurations(sides, is_paper=is_paper, names=metrics)
     if form == "text":
         configurations_text.print_table(table, console)
     else:

@@ -1,4 +1,18 @@
-"""``effllm demo``: a job of a few simulated ranks, measured like a real job."""
+"""Run a small simulated job, without GPU and torch.
+
+Processes, agents and messages are real. GPUs are simulated, and every output is marked as simulated. The last rank
+is 12 % slower than the other ranks. The job has an evaluation in the middle, and its loss decreases.
+
+\b
+Examples:
+  effllm demo
+  effllm demo --ranks 8 --iterations 200
+  effllm demo --run-dir /tmp/demo
+  EFFICIENTLLM_SINKS=console,prometheus effllm demo --keep-alive 10m
+  tensorboard --logdir efficientllm_runs        # for a browser
+
+Exit status: 0 demo completed, 1 demo not completed, 2 wrong use, 130 stopped with Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +27,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
+
+import typer
 
 from effllm.commands.output import complain
 from effllm.config.settings import ALL_VARIABLES, Config, ConfigError, read_config, secret_path
@@ -32,7 +49,23 @@ PEAK_TFLOPS = 312.0  # of a simulated GPU: dense BF16 of an A100
 
 
 def main(
-    ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str, keep_alive: str
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Number of simulated ranks, one process per rank.")
+    ] = 4,
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Number of iterations.")] = 60,
+    step_seconds: Annotated[
+        float, typer.Option(min=0.001, max=60.0, metavar="S", help="Duration of an iteration in seconds.")
+    ] = 0.05,
+    log_interval: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Iterations per report. [default: at least 10, and at least 1 s]"),
+    ] = None,
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
+    ] = "",
+    keep_alive: Annotated[
+        str, typer.Option(metavar="TIME", help="Run for so long, to try charts and Prometheus: 90s, 10m, 1h.")
+    ] = "",
 ) -> int:
     """Run the demo; return 1 if it is incomplete, 2 for wrong use, 128 + signal number after a signal, otherwise 0."""
     environ = this_process()

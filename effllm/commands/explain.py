@@ -1,12 +1,26 @@
-"""``effllm explain``: what a metric, an event, a cause of a verdict, a setting, a column or a GPU is."""
+"""Explain a metric, event, cause, setting, column or GPU.
+
+Without a name, all but the columns and GPUs are listed. A name may be a tag of a chart.
+
+\b
+Examples:
+  effllm explain mfu_ratio
+  effllm explain efficientllm/al_seconds device_idle xid LOG_INTERVAL
+  effllm explain ranks.energy_j "NVIDIA H100 NVL"
+  effllm explain | grep -A1 energy
+  effllm explain --json | jq '.[] | select(.what == "metric") | .name'
+
+Exit status: 0 success, 1 a name has no entry, 2 wrong use.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -43,7 +57,14 @@ class Entry(NamedTuple):
     metric: str = ""  # its name in summary.json
 
 
-def main(names: Sequence[str] | None, as_json: bool, as_markdown: bool) -> int:
+def main(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Metrics, events, causes, settings, columns or GPUs."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
+) -> int:
     """Print entries, or one line of each without a name; return the exit status."""
     form = form_of(json=as_json, markdown=as_markdown)
     if form == "markdown":

@@ -1,4 +1,20 @@
-"""``effllm inspect``: the verdict on a finished or running job, and the parts of its device time."""
+"""Print the verdict on a run, and the parts of its device time.
+
+The parts of the time and of the energy add up to the whole.
+The verdict names the largest avoidable loss with its evidence and the next action, or "healthy", or "unknown".
+For a running job, it covers the time so far. `effllm inspect` reads only summary.json of the run folder, and with
+--stacks only stacks.jsonl.
+
+\b
+Examples:
+  effllm inspect last                           # the run that started last
+  effllm inspect RUN --mail | mail -s "your job" alice
+  effllm inspect RUN --json | jq -r .verdict.cause
+  effllm inspect RUN --json | jq '.waterfall.parts[] | {name, share}'
+  effllm inspect RUN --stacks job.folded && flamegraph.pl job.folded >job.svg
+
+Exit status: 0 success, 1 no summary or no stacks can be read, 2 wrong use.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +23,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +58,14 @@ _NAMED = 4  # hosts in this text
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
 
-def main(run: Path, as_json: bool, mail: bool, stacks: Path | None) -> int:
+def main(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, its name or how only that begins, or last.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    mail: Annotated[bool, typer.Option("--mail", help="Print a text of at most 15 lines for the user.")] = False,
+    stacks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recorded stacks for speedscope or flamegraph.pl.")
+    ] = None,
+) -> int:
     """Print the waterfall of a run or a text for its user, or write its stacks; return the exit status."""
     try:
         run = one_run(str(run))

@@ -1,11 +1,29 @@
-"""``effllm profile``: measures the sensors of one GPU that no other program uses, and prints a report."""
+"""Measure the behaviour of the sensors of one GPU.
+
+The GPU is first idle. Then torch loads the GPU with matrix products that are switched on and off. The results are
+the period and the lag of the energy counter and of the power reading, the share of each period that the sensor
+measures, and the duration of a read. Later runs on this model and driver use these results. The report has no host,
+user or serial number and can be published.
+
+No other program should use the GPU during the measurement. Without torch and CUDA, only the idle GPU is measured.
+
+\b
+Examples:
+  effllm profile
+  effllm profile --device 3 --seconds 120
+  effllm profile --save h100.json               # a file to send to us
+
+Exit status: 0 profile complete, 1 report not written, 2 no readable GPU or wrong use, 130 stopped with Ctrl-C.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from msgspec.structs import asdict
 from rich.console import Console
 from rich.markup import escape
@@ -32,7 +50,16 @@ _STAGES = {
 _ADVICE = "install torch with CUDA in this environment and profile again"
 
 
-def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
+def main(
+    device: Annotated[
+        str, typer.Option(metavar="GPU", help="UUID or PCI-order index of the GPU. [default: first visible GPU]")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(min=10.0, max=600.0, metavar="S", help="Duration of the measurement in seconds.")
+    ] = 60.0,
+    save: Annotated[str, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
     """Profile one GPU and print the report.
 
     Returns:

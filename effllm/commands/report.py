@@ -1,9 +1,25 @@
-"""``effllm report``: one HTML file about one or several runs."""
+"""Write one HTML file about one or several runs.
+
+The file begins with the verdict and the parts of the device time. It has the metrics with their errors, curves, the
+ranks, stragglers, stalls with stacks, events, and what was not measured. Several runs are side by side, with the
+outcomes of effllm compare. The file has at most 1.5 MB, needs no network, and shows its numbers without scripts.
+
+\b
+Examples:
+  effllm report efficientllm_runs/20260101-120000-1a2b3c4d
+  effllm report RUN -o /tmp/run.html
+  effllm report runs/base runs/new -o base-and-new.html
+  effllm report efficientllm_runs/my-campaign   # its configurations
+
+Exit status: 0 written, 1 no run, or the file cannot be written, 2 wrong use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from effllm.analysis.configurations import configurations
 from effllm.analysis.run_folders import UnreadableRun, find_runs
@@ -17,7 +33,15 @@ from effllm.store.own_files import replace_file
 from effllm.views.report.page import MAX_RUNS, Compared, ReportTooLarge, read_runs, report_html
 
 
-def main(runs: Sequence[str], output: Path | None, by: str) -> int:
+def main(
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="Run folders, folders of runs, or globs.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The file. [default: report-RUN.html]")
+    ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="Compare configurations: a tag or a setting. [default: the tag config]")
+    ] = "",
+) -> int:
     """Write the report of runs; return the exit status."""
     try:
         found = find_runs(runs)

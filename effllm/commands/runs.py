@@ -1,4 +1,23 @@
-"""``effllm runs``: lists or sums runs; `run_query` queries and exports them."""
+"""List runs, the newest first; or sum, query or export them.
+
+Failed and killed runs are included. A project is the value of the tag project, else the account of the scheduler. A
+configuration is the value of the tag config, else the model and the devices. With --by node, a run on several hosts
+is divided equally between its hosts.
+
+The tables of --sql are runs (one row per run), windows, ranks and events; docs/run-folder.md lists all columns. The
+query can only read these tables. --export adds the runs to a CSV file or a Parquet dataset, in which known runs are
+replaced, or writes JSON Lines. Needs: pip install 'effllm[analysis]'
+
+\b
+Examples:
+  effllm runs                                   # of EFFICIENTLLM_RUN_DIR
+  effllm runs /project/ledger --by user --since 7d --wasted
+  effllm runs efficientllm_runs --by node       # always the same?
+  effllm runs RUN --sql "SELECT text FROM events WHERE kind = 'xid'"
+  effllm runs 'runs/llama-*' --export llama.csv
+
+Exit status: 0 success, 1 no runs, a wrong query, or a file that cannot be written, 2 wrong use.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +31,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -45,14 +64,27 @@ _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def main(
-    paths: Sequence[str] | None,
-    by: str,
-    since: str,
-    wasted: bool,
-    sql: str,
-    export: str,
-    as_csv: bool,
-    as_json: bool,
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Run folders, folders of runs, globs, or the folder or a file of "
+            "EFFICIENTLLM_LEDGER. [default: RUN_DIR]",
+        ),
+    ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="Sum by outcome, project, user, account, config, node or month.")
+    ] = "",
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="Only runs that started since: 36h, 7d, 4w, or a date.")
+    ] = "",
+    wasted: Annotated[bool, typer.Option("--wasted", help="With --by: order by wasted GPU-hours.")] = False,
+    sql: Annotated[str, typer.Option(metavar="QUERY", help="Print the result of a query of DuckDB.")] = "",
+    export: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the runs: FILE.csv, FILE.jsonl, or a folder of Parquet files.")
+    ] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with all columns and digits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all columns and digits.")] = False,
 ) -> int:
     """Print or write runs; return the exit status."""
     form = form_of(csv=as_csv, json=as_json)

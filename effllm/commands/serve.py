@@ -1,4 +1,17 @@
-"""``effllm serve``: runs a separate aggregator."""
+"""Run a separate aggregator in place of that of rank 0.
+
+The command prints the variables for the training processes. After the last rank has left, or after Ctrl-C or
+SIGTERM, the aggregator writes the summary and ends. LOG_INTERVAL must have the same value for this command and for
+the training processes.
+
+\b
+Examples:
+  effllm serve                            # on a free port, which is printed
+  effllm serve --bind 127.0.0.1:5555 --run-name llama-7b
+  EFFICIENTLLM_ENDPOINT=tcp://127.0.0.1:5555 torchrun ... train.py
+
+Exit status: 0 summary written, 1 port not available, 2 wrong use.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +23,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from effllm.commands.output import complain
-from effllm.config.settings import read_config, secret_path
+from effllm.config.settings import Config, read_config, secret_path
 from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, interface, listening, secret
 from effllm.records.orders import Orders
@@ -22,7 +38,21 @@ from effllm.trainer.preflight import problems
 _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 
-def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
+def main(
+    bind: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the aggregator. With port 0, any free port is used.")
+    ] = "127.0.0.1:0",
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Parent folder of the run folder. [default: EFFICIENTLLM_RUN_DIR]")
+    ] = "",
+    run_name: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Name of the run folder. [default: EFFICIENTLLM_RUN_NAME, else time and id]"),
+    ] = "",
+    job: Annotated[
+        str, typer.Option(metavar="ID", help="Id of the job. In an existing run folder, a new id starts a new attempt.")
+    ] = "",
+) -> int:
     """Serve one job; return 1 if the port is not available, 2 for wrong use."""
     options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
     environ = {**this_process(), **{name: value for name, value in options.items() if value}}
@@ -63,6 +93,13 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     server = Server(orders, sys.stdout)
     signal.signal(signal.SIGINT, server.stop)
     signal.signal(signal.SIGTERM, server.stop)
+    _print_variables(config, endpoint, is_secured=is_secured)
+    if server.run() == UNUSED:
+        print("effllm serve: ended before any rank connected; there is no run folder", flush=True)
+    return 0
+
+
+def _print_variables(config: Config, endpoint: str, *, is_secured: bool) -> None:
     print("An aggregator is ready. Run in the shell of the training:\n")
     print(f"  export {PREFIX}ENDPOINT={endpoint}")
     if is_secured:
@@ -73,6 +110,3 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     print(flush=True)
     if not is_secured and (line := discovery.openness(endpoint)):
         complain("serve", line)
-    if server.run() == UNUSED:
-        print("effllm serve: ended before any rank connected; there is no run folder", flush=True)
-    return 0

@@ -1,42 +1,73 @@
-"""``effllm simulate``: simulates the agents of a job, and measures the cost of the aggregator."""
+"""Measure the cost of an aggregator for a number of ranks.
+
+Simulated ranks send real messages over real connections to a real aggregator. The results are the aggregator's
+share of a core, its memory, and the time from the last report of a window to the window's values at rank 0. The
+totals in the summary are compared with the sums of all reports. Ranks and aggregator share this machine, unless
+--endpoint is given; then the tokens that the aggregator has confirmed are compared.
+
+\b
+Examples:
+  effllm simulate --ranks 1000
+  effllm simulate --ranks 10000 --minutes 5 --json
+  effllm simulate --ranks 512 --interval 10 --arrival even
+  effllm serve --bind 10.0.0.1:5555             # on the head node, first
+  effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
+
+Exit status: 0 all reports counted, 1 lost or unconfirmed reports or failed simulation, 2 wrong use, 130 Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import typer
 
 from effllm.commands.output import complain
 from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
-from effllm.config.settings import ConfigError, read_config, secret_path
+from effllm.config.settings import Config, read_config, secret_path
 from effllm.config.switches import this_process
 from effllm.network import secret
 from effllm.network.listening import needed, raise_limit
 
 
-def main(ranks: int, interval: float, endpoint: str, arrival: str, security: str, as_json: bool, **options: Any) -> int:
+def main(
+    ranks: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Number of simulated ranks.")],
+    interval: Annotated[
+        float, typer.Option(min=0.05, max=3600.0, metavar="S", help="Seconds between two reports of a rank.")
+    ] = 1.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, max=10_080.0, metavar="M", help="Duration of the simulation in minutes.")
+    ] = 1.0,
+    endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of a running aggregator. [default: a new aggregator]")
+    ] = "",
+    processes: Annotated[
+        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
+    ] = 0,
+    arrival: Annotated[
+        str, typer.Option(metavar="HOW", help="Reports of all ranks, in a share of the interval: burst 2 %, even 90 %.")
+    ] = "burst",
+    security: Annotated[str, typer.Option(metavar="HOW", help="Connections: curve with keys, none without.")] = "curve",
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Keep the run folder at this path. [default: it is deleted]")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> int:
     """Run a simulation; return 1 for lost reports or a failed simulation, 2 for wrong use, 130 after Ctrl-C."""
     for option, value, allowed in ("--arrival", arrival, (*SPREAD,)), ("--security", security, ("curve", "none")):
         if value not in allowed:
             raise typer.BadParameter(f"{value} is not one of: {', '.join(allowed)}", param_hint=option)
     address = f"tcp://{endpoint.removeprefix('tcp://')}" if endpoint else ""
-    plan = Simulation(ranks, interval, endpoint=address, arrival=arrival, security=security, **options)
+    plan = Simulation(ranks, interval, minutes, address, processes, arrival, run_dir, security)
     try:
         config = read_config(this_process())
-    except ConfigError as error:
+        _check(plan, config)
+    except ValueError as error:
         return complain("simulate", str(error), 2)
-    if plan.endpoint and (plan.run_dir or (plan.security == "curve" and not secret_path(config).exists())):
-        wrong = "--run-dir cannot be used with --endpoint: the aggregator has a run folder" if plan.run_dir else (
-            f"--security curve: {secret_path(config)} does not exist; copy the aggregator's secret to this "
-            "path, or set EFFICIENTLLM_SECRET_FILE"
-        )  # fmt: skip
-        return complain("simulate", wrong, 2)
-    if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():
-        return complain("simulate", f"--run-dir {plan.run_dir} already contains a run: give another folder", 2)
     if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
         return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
@@ -55,6 +86,19 @@ def main(ranks: int, interval: float, endpoint: str, arrival: str, security: str
         count = f"{found.reports:,} of {plan.ranks * plan.windows:,} reports"
         return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
     return 0 if found.is_exact else 1
+
+
+def _check(plan: Simulation, config: Config) -> None:
+    """Raise a `ValueError` if options contradict each other or the files of this host."""
+    if plan.endpoint and plan.run_dir:
+        raise ValueError("--run-dir cannot be used with --endpoint: the aggregator has a run folder")
+    if plan.endpoint and plan.security == "curve" and not secret_path(config).exists():
+        raise ValueError(
+            f"--security curve: {secret_path(config)} does not exist; copy the aggregator's secret to this path, or "
+            "set EFFICIENTLLM_SECRET_FILE"
+        )
+    if plan.run_dir and (Path(plan.run_dir) / "run.json").exists():
+        raise ValueError(f"--run-dir {plan.run_dir} already contains a run: give another folder")
 
 
 def table(found: Findings) -> str:

@@ -1,4 +1,19 @@
-"""``effllm watch``: the tokens/s of a running inference server, and the power of the machine's GPUs."""
+"""Print tokens/s and GPU power of a running vLLM server.
+
+Tokens are read from the server's metrics page, for all models and engines. Power is read from the GPUs of this
+machine in CUDA_VISIBLE_DEVICES: run the command on the server's machine, with the server's CUDA_VISIBLE_DEVICES.
+The server needs no change. While the server does not answer, the request is repeated. After a restart of the
+server, the tokens of one interval are unknown.
+
+\b
+Examples:
+  effllm watch
+  effllm watch --vllm http://127.0.0.1:8000/metrics --interval 10
+  CUDA_VISIBLE_DEVICES=0,1 effllm watch         # GPUs of the server
+  effllm watch --json --count 12 | jq .joules_per_token
+
+Exit status: 0 one or more intervals measured, 1 no interval measured, 2 wrong use.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +23,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from msgspec import Struct
 
 from effllm.agent.gpu_energy import GpuEnergy
@@ -29,7 +45,16 @@ _GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # secon
 _PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
 
 
-def main(vllm: str, interval: float, count: int, as_json: bool) -> int:
+def main(
+    vllm: Annotated[str, typer.Option(metavar="URL", help="Metrics page of a vLLM server.")] = (
+        "http://127.0.0.1:8000/metrics"
+    ),
+    interval: Annotated[float, typer.Option(min=0.5, max=3600.0, metavar="S", help="Seconds between lines.")] = 5.0,
+    count: Annotated[
+        int, typer.Option(min=0, metavar="N", show_default=False, help="Number of intervals. [default: until Ctrl-C]")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each interval.")] = False,
+) -> int:
     """Print a line for each interval until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
         address(vllm)

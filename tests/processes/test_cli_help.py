@@ -56,6 +56,15 @@ def test_effllm_without_a_command_lists_the_commands(cli):
     assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
 
 
+def test_list_of_the_commands_imports_no_command(cli):
+    start = [sys.executable, "-X", "importtime", "-m", "effllm", "--help"]
+
+    done = subprocess.run(start, env=cli.environ(), cwd=cli.folder, capture_output=True, text=True, check=True)
+
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert {name for name in imported if name.startswith("effllm.commands.")} == {"effllm.commands.app"}
+
+
 def test_version_option_prints_the_package_version(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
