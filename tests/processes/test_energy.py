@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, BoardSensor, MeasuredWindow, Telegraph, VirtualAgent, ledger_of, simulate
 
-from effllm.energy.device_energy import EnergyLedger, beat
+from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.edge_levels import in_tick
-from effllm.energy.power_spread import PowerSpread
+from effllm.energy.power_spread import PowerSpread, beat
 from effllm.energy.readings import Point
 from effllm.energy.sensor_timing import CounterLag
 from effllm.job.health.watches import EnergyWatch
