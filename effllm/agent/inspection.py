@@ -31,7 +31,7 @@ DUMP_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # prefix of a rank's pipe, PREFIX
 DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # of a rank's dump, PREFIX<rank>
 DUMP_WAIT_S = 10.0  # torch reads its pipe once a second
 SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
-MAX_DUMP_BYTES = 256 * 2**20
+MAX_DUMP_BYTES = 64 * 2**20
 STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible sleep", "T": "stopped", "t": "traced", "Z": "dead"}
 MAX_THREADS = 2000
 PY_SPY_S = 10.0
@@ -211,20 +211,10 @@ def wait_for_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
 
 def copy_dump(dump: Path, to: Path) -> bool:
     """Copy a dump to a private file; return ``False`` if the dump is too large."""
-    source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(source).st_size
-        if size > MAX_DUMP_BYTES:
-            return False
-        own_files.make_folder(to.parent)
-        own_files.remove_file(to)
-        target = own_files.open_file(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            sent = 0
-            while sent < size and (count := os.sendfile(target, source, sent, size - sent)):
-                sent += count
-        finally:
-            os.close(target)
-        return True
-    finally:
-        os.close(source)
+    with os.fdopen(os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        content = file.read(MAX_DUMP_BYTES + 1)
+    if len(content) > MAX_DUMP_BYTES:
+        return False
+    own_files.make_folder(to.parent)
+    own_files.replace_file(to, content, durable=False)
+    return True

@@ -282,7 +282,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
         kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
+    return kept if (kept.name, kept.driver) == (name, driver) else None
 
 
 def store(folder: Path, calibration: Calibration) -> None:
@@ -306,19 +306,6 @@ def store(folder: Path, calibration: Calibration) -> None:
 
 def _model(name: str) -> str:
     return re.sub(r"\s+MIG\b.*$", "", name)
-
-
-def _is_possible(sensor: Sensor) -> bool:
-    """Whether the values are possible; the check is needed because users may edit the file."""
-    return (
-        0 <= sensor.tick_s <= 10
-        and 0 <= sensor.tick_error_s <= 10
-        and -10 <= sensor.lag_s <= 10
-        and 0 <= sensor.lag_error_s <= 10
-        and 0 < sensor.duty <= 1
-        and 0 <= sensor.average_s <= 60
-        and 0 <= sensor.gain_error <= 1
-    )
 
 
 def _today() -> str:

@@ -371,8 +371,7 @@ def test_profile_written_during_a_calibration_is_kept(board, tmp_path):
     [
         "",
         "{}",
-        '{"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "date": "2026-11-01", "sensor": [-1]}',
-        '{"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "date": "2026-11-01", "sensor": [0.1, 0, 0, 0, 0]}',
+        '{"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "date": "2026-11-01", "sensor": ["0.1"]}',
         '{"name": "another", "driver": "570.1", "date": "2026-11-01", "sensor": [0.1]}',
         '{"name": "NVIDIA H100 80GB HBM3", "driver": "570-1", "date": "2026-11-01", "sensor": [0.1]}',
     ],

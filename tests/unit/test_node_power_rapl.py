@@ -7,8 +7,8 @@ import pytest
 from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
 
 from effllm.devices import DeviceUnavailable
+from effllm.devices.node import CPU_INTERVAL_S
 from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader, powercap_zones
-from effllm.devices.node.reader import CPU_INTERVAL_S
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import Sample
 

@@ -8,16 +8,69 @@ opens and reads the sensors, because this may take seconds.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node import hwmon, rapl
-from effllm.devices.node.reader import CPU_INTERVAL_S, PSU_INTERVAL_S, NodeReader
+from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample
 
+NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace)"
 AUTO, NONE, IPMI = "auto", "none", "ipmi"
 ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} becomes the node's name)"
+
+
+#: Seconds between readings of the CPUs, and between readings of the power supplies.  The controller of the power
+#: supplies is slow and shared.
+CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
+
+_FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
+
+
+def node_device(host: str, scope: str, **fields: Any) -> Device:
+    """Return the device of a sensor, with further fields of `Device`."""
+    key = f"{'cpu' if scope == CPU else 'psu'}:{host}"
+    return Device(key=key, power_scope=scope, is_gpu=False, only_power=True, **fields)
+
+
+class NodeReader:
+    """An open sensor of the node, an `effllm.devices.Reader`.
+
+    Args:
+        device: the sensor's device; its energy method selects the field of the reading.
+        interval_s: time between readings, at least the sensor's own period.
+        measure: returns one reading in W or J, or raises OSError or ValueError with the reason.
+        close: releases the sensor; may be called twice.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        interval_s: float,
+        measure: Callable[[], float],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device, self.interval_s = device, interval_s
+        self._measure, self.close = measure, close
+
+    def read(self) -> tuple[Sample, dict[str, str]]:
+        values: dict[str, float] = {}
+        failures: dict[str, str] = {}
+        field = _FIELDS[self.device.energy_method or INSTANT]
+        before_ns = time.monotonic_ns()
+        try:
+            values[field] = self._measure()
+        except (OSError, ValueError) as error:
+            failures[field] = f"{self.device.kind}: {error}"
+        return replace(Sample((before_ns + time.monotonic_ns()) // 2), **values), failures
+
+    def read_energy(self) -> tuple[Sample, dict[str, str]]:
+        """Return all values: these sensors have only energy and power."""
+        sample, failures = self.read()
+        return replace(sample, energy_only=True), failures
 
 
 class Opener(NamedTuple):
@@ -76,12 +129,12 @@ def open_cpu(host: str) -> NodeReader:
         DeviceUnavailable: RAPL and hwmon both fail; the reason is hwmon's if hwmon has a sensor, else RAPL's.
     """
     try:
-        return rapl.open_reader(host)
+        return _open("rapl", host)
     except DeviceUnavailable as by_rapl:
         try:
-            return hwmon.open_reader(host)
+            return _open("hwmon", host)
         except DeviceUnavailable as by_hwmon:
-            raise (by_rapl if str(by_hwmon) == hwmon.NO_HWMON else by_hwmon) from None
+            raise (by_rapl if str(by_hwmon) == NO_HWMON else by_hwmon) from None
 
 
 def _open(name: str, *arguments: object) -> NodeReader:

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
+from effllm.devices.node import CPU_INTERVAL_S, NO_HWMON, NodeReader, node_device
 from effllm.records.rank import AVERAGE, CPU, Sensor
 
 HWMON = Path("/sys/class/hwmon")
-
-NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power meters on Grace)"
 
 # If an ACPI meter has no value (0xFFFFFFFF mW), the kernel returns 4.3 MW.
 _MAX_W = 10_000.0

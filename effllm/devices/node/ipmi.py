@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import PSU_INTERVAL_S, NodeReader, node_device
+from effllm.devices.node import PSU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))

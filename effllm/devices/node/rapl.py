@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import CPU_INTERVAL_S, NodeReader, node_device
+from effllm.devices.node import CPU_INTERVAL_S, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 
 POWERCAP = Path("/sys/class/powercap")

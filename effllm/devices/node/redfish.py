@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeout
 
 from effllm.devices import DeviceUnavailable
-from effllm.devices.node.reader import PSU_INTERVAL_S, NodeReader, node_device
+from effllm.devices.node import PSU_INTERVAL_S, NodeReader, node_device
 from effllm.records.plain_text import one_line
 from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 from effllm.store import own_files
