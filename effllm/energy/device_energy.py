@@ -9,7 +9,7 @@ This file shows how the joules of a window come about; the others of this packag
 3. `EnergyLedger.energy` subtracts the totals at both edges of a window, and adds up the errors: of both edges, of the
    inside (`power_spread`), and of the board's gain.
 
-docs/energy.md describes the error model, docs/decisions/2026-11-29-energy-refinements.md the trace on which each
+docs/energy.md describes the error model, docs/decisions/energy.md the trace on which each
 refinement earns its place.
 """
 
