@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from effllm.job.aggregator import Aggregator
+from effllm.job.health.straggler_reasons import mean_of
 from effllm.job.merged import BUSY, BUSY_S, MEMORY_S, Merged
 from effllm.job.roster import Roster
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
@@ -23,11 +23,7 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     """
     ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed.last_merged
     joules = ledger.devices.joules()
-    temperatures = {
-        one.device: gauge.value_seconds / gauge.covered_s
-        for one in chain.from_iterable(row.devices for row in rows)
-        if (gauge := one.gauges.get("temperature_c")) is not None and gauge.covered_s > MIN_COVERED_S
-    }
+    temperatures = {one.device: mean_of(one, "temperature_c") for row in rows for one in row.devices}
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
         _state(key, device, _host(roster, key), joules.pop(key, None), merged, temperatures.get(key))
