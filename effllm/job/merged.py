@@ -56,11 +56,6 @@ class Expected(dict[str, Device]):
         """The keys of devices whose readings are one rank's share."""
         return frozenset(key for key, device in self.items() if device.shared)
 
-    @cached_property
-    def keys_alike(self) -> dict[str, str]:
-        """Each key mapped to itself: with the same object in every window, dictionary lookups are fast."""
-        return {key: key for key in self}
-
     def positions(self, merged: Merged) -> Positions:
         """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
         names, found = self._found
@@ -246,11 +241,9 @@ def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]
     """
     known = _one_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
-    same = expected.keys_alike.get
     for row in rows if not known else ():
         for one in row.devices:
-            key = same(one.device)
-            if key is None:
+            if (key := one.device) not in expected:
                 continue
             if key not in known:
                 known[key] = (row, one)
@@ -297,9 +290,8 @@ def _one_each(rows: Rows, expected: Expected) -> dict[str, tuple[RankReport, Dev
     """Return the device of each report by its key, if each report has one device of its own; else nothing."""
     if not rows.has_one_device_each:
         return {}
-    same = expected.keys_alike.get
-    found = {same(row.devices[0].device, ""): (row, row.devices[0]) for row in rows}
-    return found if len(found) == len(rows) and "" not in found else {}
+    found = {row.devices[0].device: (row, row.devices[0]) for row in rows}
+    return found if len(found) == len(rows) and found.keys() <= expected.keys() else {}
 
 
 def _drop_roundings(columns: DeviceColumns) -> None:
