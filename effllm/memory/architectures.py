@@ -31,9 +31,18 @@ _OF_SHAPE = {
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
     """Return the rows of the table by ``model_type``."""
-    rows = msgspec.toml.decode(Path(__file__).with_name("architectures.toml").read_bytes(), type=dict[str, Any])
-    same = rows.pop("same")
-    return rows | {kind: rows[other] for kind, other in same.items()}
+    rows: dict[str, dict[str, Any]] = _table()["layers"]
+    return rows | {kind: rows[other] for kind, other in _table()["same"].items()}
+
+
+def text_defaults() -> dict[str, dict[str, int]]:
+    """Return the sizes that transformers leaves out of a ``text_config``, by its ``model_type``."""
+    return dict(_table()["text_defaults"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return msgspec.toml.decode(Path(__file__).with_name("architectures.toml").read_bytes(), type=dict[str, Any])
 
 
 def shape_of(fields: Fields, architecture: str) -> ModelShape:

@@ -23,31 +23,13 @@ _MAY_BE_ZERO = re.compile(
 )
 
 
-def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-
-
 #: Names of the same size in different architectures.
 ALIASES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-}
-
-#: Sizes that transformers leaves out of a text_config, because they are the defaults of its configuration classes.
-TEXT_DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": _sizes(32000, 4096, 11008, 32, 32, 32),
-    "mistral": _sizes(32000, 4096, 14336, 32, 32, 8),
-    "gemma3_text": {**_sizes(262208, 2304, 9216, 26, 8, 4), "head_dim": 256},
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
 }
 
 
@@ -59,6 +41,12 @@ def text(fields: Fields, key: str) -> str:
 def architecture_of(fields: Fields) -> str:
     names = fields.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def configs(fields: Fields) -> list[Fields]:
+    """Return the config of the text model, if there is one, and the whole config."""
+    inner = fields.get("text_config")
+    return [inner, fields] if isinstance(inner, Mapping) else [fields]
 
 
 def written(value: Any) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from effllm.memory.architectures import architectures, shape_of
+import msgspec
+
+from effllm.memory.architectures import architectures, shape_of, text_defaults
 from effllm.memory.config_fields import (
     ALIASES,
-    TEXT_DEFAULTS,
     Fields,
     UnknownArchitecture,
     architecture_of,
+    configs,
     flag,
     text,
     written,
@@ -34,7 +35,7 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
         UnknownArchitecture: there are no formulas for its architecture.
         WrongModel: sizes are missing or impossible.
     """
-    notes = [*_quantization(fields)]
+    notes = _quantization(fields)
     other = [key for key in ("vision_config", "audio_config") if key in fields]
     if other:
         notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
@@ -61,40 +62,25 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     return replace(shape, name=name or text(fields, "_name_or_path") or architecture, notes=(*shape.notes, *notes))
 
 
-#: Names of sizes in Mistral's own params.json -> names in config.json.
-_MISTRAL = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "hidden_dim": "intermediate_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "sliding_window": "sliding_window",
-    "tied_embeddings": "tie_word_embeddings",
-}
-
-
 def _of_mistral(fields: Fields) -> Fields:
-    """Return the fields of Mistral's own params.json as those of a config.json."""
-    found: dict[str, Any] = {"model_type": "mistral", "sliding_window": None}
-    found |= {name: fields[key] for key, name in _MISTRAL.items() if key in fields}
-    experts = fields.get("moe")
-    if isinstance(experts, Mapping):
-        if set(experts) - {"num_experts", "num_experts_per_tok"}:
-            raise UnknownArchitecture(f"params.json with moe: {', '.join(experts)}")
-        found |= {"model_type": "mixtral", "num_local_experts": experts.get("num_experts")}
-        found["num_experts_per_tok"] = experts.get("num_experts_per_tok")
+    """Return the fields of Mistral's own params.json, some of whose sizes have other names."""
     if other := [name for name in ("kv_lora_rank", "vision_encoder", "ssm_cfg", "d_model") if fields.get(name)]:
         raise UnknownArchitecture(f"params.json with {', '.join(other)}")
-    return found
+    experts = fields.get("moe")
+    if not isinstance(experts, Mapping):
+        experts = {}
+    elif set(experts) - {"num_experts", "num_experts_per_tok"}:
+        raise UnknownArchitecture(f"params.json with moe: {', '.join(experts)}")
+    renamed = {"n_kv_heads": "num_key_value_heads", "tied_embeddings": "tie_word_embeddings"}
+    kind = {"model_type": "mixtral" if experts else "mistral"}
+    return {**fields, **kind, **{name: fields[key] for key, name in renamed.items() if key in fields}, **experts}
 
 
 def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
     stated = {key: value for key, value in inner.items() if value is not None}
     stated["tie_word_embeddings"] = _tied(inner, outer, notes)
-    defaults = TEXT_DEFAULTS.get(text(inner, "model_type"), {})
+    defaults = text_defaults().get(text(inner, "model_type"), {})
     absent = [key for key in defaults if key not in stated]
     if absent:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
@@ -130,22 +116,19 @@ def _tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
     return next((one[key] for one in places if one.get(key) is not None), None)
 
 
-def _quantization(fields: Fields) -> Iterator[str]:
-    """Yield a note if the weights of a config are quantized: the estimate is that of the unquantized model."""
-    inner = fields.get("text_config")
-    for one in (fields, inner if isinstance(inner, Mapping) else {}):
-        stated = one.get("quantization_config")
-        if isinstance(stated, Mapping):
-            method = text(stated, "quant_method") or "an unknown method"
-            yield (
-                f"the weights are quantized ({method}), which is not read: the estimate is without it; --base-bits 4 "
-                "or 8 estimates quantized matrices, for a training together with --lora"
-            )
-            return
+def _quantization(fields: Fields) -> list[str]:
+    """Return a note if the weights of a config are quantized: the estimate is that of the unquantized model."""
+    stated = [
+        one["quantization_config"] for one in configs(fields) if isinstance(one.get("quantization_config"), Mapping)
+    ]
+    return [
+        f"the weights are quantized ({text(one, 'quant_method') or 'an unknown method'}), which is not read: the "
+        "estimate is without it; --base-bits 4 or 8 estimates quantized matrices, for a training together with --lora"
+        for one in stated[-1:]
+    ]
 
 
-@dataclass(frozen=True)
-class KnownModel:
+class KnownModel(msgspec.Struct, frozen=True):
     """A row of known_models.json: the sizes of a published config.json."""
 
     name: str
@@ -171,8 +154,7 @@ class KnownModel:
 @cache
 def known_models() -> tuple[KnownModel, ...]:
     """Return all rows in the order of the file."""
-    rows = json.loads(Path(__file__).with_name("known_models.json").read_text())
-    return tuple(KnownModel(**{**row, "aliases": tuple(row.get("aliases", ()))}) for row in rows)
+    return msgspec.json.decode(Path(__file__).with_name("known_models.json").read_bytes(), type=tuple[KnownModel, ...])
 
 
 def find_model(name: str) -> KnownModel | None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, TensorSizes
-from effllm.memory.model import ModelShape
+from effllm.memory.model import ModelShape, ParameterTensor
 from effllm.memory.plan import MemoryPlan, check_plan
 from effllm.memory.states import (
     ADAPTER_BYTES,
     ParameterCounts,
-    RankTensor,
     Stage,
     count_parameters,
     divided,
@@ -236,7 +235,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
 
 
 def _forward_and_backward(
-    shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor], measured: MeasuredStep | None
+    shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor], measured: MeasuredStep | None
 ) -> tuple[float, list[MemoryPart], float]:
     """Return the gradients at the peak, the parts of the activations, and the inputs that a quantized base keeps."""
     if not shape.has_known_layers:
@@ -328,7 +327,7 @@ def _static(name: str, size: float, basis: str) -> MemoryPart:
 
 
 def _weights(
-    plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor], measured: MeasuredStep | None = None
+    plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor], measured: MeasuredStep | None = None
 ) -> MemoryPart:
     """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized."""
     tensors = divided(plan, held, 3)
@@ -342,7 +341,7 @@ def _weights(
     return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + more), basis + experts)
 
 
-def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 0.0) -> list[MemoryPart]:
+def _of_quantized_base(plan: MemoryPlan, held: list[ParameterTensor], again: float = 0.0) -> list[MemoryPart]:
     """Return copies of quantized matrices that other parts do not have, and inputs that are kept once more.
 
     A product copies its matrix to the precision of the product.  High: the head is quantized too, and the copy is made
@@ -352,7 +351,7 @@ def _of_quantized_base(plan: MemoryPlan, held: list[RankTensor], again: float = 
     if not plan.base_bits:
         return []
     size = plan.numbers.compute / plan.tp
-    layers = [one for one in held if one.tensor.name]
+    layers = [one for one in held if one.name]
     expected = 0.0 if plan.is_training else largest_matrix(layers) * size
     high = max(2 * largest_matrix(held) * size, expected) + again
     basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"

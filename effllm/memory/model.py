@@ -24,12 +24,16 @@ class ParameterTensor:
     name: str  # of a matrix: q, k, v, o or mlp, as in the targets of adapters; "bias" of its bias
     rows: int
     columns: int  # 0: a vector
-    count: int
+    count: float  # on a rank: also a part
 
     @property
     def elements(self) -> int:
         """Elements of one of these tensors."""
         return self.rows * (self.columns or 1)
+
+    @property
+    def all_elements(self) -> float:
+        return self.elements * self.count
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from effllm.config.isolated import NoAnswer, ask
-from effllm.memory.config_fields import architecture_of
+from effllm.memory.config_fields import ALIASES, architecture_of, configs
 from effllm.memory.config_json import ONLY_TEXT
 from effllm.memory.model import EXPERT, MAX_LAYERS, MLP, Experts, ModelShape, ParameterTensor, WrongModel
-from effllm.memory.states import parameter_tensors
+from effllm.memory.states import count_parameters
 
 DEADLINE_S = 120.0  # the import of torch and transformers takes 3 to 10 s, the largest models 3 s more
 #: Fields of a config that name layers which transformers does not build: predictions of further tokens (MTP).
@@ -60,7 +60,7 @@ def stated_model(name: str, architecture: str, parameters: int, active: int | No
 
 def with_counted(known: ModelShape, counted: ModelShape) -> ModelShape:
     """Return the shape of a known architecture; with another number of parameters, the counted tensors are used."""
-    totals = [sum(one.count * one.elements for one in parameter_tensors(shape)) for shape in (known, counted)]
+    totals = [count_parameters(shape).total for shape in (known, counted)]
     if totals[0] == totals[1]:
         return replace(known, notes=(*known.notes, *counted.notes))
     notes = [note for note in known.notes if not note.startswith(ONLY_TEXT)]
@@ -83,34 +83,20 @@ def _unknown_layers(
     name: str, architecture: str, tensors: tuple[ParameterTensor, ...], notes: tuple[str, ...], experts: Experts | None
 ) -> ModelShape:
     return ModelShape(
-        name=name,
-        architecture=architecture,
-        layers=1,
-        hidden=1,
-        heads=1,
-        kv_heads=1,
-        head_dim=1,
-        intermediate=1,
-        vocab=1,
-        tied=True,
-        experts=experts,
-        tensors=tensors,
-        has_known_layers=False,
-        notes=notes,
-    )
+        name, architecture, 1, 1, 1, 1, 1, 1, 1,  # no size is known
+        tied=True, experts=experts, tensors=tensors, has_known_layers=False, notes=notes,
+    )  # fmt: skip
 
 
 def _left_out(fields: Mapping[str, Any]) -> list[str]:
-    inner = fields.get("text_config")
-    stated = {**(inner if isinstance(inner, Mapping) else {}), **fields}
+    stated = {name: value for one in configs(fields) for name, value in one.items()}
     return [f"{name} is {stated[name]}: transformers builds no such layers" for name in LEFT_OUT if stated.get(name)]
 
 
 def _check(fields: Mapping[str, Any]) -> None:
     """Refuse numbers of layers with which a model would not be built in any time."""
-    inner = fields.get("text_config")
-    for one in (fields, inner if isinstance(inner, Mapping) else {}):
-        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+    for one in configs(fields):
+        for name in ALIASES["layers"]:
             value = one.get(name)
             if isinstance(value, (int, float)) and value > MAX_LAYERS:
                 raise WrongModel(f"{name} is {value}: a number from 1 to {MAX_LAYERS:,} is possible")

@@ -6,7 +6,7 @@ stage 3.  Tensor, pipeline and expert parallelism divide the tensors themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -117,24 +117,12 @@ class ParameterCounts(NamedTuple):
 def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Return the parameters of the modules that transformers builds for a config."""
     tensors, experts = list(parameter_tensors(shape)), shape.experts
-    total = sum(one.count * one.elements for one in tensors)
-    routed = sum(one.count * one.elements for one in tensors if one.group == EXPERT)
+    total = int(elements(tensors))
+    routed = int(elements([one for one in tensors if one.group == EXPERT]))
     if shape.active_parameters is not None or (routed and experts is None):
         return ParameterCounts(total, shape.active_parameters)
     idle = routed * (experts.total - experts.active) // experts.total if experts else 0
     return ParameterCounts(total, total - idle)
-
-
-@dataclass(frozen=True)
-class RankTensor:
-    """The part of a tensor's copies that one rank holds."""
-
-    tensor: ParameterTensor
-    copies: float
-
-    @property
-    def elements(self) -> float:
-        return self.tensor.elements * self.copies
 
 
 @dataclass(frozen=True)
@@ -154,8 +142,8 @@ def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
     return [Stage(True, False, layers), Stage(False, True, layers)]
 
 
-def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[RankTensor]:
-    """Return the tensors of a rank of a stage, before ZeRO divides them."""
+def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[ParameterTensor]:
+    """Return the tensors of a rank of a stage, and how many of each it holds, before ZeRO divides them."""
     share = stage.layers / shape.layers
     found = []
     for tensor in parameter_tensors(shape):
@@ -169,11 +157,11 @@ def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Rank
         if tensor.group not in (NORM, ROUTER) and tensor.columns:
             held /= plan.tp
         if held:
-            found.append(RankTensor(tensor, held))
+            found.append(replace(tensor, count=held))
     return found
 
 
-def trained_tensors(plan: MemoryPlan, held: list[RankTensor]) -> list[RankTensor]:
+def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[ParameterTensor]:
     """Return the tensors that the optimizer changes: all, or the adapters of LoRA.
 
     An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  Routed experts have no
@@ -181,16 +169,14 @@ def trained_tensors(plan: MemoryPlan, held: list[RankTensor]) -> list[RankTensor
     """
     if not plan.lora_rank:
         return held
-    found = []
+    rank, found = plan.lora_rank, []
     for one in held:
-        tensor, rank = one.tensor, plan.lora_rank
-        if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in (EXPERT, EMBEDDING, HEAD):
-            for rows, columns in ((rank, tensor.columns), (tensor.rows, rank)):
-                found.append(RankTensor(ParameterTensor(tensor.group, tensor.name, rows, columns, 1), one.copies))
+        if one.name in LORA_TARGETS[plan.lora_targets] and one.group not in (EXPERT, EMBEDDING, HEAD):
+            found += [replace(one, rows=rank), replace(one, columns=rank)]
     return found
 
 
-def divided(plan: MemoryPlan, tensors: list[RankTensor], from_stage: int) -> list[RankTensor]:
+def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -> list[ParameterTensor]:
     """Return the part of tensors that a rank holds if ZeRO divides them from a stage on.
 
     Ranks that hold different experts cannot share the states of an expert.
@@ -198,22 +184,21 @@ def divided(plan: MemoryPlan, tensors: list[RankTensor], from_stage: int) -> lis
     if plan.zero < from_stage or plan.shards == 1:
         return tensors
     return [
-        RankTensor(one.tensor, one.copies / max(plan.shards / (plan.ep if one.tensor.group == EXPERT else 1), 1))
-        for one in tensors
+        replace(one, count=one.count / max(plan.shards / (plan.ep if one.group == EXPERT else 1), 1)) for one in tensors
     ]
 
 
-def elements(tensors: list[RankTensor]) -> float:
-    return sum(one.elements for one in tensors)
+def elements(tensors: Iterable[ParameterTensor]) -> float:
+    return sum(one.all_elements for one in tensors)
 
 
-def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTensor]) -> float:
+def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor]) -> float:
     """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
     size = plan.numbers.weights
     if plan.base_bits:
         quantized = quantized_elements(held)
         # The biases of quantized matrices have the precision of the products.
-        biases = sum(one.elements for one in held if one.tensor.name == "bias")
+        biases = sum(one.all_elements for one in held if one.name == "bias")
         other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
         base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
     else:
@@ -221,69 +206,55 @@ def weight_bytes(plan: MemoryPlan, held: list[RankTensor], trained: list[RankTen
     return base + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
 
 
-def quantized_elements(held: list[RankTensor]) -> float:
+def quantized_elements(held: list[ParameterTensor]) -> float:
     """Return the weights of the quantized matrices: those of the layers, not the head, as transformers does it."""
-    return sum(one.elements for one in held if one.tensor.name and one.tensor.columns)
+    return sum(one.all_elements for one in held if one.name and one.columns)
 
 
-def largest_matrix(held: list[RankTensor]) -> int:
+def largest_matrix(held: list[ParameterTensor]) -> int:
     """Return the elements of the largest matrix of a module; experts have one tensor together."""
-    return max((one.tensor.elements for one in held if one.tensor.columns and one.tensor.group != EXPERT), default=0)
+    return max((one.elements for one in held if one.columns and one.group != EXPERT), default=0)
 
 
-def double_quantization_saving(plan: MemoryPlan, held: list[RankTensor]) -> float:
+def double_quantization_saving(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
     """Return the bytes by which quantized scales make the weights of a base of 4 bits smaller."""
     return quantized_elements(held) * (NF4_BYTES - NF4_DOUBLE_BYTES) if plan.base_bits == 4 else 0.0
 
 
-def unquantized_expert_bytes(plan: MemoryPlan, held: list[RankTensor]) -> float:
+def unquantized_expert_bytes(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
     """Return the bytes that a quantized base has in addition if routed experts are not quantized.
 
     bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
     """
-    experts = [one for one in held if one.tensor.group == EXPERT]
+    experts = [one for one in held if one.group == EXPERT]
     return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
 
 
-def gradient_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
+def gradient_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     return elements(trained) * (ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients)
 
 
-def state_bytes(plan: MemoryPlan, trained: list[RankTensor]) -> float:
+def state_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     """Return the bytes of optimizer states and of the optimizer's copy of the weights, before ZeRO.
 
     The step counter of each tensor, of 4 bytes, is not counted.
     """
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     master = 0 if plan.lora_rank else plan.numbers.master
-    of_tensor: Callable[[ParameterTensor, int], float] = _SPECIAL.get(
-        plan.optimizer, lambda tensor, width: OPTIMIZERS[plan.optimizer] * tensor.elements * width
-    )
-    return sum(one.copies * (of_tensor(one.tensor, size) + master * one.tensor.elements) for one in trained)
+    return sum(one.count * (_states_of(plan.optimizer, one, size) + master * one.elements) for one in trained)
 
 
-def _adafactor(tensor: ParameterTensor, size: int) -> float:
-    """Row and column sums of a matrix, all squares of a vector (arXiv 1804.04235)."""
-    return (tensor.rows + tensor.columns if tensor.columns else tensor.rows) * size
+def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:
+    """Return the bytes of the states of a tensor.
 
-
-def _adamw_8bit(tensor: ParameterTensor, _size: int) -> float:
-    if tensor.elements < SMALLEST_8BIT:
-        return 2 * tensor.elements * 4
-    return 2 * (tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
-
-
-def _muon(tensor: ParameterTensor, size: int) -> float:
-    """A momentum for the matrices of the layers; AdamW for the embedding, the head, vectors and stacked experts.
-
-    torch.optim.Muon takes matrices alone, and the experts of transformers are tensors of three dimensions.
+    Adafactor has the sums of the rows and columns of a matrix, and all squares of a vector (arXiv 1804.04235).  Muon is
+    for the matrices of the layers, and AdamW for the embedding, the head, vectors and stacked experts: torch.optim.Muon
+    takes matrices alone, and the experts of transformers are tensors of three dimensions.
     """
+    if optimizer == "adafactor" and tensor.columns:
+        return (tensor.rows + tensor.columns) * size
+    if optimizer == "adamw-8bit":
+        is_small = tensor.elements < SMALLEST_8BIT
+        return 2 * (4 * tensor.elements if is_small else tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
     is_matrix = tensor.columns and tensor.group not in (EMBEDDING, HEAD, EXPERT)
-    return (1 if is_matrix else 2) * tensor.elements * size
-
-
-_SPECIAL: dict[str, Callable[[ParameterTensor, int], float]] = {
-    "adafactor": _adafactor,
-    "adamw-8bit": _adamw_8bit,
-    "muon": _muon,
-}
+    return (OPTIMIZERS[optimizer] if optimizer != "muon" or is_matrix else 2) * tensor.elements * size

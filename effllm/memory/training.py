@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
 from effllm.memory.model import (
@@ -16,10 +17,10 @@ from effllm.memory.model import (
     ROUTER,
     SHARED,
     ModelShape,
+    ParameterTensor,
 )
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import (
-    RankTensor,
     Stage,
     elements,
     gradient_bytes,
@@ -36,7 +37,7 @@ LOSS_STATISTICS = 6
 TORCH_TILES = 7.25
 
 
-def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[RankTensor]) -> StepCourse:
+def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor]) -> StepCourse:
     """Return what a step of a rank needs beside weights and optimizer states."""
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
@@ -53,19 +54,18 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
     else:
         layers = layers * stage.layers
     stream = sizes.tokens * shape.hidden * sizes.stream / sizes.spread
-    return course_of(
-        StepBlocks(
-            first=_first(sizes, weights, stream),
-            layers=layers,
-            final=_final(sizes) if stage.is_last else None,
-            last=_last(sizes, weights) if stage.is_last else None,
-            input_bytes=stream + held_by_products(sizes),
-            is_checkpointed=plan.checkpointing == "full",
-            gradients=gradient_bytes(plan, weights.trained),
-            resident=plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1,
-            in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
-        )
-    )
+    is_resident = plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1
+    return StepCourse(
+        first=_first(sizes, weights, stream),
+        layers=layers,
+        final=_final(sizes) if stage.is_last else None,
+        last=_last(sizes, weights) if stage.is_last else None,
+        input_bytes=stream + held_by_products(sizes),
+        is_checkpointed=plan.checkpointing == "full",
+        is_resident=is_resident,
+        gradients=gradient_bytes(plan, weights.trained) if is_resident else 0.0,
+        in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
+    ).walk()
 
 
 def held_by_products(sizes: TensorSizes) -> float:
@@ -85,7 +85,7 @@ def held_by_products(sizes: TensorSizes) -> float:
 class _BlockWeights:
     """The gradients, and the casts of autocast, of the weights of a block."""
 
-    def __init__(self, sizes: TensorSizes, held: list[RankTensor], stage: Stage) -> None:
+    def __init__(self, sizes: TensorSizes, held: list[ParameterTensor], stage: Stage) -> None:
         self.sizes, self.stage, self.held = sizes, stage, held
         self.trained = trained_tensors(sizes.plan, held)
         shape = sizes.shape
@@ -94,18 +94,18 @@ class _BlockWeights:
     def attach(self, block: LayerBlock, *groups: str) -> LayerBlock:
         plan, numbers = self.sizes.plan, self.sizes.plan.numbers
         layers = self._layers(groups[0])
-        held = [one for one in self.held if one.tensor.group in groups]
-        trained = [one for one in self.trained if one.tensor.group in groups]
+        held = [one for one in self.held if one.group in groups]
+        trained = [one for one in self.trained if one.group in groups]
         if HEAD in groups and self.sizes.shape.tied and not held:
-            held = [one for one in self.held if one.tensor.group == EMBEDDING][:1]
+            held = [one for one in self.held if one.group == EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         size = 4 if plan.lora_rank else numbers.gradients
-        cast = [one for one in held if one.tensor.columns and one.tensor.group != EXPERT]
+        cast = [one for one in held if one.columns and one.group != EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
         # FSDP gathers weights in the precision of the products, so autocast has nothing to cast.
         scale = numbers.compute / layers if numbers.autocast and plan.zero < 3 else 0.0
-        largest = max((one.tensor.elements for one in trained), default=0) / plan.tp
+        largest = max((one.elements for one in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
         return replace(
@@ -148,7 +148,7 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
     again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
-    norms = elements([one for one in weights.trained if one.tensor.group == NORM])
+    norms = elements([one for one in weights.trained if one.group == NORM])
     return LayerBlock(
         kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
     )
@@ -205,9 +205,8 @@ def torch_tiles(sizes: TensorSizes) -> float:
     return TORCH_TILES * min(sizes.tokens, TILE_TOKENS) * words * FULL
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """The bytes of a step at one moment, or the peaks of its parts."""
+class StepMemory(NamedTuple):
+    """The bytes of a step at one moment."""
 
     activations: float = 0.0
     logits: float = 0.0
@@ -218,17 +217,13 @@ class StepMemory:
         return self.activations + self.logits + self.gradients
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepCourse:
-    """All that a step needs beside weights and optimizer states."""
+    """A walk through the forward and the backward pass of the last micro-batch in flight.
 
-    peak: StepMemory  # at the moment of the largest sum
-    activations: float  # largest sum without gradients
-
-
-@dataclass(frozen=True)
-class StepBlocks:
-    """The parts of a step in the order of the forward pass."""
+    Kept tensors add up during the forward pass, and are freed in the backward pass while gradients appear.  The peak is
+    where their sum is largest: at the loss, or at the end of the backward pass.
+    """
 
     first: LayerBlock  # the embedding, and what lives during the whole step
     layers: Sequence[Sequence[LayerBlock]]  # of one micro-batch
@@ -236,83 +231,66 @@ class StepBlocks:
     last: LayerBlock | None  # logits and loss
     input_bytes: float  # what a checkpointed layer keeps
     is_checkpointed: bool
-    gradients: float  # of all trained weights of the rank
-    resident: bool  # whether gradients exist during the whole step
-    in_flight: int = 1  # micro-batches of a pipeline stage that wait for their backward pass
-
-
-@dataclass
-class _Walk:
-    """Tracks live bytes and their peaks."""
-
-    gradients: float
+    is_resident: bool  # whether gradients exist during the whole step
+    gradients: float  # of all trained weights of the rank, if they are resident; then those so far
+    in_flight: int  # micro-batches of a pipeline stage that wait for their backward pass
     live: float = 0.0
-    peak: StepMemory = StepMemory()
-    most: float = 0.0
+    peak: StepMemory = field(default_factory=StepMemory)  # at the moment of the largest sum
+    activations: float = 0.0  # largest sum without gradients
 
-    def at(self, extra: float, logits: float = 0.0, gradient: float = 0.0) -> None:
-        found = StepMemory(self.live + extra, logits, self.gradients + gradient)
+    def walk(self) -> StepCourse:
+        once = sum(block.casts for layer in self.layers for block in layer)
+        stored = sum(self.input_bytes if self.is_checkpointed else _kept(layer) for layer in self.layers)
+        stored -= 0.0 if self.is_checkpointed else once
+        self.live = stored * (self.in_flight - 1) + self.first.kept
+        for layer in self.layers:
+            self._forward(layer)
+        if self.last is not None and self.final is not None:
+            self._loss(self.final, self.last)
+        for layer in reversed(self.layers):
+            self._backward(layer)
+        self._add_gradients(self.first.gradients)
+        self._at(self.first.backward)
+        return self
+
+    def _at(self, extra: float, logits: float = 0.0) -> None:
+        found = StepMemory(self.live + extra, logits, self.gradients)
         if found.total > self.peak.total:
             self.peak = found
-        self.most = max(self.most, found.activations + logits)
+        self.activations = max(self.activations, found.activations + logits)
 
+    def _add_gradients(self, size: float) -> None:
+        self.gradients += 0.0 if self.is_resident else size
 
-def course_of(blocks: StepBlocks) -> StepCourse:
-    """Return the peak of a step, of the last micro-batch in flight, by a walk through forward and backward.
+    def _forward(self, layer: Sequence[LayerBlock]) -> None:
+        before = self.live
+        for block in layer:
+            self._at(block.kept + block.casts + block.forward)
+            self.live += block.kept + block.casts
+        if self.is_checkpointed:
+            # The cache of autocast keeps the casts until the end of the forward pass.
+            self.live = before + self.input_bytes + sum(block.cached for block in layer)
 
-    Kept tensors add up during the forward pass, and are freed in the backward pass while gradients appear.  The peak is
-    where their sum is largest: at the loss, or at the end of the backward pass.
-    """
-    walk = _Walk(blocks.gradients if blocks.resident else 0.0)
-    kept_by_layer = [_kept(layer) for layer in blocks.layers]
-    once = sum(block.casts for layer in blocks.layers for block in layer)
-    stored = sum(blocks.input_bytes for _ in blocks.layers) if blocks.is_checkpointed else sum(kept_by_layer) - once
-    walk.live = stored * (blocks.in_flight - 1) + blocks.first.kept
-    _forward(walk, blocks)
-    _loss_moment(walk, blocks)
-    _backward(walk, blocks)
-    if not blocks.resident:
-        walk.gradients += blocks.first.gradients
-    walk.at(blocks.first.backward)
-    return StepCourse(walk.peak, walk.most)
+    def _loss(self, final: LayerBlock, last: LayerBlock) -> None:
+        self._at(final.kept + final.forward)
+        self.live += final.kept
+        self._at(0.0, last.kept + last.casts + last.forward)
+        if self.is_checkpointed:
+            self.live -= sum(block.cached for layer in self.layers for block in layer)
+        self._at(0.0, last.kept + last.casts + last.backward)
+        self._add_gradients(last.gradients)
+        self._at(last.largest if self.is_resident else 0.0, last.kept / 2)
+        self._at(final.backward)
+        self.live -= final.kept
+
+    def _backward(self, layer: Sequence[LayerBlock]) -> None:
+        if self.is_checkpointed:
+            self.live += _kept(layer) - self.input_bytes
+        for block in reversed(layer):
+            self._at(block.backward + (block.largest if self.is_resident else 0.0))
+            self._add_gradients(block.gradients)
+            self.live -= block.kept + block.casts
 
 
 def _kept(layer: Sequence[LayerBlock]) -> float:
     return sum(block.kept + block.casts for block in layer)
-
-
-def _forward(walk: _Walk, blocks: StepBlocks) -> None:
-    for layer in blocks.layers:
-        before = walk.live
-        for block in layer:
-            walk.at(block.kept + block.casts + block.forward)
-            walk.live += block.kept + block.casts
-        if blocks.is_checkpointed:
-            # The cache of autocast keeps the casts until the end of the forward pass.
-            walk.live = before + blocks.input_bytes + sum(block.cached for block in layer)
-
-
-def _loss_moment(walk: _Walk, blocks: StepBlocks) -> None:
-    last = blocks.last
-    if last is None or blocks.final is None:
-        return
-    walk.at(blocks.final.kept + blocks.final.forward)
-    walk.live += blocks.final.kept
-    walk.at(0.0, last.kept + last.casts + last.forward)
-    if blocks.is_checkpointed:
-        walk.live -= sum(block.cached for layer in blocks.layers for block in layer)
-    walk.at(0.0, last.kept + last.casts + last.backward)
-    walk.gradients += 0.0 if blocks.resident else last.gradients
-    walk.at(last.largest if blocks.resident else 0.0, last.kept / 2)
-    walk.at(blocks.final.backward)
-    walk.live -= blocks.final.kept
-
-
-def _backward(walk: _Walk, blocks: StepBlocks) -> None:
-    for layer in reversed(blocks.layers):
-        if blocks.is_checkpointed:
-            walk.live += _kept(layer) - blocks.input_bytes
-        for block in reversed(layer):
-            walk.at(block.backward + (block.largest if blocks.resident else 0.0))
-            walk.gradients += 0.0 if blocks.resident else block.gradients
-            walk.live -= block.kept + block.casts
