@@ -30,8 +30,7 @@ from effllm.memory.states import (
 from effllm.memory.training import held_by_products, torch_tiles, training_course
 
 
-@dataclass(frozen=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """The expected number of bytes, and the interval that contains the number in nine of ten cases."""
 
     low: float
@@ -165,9 +164,7 @@ def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
 
 def _largest(totals: list[ByteRange]) -> ByteRange:
     """Return the range of the largest of the moments and stages."""
-    return ByteRange(
-        max(one.low for one in totals), max(one.expected for one in totals), max(one.high for one in totals)
-    )
+    return ByteRange(*map(max, zip(*totals, strict=True)))
 
 
 #: Parts that are not allocated by torch's allocator, and those that it does not reserve.
@@ -177,8 +174,7 @@ _OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
 def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
     """Return the sum of the parts in torch's allocator, at one moment."""
     nccl, inside = nccl_buffers(plan), {one.name: one.bytes for one in parts if one.name not in outside}
-    size = inside["communication buffers"]
-    own = ByteRange(size.low - nccl.low, size.expected - nccl.expected, size.high - nccl.high)
+    own = ByteRange(*(size - other for size, other in zip(inside["communication buffers"], nccl, strict=True)))
     return total_of({**inside, "communication buffers": own}.values())
 
 
@@ -254,7 +250,7 @@ def _forward_and_backward(
     basis = f"tensors kept for the backward pass; limits: {source}"
     size = ByteRange.exact(peak.activations).scaled(*limits)
     if held_inputs := stage.layers * held_by_products(TensorSizes(shape, plan)):
-        size = replace(size, low=(peak.activations - held_inputs) * limits[0])
+        size = size._replace(low=(peak.activations - held_inputs) * limits[0])
         basis += "; low: use_reentrant=True frees the inputs of products of 8 bits"
     part = MemoryPart("activations", size, basis)
     return peak.gradients, [part, _logits(shape, plan, peak.logits, limits)], peak.activations - once.activations
@@ -361,7 +357,7 @@ def _of_quantized_base(plan: MemoryPlan, held: list[ParameterTensor], again: flo
 def nccl_buffers(plan: MemoryPlan) -> ByteRange:
     """Return the buffers that NCCL allocates beside torch's allocator."""
     groups = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp))
-    return ByteRange(NCCL_GROUP.low * groups, NCCL_GROUP.expected * groups, NCCL_GROUP.high * groups)
+    return ByteRange(*(size * groups for size in NCCL_GROUP))
 
 
 def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
@@ -373,7 +369,7 @@ def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weig
     nccl = nccl_buffers(plan)
     if not nccl.expected:
         return nccl
-    low, expected, high = nccl.low, nccl.expected, nccl.high
+    low, expected, high = nccl
     if plan.is_training and plan.shards > 1:
         if plan.zero == 0 and plan.implementation == "transformers":
             expected, high = expected + gradients, high + gradients

@@ -24,19 +24,18 @@ class Precision:
     compute: int  # of an activation
     master: int = 0  # of the optimizer's own copy of the weights
     autocast: bool = False  # torch.autocast casts the weights of each matrix product
-    meaning: str = ""
 
 
 PRECISIONS = {
-    "fp32": Precision(4, 4, 4, 4, meaning="everything in 32 bits"),
-    "bf16": Precision(2, 2, 2, 2, meaning="weights, gradients and optimizer states in 16 bits"),
-    "fp16": Precision(2, 2, 2, 2, meaning="weights, gradients and optimizer states in 16 bits"),
-    "bf16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
-    "fp16-mixed": Precision(4, 4, 4, 2, autocast=True, meaning="weights in 32 bits, torch.autocast in 16 bits"),
-    "bf16-master": Precision(2, 4, 4, 2, master=4, meaning="weights in 16 bits, copies and gradients in 32 (Megatron)"),
-    # 20 bytes: 18 and a copy of the gradients in 32 bits (Megatron's table of its distributed optimizer).
-    "fp16-master": Precision(2, 2, 4, 2, master=8, meaning="weights and gradients in 16 bits, copies in 32 (Megatron)"),
-    "bf16-zero": Precision(2, 2, 4, 2, master=4, meaning="weights and gradients in 16 bits, copies in 32 (DeepSpeed)"),
+    "fp32": Precision(4, 4, 4, 4),
+    "bf16": Precision(2, 2, 2, 2),
+    "fp16": Precision(2, 2, 2, 2),
+    "bf16-mixed": Precision(4, 4, 4, 2, autocast=True),
+    "fp16-mixed": Precision(4, 4, 4, 2, autocast=True),
+    "bf16-master": Precision(2, 4, 4, 2, master=4),  # Megatron
+    # Megatron: 20 bytes, 18 and a copy of the gradients in 32 bits (its table of its distributed optimizer)
+    "fp16-master": Precision(2, 2, 4, 2, master=8),
+    "bf16-zero": Precision(2, 2, 4, 2, master=4),  # DeepSpeed
 }
 
 #: Number of states of the size of the weights: of Adafactor those of vectors, of Muon those of matrices.

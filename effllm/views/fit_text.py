@@ -203,7 +203,7 @@ def _range(total: ByteRange) -> str:
     if total.high == math.inf:
         return f"at least {total.low / GB:,.1f} GB"
     digits = 1 if total.high < 1000 * GB else 0
-    low, expected, high = (f"{size / GB:,.{digits}f}" for size in (total.low, total.expected, total.high))
+    low, expected, high = (f"{size / GB:,.{digits}f}" for size in total)
     return f"{expected} GB ({low}-{high})"
 
 
@@ -270,5 +270,4 @@ def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, 
 
 
 def _range_document(size: ByteRange) -> dict[str, int | None]:
-    sizes = {"low": size.low, "expected": size.expected, "high": size.high}
-    return {name: round(one) if math.isfinite(one) else None for name, one in sizes.items()}
+    return {name: round(one) if math.isfinite(one) else None for name, one in size._asdict().items()}
