@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.memory_runs import GROWTH, HEALTHY, LENGTH, PLATEAU, Run, draw
-from effllm.memory.device_forecast import DeviceForecast
 from effllm.memory.watch import FORECAST, DeviceWatch, Warned
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,11 +52,11 @@ def warnings_of(run: Run) -> list[tuple[int, Warned]]:
 
 def growth(seed: int) -> Foretold:
     """Return the first forecast of a run with growth."""
-    run, forecast = draw(GROWTH, seed), DeviceForecast()
+    run, forecast = draw(GROWTH, seed), DeviceWatch()
     ends_at = run.ends_at
     assert ends_at is not None
     for reading, is_end in run.readings():
-        forecast.add(reading, is_window_end=is_end)
+        list(forecast.add(reading, is_window_end=is_end))
         found = forecast.growth(run.capacity) if is_end else None
         if found is not None and forecast.is_near(found):
             lead = ends_at - reading.iteration
@@ -67,9 +66,9 @@ def growth(seed: int) -> Foretold:
 
 def plateau(seed: int) -> Stopped:
     """Return the first forecast of a run whose growth stops."""
-    run, forecast = draw(PLATEAU, seed), DeviceForecast()
+    run, forecast = draw(PLATEAU, seed), DeviceWatch()
     for reading, is_end in run.readings():
-        forecast.add(reading, is_window_end=is_end)
+        list(forecast.add(reading, is_window_end=is_end))
         found = forecast.growth(run.capacity) if is_end else None
         if found is not None and forecast.is_near(found):
             return Stopped(run.stops_at, reading.iteration)

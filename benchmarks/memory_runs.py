@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
+from effllm.memory.watch import STARTUP, STEPS, MemoryReading
 
 GROWTH, LENGTH, HEALTHY, PLATEAU = "growth", "length", "healthy", "plateau"
 GB = 1e9

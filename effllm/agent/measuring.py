@@ -22,8 +22,7 @@ from effllm.agent.spans import Spans
 from effllm.agent.track import PAY_AFTER_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.window import WindowCutter
-from effllm.memory.device_forecast import STARTUP, STEPS, MemoryReading
-from effllm.memory.watch import DeviceWatch, LeakWatch, Warned
+from effllm.memory.watch import STARTUP, STEPS, DeviceWatch, LeakWatch, MemoryReading, Warned
 from effllm.network.transport import Outbox
 from effllm.records import ring
 from effllm.records.clock import unix_minus_monotonic_ns
@@ -228,7 +227,7 @@ class RankMemory:
 
     def add(self, slot: ring.Slot) -> None:
         """Add a record of the kind MEMORY."""
-        before = self._watch.forecast.last
+        before = self._watch.last
         is_boundary = (slot.ordinal + self._offset) % self._log_interval == 0
         is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and is_boundary
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
@@ -252,7 +251,7 @@ class RankMemory:
         if (private := private_bytes(self._pid)) is not None:
             self._host.add(ordinal + self._offset, private)
             self._warned += self._host.warnings(lambda: available_bytes(self._pid))
-        if self._watch.forecast.last is not None:
+        if self._watch.last is not None:
             self._warned += self._watch.warnings(self._capacity(series), max_positions or 0)
 
     def take_events(self, time_s: float) -> Iterator[Event]:
@@ -293,7 +292,7 @@ class RankMemory:
     def _capacity(self, series: Iterable[Series]) -> float | None:
         """Return the bytes of the device that torch's allocator can have; ``None`` if the device is not read."""
         gpu = next((one for one in series if one.device.is_gpu and not one.device.shared), None)
-        last = self._watch.forecast.last
+        last = self._watch.last
         if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
             return None
         if (other := _other_bytes(gpu.newest, last.reserved)) is not None:

@@ -1,12 +1,38 @@
-"""The warnings about the memory of one rank: forecasts, leaks, and errors that have occurred.  No I/O."""
+"""The warnings about the memory of one rank: forecasts, leaks, and errors that have occurred.  No I/O.
+
+torch's peak is never reset, so a reading shows the peak of the time before it only if the peak has risen.  From such
+readings follow the temporary bytes of steps, evaluations and checkpoints: peak less the memory that stays allocated.
+The steady growth of the allocated memory, plus the largest temporary bytes, reaches the capacity at a known iteration;
+a second forecast is that of the longest micro-batch.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from effllm.memory.device_forecast import STARTUP, STEPS, DeviceForecast, MemoryGrowth, MemoryReading
 from effllm.memory.trend import MemoryBlocks, MemoryTrend
+
+STEPS, STARTUP = "steps", "startup"
+#: A forecast covers at most this multiple of the judged iterations.
+MAX_HORIZON = 2.0
+#: If memory grows by less than this share in the later half of the judged iterations, a cache fills up.
+MIN_LATER = 0.8
+#: If memory grows by less than this share of the trend since the second newest block, the growth has stopped.
+MIN_NEWEST = 0.6
+#: The lower end of the interval of the growth is at least this share of the growth: a few jumps of the memory, up and
+#: down, look like growth with a wide interval.
+MIN_CERTAIN = 0.75
+
+#: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
+#: trend does not contain.  With 1.35, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
+WIDENED = 1.35
+#: Number of the newest steps with a known peak from which the peak of the longest micro-batch follows.
+MAX_STEPS = 64
+#: The line through these steps is extended by at most this multiple of the range of their lengths.
+MAX_REACH = 8.0
 
 FORECAST, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_leak", "out_of_memory"
 #: A leak needs this growth (the certain part, over the judged iterations), readings, and iterations.  Caches fill up
@@ -14,6 +40,46 @@ FORECAST, LEAK, OUT_OF_MEMORY = "memory_forecast", "memory_leak", "out_of_memory
 #: CONFIRMED_AT times as many iterations have passed.
 MIN_LEAK_BYTES, MIN_LEAK_READINGS, MIN_LEAK_ITERATIONS, MIN_LATER_LEAK, CONFIRMED_AT = 100e6, 24, 300, 0.85, 2.0
 _GB = 1e9
+
+
+class MemoryReading(NamedTuple):
+    """The state of torch's allocator after some part of the loop, in bytes; peaks and counts are running totals."""
+
+    after: str  # STEPS, STARTUP or a marked phase
+    iteration: int
+    allocated: float
+    allocated_peak: float
+    reserved: float
+    reserved_peak: float
+    fragmented: float  # free, but in segments that are partly used: cannot be returned to the device
+    retries: float
+    out_of_memory: float
+    positions: float  # with padding, of the largest micro-batch of the window so far; 0: not known
+
+
+class MemoryGrowth(NamedTuple):
+    """The forecast of a memory that grows: the number of iterations until it is full, with a 95 % interval."""
+
+    iterations: float
+    low: float
+    high: float
+    bytes_per_iteration: float
+    low_bytes: float
+    high_bytes: float
+    place: str  # STEPS, or the phase with the largest peak
+    judged: float  # number of iterations that were judged
+
+
+class LongestStep(NamedTuple):
+    """The forecast for the longest possible micro-batch.
+
+    The temporary bytes of a step are taken as linear in the positions.  They are more if a model stores attention
+    scores, which are quadratic in the length.
+    """
+
+    peak_bytes: float
+    shortest: float  # positions of the shortest and the longest of the steps from which the peak follows
+    longest: float
 
 
 class Warned(NamedTuple):
@@ -31,7 +97,7 @@ class LeakWatch:
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._blocks, self._is_reported = what, MemoryBlocks(), False
+        self._what, self.blocks, self._is_reported = what, MemoryBlocks(), False
         self._first = -1  # iteration of the first reading
         self._last = 0
         self._confirmed_from = 0  # iteration from which a second judgement is a confirmation; 0: no first judgement
@@ -40,7 +106,7 @@ class LeakWatch:
         if self._first < 0:
             self._first = iteration
         self._last = iteration
-        self._blocks.add(iteration, used_bytes)
+        self.blocks.add(iteration, used_bytes)
 
     def warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[Warned]:
         """Yield the leak, once.
@@ -48,12 +114,12 @@ class LeakWatch:
         Args:
             available: returns the bytes by which the memory can grow, ``None`` if unknown; called for a leak only.
         """
-        if self._is_reported or self._blocks.count < MIN_LEAK_READINGS:
+        if self._is_reported or self.blocks.count < MIN_LEAK_READINGS:
             return
         passed = self._last - self._first + 1
         if passed < MIN_LEAK_ITERATIONS or self._last < self._confirmed_from:
             return
-        found = self._blocks.trend()
+        found = self.blocks.trend()
         if found is None or not self._is_leak(found):
             self._confirmed_from = 0
         elif not self._confirmed_from:
@@ -69,26 +135,89 @@ class LeakWatch:
             )
 
     def _is_leak(self, found: MemoryTrend) -> bool:
-        early, late = self._blocks.halves()
+        early, late = self.blocks.halves()
         return found.is_growing and found.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
 
 
 class DeviceWatch:
-    """Reports forecasts and errors of the memory of one GPU."""
+    """The readings of one GPU so far, in bounded memory; its forecasts and errors are reported once."""
 
     def __init__(self) -> None:
-        self.forecast = DeviceForecast()
         self._leak = LeakWatch("allocated memory of the GPU")
+        self.last: MemoryReading | None = None  # the newest reading
+        self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
+        self._peaks: dict[str, float] = {}  # largest known peak by part of the loop
+        self._steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS)  # positions and temporary bytes
+        self._longest = 0.0  # positions of the longest micro-batch so far
         self._reported: set[str] = set()  # causes of the reported forecasts
 
     def add(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
-        """Add a reading; yield an event after an out-of-memory error."""
-        before = self.forecast.last
-        self.forecast.add(reading, is_window_end=is_window_end)
+        """Add a reading; yield an event after an out-of-memory error.
+
+        The readings at the ends of windows are compared with each other.
+        """
+        before, self.last = self.last, reading
+        # The script may have reset the peak: then the peaks of the later parts are known again.
+        has_risen = reading.allocated_peak > (before.allocated_peak if before is not None else 0.0)
+        temporary = reading.allocated_peak - reading.allocated
+        if has_risen:
+            # During an evaluation or checkpoint, memory may be allocated that is free again at its end.
+            self._temporary[reading.after] = max(self._temporary.get(reading.after, 0.0), temporary)
+            self._peaks[reading.after] = reading.allocated_peak
         if is_window_end:
             self._leak.add(reading.iteration, reading.allocated)
+            self._longest = max(self._longest, reading.positions)
+            if has_risen and reading.positions > 0:
+                self._steps.append((reading.positions, temporary))
         if before is not None and reading.out_of_memory > before.out_of_memory:
             yield Warned(OUT_OF_MEMORY, f"GPU out of memory: {self._state(reading, before)}")
+
+    def growth(self, capacity: float) -> MemoryGrowth | None:
+        """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
+        trend, last = self._leak.blocks.trend(), self.last
+        if trend is None or last is None or not trend.is_growing:
+            return None
+        if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
+            return None
+        early, late = self._leak.blocks.halves()
+        newest = self._leak.blocks.newest_growth(last.iteration, last.allocated)
+        if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
+            return None
+        place, temporary = self._largest()
+        # The growth may go on to change as it has changed between the two halves.
+        low, high = min(trend.low_bytes, early, late), max(trend.high_bytes, early, late)
+        low = max(low, 0.0) * min(late / early, 1.0) if early > 0 else low
+        if low <= 0:
+            return None
+        room = capacity - last.allocated - temporary
+        # Free parts of used segments may be too small for an allocation, or may be just right.
+        least, most = max(room - last.fragmented, 0.0), max(room, 0.0)
+        middle, given = trend.growth_bytes / 1000, (trend.low_bytes / 1000, trend.high_bytes / 1000)
+        soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
+        return MemoryGrowth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
+
+    def is_near(self, found: MemoryGrowth) -> bool:
+        """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
+        return found.iterations <= MAX_HORIZON * found.judged
+
+    def longest_step(self, positions: int) -> LongestStep | None:
+        """Return the forecast for the longest possible micro-batch.
+
+        ``None`` if a micro-batch of this length has been measured, or if those so far have too similar lengths.
+        """
+        lengths = [length for length, _ in self._steps]
+        shortest, longest = min(lengths, default=0.0), max(lengths, default=0.0)
+        is_near = positions - longest <= MAX_REACH * (longest - shortest)
+        if self.last is None or positions <= self._longest or not is_near:
+            return None
+        slope, intercept = statistics.linear_regression(lengths, [temporary for _, temporary in self._steps])
+        return LongestStep(self.last.allocated + intercept + slope * positions, shortest, longest)
+
+    def _largest(self) -> tuple[str, float]:
+        """Return the part of the loop with the largest temporary bytes, and these bytes."""
+        known = {place: size for place, size in self._temporary.items() if place != STARTUP}
+        place = max(known, key=lambda one: known[one], default=STEPS)
+        return place, known.get(place, 0.0)
 
     def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
         """Yield the new warnings at the end of a window.
@@ -98,14 +227,13 @@ class DeviceWatch:
             max_positions: positions of the largest possible micro-batch; 0 if unknown.
         """
         yield from self._leak.warnings()
-        last = self.forecast.last
-        if capacity is None or last is None:
+        if capacity is None or self.last is None:
             return
-        found = None if "growth" in self._reported else self.forecast.growth(capacity)
-        if found is not None and self.forecast.is_near(found):
+        found = None if "growth" in self._reported else self.growth(capacity)
+        if found is not None and self.is_near(found):
             self._reported.add("growth")
             yield Warned(FORECAST, self._of_growth(found, capacity))
-        step = None if "length" in self._reported else self.forecast.longest_step(max_positions)
+        step = None if "length" in self._reported else self.longest_step(max_positions)
         if step is not None and step.peak_bytes > capacity:
             self._reported.add("length")
             yield Warned(
@@ -117,7 +245,7 @@ class DeviceWatch:
 
     def _of_growth(self, found: MemoryGrowth, capacity: float) -> str:
         at = "in a step" if found.place == STEPS else f"at a{'n' if found.place[:1] in 'aeiou' else ''} {found.place}"
-        last = self.forecast.last
+        last = self.last
         assert last is not None
         return (
             f"GPU memory runs out in about {found.iterations:,.0f} iterations (95 %: {found.low:,.0f} to "
@@ -128,7 +256,7 @@ class DeviceWatch:
 
     def _state(self, now: MemoryReading, before: MemoryReading) -> str:
         """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
-        peaks = {name: size for name, size in self.forecast.peaks.items() if name != STARTUP}
+        peaks = {name: size for name, size in self._peaks.items() if name != STARTUP}
         parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in peaks.items()]
         parts += [
             f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved",

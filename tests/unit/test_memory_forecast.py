@@ -5,8 +5,7 @@ from cases import repeats
 
 from benchmarks import memory_forecast as benchmark
 from benchmarks.memory_runs import GROWTH, HEALTHY, PLATEAU, draw
-from effllm.memory.device_forecast import MemoryReading
-from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, DeviceWatch, LeakWatch
+from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, DeviceWatch, LeakWatch, MemoryReading
 
 GB, MB = 1e9, 1e6
 
