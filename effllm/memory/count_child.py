@@ -64,19 +64,15 @@ def count(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     model = build_model(fields)
     inner = model.config.get_text_config()
-    active, total = (
-        next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
-        for names in (ACTIVE, EXPERTS)
-    )
-    sizes = {
-        "layers": getattr(inner, "num_hidden_layers", None),
-        "hidden": getattr(inner, "hidden_size", None),
-        "heads": getattr(inner, "num_attention_heads", None),
-    }
+
+    def stated(*names: str) -> int | None:
+        return next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
+
+    sizes = [max(stated(name) or 1, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
     tensors = Counter(tensors_of(model))
     rows = [[one.group, one.name, one.rows, one.columns, one.count * times] for one, times in tensors.items()]
-    about = {"version": transformers.__version__, "active_experts": active, "experts": total}
-    return {**about, "sizes": sizes, "tensors": rows}
+    experts = {"active_experts": stated(*ACTIVE), "experts": stated(*EXPERTS)}
+    return {"version": transformers.__version__, **experts, "sizes": sizes, "tensors": rows}
 
 
 def tensors_of(model: Any) -> Iterator[ParameterTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, TensorSizes
@@ -20,6 +21,7 @@ from effllm.memory.states import (
     elements,
     gradient_bytes,
     largest_matrix,
+    parameter_tensors,
     rank_tensors,
     stages,
     state_bytes,
@@ -142,13 +144,9 @@ def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None 
     """
     check_plan(plan, shape)
     plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
-    whole = rank_tensors(shape, replace(plan, tp=1, pp=1, ep=1), Stage(True, True, shape.layers))
-    found = []
-    for stage in stages(shape, plan):
-        found += (
-            _training_parts(shape, plan, stage, measured) if plan.is_training else _serving_parts(shape, plan, stage)
-        )
-    trained = elements(trained_tensors(plan, whole)) if plan.is_training else 0.0
+    parts_of = partial(_training_parts, measured=measured) if plan.is_training else _serving_parts
+    found = [moment for stage in stages(shape, plan) for moment in parts_of(shape, plan, stage)]
+    trained = float(elements(trained_tensors(plan, list(parameter_tensors(shape))))) if plan.is_training else 0.0
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
     total, counts = _largest(totals), count_parameters(shape)

@@ -36,12 +36,9 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     _check(fields)
     found = ask("effllm.memory.count_child", "build", fields, DEADLINE_S)
     tensors = tuple(ParameterTensor(*row) for row in found["tensors"])
-    sizes = found["sizes"]
     notes = (f"parameters counted in {named} of transformers {found['version']}", *_left_out(fields))
-    layers = _whole(sizes["layers"])
     experts = _experts(tensors, found["active_experts"], found["experts"])
-    shape = _unknown_layers(name, named, tensors, notes, experts)
-    return replace(shape, layers=layers, hidden=_whole(sizes["hidden"]), heads=_whole(sizes["heads"]))
+    return _unknown_layers(name, named, tensors, notes, *found["sizes"], experts=experts)
 
 
 def stated_model(name: str, architecture: str, parameters: int, active: int | None) -> ModelShape:
@@ -54,8 +51,7 @@ def stated_model(name: str, architecture: str, parameters: int, active: int | No
         raise WrongModel(f"{active:,} of {parameters:,} parameters are active")
     tensors = (ParameterTensor(MLP, "", parameters, 0, 1),)
     notes = ("only the number of parameters is known: as vectors, without matrices for Adafactor, Muon or LoRA",)
-    shape = _unknown_layers(name, architecture or "this model", tensors, notes, None)
-    return replace(shape, active_parameters=active)
+    return _unknown_layers(name, architecture or "this model", tensors, notes, active_parameters=active)
 
 
 def with_counted(known: ModelShape, counted: ModelShape) -> ModelShape:
@@ -68,10 +64,6 @@ def with_counted(known: ModelShape, counted: ModelShape) -> ModelShape:
     return replace(known, tensors=counted.tensors, notes=(*notes, *counted.notes, more))
 
 
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 1
-
-
 def _experts(tensors: tuple[ParameterTensor, ...], active: int | None, total: int | None) -> Experts | None:
     has_experts = any(one.group == EXPERT for one in tensors)
     if not has_experts or active is None or total is None or not 1 <= active <= total:
@@ -80,12 +72,17 @@ def _experts(tensors: tuple[ParameterTensor, ...], active: int | None, total: in
 
 
 def _unknown_layers(
-    name: str, architecture: str, tensors: tuple[ParameterTensor, ...], notes: tuple[str, ...], experts: Experts | None
+    name: str,
+    architecture: str,
+    tensors: tuple[ParameterTensor, ...],
+    notes: tuple[str, ...],
+    layers: int = 1,
+    hidden: int = 1,
+    heads: int = 1,
+    **known: Any,
 ) -> ModelShape:
-    return ModelShape(
-        name, architecture, 1, 1, 1, 1, 1, 1, 1,  # no size is known
-        tied=True, experts=experts, tensors=tensors, has_known_layers=False, notes=notes,
-    )  # fmt: skip
+    known |= {"tied": True, "tensors": tensors, "notes": notes, "has_known_layers": False}
+    return ModelShape(name, architecture, layers, hidden, heads, 1, 1, 1, 1, **known)
 
 
 def _left_out(fields: Mapping[str, Any]) -> list[str]:

@@ -18,25 +18,22 @@ _TARGETS = {
     "attention": _ATTENTION,
     "all": _ATTENTION | {"gate_proj", "up_proj", "down_proj"},
 }
-#: Keys of Megatron's layout, in a YAML of LLaMA-Factory or ms-swift -> settings of a plan.
-_MEGATRON_LAYOUT = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "expert_model_parallel_size": "ep",
-    "context_parallel_size": "cp",
-}
-_MEGATRON = (*_MEGATRON_LAYOUT, "use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
+#: Keys of a training in Megatron, in a YAML of LLaMA-Factory or ms-swift, beside its sizes.
+_MEGATRON = ("use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
 
 
 def _is_of_megatron(fields: Fields) -> bool:
-    return bool([key for key in _MEGATRON if fields.get(key)])
+    sizes = [key for key, _ in training_systems()["names"]["megatron"].values()]
+    return bool([key for key in (*sizes, *_MEGATRON) if fields.get(key)])
 
 
 def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
     """Return the settings of a YAML whose training runs in Megatron; none if it has no such key."""
     if not _is_of_megatron(fields):
         return {}
-    found: dict[str, Any] = {name: _whole(fields, key, 1) for key, name in _MEGATRON_LAYOUT.items()}
+    found: dict[str, Any] = {
+        name: _whole(fields, *size) for name, size in training_systems()["names"]["megatron"].items()
+    }
     granularity = fields.get("recompute_granularity")
     return found | {
         "implementation": "megatron",
