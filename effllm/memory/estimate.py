@@ -146,7 +146,7 @@ def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None 
     plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
     parts_of = partial(_training_parts, measured=measured) if plan.is_training else _serving_parts
     found = [moment for stage in stages(shape, plan) for moment in parts_of(shape, plan, stage)]
-    trained = float(elements(trained_tensors(plan, list(parameter_tensors(shape))))) if plan.is_training else 0.0
+    trained = float(elements(trained_tensors(plan, parameter_tensors(shape)))) if plan.is_training else 0.0
     totals = [total_of(part.bytes for part in parts) for _, parts in found]
     moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
     total, counts = _largest(totals), count_parameters(shape)

@@ -19,6 +19,7 @@ from effllm.memory.model import (
     NORM,
     ROUTER,
     SHARED,
+    Experts,
     ModelShape,
     ParameterTensor,
 )
@@ -33,78 +34,67 @@ STATE_BLOCK, SMALLEST_8BIT = 256, 4096
 NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-def parameter_tensors(shape: ModelShape) -> Iterator[ParameterTensor]:
-    """Yield the matrices and vectors of a model; equal ones have one row."""
+def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
+    """Return the matrices and vectors of a model; equal ones have one row."""
     if shape.tensors:
-        yield from shape.tensors
-        return
-    hidden, layers = shape.hidden, shape.layers
-    yield ParameterTensor(EMBEDDING, "", shape.vocab, hidden, 1)
-    if shape.positions:
-        yield ParameterTensor(EMBEDDING, "", shape.positions, hidden, 1)
-    if not shape.tied:
-        yield ParameterTensor(HEAD, "", shape.vocab, hidden, 1)
-    if shape.head_bias:
-        yield ParameterTensor(HEAD, "", shape.vocab, 0, 1)
-    for name, rows, columns, has_bias in _attention(shape):
-        yield ParameterTensor(ATTENTION, name, rows, columns, layers)
-        if has_bias:
-            yield ParameterTensor(ATTENTION, "bias", rows, 0, layers)
-    experts = shape.experts
-    yield from _mlp(MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers)
-    if experts:
-        yield ParameterTensor(ROUTER, "", experts.total, hidden, experts.layers)
-        if experts.router_bias:
-            yield ParameterTensor(ROUTER, "", experts.total, 0, experts.layers)
-        yield from _mlp(EXPERT, shape, experts.intermediate, experts.expert_bias, experts.layers * experts.total)
-        if experts.shared_intermediate:
-            yield from _mlp(SHARED, shape, experts.shared_intermediate, shape.mlp_bias, experts.layers)
-        if experts.shared_gate:
-            yield ParameterTensor(SHARED, "", 1, hidden, experts.layers)
-    norms = shape.norms_per_layer * layers + (1 if shape.final_norm else 0)
-    for wanted in (shape.norm_weight, shape.norm_bias):
-        if wanted:
-            yield ParameterTensor(NORM, "", hidden, 0, norms)
-    if shape.qk_norm_per_layer:
-        yield ParameterTensor(NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers)
-    if shape.other_per_layer:
-        yield ParameterTensor(ATTENTION, "", shape.other_per_layer, 0, layers)
+        return list(shape.tensors)
+    hidden, layers, experts = shape.hidden, shape.layers, shape.experts
+    norms = shape.norms_per_layer * layers + shape.final_norm
+    found = [
+        ParameterTensor(EMBEDDING, "", shape.vocab, hidden, 1),
+        ParameterTensor(EMBEDDING, "", shape.positions, hidden, 1),
+        ParameterTensor(HEAD, "", shape.vocab, hidden, 1 - shape.tied),
+        ParameterTensor(HEAD, "", shape.vocab, 0, int(shape.head_bias)),
+        *_attention(shape),
+        *_mlp(MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers),
+        *(_experts(shape, experts) if experts else ()),
+        ParameterTensor(NORM, "", hidden, 0, norms * shape.norm_weight),
+        ParameterTensor(NORM, "", hidden, 0, norms * shape.norm_bias),
+        ParameterTensor(NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers),
+        ParameterTensor(ATTENTION, "", shape.other_per_layer, 0, layers),
+    ]
+    return [one for one in found if one.rows and one.count]
 
 
-def _attention(shape: ModelShape) -> Iterator[tuple[str, int, int, bool]]:
-    hidden, latent = shape.hidden, shape.latent
-    if latent is None:
-        keys = shape.kv_heads * shape.head_dim
-        if shape.fused_qkv:
-            yield "q", shape.q_size + 2 * keys, hidden, shape.qkv_bias
-        else:
-            yield "q", shape.q_size, hidden, shape.qkv_bias
-            yield "k", keys, hidden, shape.qkv_bias
-            yield "v", keys, hidden, shape.qkv_bias
+def _attention(shape: ModelShape) -> Iterator[ParameterTensor]:
+    hidden, latent, bias = shape.hidden, shape.latent, shape.qkv_bias
+    keys = shape.kv_heads * shape.head_dim
+    if latent:
+        values = shape.heads * (latent.nope_head_dim + latent.value_head_dim)
+        matrices = [
+            ("q", latent.q_rank, hidden, bias),
+            ("", latent.q_rank, 0, False),
+            ("q", shape.q_size, latent.q_rank or hidden, False),
+            ("k", latent.kv_rank + latent.rope_head_dim, hidden, bias),
+            ("", latent.kv_rank, 0, False),
+            ("v", values, latent.kv_rank, False),
+        ]
+    elif shape.fused_qkv:
+        matrices = [("q", shape.q_size + 2 * keys, hidden, bias)]
     else:
-        if latent.q_rank:
-            yield "q", latent.q_rank, hidden, shape.qkv_bias
-            yield "", latent.q_rank, 0, False
-            yield "q", shape.q_size, latent.q_rank, False
-        else:
-            yield "q", shape.q_size, hidden, False
-        yield "k", latent.kv_rank + latent.rope_head_dim, hidden, shape.qkv_bias
-        yield "", latent.kv_rank, 0, False
-        yield "v", shape.heads * (latent.nope_head_dim + latent.value_head_dim), latent.kv_rank, False
-    yield "o", hidden, shape.value_size, shape.out_bias
+        matrices = [(name, size, hidden, bias) for name, size in (("q", shape.q_size), ("k", keys), ("v", keys))]
+    for name, rows, columns, has_bias in (*matrices, ("o", hidden, shape.value_size, shape.out_bias)):
+        yield ParameterTensor(ATTENTION, name, rows, columns, shape.layers)
+        yield ParameterTensor(ATTENTION, "bias", rows, 0, shape.layers * has_bias)
 
 
 def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> Iterator[ParameterTensor]:
-    if not count:
-        return
     is_fused = group == EXPERT or shape.fused_gate
     products = 2 if shape.gated_mlp and not is_fused else 1
     first = 2 * width if shape.gated_mlp and is_fused else width
     yield ParameterTensor(group, "mlp", first, shape.hidden, count * products)
     yield ParameterTensor(group, "mlp", shape.hidden, width, count)
-    if bias:
-        yield ParameterTensor(group, "bias", first, 0, count * products)
-        yield ParameterTensor(group, "bias", shape.hidden, 0, count)
+    yield ParameterTensor(group, "bias", first, 0, count * products * bias)
+    yield ParameterTensor(group, "bias", shape.hidden, 0, count * bias)
+
+
+def _experts(shape: ModelShape, experts: Experts) -> Iterator[ParameterTensor]:
+    yield ParameterTensor(ROUTER, "", experts.total, shape.hidden, experts.layers)
+    yield ParameterTensor(ROUTER, "", experts.total, 0, experts.layers * experts.router_bias)
+    yield from _mlp(EXPERT, shape, experts.intermediate, experts.expert_bias, experts.layers * experts.total)
+    shared = experts.shared_intermediate
+    yield from _mlp(SHARED, shape, shared, shape.mlp_bias, experts.layers if shared else 0)
+    yield ParameterTensor(SHARED, "", 1, shape.hidden, experts.layers * experts.shared_gate)
 
 
 class ParameterCounts(NamedTuple):
@@ -116,7 +106,7 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Return the parameters of the modules that transformers builds for a config."""
-    tensors, experts = list(parameter_tensors(shape)), shape.experts
+    tensors, experts = parameter_tensors(shape), shape.experts
     total = int(elements(tensors))
     routed = int(elements([one for one in tensors if one.group == EXPERT]))
     if shape.active_parameters is not None or (routed and experts is None):
