@@ -58,18 +58,19 @@ class RankDevices:
         until_s = time.monotonic() + DEVICE_WAIT_S
         for track in self._tracks:
             track.sampler.start()
-        self._wait(DEVICE_WAIT_S)
-        while len(self._tracks) > 1 and time.monotonic() < until_s:  # reports begin when all devices have samples
-            self.take_samples()
-            if all(track.series or track.sampler.unavailable for track in self._tracks):
-                break
-            self._wait(0.05)
+        self._wait_for_samples(until_s)  # reports begin when all devices have samples
         self._start_node_sensors()
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
-        while any(track.sampler.is_opening for track in self._all) and time.monotonic() < until_s:
-            self._wait(0.05)
-        self.take_samples()
+        self._wait_for_samples(until_s)
         self.calibrate(has_begun=False)
+
+    def _wait_for_samples(self, until_s: float) -> None:
+        self.take_samples()
+        while not all(track.series or track.sampler.unavailable for track in self._all):
+            if time.monotonic() > until_s:
+                return
+            self._wait(0.05)
+            self.take_samples()
 
     def follow(self) -> None:
         """Open the GPUs that the training process uses, if they are others than it seemed before."""

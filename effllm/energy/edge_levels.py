@@ -72,7 +72,7 @@ class EdgeLevels:
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
         """Return the counter's levels at the ticks around a time; the key 0 is the last tick up to the time.
 
-        The result is ``None`` if the times of ticks are unknown, or if both of the nearest ticks have unknown levels.
+        The result is ``None`` if the times of ticks are unknown, or the level of one of the two nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
@@ -94,7 +94,7 @@ class EdgeLevels:
             if is_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
         anchors = {**implied, **anchors}
-        return anchors if 0 in anchors or 1 in anchors else None
+        return anchors if 0 in anchors and 1 in anchors else None
 
     def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> Level:
         clock, lag_s = self._timing.clock, self._timing.sensor.lag_s
@@ -105,19 +105,10 @@ class EdgeLevels:
         since_s = (time_ns + lag_s / NS - last[0]) * NS
         before_w = _mean_w(anchors, -1, 0, tick_s)
         after_w = _mean_w(anchors, 1, 2, tick_s)
-        if 0 in anchors and 1 in anchors:
-            joules, variance_j2, power_w = in_tick(
-                since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
-            )
-            return Level(anchors[0] + joules, variance_j2, power_w)
-        local_w = self._readings.power_w(time_ns)
-        # If only one end of the tick was read, its level and the power give the energy.
-        if 0 in anchors:
-            power_w = local_w or before_w or 0.0
-            return Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
-        power_w = local_w or after_w or 0.0
-        rest_s = tick_s - since_s
-        return Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w)
+        joules, variance_j2, power_w = in_tick(
+            since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
+        )
+        return Level(anchors[0] + joules, variance_j2, power_w)
 
     def _between_readings(self, time_ns: int) -> Level:
         """Return the level between two readings: for continuous counters, unknown ticks and integrated power."""

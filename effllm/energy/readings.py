@@ -125,13 +125,6 @@ class Readings:
             )
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
-    def power_w(self, time_ns: int) -> float | None:
-        """Return the power of the reading before or after a time: the nearer reading that has a power."""
-        index = self.index_from(time_ns)
-        near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
-        known = [point for point in near if point.power_w is not None]
-        return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
-
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""
         inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
