@@ -170,6 +170,10 @@ def in_tick(
         step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
         return step_j, unseen_j2, before_w if since_s < step_s else after_w
+    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
+    if outside_w > 3 * noise_w:  # a short peak, at an unknown time within the tick
+        excess_j = joules - (before_w + after_w) / 2 * tick_s
+        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
     return smooth_j, unseen_j2, mean_w
 
 

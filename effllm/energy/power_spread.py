@@ -97,14 +97,18 @@ class PowerSpread:
     def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
+        The more often power changes from tick to tick, the more likely are several changes within three ticks.
+
         Args:
             change_w: the difference of this tick from the adjacent ticks.
         """
         if not self._near:
             return self.variance_w2 * 0.02
+        noise_w = self.noise_w()
+        changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
         turning = self._turning()
         fast = self.fastness() * (FAST_HIDDEN + TURNING_HIDDEN * turning)
-        return 0.055 * max(turning, fast) * min(change_w**2, self._change_w2())
+        return 0.055 * max(changing**3, turning, fast) * min(change_w**2, self._change_w2())
 
     def _turning(self) -> float:
         """Return 0 if power keeps rising or falling, 1 if its changes alternate in sign from tick to tick.

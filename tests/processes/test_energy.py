@@ -141,6 +141,15 @@ def test_energy_of_a_sine_is_split_with_a_parabola_of_three_ticks(period_s):
             assert abs(window.error_j) < bound_j
 
 
+def test_burst_in_a_tick_increases_the_error_of_an_edge_in_this_tick():
+    # The power is 60 W, and 600 W for 20 ms at an unknown time of the tick, so the tick has 6 + 10.8 J.
+    found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
+
+    assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
+    # The burst is before or after the edge with equal probability, so the standard deviation is half of its energy.
+    assert math.sqrt(variance_j2) == pytest.approx(10.8 / 2, rel=0.5)
+
+
 # --- each joule once ---
 
 
