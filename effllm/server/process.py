@@ -43,10 +43,9 @@ from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
 from effllm.records.wire import Hello, Rejected, Supersede
-from effllm.server.acknowledgement import Acknowledgement, Sequences
 from effllm.server.folder import lock_folder, remove_state, restore_state
 from effllm.server.job_end import JobEnd
-from effllm.server.messages import Admission, Messages
+from effllm.server.messages import Acknowledgement, Admission, Messages, Sequences
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import WITH_DEVICES, RunInfo, no_such_sink, sink_names

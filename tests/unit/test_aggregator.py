@@ -25,7 +25,7 @@ from effllm.records.iteration_times import IterationTimes, codes_of
 from effllm.records.job import SCHEMA_VERSION, JobConstants, LastRanks
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
-from effllm.server.acknowledgement import Acknowledgement
+from effllm.server.messages import Acknowledgement
 
 
 class Job:
