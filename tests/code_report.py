@@ -30,7 +30,7 @@ BUDGETS = {
     "network": 1_561,  # names of the noun in place of one
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_266,  # rates of a matrix product and a copy under load
-    "server": 1_378,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
+    "server": 1_369,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
     "sinks": 1_589,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_898,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
