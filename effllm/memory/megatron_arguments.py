@@ -16,6 +16,7 @@ from typing import Any
 
 from effllm.memory.config_json import find_model
 from effllm.memory.model import MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
+from effllm.memory.stated_fields import training_systems
 
 Arguments = Mapping[str, str]
 
@@ -50,7 +51,7 @@ def ambiguous(text: str) -> list[str]:
     """Return notes of sizes that have several values in a script, such as those of its branches."""
     found: dict[str, list[str]] = {}
     for name, value in _arguments(text):
-        if (name in _SIZES.values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
+        if (name in _names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
             found.setdefault(name, []).append(value)
     return [
         f"--{name} is {' and '.join(dict.fromkeys(values))} in the script, whose branches are not followed: "
@@ -158,22 +159,11 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
         qk_norm_per_layer=2 * head_dim * (1 if rms else 2) if "qk-layernorm" in arguments else 0,
         other_per_layer=heads if arguments.get("softmax-type") == "learnable" else 0,  # a sink for each head
         experts=_experts(arguments, layers, width),
-        latent=_latent(arguments),
+        latent=LatentAttention(**_numbers(arguments, "latent")) if "multi-latent-attention" in arguments else None,
         activation="squared_relu" if "squared-relu" in arguments else "silu" if gated else "gelu",
         fused_qkv=True,
         fused_gate=True,
     )
-
-
-_SIZES = {
-    "tp": "tensor-model-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "seq_length": "seq-length",
-    "micro_batch": "micro-batch-size",
-    "global_batch": "global-batch-size",
-}
 
 
 def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
@@ -185,7 +175,7 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     if "spec" in arguments:
         notes.append("--spec names layers of another module: the estimate has those of Megatron's GPT model")
     found: dict[str, Any] = {}
-    for key, name in _SIZES.items():
+    for key, name in _names("plan").items():
         if (value := arguments.get(name, "")).startswith("$"):
             notes.append(f"--{name} is {value}, which has no value in the script: it is taken as not given")
         elif value:
@@ -247,11 +237,9 @@ def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
     if not arguments.get("num-experts"):
         return None
     return Experts(
-        total=_number(arguments, "num-experts"),
-        active=_number(arguments, "moe-router-topk", 2),
+        **_numbers(arguments, "experts"),
         intermediate=_number(arguments, "moe-ffn-hidden-size", width),
         layers=_sparse_layers(arguments.get("moe-layer-freq") or "1", layers),
-        shared_intermediate=_number(arguments, "moe-shared-expert-intermediate-size", 0),
         shared_gate="moe-shared-expert-gate" in arguments,
         router_bias="disable-bias-linear" not in arguments,
         expert_bias="disable-bias-linear" not in arguments,
@@ -268,20 +256,17 @@ def _sparse_layers(stated: str, layers: int) -> int:
     return sum(term[1].count("1") * int(term[2] or 1) for term in terms if term)
 
 
-def _latent(arguments: Arguments) -> LatentAttention | None:
-    if "multi-latent-attention" not in arguments:
-        return None
-    return LatentAttention(
-        kv_rank=_number(arguments, "kv-lora-rank", 32),
-        nope_head_dim=_number(arguments, "qk-head-dim", 128),
-        rope_head_dim=_number(arguments, "qk-pos-emb-head-dim", 64),
-        value_head_dim=_number(arguments, "v-head-dim", 128),
-        q_rank=_number(arguments, "q-lora-rank", 0),
-    )
+def _names(kind: str) -> dict[str, Any]:
+    """Return the arguments of settings: of a plan their names, of experts and latent attention also the defaults."""
+    return dict(training_systems()["arguments"][kind])
 
 
 def _has(arguments: Arguments, *names: str) -> bool:
     return bool([name for name in names if name in arguments])
+
+
+def _numbers(arguments: Arguments, kind: str) -> dict[str, Any]:
+    return {key: _number(arguments, *stated) for key, stated in _names(kind).items()}
 
 
 def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
