@@ -21,11 +21,6 @@ from effllm.memory.model import Experts, LatentAttention, ModelShape, WrongModel
 #: Fields that are lists, with a value for each layer.
 _PER_LAYER = re.compile(".*per_layer.*|block_configs|.*_multipliers")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-#: Values of a row of the table that are those of the shape.
-_OF_SHAPE = {
-    "qkv_bias", "out_bias", "mlp_bias", "head_bias", "gated_mlp", "layer_norm", "norm_weight", "norm_bias", "fused_qkv",
-    "fused_gate", "final_norm", "positions", "norms_per_layer", "intermediate",
-}  # fmt: skip
 
 
 @cache
@@ -57,7 +52,7 @@ def shape_of(fields: Fields, architecture: str) -> ModelShape:
     fields = {**row.get("defaults", {}), **stated}
     if architecture == "falcon":
         fields = _of_falcon(fields)
-    latent = _latent(fields) if "is_latent" in row else None
+    latent = LatentAttention(**_sizes(fields, row["latent"])) if "latent" in row else None
     if latent:
         head_dim = latent.nope_head_dim + latent.rope_head_dim
         fields = {**fields, "head_dim": head_dim, "num_key_value_heads": size(fields, "heads")}
@@ -109,7 +104,7 @@ def _attention_and_mlp(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
         attention_cap=bool(fields.get("attn_logit_softcapping")),
         logit_cap=bool(fields.get("final_logit_softcapping")),
     )
-    changes = {name: _stated(fields, row[name]) for name in _OF_SHAPE & row.keys()}
+    changes = _sizes(fields, row.get("shape", {}))
     changes["positions"] = changes.get("positions", 0) + row.get("more_positions", 0)
     return replace(shape, **changes)
 
@@ -122,6 +117,10 @@ def _stated(fields: Fields, value: Any) -> Any:
     default = value[-1] if len(names) < len(value) else None
     key = next((name for name in names if fields.get(name) is not None), names[-1])
     return flag(fields, key, default) if isinstance(default, bool) else whole(fields, key, default)
+
+
+def _sizes(fields: Fields, row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _stated(fields, value) for name, value in row.items()}
 
 
 def _sliding_layers(fields: Fields, layers: int) -> int:
@@ -145,7 +144,7 @@ def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Exper
     """Return the experts, in the layers after the first dense ones, every Nth, without the dense ones of a list."""
     if not _stated(fields, row["total"]):
         return None
-    stated = {name: _stated(fields, value) for name, value in row.items()}
+    stated = _sizes(fields, row)
     width = stated.setdefault("intermediate", shape.intermediate)
     first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
     step = whole(fields, "decoder_sparse_step", whole(fields, "interleave_moe_layer_step", 1))
@@ -157,16 +156,6 @@ def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Exper
     shared = width * stated.pop("shared", 0)
     return Experts(
         **{"shared_intermediate": shared, **stated, "layers": len(listed) if isinstance(listed, list) else layers}
-    )
-
-
-def _latent(fields: Fields) -> LatentAttention:
-    return LatentAttention(
-        kv_rank=whole(fields, "kv_lora_rank", 512),
-        nope_head_dim=whole(fields, "qk_nope_head_dim", 128),
-        rope_head_dim=whole(fields, "qk_rope_head_dim", 64),
-        value_head_dim=whole(fields, "v_head_dim", 128),
-        q_rank=whole(fields, "q_lora_rank", 0),
     )
 
 
