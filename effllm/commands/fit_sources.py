@@ -171,24 +171,24 @@ def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
         fields = load_yaml(text)
     except yaml.YAMLError as error:
         raise UnreadableModel(f"{path} is not YAML: {error}") from None
-    system = system_of(fields) if isinstance(fields, dict) else None
-    if system is None:
+    system, key = system_of(fields) if isinstance(fields, dict) else ("", "")
+    if not system:
         raise UnreadableModel(
             f"{path} is neither of LLaMA-Factory (model_name_or_path), axolotl (base_model) or ms-swift (model and "
             "max_length) nor of accelerate (distributed_type)"
         )
-    if not system.model:
+    if not key:
         inner = fields.get("deepspeed_config")
         named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
         settings, notes = read_yaml(system, fields, _deepspeed(path, str(named)) if named else None)
         return FoundModel(None, str(path), tuple(notes), settings)
     settings, notes = read_yaml(system, fields, _stages(path, fields.get("deepspeed")))
-    named = fields[system.model]
+    named = fields[key]
     if not isinstance(named, str) or not named.strip():
-        raise UnreadableModel(f"{path}: {system.model} is {named!r}: give a name of the table, or a path")
+        raise UnreadableModel(f"{path}: {key} is {named!r}: give a name of the table, or a path")
     beside = path.parent / named
     if beside.suffix in (".yaml", ".yml"):
-        message = f"{path}: {system.model} is {named}, which is not a model: give a name of the table, or a path"
+        message = f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path"
         raise UnreadableModel(message)
     found = find(str(beside) if beside.exists() else named, sizes)
     return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)

@@ -201,28 +201,16 @@ def _optimizer(fields: Fields, key: str, notes: list[str]) -> str:
     return str(known.get(stated, "adamw"))
 
 
-class System(NamedTuple):
-    """A training system with its own YAML."""
-
-    name: str  # in training_systems.toml
-    model: str  # the key with the name or path of the model; "": the YAML has only settings
-    keys: frozenset[str]  # a YAML has one of these keys, if there are any
-
-
-SYSTEMS = (
-    System("accelerate", "", frozenset({"distributed_type", "compute_environment"})),
-    System("llama-factory", "model_name_or_path", frozenset()),
-    System("axolotl", "base_model", frozenset({"sequence_len", "micro_batch_size"})),
-    System("ms-swift", "model", frozenset({"tuner_type", "train_type", "torch_dtype", "max_length"})),
-)
+def system_of(fields: Fields) -> tuple[str, str]:
+    """Return the training system of a YAML, or "", and its key with the name or path of a model, if it has one."""
+    for system, row in training_systems()["yaml"].items():
+        needed, keys = {row["model"]} - {""}, set(row["keys"])
+        if needed <= fields.keys() and (not keys or keys & fields.keys()):
+            return system, row["model"]
+    return "", ""
 
 
-def system_of(fields: Fields) -> System | None:
-    keys = set(fields)
-    return next((one for one in SYSTEMS if {one.model} - {""} <= keys and (not one.keys or one.keys & keys)), None)
-
-
-def read_yaml(system: System, fields: Fields, deepspeed: Fields | None = None) -> Read:
+def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> Read:
     """Return the settings of a plan, and notes: what is estimated as another setting, or not in the estimate.
 
     Raises:
@@ -230,8 +218,8 @@ def read_yaml(system: System, fields: Fields, deepspeed: Fields | None = None) -
     """
     stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
     given = None if deepspeed is None else stages
-    found, notes = _trainer(system.name, stated, given) if system.model else _accelerate(stated, given)
-    return found, [*notes, *left_out([*stated.unread(system.name), *stages.unread(system.name)])]
+    found, notes = _trainer(system, stated, given) if system in _READERS else _accelerate(stated, given)
+    return found, [*notes, *left_out([*stated.unread(system), *stages.unread(system)])]
 
 
 def _targets(fields: Fields, key: str, default: str, notes: list[str]) -> str:

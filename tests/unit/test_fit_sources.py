@@ -10,7 +10,7 @@ from effllm.memory.megatron_arguments import ambiguous, read_script, read_settin
 from effllm.memory.model import WrongModel
 from effllm.memory.stated_fields import left_out
 from effllm.memory.states import count_parameters
-from effllm.memory.yaml_settings import SYSTEMS, read_yaml
+from effllm.memory.yaml_settings import read_yaml
 
 SCRIPT = """#!/bin/bash
 # --num-layers 99 is a comment
@@ -32,11 +32,6 @@ TRAIN="--micro-batch-size 1 --global-batch-size 128 --bf16 --recompute-granulari
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes=2 pretrain_gpt.py \\
     "${MODEL_ARGS[@]}" $TRAIN --tensor-model-parallel-size ${TP} --use-distributed-optimizer --sequence-parallel
 """
-
-
-def read(system, fields, deepspeed=None):
-    """Return the settings and notes of the fields of a system's YAML."""
-    return read_yaml(next(one for one in SYSTEMS if one.name == system), fields, deepspeed)
 
 
 def test_a_launch_script_is_the_model_and_its_plan():
@@ -144,7 +139,7 @@ def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
     fields = {"finetuning_type": "full", "bf16": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
     fields |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2}
 
-    found, notes = read(
+    found, notes = read_yaml(
         "llama-factory", {**fields, "use_distributed_optimizer": True, "recompute_granularity": "full"}, None
     )
 
@@ -156,7 +151,7 @@ def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
 def test_layout_of_accelerate_is_read():
     layout = {f"parallelism_config_{name}_size": size for name, size in (("tp", 2), ("cp", 4), ("dp_shard", 8))}
 
-    found, notes = read("accelerate", {"num_processes": 64, "parallelism_config": layout})
+    found, notes = read_yaml("accelerate", {"num_processes": 64, "parallelism_config": layout})
 
     assert (found, notes) == ({"gpus": 64, "tp": 2, "cp": 4}, [])
 
@@ -197,11 +192,11 @@ def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
 def test_full_training_of_axolotl(changes, settings):
     fields = {"base_model": "x", "sequence_len": 2048, "bf16": True, **changes}
 
-    found, _ = read("axolotl", fields, fields.get("deepspeed"))
+    found, _ = read_yaml("axolotl", fields, fields.get("deepspeed"))
 
     assert found.items() >= settings.items() and "lora_rank" not in found
     del fields["bf16"]
-    assert read("axolotl", fields)[0]["precision"].startswith(("bf16", "fp16"))  # auto
+    assert read_yaml("axolotl", fields)[0]["precision"].startswith(("bf16", "fp16"))  # auto
 
 
 @cases(
@@ -278,7 +273,7 @@ def test_arguments_of_megatron_that_are_not_estimated_are_listed(tmp_path, argum
 def test_a_megatron_layout_of_swift_has_what_it_does_not_contain_beside_it():
     fields = {"model": "x", "max_length": 8, "tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}
 
-    assert read("ms-swift", {**fields, "optim": "sgd", "torch_dtype": "bfloat16"})[1] == [
+    assert read_yaml("ms-swift", {**fields, "optim": "sgd", "torch_dtype": "bfloat16"})[1] == [
         "not in the estimate: recompute_num_layers"
     ]
 
@@ -350,14 +345,14 @@ def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
 def test_settings_of_llama_factory(changes, expected):
     fields = {"finetuning_type": "lora", "bf16": True, "per_device_train_batch_size": 2, "lora_rank": 8}
 
-    settings, notes = read("llama-factory", {**fields, **changes}, None)
+    settings, notes = read_yaml("llama-factory", {**fields, **changes}, None)
 
     assert {name: settings.get(name) for name in expected} == expected
     assert notes == []
 
 
 def test_what_is_not_estimated_of_llama_factory_is_named():
-    settings, notes = read("llama-factory", {"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
+    settings, notes = read_yaml("llama-factory", {"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
 
     assert notes == ["optim new is estimated as AdamW", "not in the estimate: use_galore"]
     assert settings["optimizer"] == "adamw"
@@ -382,7 +377,7 @@ def test_what_is_not_estimated_of_llama_factory_is_named():
     ],
 )
 def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
-    _, (note,) = read("llama-factory", fields, deepspeed)
+    _, (note,) = read_yaml("llama-factory", fields, deepspeed)
 
     assert text in note
 
@@ -403,7 +398,7 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
     ],
 )
 def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
-    _, (note,) = read("accelerate", fields)
+    _, (note,) = read_yaml("accelerate", fields)
 
     assert text in note
 
@@ -421,7 +416,7 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
     ],
 )
 def test_settings_of_accelerate(fields, expected):
-    settings, _ = read("accelerate", fields)
+    settings, _ = read_yaml("accelerate", fields)
 
     assert {name: settings.get(name) for name in expected} == expected
 
