@@ -196,11 +196,6 @@ class Written:
 # --- the size limit of a run folder ---
 
 
-def bytes_of_segment(limit_mb: int, largest: int) -> int:
-    """Return the size at which the next file of detail is started, from the folder's limit; 0 means no limit."""
-    return min(largest, limit_mb * MB // MIN_SEGMENTS) if limit_mb else largest
-
-
 def size_bytes(folder: Path) -> int:
     total = 0
     for place, _, names in os.walk(folder):

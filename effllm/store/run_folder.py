@@ -28,10 +28,11 @@ from effllm.store import own_files
 from effllm.store.closing_text import facts_of, how_to_open
 from effllm.store.journal import (
     MAX_WAITING_BYTES,
+    MB,
+    MIN_SEGMENTS,
     SEGMENT_BYTES,
     Journal,
     Written,
-    bytes_of_segment,
     remove_oldest_detail,
 )
 from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
@@ -109,9 +110,10 @@ class RunFolder:
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
         self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
-        self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
+        self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * MB // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
-        segment_bytes = bytes_of_segment(limit_mb, segment_bytes)
+        if limit_mb:
+            segment_bytes = min(segment_bytes, limit_mb * MB // MIN_SEGMENTS)
         own_files.make_folder(folder)
         self._folder = folder
         place = folder.resolve()
