@@ -13,6 +13,7 @@ from effllm.energy.sensor_timing import is_share_open
 from effllm.job.audit import KnownJob
 from effllm.job.ledger import Ledger
 from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
+from effllm.records.job import JobConstants
 from effllm.records.plain_text import one_line
 from effllm.records.rank import METHODS, Device
 from effllm.records.wire import Hello
@@ -149,44 +150,51 @@ class JobFacts:
         return "; ".join(sorted(one.text for one in peaks if one))
 
     @cached_property
-    def power_limit_w(self) -> float | None:
-        """Sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
-        return self._sum_of_limits("power_limit_w")
-
-    @cached_property
-    def power_limit_default_w(self) -> float | None:
-        """Sum of the default power limits of all GPUs, if all are known."""
-        return self._sum_of_limits("power_limit_default_w")
+    def constants(self) -> JobConstants:
+        """The constants of the job's totals."""
+        config, shared = self._config, bool(self.shared_gpu)
+        return JobConstants(
+            parameters=self.parameters,
+            gpus=self.num_gpus,
+            world_size=self._ledger.world_size,
+            peak_flops_per_s=None if shared else self.peak_flops_per_s,
+            flops_per_token=self.flops_per_token,
+            hardware_flops_per_token=self._declared("hardware_flops_per_token"),
+            power_limit_w=self._sum_of_limits("power_limit_w"),
+            baseline_w=self._baseline_w(),
+            carbon_g_per_kwh=config.carbon_intensity,
+            pue=config.pue,
+            price_per_kwh=config.price_per_kwh,
+            price_per_gpu_hour=config.price_per_gpu_hour,
+            power_limit_default_w=self._sum_of_limits("power_limit_default_w"),
+            gpus_with_clock=sum(bool(device.sm_clock_reference_hz) for device in self._gpus),
+            has_shared_gpu=shared,
+        )
 
     def _sum_of_limits(self, name: str) -> float | None:
+        """Return the sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
         owners: dict[str, float] = {}
         for device in self._gpus:
             owner = device.energy_key or device.key
             owners[owner] = owners.get(owner, 0.0) + (getattr(device, name) or 0.0)
         return sum(owners.values()) if owners and all(owners.values()) else None
 
-    @cached_property
-    def gpus_with_clock(self) -> int:
-        return sum(bool(device.sm_clock_reference_hz) for device in self._gpus)
-
-    @cached_property
-    def baseline_w(self) -> float | None:
-        """Idle power of all devices in scope, if it was measured on each device."""
+    def _baseline_w(self) -> float | None:
+        """Return the idle power of all devices in scope, if it was measured on each device."""
         owners: dict[str, float | None] = {}
         for key in self.scope.keys:
             owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
         known = [one for one in owners.values() if one is not None]
         return sum(known) if known and len(known) == len(owners) else None
 
-    @cached_property
+    @property
     def flops_per_token(self) -> float | None:
-        return next((hello.flops_per_token for hello in self._hellos.values() if hello.flops_per_token), None)
+        flops: float | None = self._declared("flops_per_token")
+        return flops
 
-    @cached_property
-    def hardware_flops_per_token(self) -> float | None:
-        """Hardware FLOPs per token, including recomputation, if a rank has declared them."""
-        declared = (hello.hardware_flops_per_token for hello in self._hellos.values())
-        return next((flops for flops in declared if flops), None)
+    def _declared(self, name: str) -> Any:
+        """Return what a rank has declared in its HELLO, or ``None``."""
+        return next((value for hello in self._hellos.values() if (value := getattr(hello, name))), None)
 
     @cached_property
     def known(self) -> KnownJob:
@@ -206,7 +214,8 @@ class JobFacts:
 
     @cached_property
     def total_iterations(self) -> int | None:
-        return next((hello.total_iterations for hello in self._hellos.values() if hello.total_iterations), None)
+        total: int | None = self._declared("total_iterations")
+        return total
 
     @cached_property
     def style(self) -> str:

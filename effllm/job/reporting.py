@@ -36,7 +36,6 @@ from effllm.records.job import (
     EnergySummary,
     GoodputSummary,
     GoodputTotals,
-    JobConstants,
     Spread,
     Summary,
     Value,
@@ -59,27 +58,6 @@ class Window(Struct):
     warming: bool = False
 
 
-def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
-    job, config = roster.job, roster.config
-    return JobConstants(
-        parameters=job.parameters,
-        gpus=job.num_gpus,
-        world_size=ledger.world_size,
-        peak_flops_per_s=None if job.shared_gpu else job.peak_flops_per_s,
-        flops_per_token=job.flops_per_token,
-        hardware_flops_per_token=job.hardware_flops_per_token,
-        power_limit_w=job.power_limit_w,
-        baseline_w=job.baseline_w,
-        carbon_g_per_kwh=config.carbon_intensity,
-        pue=config.pue,
-        price_per_kwh=config.price_per_kwh,
-        price_per_gpu_hour=config.price_per_gpu_hour,
-        power_limit_default_w=job.power_limit_default_w,
-        gpus_with_clock=job.gpus_with_clock,
-        has_shared_gpu=bool(job.shared_gpu),
-    )
-
-
 def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
     """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
     ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
@@ -91,7 +69,7 @@ def to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
     """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
-    constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
+    constants, sample_s = roster.job.constants, roster.config.collection_interval_s
     health = replace(ledger.health, stalled_s=ledger.hang_s, stragglers=ledger.waited.health.stragglers)
     run, job = (
         replace(
