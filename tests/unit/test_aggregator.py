@@ -334,6 +334,15 @@ def test_late_report_adds_joules_to_a_window_above_min_coverage():
     assert (run.energy.joules, run.energy.counts.tokens, run.energy.counts.iterations) == (2000.0, 2000, 10)
 
 
+def test_ranks_on_one_gpu_by_mistake_have_no_values_per_gpu():
+    job = Job().join(devices=(gpu("GPU-0"),))
+    job.send(row(0, devices=(device_window("GPU-0"),)), row(1, devices=(device_window("GPU-0"),)))
+
+    (report,) = job.closed()
+    assert report.run.constants.has_shared_gpu and report.run.constants.devices == 0
+    assert "throughput/tokens_per_second_per_gpu" not in report.values
+
+
 def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
     job = Job().join(devices=(gpu(),))
     job.send(row(0))

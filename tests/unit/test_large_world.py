@@ -203,3 +203,13 @@ def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(covered_s)
     (closed,) = aggregator.closed.take()
     assert [one.rank for one in closed.kept.rows] == ([7] if covered_s < 10.0 else [])
     assert closed.kept.start_time_s == closed.rows[0].start_time_s
+
+
+def test_rank_without_a_device_has_a_gap_beside_a_rank_with_two():
+    aggregator = aggregator_of(300)
+    for rank in range(300):
+        keys = {6: (), 7: ("GPU-6", "GPU-7")}.get(rank, (f"GPU-{rank}",))
+        aggregator.reports(reports(row(rank, devices=tuple(map(device_window, keys)))), Now(1.0, 1.0))
+
+    (closed,) = aggregator.closed.take()
+    assert [one.rank for one in closed.kept.rows] == [6]

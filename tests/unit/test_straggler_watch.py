@@ -45,6 +45,14 @@ class Job:
         return self.aggregator.summary(2000.0, ended=True)
 
 
+def test_stacks_of_a_new_straggler_and_of_a_peer_are_recorded_once():
+    job = Job().run(1, 8)
+    assert job.aggregator.take_to_record()[-2:] == [2, 0]
+    job.run(9, 12)
+
+    assert job.aggregator.take_to_record() == []
+
+
 def test_straggler_is_in_events_reports_totals_and_summary():
     job = Job().run(1, 8)
     reports_of = job.closed()
