@@ -17,20 +17,7 @@ from effllm.store.window_text import scaled
 from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
 from effllm.views.top.panes import pane_lines, table_height
-from effllm.views.top.text import (
-    BAD,
-    BARS,
-    BOLD,
-    DIM,
-    GOOD,
-    PLAIN,
-    REVERSE,
-    WARNING,
-    Line,
-    clipped,
-    fit,
-    local_time,
-)
+from effllm.views.top.text import BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, local_time
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
 
 CELL = 20  # width of a value with its name
