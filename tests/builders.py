@@ -19,7 +19,6 @@ from effllm.records.ring import RingReader, RingWriter
 from effllm.records.wire import Hello, Reports
 from effllm.trainer import counts as generations_module
 from effllm.trainer import recorder as recorder_module
-from effllm.trainer.pending_values import PendingValues
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.value_buffer import ValueBuffer
 
@@ -38,12 +37,12 @@ class Loop:
         self.wakes = 0
         self.writer = RingWriter(slots)
         self.reader = RingReader(self.writer.descriptor)
-        self.pending, self.names = PendingValues(), []
-        values = ValueBuffer(self.writer, self._wake, self.pending, self._index_of, self.warnings.append)
-        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append, values)
+        self.values, self.names = ValueBuffer(), []
+        about = (self.writer, log_interval, offset, self._wake, self.warnings.append)
+        self.recorder = Recorder(*about, self.values, self._index_of)
 
     def value(self, name, value):
-        self.pending.add(name, value)
+        self.values.add(name, value)
 
     def _index_of(self, name):
         self.names.append(name)

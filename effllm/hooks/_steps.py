@@ -12,8 +12,8 @@ from effllm.config.switches import this_process
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector, initialize_efficientllm_metrics
-from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder
+from effllm.trainer.value_buffer import PENDING
 
 
 class Steps:

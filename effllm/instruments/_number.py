@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from effllm.trainer.pending_values import PENDING
+from effllm.trainer.value_buffer import PENDING
 
 #: Record a value by its name; without an active run, the call only reads one attribute.
 record = PENDING.add

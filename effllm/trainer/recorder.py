@@ -88,7 +88,8 @@ class Recorder:
         offset: number of earlier iterations; a window ends where ``log_interval`` divides ordinal plus offset.
         wake: called at the end of a window, and at the next start of an iteration; must not wait.
         warn: called with a line for the user, once for each kind of mistake.
-        values: writes the values of instruments; the default writes nothing.
+        values: the values of instruments; by default, no instrument adds values.
+        index_of_value: returns the index of a name of values, or -1 if there are too many names.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Recorder:
         wake: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda _line: None,
         values: ValueBuffer | None = None,
+        index_of_value: Callable[[str], int] = lambda _name: -1,
     ) -> None:
         self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset, self.is_on, self.ordinal = log_interval, offset, True, 0
@@ -115,10 +117,9 @@ class Recorder:
         self._boundary = False  # whether a window has ended and the next iteration has not started
         self._counters, self._phases = RunningCounts(), Phases()
         self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
-        self._losses, self._values = Losses(self._once), values or ValueBuffer(writer, wake)
+        self._losses, self._values = Losses(self._once), values or ValueBuffer()
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
-        self._pending = self._values.pending
-        self._pending.connect(self._values_due)
+        self._values.connect(self._values_due, writer, wake, index_of_value, warn)
         writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 
@@ -129,7 +130,7 @@ class Recorder:
             self._start_specially(start_ns)
             return
         self._start_ns, self._own_ns = start_ns, 0
-        self._pending.limit = MAX_TOGETHER
+        self._values.limit = MAX_TOGETHER
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
 
     def _start_specially(self, start_ns: int) -> None:
@@ -188,7 +189,7 @@ class Recorder:
             if not counters.add(tokens_processed, samples, tokens, tokens_loss):
                 self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
                 self.reject_counts()
-        self._pending.limit = 1  # values between two iterations are written at once
+        self._values.limit = 1  # values between two iterations are written at once
         if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
             self._values_at_ns = self._values.write(ordinal, end_ns)
         if self._own_ns:
@@ -378,7 +379,7 @@ class Recorder:
     def disable(self) -> None:
         """Stop recording without a final status, as in a forked child."""
         self.is_on, self._is_special, self._once.is_on = False, True, False
-        self._pending.disconnect(self._values_due)
+        self._values.disconnect(self._values_due)
 
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0

@@ -34,9 +34,8 @@ from effllm.records.shared_memory import RingError
 from effllm.store.redaction import redacted
 from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
-from effllm.trainer.pending_values import PENDING
 from effllm.trainer.recorder import Recorder, pair_s
-from effllm.trainer.value_buffer import ValueBuffer
+from effllm.trainer.value_buffer import PENDING
 from effllm.trainer.waking import Waker
 
 PR_SET_PTRACER = 0x59616D61  # "Yama", linux/prctl.h
@@ -108,9 +107,9 @@ class Session:
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
-        values = ValueBuffer(self._ring, self._wake_agent, PENDING, self._declared.value_index, self.warn)
         first = self._declared.facts.first_iteration
-        about = (self._ring, config.log_interval, first, self._wake_agent, self.warn, values)
+        values = PENDING, self._declared.value_index
+        about = (self._ring, config.log_interval, first, self._wake_agent, self.warn, *values)
         version = getattr(torch, "version", None)
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:

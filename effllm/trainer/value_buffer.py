@@ -1,13 +1,18 @@
-"""The values of instruments on their way from the instruments to the ring."""
+"""The values of instruments on their way from the instruments to the ring.
+
+Instruments import this module also without a run, so it imports nothing of effllm.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
+from typing import TYPE_CHECKING
 
-from effllm.records.ring import MAX_VALUES, RingWriter
-from effllm.trainer.pending_values import PendingValues
+if TYPE_CHECKING:
+    from effllm.records.ring import RingWriter
 
+MAX_VALUES = 12  # in one record: records.ring.MAX_VALUES
 #: After this many records of values, the agent is woken, so that it reads the ring before records are overwritten.  By
 #: default, the ring has 1,000 slots.
 WAKE_RECORDS = 250
@@ -23,38 +28,66 @@ MAX_KNOWN_NAMES = 1000
 
 
 class ValueBuffer:
-    """Writes pending values to the ring; one record of several values takes less time than a record of each.
+    """The values of instruments that are not yet in the ring, oldest first.
 
+    In a training loop the caches are cold: each function and each object that a call uses takes microseconds.  So `add`
+    only appends, and one record of several values takes less time than a record of each.  Any thread may call `add`.
     Only the thread of the training loop writes, because two threads would write into the same slot of the ring.
-
-    Args:
-        writer: the ring.
-        wake: wakes the agent; must not wait.
-        pending: the values; by default, no instrument adds values.
-        index_of: returns the index of a name of values, or -1 if there are too many names.
-        warn: called with a line for the user, once for each kind of mistake.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self._pending: list[tuple[str, float]] = []
+        self._due: Callable[[], None] | None = None
+        self.limit = 1  #: at this number of values, `add` calls the recorder
+
+    def connect(
         self,
+        due: Callable[[], None],
         writer: RingWriter,
         wake: Callable[[], None],
-        pending: PendingValues | None = None,
-        index_of: Callable[[str], int] = lambda _name: -1,
-        warn: Callable[[str], None] = lambda _line: None,
+        index_of: Callable[[str], int],
+        warn: Callable[[str], None],
     ) -> None:
+        """Keep values from now on.
+
+        Args:
+            due: called at `limit` values; calls `write`.
+            writer: the ring.
+            wake: wakes the agent; must not wait.
+            index_of: returns the index of a name of values, or -1 if there are too many names.
+            warn: called with a line for the user, once for each kind of mistake.
+        """
+        self._pending, self.limit, self._due = [], 1, due
         self._writer, self._wake, self._index_of, self._warn = writer, wake, index_of, warn
-        self.pending = PendingValues() if pending is None else pending
         self._indices: dict[str, int] = {}
         self._thread = get_ident()
         self._is_writing = False  # a signal handler may call `write` during a call
         self._num_values = self._num_records = 0
         self._num_dropped = 0  # only a second thread changes this number
 
+    def disconnect(self, due: Callable[[], None]) -> None:
+        """Drop all values, and ignore later values; does nothing if another recorder has connected since."""
+        if self._due == due:
+            self._due, self._pending = None, []
+
+    def add(self, name: str, value: float) -> None:
+        """Record a value for the run folder; does nothing while no recorder is connected.
+
+        Args:
+            name: for example ``loss``, or with its unit ``timing/forward_seconds``.
+            value: NaN and infinite values are counted; a value that is not a float is ignored, with a warning.
+        """
+        due = self._due
+        if due is not None:
+            pending = self._pending
+            pending.append((name, value))
+            if len(pending) >= self.limit:
+                due()
+
     def begin(self) -> None:
         """Begin an iteration; the calling thread is the thread of the training loop."""
         self._thread = get_ident()
-        self.pending.limit = MAX_TOGETHER
+        self.limit = MAX_TOGETHER
 
     def write(self, ordinal: int, now_ns: int = 0) -> int:
         """Write all values, if the calling thread is the thread of the training loop.
@@ -66,14 +99,16 @@ class ValueBuffer:
         Returns:
             The earliest time of the next write at the end of an iteration.
         """
-        if self.pending and get_ident() != self._thread:
-            if len(self.pending) > MAX_PENDING:
-                self.pending.drop_newest()
+        pending = self._pending
+        if pending and get_ident() != self._thread:
+            if len(pending) > MAX_PENDING:
+                del pending[-1:]
                 self._num_dropped += 1
-        elif self.pending and not self._is_writing:
+        elif pending and not self._is_writing:
             self._is_writing = True
             try:
-                pairs = self.pending.take()
+                pairs = pending[:]
+                del pending[: len(pairs)]  # another thread may have appended a value meanwhile
                 for at in range(0, len(pairs), MAX_VALUES):
                     self._put(ordinal, pairs[at : at + MAX_VALUES])
             finally:
@@ -103,3 +138,7 @@ class ValueBuffer:
         self._num_records += 1
         if self._num_records % WAKE_RECORDS == 0:
             self._wake()
+
+
+#: The values of the instruments of this process.
+PENDING = ValueBuffer()

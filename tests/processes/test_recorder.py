@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from effllm.records import ring
 from effllm.trainer import value_buffer
-from effllm.trainer.pending_values import PendingValues
 
 
 @pytest.fixture
@@ -825,7 +824,7 @@ def test_values_of_a_second_thread_are_bounded_and_the_rest_is_counted(loop):
     other = threading.Thread(target=record)
     other.start()
     other.join()
-    assert len(loop.pending) == value_buffer.MAX_PENDING
+    assert len(loop.values._pending) == value_buffer.MAX_PENDING
     loop.end(2100)
 
     last = loop.slots(ring.VALUES)[-1]
@@ -868,19 +867,23 @@ def test_value_that_is_not_a_float_is_ignored_with_one_warning(loop):
     assert loop.warnings[:1] == ["value loss must be a float, not str; the value is ignored"]
 
 
+def test_buffer_writes_as_many_values_at_once_as_a_record_has_room_for():
+    assert value_buffer.MAX_VALUES == ring.MAX_VALUES
+
+
 def test_value_is_ignored_before_and_after_a_recorder():
-    pending = PendingValues()
-    pending.add("loss", 1.0)
+    unused = value_buffer.ValueBuffer()
+    unused.add("loss", 1.0)
     with looping() as loop:
         loop.recorder.finish()
         loop.value("loss", 1.0)
 
-        assert (len(pending), len(loop.pending)) == (0, 0)
+        assert (unused._pending, loop.values._pending) == ([], [])
 
 
 def test_end_of_an_old_recorder_keeps_the_values_of_a_new_recorder():
     with looping() as old, looping() as new:
-        old.recorder._pending = new.pending  # all recorders of a process have the same pending values
+        old.recorder._values = new.values  # all recorders of a process have the same pending values
         new.start(2000)
         new.value("loss", 1.0)
         old.recorder.disable()
