@@ -7,16 +7,14 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from effllm.records.moments import Moments
 
 #: The percentiles that the agent publishes (records.values).
 PERCENTILES = (5, 25, 50, 75, 95, 99)
-#: Percentiles of all values; only of the newest values, if others are not kept; or the agent's estimates (a t-digest).
-EXACT, NEWEST, ESTIMATED = "exact", "newest", "estimated"
 
 NAN = float("nan")
 #: Number of newest values that are kept of each series: they take 320 kB, as a float in a deque takes 32 bytes.
@@ -59,12 +57,9 @@ class Statistics:
         try:
             values = self._new[:]
             del self._new[: len(values)]  # another thread may have appended meanwhile
-            self._add_values(values)
+            self._recent.extend(self._moments.add_all(values))
         finally:
             _adding.release()
-
-    def _add_values(self, values: list[float]) -> None:
-        self._recent.extend(self._moments.add_all(values))
 
     @property
     def moments(self) -> Moments:
@@ -80,7 +75,7 @@ class Statistics:
             self._add_new()
         return self._recent
 
-    def newest(self, window: int | None) -> list[float]:
+    def newest(self, window: int) -> list[float]:
         """Return the newest values, at most ``window`` of them.
 
         Raises:
@@ -88,8 +83,6 @@ class Statistics:
         """
         recent = self.recent
         limit = recent.maxlen or MAX_RECENT
-        if window is None:
-            return list(recent)
         if not 1 <= window <= limit:
             raise ValueError(f"window={window} must be 1 to {limit}, the number of newest values that are kept")
         return list(islice(recent, max(len(recent) - window, 0), None))
@@ -121,33 +114,19 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-class Percentiles(NamedTuple):
-    """Percentiles, with the values that they cover."""
-
-    values: dict[int, float]  # by percent
-    num: int  # number of values from which the percentiles are computed
-    kind: str  # EXACT, NEWEST or ESTIMATED
-
-    def coverage(self) -> dict[str, int | str]:
-        """Return the fields of a summary about the covered values."""
-        return {"percentiles_of": self.num, "percentiles_are": self.kind}
-
-
-def percentiles_of(statistics: Statistics, name: str) -> Percentiles:
-    """Return the percentiles that cover most values.
+def percentiles_of(statistics: Statistics, name: str) -> dict[str, Any]:
+    """Return the percentiles that cover most values, and the values that they cover, for a summary.
 
     Args:
         statistics: the values in this process.
         name: name of the values in the run folder.
     """
-    ordered, count = sorted(statistics.recent), statistics.moments.count
-    num = len(ordered)
-    if count > num:
-        run = percentiles_of_run(name)
-        # If the run has more values than this instrument, another instrument of this process uses the same name.
-        if run is not None and num < run[0] <= count:
-            return Percentiles(dict(zip(PERCENTILES, run[1], strict=True)), run[0], ESTIMATED)
-    return exact_percentiles(ordered, EXACT if count == num else NEWEST)
+    recent, count = statistics.recent, statistics.moments.count
+    run = percentiles_of_run(name) if count > len(recent) else None
+    # If the run has more values than this instrument, another instrument of this process uses the same name.
+    if run is not None and len(recent) < run[0] <= count:
+        return _summary(run[1], run[0], "estimated")
+    return exact_percentiles(recent, "exact" if count == len(recent) else "newest")
 
 
 def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
@@ -157,6 +136,12 @@ def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
     return of_run
 
 
-def exact_percentiles(ordered: list[float], kind: str = EXACT) -> Percentiles:
-    """Return percentiles of sorted values; NaN without values."""
-    return Percentiles({percent: percentile(ordered, percent) for percent in PERCENTILES}, len(ordered), kind)
+def exact_percentiles(values: Iterable[float], kind: str = "exact") -> dict[str, Any]:
+    """Return the percentiles of values for a summary; NaN without values."""
+    ordered = sorted(values)
+    return _summary([percentile(ordered, percent) for percent in PERCENTILES], len(ordered), kind)
+
+
+def _summary(percentiles: Sequence[float], num_values: int, kind: str) -> dict[str, Any]:
+    named = {f"p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
+    return {**named, "percentiles_of": num_values, "percentiles_are": kind}

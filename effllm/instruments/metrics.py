@@ -89,32 +89,6 @@ def _file_part(name: str, argument: str) -> str:
     return name
 
 
-class _ValidScores(Statistics):
-    """Valid scores, and the number of each score."""
-
-    __slots__ = ("_counts", "_uncounted")
-
-    def __init__(self) -> None:
-        super().__init__(max_recent=1)
-        self._counts: dict[float, int] = {}
-        self._uncounted = 0  # scores beyond MAX_SCORES different ones
-
-    def _add_values(self, values: list[float]) -> None:
-        super()._add_values(values)
-        counts = self._counts
-        for score in values:
-            if score in counts:
-                counts[score] += 1
-            elif len(counts) < MAX_SCORES:
-                counts[score + 0.0] = 1  # -0.0 becomes 0.0, so that both have one text
-            else:
-                self._uncounted += 1
-
-    def counts(self) -> tuple[dict[float, int], int]:
-        """Return the number of each score, and the number of scores beyond `MAX_SCORES` different ones."""
-        return (self._counts, self._uncounted) if self.moments.count else ({}, 0)
-
-
 class ScoreDistributionTracker:
     """Counts scores, and scores that are not valid.
 
@@ -129,7 +103,8 @@ class ScoreDistributionTracker:
         if not minimum < maximum:
             raise ValueError(f"minimum={minimum} must be below maximum={maximum}")
         self._minimum, self._maximum = minimum, maximum
-        self._valid = _ValidScores()
+        self._valid = Statistics(max_recent=1)
+        self._counts: dict[float, int] = {}  # number of each valid score
         self._missing = self._not_finite = self._out_of_range = 0
         self._warn_once = UserWarnings()
 
@@ -145,6 +120,9 @@ class ScoreDistributionTracker:
                 record("scores/missing", 1.0)
             elif self._minimum <= score <= self._maximum:
                 self._valid.add(score)
+                if score in self._counts or len(self._counts) < MAX_SCORES:
+                    # -0.0 becomes 0.0, so that both have one text.
+                    self._counts[score + 0.0] = self._counts.get(score, 0) + 1
                 record("scores/valid", score)
             elif math.isfinite(score):
                 self._out_of_range += 1
@@ -159,7 +137,7 @@ class ScoreDistributionTracker:
         ``score_counts`` has the number of each valid score by its text; ``other_scores`` counts the valid scores beyond
         the first 1,000 different scores.
         """
-        scores, (counts, num_others) = self._valid.moments, self._valid.counts()
+        scores = self._valid.moments
         valid = scores.count
         invalid = self._missing + self._not_finite + self._out_of_range
         total = valid + invalid
@@ -171,7 +149,8 @@ class ScoreDistributionTracker:
             "missing_count": self._missing,
             "not_finite_count": self._not_finite,
             "out_of_range_count": self._out_of_range,
-            "score_counts": {str(score): count for score, count in sorted(counts.items())},
+            "score_counts": {str(score): count for score, count in sorted(self._counts.items())},
             "mean_score": scores.mean,
         }
+        num_others = valid - sum(self._counts.values())
         return {**distribution, "other_scores": num_others} if num_others else distribution

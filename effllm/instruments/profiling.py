@@ -23,9 +23,6 @@ __all__ = ["ComprehensiveProfiler", "GPUMemoryProfiler", "MemoryTrend", "Through
 #: After these iterations, memory is read at most once per `MEMORY_EVERY_S`: a read takes 40 us, in a loop up to 150 us.
 ALL_MEMORY_ITERATIONS = 256
 MEMORY_EVERY_S = 0.25
-#: A time in seconds, with the totals of all updates until then: samples, updates with an unreadable number of samples,
-#: tokens, updates with an unreadable number of tokens.  A plain tuple, because `update` is called with cold caches.
-_Mark = tuple[float, int, int, int, int]
 _UNREADABLE = "ThroughputTracker.update was given a count below 0 or a tensor on a GPU; rates with this count are NaN"
 #: Timer of whole iterations; the shares of all other timers are shares of this timer.
 ITERATION = "iteration"
@@ -109,8 +106,10 @@ class ThroughputTracker:
     def __init__(self, window_size: int = 100) -> None:
         if window_size < 1:
             raise ValueError(f"window_size={window_size} must be at least 1")
-        self._first: _Mark | None = None
-        self._recent: deque[_Mark] = deque(maxlen=window_size + 1)
+        self._first_s = 0.0  # start of the time
+        self._samples = self._tokens = 0.0  # of all updates
+        # The time of each update with its samples and tokens; NaN for a number that could not be read.
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=window_size + 1)
         self._warn_once = UserWarnings()
 
     def start(self) -> None:
@@ -124,54 +123,37 @@ class ThroughputTracker:
         tokens = num_tokens if type(num_tokens) is int and 0 <= num_tokens < MAX_WHOLE else whole(num_tokens)
         if samples is None or tokens is None:
             self._warn_once(_UNREADABLE)
-        if self._first is None:
+        if not self._recent:
             self._begin(now_s)
             return
-        before_s, all_samples, samples_unknown, all_tokens, tokens_unknown = self._recent[-1]
-        self._recent.append(
-            (
-                now_s,
-                all_samples + (samples or 0),
-                samples_unknown + (samples is None),
-                all_tokens + (tokens or 0),
-                tokens_unknown + (tokens is None),
-            )
-        )
-        record("throughput/update_seconds", now_s - before_s)
-        record("throughput/samples", NAN if samples is None else float(samples))
-        record("throughput/tokens", NAN if tokens is None else float(tokens))
+        counts = NAN if samples is None else float(samples), NAN if tokens is None else float(tokens)
+        record("throughput/update_seconds", now_s - self._recent[-1][0])
+        record("throughput/samples", counts[0])
+        record("throughput/tokens", counts[1])
+        self._samples += counts[0]
+        self._tokens += counts[1]
+        self._recent.append((now_s, *counts))
 
     def _begin(self, now_s: float) -> None:
-        _, *totals = self._recent[-1] if self._recent else (0.0, 0, 0, 0, 0)
-        mark: _Mark = (now_s, totals[0], totals[1], totals[2], totals[3])
-        self._first = self._first or mark
-        self._recent.append(mark)
+        self._first_s = self._first_s if self._recent else now_s
+        self._recent.append((now_s, 0.0, 0.0))
 
     def get_current_throughput(self) -> dict[str, float]:
         """Return samples and tokens per second over the newest updates."""
-        return self._rates(self._recent[0] if self._recent else None)
+        first, *later = self._recent or [(0.0, 0.0, 0.0)]
+        return self._rates(first[0], sum(samples for _, samples, _ in later), sum(tokens for _, _, tokens in later))
 
     def get_average_throughput(self) -> dict[str, float]:
         """Return samples and tokens per second over all updates."""
-        return self._rates(self._first)
+        return self._rates(self._first_s, self._samples, self._tokens)
 
-    def _rates(self, first: _Mark | None) -> dict[str, float]:
-        if first is None:
-            return {"samples_per_sec": NAN, "tokens_per_sec": NAN}
-        last = self._recent[-1]
-        time_s = last[0] - first[0]
+    def _rates(self, since_s: float, samples: float, tokens: float) -> dict[str, float]:
+        """Return the counts per second; NaN if a count is unknown, or none was ever given."""
+        time_s = self._recent[-1][0] - since_s if self._recent else 0.0
         return {
-            "samples_per_sec": _rate(first[1:3], last[1:3], time_s),
-            "tokens_per_sec": _rate(first[3:], last[3:], time_s),
+            "samples_per_sec": samples / time_s if self._samples and time_s > 0 else NAN,
+            "tokens_per_sec": tokens / time_s if self._tokens and time_s > 0 else NAN,
         }
-
-
-def _rate(first: tuple[int, ...], last: tuple[int, ...], time_s: float) -> float:
-    """Return the count per second between two totals; NaN if a count between them is unknown, or none was given."""
-    (count_before, unknown_before), (count, unknown) = first, last
-    if time_s <= 0 or not (count or unknown) or unknown != unknown_before:
-        return NAN
-    return (count - count_before) / time_s
 
 
 class _Timed:
@@ -332,9 +314,10 @@ def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
         "std_sec": moments.std,
         "min_sec": moments.minimum if moments.count else NAN,
         "max_sec": moments.maximum if moments.count else NAN,
-        "p50_sec": shown.values[50],
-        "p95_sec": shown.values[95],
-        **shown.coverage(),
+        "p50_sec": shown["p50"],
+        "p95_sec": shown["p95"],
+        "percentiles_of": shown["percentiles_of"],
+        "percentiles_are": shown["percentiles_are"],
         "total_sec": moments.total,
         "share_of_iteration": moments.total / total_s if total_s > 0 else NAN,
     }

@@ -97,16 +97,13 @@ class MetricTracker:
         """
         statistics = self._metrics.get(name) or Statistics(self._max_recent)
         moments = self._moments(name, window)
-        newest = statistics.newest(window) if window is not None else None
-        shown = percentiles_of(statistics, name) if newest is None else exact_percentiles(sorted(newest))
         return {
             "count": moments.count,
             "mean": moments.mean,
             "std": moments.std,
             "min": moments.minimum if moments.count else NAN,
             "max": moments.maximum if moments.count else NAN,
-            **{f"p{percent}": value for percent, value in shown.values.items()},
-            **shown.coverage(),
+            **(percentiles_of(statistics, name) if window is None else exact_percentiles(statistics.newest(window))),
             "not_finite": dict(statistics.moments.not_finite),
         }
 
