@@ -82,12 +82,13 @@ class EvalMode:
         now_ns = time.monotonic_ns()
         if not is_training:
             self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
-            if not self._was_in_last:
-                self._steps.may_evaluate()
+            if not self._was_in_last and (recorder := self._steps.recorder) is not None:
+                recorder.may_evaluate()
             return
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():
-            self._steps.evaluated(self._since_ns, now_ns)
+            if (recorder := self._steps.recorder) is not None:
+                recorder.evaluated(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop()
 
@@ -341,7 +342,7 @@ class Rounds:
             self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in _parameters(optimizer)}
             self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
-            if is_first or (is_new and self._steps.put_aside()):
+            if is_first or (is_new and recorder.put_aside()):
                 self._counter.follow(list(_parameters(optimizer)))
             else:
                 self._counter.batches.end()

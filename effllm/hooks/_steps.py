@@ -213,21 +213,6 @@ class Steps:
 
         return around(holder, name, guard, before=start, after=end, failed=end)
 
-    def may_evaluate(self) -> None:
-        """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
-        if (recorder := self.recorder) is not None:
-            recorder.may_evaluate()
-
-    def evaluated(self, start_ns: int, end_ns: int) -> None:
-        """Subtract an ended evaluation from the running iteration; the times are on the monotonic clock."""
-        if (recorder := self.recorder) is not None:
-            recorder.evaluated(start_ns, end_ns)
-
-    def put_aside(self) -> bool:
-        """Count the running iteration as another phase: it is the pause before a new training."""
-        recorder = self.recorder
-        return recorder is not None and recorder.put_aside()
-
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}

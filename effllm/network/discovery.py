@@ -28,6 +28,7 @@ from effllm.config.settings import Config, secret_path
 from effllm.config.switches import this_process
 from effllm.network import interface, secret
 from effllm.network.listening import DiscoveryError
+from effllm.records.facts import FoundAddress
 from effllm.store import own_files
 
 PROBE_S = 0.5
@@ -191,14 +192,15 @@ def source(place: Place, config: Config, generation: int) -> RecordSource | None
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
-def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str], None]) -> None:
-    """Publish rank 0's record at once; if this fails, retry in a thread."""
+def publish(source: RecordSource, record: dict[str, str], write: Callable[[FoundAddress], None]) -> None:
+    """Publish rank 0's record at once; if this fails, retry in a thread, which writes the reason of a failure."""
     if source.connect() and source.publish(record):
         return
 
     def run() -> None:
         if not _until(lambda: source.connect() and source.publish(record)):
-            failed(f"rank 0's address could not be published within {GIVE_UP_S:.0f} s: no other rank has metrics")
+            why = f"rank 0's address could not be published within {GIVE_UP_S:.0f} s: no other rank has metrics"
+            write(FoundAddress(failed=why))
 
     _in_thread(run)
 
@@ -210,8 +212,7 @@ class Search:
         source: the place of the record.
         config: the job's settings.
         is_secured: whether a record needs a signature.
-        on_found: is called with each new record, or with the reason from rank 0 why there is no aggregator.
-        failed: is called with one line for the user.
+        write: is called with each new address, or with a reason why there is none: a line for the user.
         is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
     """
 
@@ -220,12 +221,11 @@ class Search:
         source: RecordSource,
         config: Config,
         is_secured: bool,
-        on_found: Callable[[dict[str, str]], None],
-        failed: Callable[[str], None],
+        write: Callable[[FoundAddress], None],
         is_welcome: Callable[[str], bool],
     ) -> None:
         self._source, self._config, self._is_secured = source, config, is_secured
-        self._found, self._failed, self._is_welcome = on_found, failed, is_welcome
+        self._write, self._is_welcome = write, is_welcome
         self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
         self._read_at_s, self._pause_s = 0.0, MIN_RECHECK_S
@@ -241,7 +241,8 @@ class Search:
 
     def _run(self) -> None:
         if not _until(self._step) and not self._record and not self._is_refused:
-            self._failed(f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics")
+            why = f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics"
+            self._write(FoundAddress(failed=why))
 
     def _step(self) -> bool:
         if self._record and self._is_welcome(self._record["endpoint"]):
@@ -261,16 +262,18 @@ class Search:
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._found({"refused": record["refused"]})  # called only once, because rank 0 has logged the reason
+                self._write(
+                    FoundAddress(refused=record["refused"])
+                )  # called only once, because rank 0 has logged the reason
             return
         objection = self._objection(record)
         if not objection:
             self._record = record
             self._pause_s = MIN_RECHECK_S
-            self._found({"endpoint": record["endpoint"], "job": record.get("job", "")})
+            self._write(FoundAddress(record["endpoint"], record.get("job", "")))
         elif objection not in self._reported:
             self._reported.add(objection)
-            self._failed(objection)
+            self._write(FoundAddress(failed=objection))
 
     def _objection(self, record: Mapping[str, str]) -> str:
         if not self._is_secured:

@@ -11,14 +11,14 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
 from effllm.network import discovery, interface, listening, secret
 from effllm.records.board import Board
-from effllm.records.facts import FoundAddress, from_document
+from effllm.records.facts import FoundAddress
 from effllm.trainer.declared import Declared
 
 
@@ -68,7 +68,7 @@ class AggregatorAddress:
         source = discovery.source(self._place, config, AggregatorAddress._generation)
         if self._place.rank != 0:
             assert source is not None
-            search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
+            search = discovery.Search(source, config, is_secured, self._write, self._is_welcome)
             return search.start
         record = {"endpoint": self._listen(source, is_secured), "job": secrets.token_hex(8)}
         self._declared.set(**record)
@@ -77,7 +77,7 @@ class AggregatorAddress:
             self._declared.set(address_file=str(getattr(source, "path", "")))
             if is_secured:
                 record = secret.sign(secret.read(secret_path(config)), record, source.key)
-            discovery.publish(source, record, self._not_found)
+            discovery.publish(source, record, self._write)
         return lambda: None
 
     def _listen(self, source: Any, is_secured: bool) -> str:
@@ -89,7 +89,7 @@ class AggregatorAddress:
                 secret.create(secret_path(self._config))
         except (listening.DiscoveryError, OSError) as error:
             if source is not None:
-                discovery.publish(source, {"refused": str(error), "job": ""}, self._not_found)
+                discovery.publish(source, {"refused": str(error), "job": ""}, self._write)
                 if path := getattr(source, "path", None):
                     atexit.register(discovery.remove, path, "")
             raise
@@ -119,15 +119,8 @@ class AggregatorAddress:
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
             print_line(line)
 
-    # The next three methods may run in the thread of the search.
-
-    def _found(self, record: Mapping[str, str]) -> None:
-        self._write(from_document(FoundAddress, record))
-
-    def _not_found(self, line: str) -> None:
-        self._write(FoundAddress(failed=line))
-
     def _is_welcome(self, endpoint: str) -> bool:
+        """Whether the search may end; the search's thread may call this method."""
         return self.is_over or self._board.welcome() == endpoint
 
 

@@ -44,15 +44,23 @@ class Found:
     """A rank that searches for the aggregator."""
 
     def __init__(self, source, is_secured=False, config=None):
-        self.records, self.lines, self.welcome = [], [], ""
+        self.written, self.welcome = [], ""
         self.search = Search(
             source,
             config or Config(security="none"),
             is_secured,
-            self.records.append,
-            self.lines.append,
+            self.written.append,
             lambda endpoint: endpoint == self.welcome,
         )
+
+    @property
+    def lines(self):
+        return [address.failed for address in self.written if address.failed]
+
+    @property
+    def records(self):
+        found = [address for address in self.written if not address.failed]
+        return [{name: text for name, text in vars(address).items() if text} for address in found]
 
 
 FIRST = {"endpoint": "tcp://10.0.0.1:1000", "job": "first"}

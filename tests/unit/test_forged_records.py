@@ -23,11 +23,12 @@ class Place:
 
 
 def looked(record, security="auto"):
-    found, lines = [], []
-    search = Search(Place(record), Config(security=security), False, found.append, lines.append, lambda _: False)
+    written = []
+    search = Search(Place(record), Config(security=security), False, written.append, lambda _: False)
     search._read()
     search._read()
-    return found, lines
+    found = [{"endpoint": one.endpoint, "job": one.job} for one in written if one.endpoint]
+    return found, [one.failed for one in written if one.failed]
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://[::1]:5555"])
