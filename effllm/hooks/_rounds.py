@@ -77,18 +77,18 @@ class EvalMode:
         _wrap(sys.modules["torch"])
 
     def changed(self, module: Any, is_training: bool) -> None:
-        if is_training != bool(self._since_ns) or not self._steps.is_owner or not self._owns(module):
+        recorder = self._steps.recorder
+        if recorder is None or is_training != bool(self._since_ns) or not self._owns(module):
             return
         now_ns = time.monotonic_ns()
         if not is_training:
             self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
-            if not self._was_in_last and (recorder := self._steps.recorder) is not None:
+            if not self._was_in_last:
                 recorder.may_evaluate()
             return
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():
-            if (recorder := self._steps.recorder) is not None:
-                recorder.evaluated(self._since_ns, now_ns)
+            recorder.evaluated(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop()
 

@@ -57,10 +57,8 @@ def find_secret(config: Config) -> Config:
         secret.create(secret_path(config))
     except secret.SecretError as error:
         runtime = this_process().get("XDG_RUNTIME_DIR", "")
-        for base in (runtime, *TEMPORARY_FOLDERS):
+        for base in filter(os.path.isabs, (runtime, *TEMPORARY_FOLDERS)):
             folder = Path(base, f"effllm-{os.geteuid()}")
-            if not base.startswith("/"):
-                continue
             with contextlib.suppress(OSError):
                 own_files.make_folder(folder)
                 secret.create(folder / "secret")
@@ -69,14 +67,13 @@ def find_secret(config: Config) -> Config:
     return config
 
 
-def host_of(endpoint: str) -> str:
-    """Return the host of an endpoint; an IPv6 address has brackets."""
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+def _is_on_loopback(endpoint: str) -> bool:
+    return interface.is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0])
 
 
 def openness(endpoint: str) -> str:
     """Return the warning about an endpoint without keys; empty for loopback."""
-    if interface.is_loopback(host_of(endpoint)):
+    if _is_on_loopback(endpoint):
         return ""
     return (
         f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, so "
@@ -278,7 +275,7 @@ class Search:
     def _objection(self, record: Mapping[str, str]) -> str:
         if not self._is_secured:
             endpoint = record["endpoint"]
-            if self._config.security == "none" or interface.is_loopback(host_of(endpoint)):
+            if self._config.security == "none" or _is_on_loopback(endpoint):
                 return ""
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote this address"
