@@ -30,7 +30,7 @@ from effllm.job.rows import Rows
 from effllm.metrics import energy
 from effllm.records.energy import JOULES
 from effllm.records.events import KINDS, EventLimit
-from effllm.records.job import ClusterReport, HealthTotals
+from effllm.records.job import ClusterReport
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
 from effllm.store.run_folder import KeptReports
@@ -138,8 +138,8 @@ class ClosedWindows:
         """Record the waits for slow ranks, and request recordings of a newly named rank and of a peer."""
         ledger, stragglers = self._ledger, self._stragglers
         ledger.last_ranks, verdicts, named = stragglers.waits.last_ranks, stragglers.verdicts, stragglers.named_ranks
-        waits = HealthTotals(found.seconds, found.rank_seconds, found.joules, stragglers=len(named))
-        ledger.note_waits(Waited(waits, verdicts, found.slowest))
+        waits = found.seconds, found.rank_seconds, found.joules
+        ledger.note_waits(Waited(*waits, verdicts, len(named), found.slowest))
         for event in found.events:
             self._events.record(event)
         if verdicts and any(event.kind == "straggler" for event in found.events):

@@ -117,9 +117,16 @@ class Spent(Struct):
 class Waited(Struct):
     """The stragglers of the last window."""
 
-    health: HealthTotals = HealthTotals()  # the waits for them
+    seconds: float | None = None  # wait of each rank for the slowest straggler; None if no rank measures its own time
+    rank_seconds: float = 0.0  # sum of the waits of all ranks
+    joules: float | None = None  # energy of the waiting ranks' devices during these waits
     verdicts: tuple[StragglerVerdict, ...] = ()
+    num_named: int = 0  # number of named ranks
     slowest: Straggler | None = None  # the slowest named rank
+
+    @property
+    def health(self) -> HealthTotals:
+        return HealthTotals(self.seconds, self.rank_seconds, self.joules, stragglers=self.num_named)
 
 
 class Ledger(Struct):
@@ -157,7 +164,9 @@ class Ledger(Struct):
     serving_cpu_s: float = 0.0  # CPU time of the current aggregator
     serving_bytes: int = 0  # bytes that the current aggregator received
     stragglers: dict[str, StragglerVerdict] = {}  # verdicts by ranks, with the total cost
-    health: HealthTotals = HealthTotals(straggling_j=0.0)  # waits for stragglers; no joules if a part was not measured
+    straggling_s: float | None = None  # wait of each rank for named ranks
+    straggling_gpu_s: float = 0.0
+    straggling_j: float | None = 0.0  # None if a part was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     last_ranks: LastRanks = LastRanks()
@@ -245,14 +254,19 @@ class Ledger(Struct):
 
     def note_waits(self, waited: Waited) -> None:
         """Add the waits for stragglers in a window."""
-        self.waited, more, before = waited, waited.health, self.health
-        straggling_s, straggling_j = before.straggling_s, before.straggling_j
-        if more.straggling_s is not None:
-            straggling_s = (straggling_s or 0.0) + more.straggling_s
-        if more.straggling_gpu_s:
-            is_known = straggling_j is not None and more.straggling_j is not None
-            straggling_j = straggling_j + more.straggling_j if is_known else None  # type: ignore[operator]
-        self.health = HealthTotals(straggling_s, before.straggling_gpu_s + more.straggling_gpu_s, straggling_j)
+        self.waited = waited
+        if waited.seconds is not None:
+            self.straggling_s = (self.straggling_s or 0.0) + waited.seconds
+        if waited.rank_seconds:
+            is_known = self.straggling_j is not None and waited.joules is not None
+            self.straggling_j = self.straggling_j + waited.joules if is_known else None  # type: ignore[operator]
+        self.straggling_gpu_s += waited.rank_seconds
+
+    @property
+    def health(self) -> HealthTotals:
+        """The waits for stragglers and the stalls of the run."""
+        number = self.waited.num_named
+        return HealthTotals(self.straggling_s, self.straggling_gpu_s, self.straggling_j, self.hang_s, number)
 
     def note_own(self, cpu_s: float, received_bytes: int) -> None:
         self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes

@@ -70,7 +70,7 @@ def to_date(
 ) -> tuple[ClusterTotals, ClusterTotals]:
     """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
     constants, sample_s = roster.job.constants, roster.config.collection_interval_s
-    health = replace(ledger.health, stalled_s=ledger.hang_s, stragglers=ledger.waited.health.stragglers)
+    health = ledger.health
     run, job = (
         replace(
             sums,
