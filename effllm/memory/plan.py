@@ -38,8 +38,8 @@ PRECISIONS = {
     "bf16-zero": Precision(2, 2, 4, 2, master=4),  # DeepSpeed
 }
 
-#: Number of states of the size of the weights: of Adafactor those of vectors, of Muon those of matrices.
-OPTIMIZERS = {"adamw": 2, "adamw-8bit": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 1, "muon": 1}
+#: Number of states of the size of the weights: of Muon those of matrices; Adafactor has sums of rows and columns.
+OPTIMIZERS = {"adamw": 2, "adamw-8bit": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0, "muon": 1}
 
 CHECKPOINTING = ("none", "selective", "full")
 ATTENTION = ("sdpa", "flash", "eager")

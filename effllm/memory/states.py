@@ -241,7 +241,7 @@ def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:
     for the matrices of the layers, and AdamW for the embedding, the head, vectors and stacked experts: torch.optim.Muon
     takes matrices alone, and the experts of transformers are tensors of three dimensions.
     """
-    if optimizer == "adafactor" and tensor.columns:
+    if optimizer == "adafactor":
         return (tensor.rows + tensor.columns) * size
     if optimizer == "adamw-8bit":
         is_small = tensor.elements < SMALLEST_8BIT

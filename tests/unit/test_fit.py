@@ -347,6 +347,16 @@ def test_a_given_number_of_gpus_is_kept_by_a_larger_tp():
     assert not any("as many GPUs" in cost for one in changes for cost in one.costs)
 
 
+def test_a_smaller_micro_batch_keeps_the_global_batch():
+    found = estimate(EIGHT_B, MemoryPlan(precision="bf16", seq_length=4096, micro_batch=4, accumulation=3))
+
+    changes = fitting_changes(found, 0.8 * found.total.expected)
+
+    split = next(one for one in changes if one.options.startswith("--micro-batch 1"))
+    assert split.options == "--micro-batch 1 --accumulation 12"
+    assert (split.plan.micro_batch, split.plan.accumulation) == (1, 12)
+
+
 @pytest.mark.parametrize(("keeps_gpus", "options"), [(True, "--gpus 2 --tp 2"), (False, "--tp 2")])
 def test_more_gpus_are_named_if_their_number_was_given(keeps_gpus, options):
     found = estimate(EIGHT_B, MemoryPlan(mode=INFERENCE, precision="bf16"))
