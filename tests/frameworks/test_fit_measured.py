@@ -19,10 +19,9 @@ from effllm.commands.fit import CannotMeasure, measure
 from effllm.config.isolated import NoAnswer
 from effllm.memory.count_child import build_model
 from effllm.memory.estimate import ACTIVATION_LIMITS
-from effllm.memory.measure_child import measured
+from effllm.memory.measure_child import Storages, measured
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.quantized_stand_ins import QuantizedLinear, quantize
-from effllm.memory.storages import Storages
 
 # transformers warns of its own old names, and PEFT of the names of modules.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
