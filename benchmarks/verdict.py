@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--causes", default=",".join(THRESHOLDS), help="planted causes, separated by commas")
     parser.add_argument("--again", action="store_true", help="run all jobs again, also finished jobs of this commit")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results/")
-    parser.add_argument("--markdown", action="store_true", help="print the tables for docs/verdict.md")
+    parser.add_argument("--markdown", action="store_true", help="print the confusion matrix as a table of Markdown")
     given = parser.parse_args()
     first, last = (0, 1) if given.quick else map(int, given.seeds.split("-"))
     causes, seeds = given.causes.split(","), range(first, last + 1)

@@ -114,16 +114,19 @@ def how_to_open(
     Args:
         folder: the run folder.
         tensorboard_dir: folder of the event file.
-        start: a folder to which the run folder is named relative; ``None``: the whole path, for a file.
+        start: a folder to which both are named relative; ``None``: the whole paths, for a file.
         command: of effllm.
     """
+
+    def shown(path: Path) -> str:
+        return shlex.quote(str(path.relative_to(start) if start is not None and path.is_relative_to(start) else path))
+
     if folder is not None:
-        shown = folder.relative_to(start) if start is not None and folder.is_relative_to(start) else folder
-        yield f"effllm {command} {shlex.quote(str(shown))}"
+        yield f"effllm {command} {shown(folder)}"
     if tensorboard_dir is not None:
         # TensorBoard names a run by its folder, so that it is shown beside the other runs.
         events = tensorboard_dir if tensorboard_dir.parent == folder else tensorboard_dir.parent
-        yield f"tensorboard --logdir {shlex.quote(str(events))}"
+        yield f"tensorboard --logdir {shown(events)}"
 
 
 def _missing(missing: Sequence[Fact], room: int) -> Iterator[str]:

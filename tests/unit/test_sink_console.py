@@ -556,6 +556,7 @@ def test_commands_that_open_a_run_are_quoted(tmp_path, monkeypatch):
         "tensorboard --logdir '/my runs/one/tb'",
     ]
     assert list(how_to_open(tmp_path / "runs/one", None, tmp_path)) == ["effllm inspect runs/one"]
+    assert list(how_to_open(None, tmp_path / "runs/one", tmp_path)) == ["tensorboard --logdir runs"]
     assert list(how_to_open(tmp_path / "runs/one", None)) == [f"effllm inspect {tmp_path}/runs/one"]
     assert list(how_to_open(None, Path("/tb/one"))) == ["tensorboard --logdir /tb"]
 
