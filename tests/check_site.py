@@ -16,7 +16,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 #: Elements and attributes by which a browser loads a file without a click.
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "audio": "src", "video": "src"}
 LOADED_BY_LINK = {"stylesheet", "icon", "preconnect", "preload", "prefetch", "modulepreload", "dns-prefetch"}
-MARKDOWN = re.compile(r"^\s*([-*+] |1\. |#{1,6} |\|.*\||```|:::)|\]\(", re.MULTILINE)
+MARKDOWN = re.compile(r"^\s*([-*+] |\d+\. |#{1,6} |\|.*\||```|:::)|\]\(", re.MULTILINE)
 
 
 class Page(HTMLParser):

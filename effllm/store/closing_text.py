@@ -117,16 +117,13 @@ def how_to_open(
         start: a folder to which both are named relative; ``None``: the whole paths, for a file.
         command: of effllm.
     """
-
-    def shown(path: Path) -> str:
-        return shlex.quote(str(path.relative_to(start) if start is not None and path.is_relative_to(start) else path))
-
-    if folder is not None:
-        yield f"effllm {command} {shown(folder)}"
-    if tensorboard_dir is not None:
-        # TensorBoard names a run by its folder, so that it is shown beside the other runs.
-        events = tensorboard_dir if tensorboard_dir.parent == folder else tensorboard_dir.parent
-        yield f"tensorboard --logdir {shown(events)}"
+    # TensorBoard names a run by its folder, so that it is shown beside the other runs.
+    if tensorboard_dir is not None and tensorboard_dir.parent != folder:
+        tensorboard_dir = tensorboard_dir.parent
+    for opener, path in ((f"effllm {command}", folder), ("tensorboard --logdir", tensorboard_dir)):
+        if path is not None:
+            shown = path.relative_to(start) if start is not None and path.is_relative_to(start) else path
+            yield f"{opener} {shlex.quote(str(shown))}"
 
 
 def _missing(missing: Sequence[Fact], room: int) -> Iterator[str]:
