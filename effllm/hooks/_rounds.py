@@ -251,7 +251,6 @@ class Rounds:
     """
 
     def __init__(self, level: int, name: str) -> None:
-        self._level, self._name = level, name
         self._steps = Steps(level, name)
         self.EvalMode = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
@@ -275,7 +274,7 @@ class Rounds:
         if not self._steps.claim():
             return False
         if not _trains_a_model(optimizer):
-            ownership.release(self._level, self._name)
+            ownership.release(self._steps.level, self._steps.name)
             if self._plain_steps < MIN_STEPS and any(weight.grad is not None for weight in _parameters(optimizer)):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:

@@ -209,7 +209,7 @@ class Search:
         source: the place of the record.
         config: the job's settings.
         is_secured: whether a record needs a signature.
-        write: is called with each new address, or with a reason why there is none: a line for the user.
+        write: is called with each new address, or with the reason of a failure, a line for the user.
         is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
     """
 
