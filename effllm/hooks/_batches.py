@@ -8,7 +8,7 @@ import inspect
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from effllm.hooks._parameters import Parameters, convention_of, flops_per_token, vocabulary_of
@@ -31,7 +31,10 @@ def pinned(num_values: int) -> Any:
 
 
 def recorded_event(device: Any) -> Any:
-    """Return an event that happens after all work that is already queued on the current stream of a GPU."""
+    """Return an event that happens after all work that is already queued on the current stream of a GPU.
+
+    Its ``query()`` does not wait.
+    """
     torch: Any = sys.modules["torch"]
     with torch.cuda.device(device):
         event = torch.cuda.Event()
@@ -48,21 +51,10 @@ class LateSums:
 
     Args:
         num_sums: number of values in each call of `add`.
-        make_buffer: returns memory for a number of values.
-        make_event: returns an event for a device; its ``query()`` does not wait, and is true if all earlier copies from
-            this device are done.
-        devices: device types that support such memory and events.
     """
 
-    def __init__(
-        self,
-        num_sums: int,
-        make_buffer: Callable[[int], Any] = pinned,
-        make_event: Callable[[Any], Any] = recorded_event,
-        devices: Sequence[str] = ("cuda",),
-    ) -> None:
+    def __init__(self, num_sums: int) -> None:
         self._num_sums = num_sums
-        self._make_buffer, self._make_event, self._devices = make_buffer, make_event, devices
         self._known = [0] * num_sums
         self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
         self._spare: list[Any] = []
@@ -74,7 +66,7 @@ class LateSums:
             ``False`` if nothing is counted, because the tensors are on an accelerator without CUDA's interface.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
-        if not set(types) <= {"cpu", *self._devices}:
+        if not set(types) <= {"cpu", "cuda"}:
             return False
         on_devices: dict[Any, dict[int, Any]] = {}
         for place, (value, kind) in enumerate(zip(values, types, strict=True)):
@@ -90,9 +82,9 @@ class LateSums:
         torch: Any = sys.modules["torch"]
         zero = torch.zeros_like(next(iter(on_device.values())))
         row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
-        buffer = self._spare.pop() if self._spare else self._make_buffer(self._num_sums)
+        buffer = self._spare.pop() if self._spare else pinned(self._num_sums)
         buffer.copy_(row, non_blocking=True)
-        self._coming.append((self._make_event(device), buffer))
+        self._coming.append((recorded_event(device), buffer))
 
     def take(self) -> list[int]:
         """Return the sums of the numbers that have arrived since the last call."""

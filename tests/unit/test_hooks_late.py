@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
+from effllm.hooks import _batches  # noqa: E402
 from effllm.hooks._batches import LateSums  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -41,7 +42,7 @@ class Buffer:
 
 
 @pytest.fixture
-def gpu():
+def gpu(monkeypatch):
     """Return a LateSums that treats OnDevice as a GPU's tensor, with its events and buffers."""
     events, buffers, copied = [], [], []
 
@@ -55,10 +56,13 @@ def gpu():
         copied[-1].event = events[-1]
         return events[-1]
 
-    return LateSums(2, make_buffer, make_event, devices=("meta_gpu",)), events, buffers
+    monkeypatch.setattr(_batches, "pinned", make_buffer)
+    monkeypatch.setattr(_batches, "recorded_event", make_event)
+    return LateSums(2), events, buffers
 
 
-GPUS = [type("device", (), {"type": "meta_gpu"}) for _ in range(2)]
+GPUS = [type("device", (), {"type": "cuda"}) for _ in range(2)]
+UNKNOWN = type("device", (), {"type": "unknown"})
 
 
 class OnDevice:
@@ -142,5 +146,5 @@ def test_memory_is_reused(gpu):
 def test_tensor_on_an_unknown_device_is_not_counted():
     sums = LateSums(1)
 
-    assert not sums.add((OnDevice(1),))
+    assert not sums.add((OnDevice(1, UNKNOWN),))
     assert sums.take() == [0]
