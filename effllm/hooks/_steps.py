@@ -69,12 +69,10 @@ class Steps:
     def begin(
         self,
         *,
-        parameters: int | None = None,
         parameter_share: Mapping[str, int] | None = None,
         first_iteration: int | None = None,
         total_iterations: int | None = None,
         flops_per_token: float | None = None,
-        hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
         is_numbered: bool = True,
         declared: Mapping[str, Any] | None = None,
@@ -88,7 +86,7 @@ class Steps:
             return False
         collector = get_metrics_collector()
         if not self.may_declare_parameters:
-            parameters = parameter_share = None
+            parameter_share = None
         if not collector.is_collecting:  # an earlier training may have left declarations
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
@@ -99,17 +97,15 @@ class Steps:
         model = None if is_from_hook else run.get("model")  # a name from the training script has priority
         Steps._model = None if model else (facts or {}).get("model")
         initialize_efficientllm_metrics(
-            parameters,
             parameter_share=parameter_share,
             first_iteration=first_iteration or 0,
             is_numbered=None if first_iteration is None else is_numbered,
             total_iterations=total_iterations,
             flops_per_token=flops_per_token,
-            hardware_flops_per_token=hardware_flops_per_token,
             facts={"framework": self.name, **(facts or {}), **({"model": model} if model else {})},
             place=place(),
         )
-        if parameters is not None or parameter_share is not None:
+        if parameter_share is not None:
             Steps._parameters = collector.declared.facts.parameters
         return collector.is_collecting
 

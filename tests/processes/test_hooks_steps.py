@@ -12,7 +12,7 @@ from effllm.trainer.collector import get_metrics_collector
 
 def train(model):
     steps = Steps(1, "framework")
-    steps.begin(parameters=10, facts={{"model": model}} if model else {{}})
+    steps.begin(parameter_share={{"total": 10}}, facts={{"model": model}} if model else {{}})
     steps.start()
     steps.end(1, 1)
     print(get_metrics_collector().declared.facts.run.get("model"))

@@ -239,7 +239,7 @@ def test_step_time_excludes_generation_in_a_training_step(tmp_path):
         + """
 from effllm.hooks._steps import Steps
 steps = Steps(1, "a framework")
-steps.begin(parameters=1000)
+steps.begin(parameter_share={"total": 1000})
 for _ in range(4):
     steps.start()
     llm.chat(['a'])
@@ -280,7 +280,7 @@ def test_training_after_a_trial_generation_is_a_separate_run(tmp_path):
 llm.generate(['a trial'])
 from effllm.hooks._steps import Steps
 steps = Steps(1, "a framework")
-steps.begin(parameters=1000)
+steps.begin(parameter_share={"total": 1000})
 for _ in range(3):
     steps.start()
     time.sleep(0.01)
