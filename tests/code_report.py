@@ -22,7 +22,7 @@ BUDGETS = {
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_781,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 5_032,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
+    "hooks": 5_019,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_504,  # no event and no read on a GPU that the process does not use
     "job": 9_228,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_688,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
