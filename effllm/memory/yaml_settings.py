@@ -151,7 +151,12 @@ def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
         if mixed in ("bf16", "fp16"):
             found["precision"] = "bf16-zero"
     elif kind == "MEGATRON_LM":
-        raise WrongModel("distributed_type is MEGATRON_LM, which is not read: give a script with Megatron's arguments")
+        config = _mapping(fields, "megatron_lm_config")
+        found |= {name: _whole(config, f"megatron_lm_{name}_degree", 1) for name in ("tp", "pp")}
+        found |= {"implementation": "megatron", "zero": int(bool(config.get("megatron_lm_use_distributed_optimizer")))}
+        found["sequence_parallel"] = found["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
+        found |= {"checkpointing": "selective"} if config.get("megatron_lm_recompute_activations") else {}
+        found |= {"precision": "bf16-master"} if mixed in ("bf16", "fp16") else {}
     return found, notes
 
 

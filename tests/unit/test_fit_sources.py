@@ -413,6 +413,19 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
             {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 3}},
             {"zero": 3, "precision": "bf16-zero"},
         ),
+        (
+            {
+                "distributed_type": "MEGATRON_LM",
+                "mixed_precision": "bf16",
+                "megatron_lm_config": {
+                    "megatron_lm_tp_degree": 2,
+                    "megatron_lm_sequence_parallelism": True,
+                    "megatron_lm_recompute_activations": True,
+                    "megatron_lm_use_distributed_optimizer": True,
+                },
+            },
+            {"tp": 2, "sequence_parallel": True, "checkpointing": "selective", "zero": 1, "precision": "bf16-master"},
+        ),
     ],
 )
 def test_settings_of_accelerate(fields, expected):
@@ -450,7 +463,6 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
         ),
         ("a.yaml", "model_name_or_path: qwen3-8b\nquantization_bit: four\n", "quantization_bit is 'four'"),
         ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 0\n", "num_processes is 0: a number from 1"),
-        ("a.yaml", "distributed_type: MEGATRON_LM\n", "distributed_type is MEGATRON_LM, which is not read: give a"),
         ("empty.json", "", "empty.json is empty: give the config.json"),
         ("list.json", "[]", "it has no fields: give the config.json"),
         ("deep.json", "[" * 100_000, "is not JSON: maximum recursion depth"),
