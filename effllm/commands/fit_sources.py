@@ -126,20 +126,26 @@ def _json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
 
 def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
     """Return the shape of a config, with the parameters of the model that transformers builds, if it is installed."""
+    wrong: WrongModel | None = None
     try:
         known = read_config(fields, name)
-    except UnknownArchitecture as error:
-        known, reason = None, str(error)
-    if known is None and sizes.parameters is not None:
+    except WrongModel as error:  # the formulas have other rules than the class of the model
+        known, wrong, reason = None, error, str(error)
+    is_unknown = isinstance(wrong, UnknownArchitecture)
+    if is_unknown and sizes.parameters is not None:
         named = str(fields.get("model_type") or architecture_of(fields))
         return stated_model(name, named, sizes.parameters, sizes.active_parameters)
     if not can_count():
+        if wrong and not is_unknown:
+            raise wrong
         if known is None:
             raise UnknownModel(f"{reason}: pip install 'effllm[fit]' counts its parameters, or give --params N")
         return known
     try:
         counted = count_model(fields, name)
     except NoAnswer as error:
+        if wrong and not is_unknown:
+            raise wrong from None
         if known is None:
             raise UnknownModel(f"{reason}, and {error}: give --params N") from None
         return replace(known, notes=(*known.notes, f"by formulas, because {error}"))

@@ -5,9 +5,12 @@ import json
 import pytest
 from cases import cases
 
+from effllm.commands import fit_sources
 from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
+from effllm.config.isolated import NoAnswer
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import WrongModel
+from effllm.memory.model_count import stated_model
 from effllm.memory.stated_fields import left_out
 from effllm.memory.states import count_parameters
 from effllm.memory.yaml_settings import read_yaml
@@ -542,3 +545,19 @@ def test_an_inline_deepspeed_config_is_read(tmp_path):
     path.write_text("model_name_or_path: qwen3-8b\nfinetuning_type: full\ndeepspeed: {zero_optimization: {stage: 2}}\n")
 
     assert find(str(path)).settings["zero"] == 2
+
+
+def test_model_that_the_formulas_refuse_is_counted_where_it_can_be_built(monkeypatch, tmp_path):
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 100, "num_attention_heads": 96}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {"intermediate_size": 8, "vocab_size": 10}))
+
+    def cannot_build(_fields, _name):
+        raise NoAnswer("it does not build")
+
+    monkeypatch.setattr(fit_sources, "can_count", lambda: True)
+    monkeypatch.setattr(fit_sources, "count_model", lambda _fields, name: stated_model(name, "llama", 7_000, None))
+    assert count_parameters(find(str(path)).shape).total == 7_000
+    monkeypatch.setattr(fit_sources, "count_model", cannot_build)
+    with pytest.raises(UnreadableModel, match="hidden_size 100 is not a multiple of num_attention_heads 96"):
+        find(str(path))
