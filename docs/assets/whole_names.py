@@ -2,7 +2,7 @@
 
 import re
 
-CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+CELL = re.compile(r"<(td|th)\b.*?</\1>", re.DOTALL)
 NAME = re.compile(r"<code>([^<\s]{1,26})</code>")
 
 
