@@ -38,7 +38,7 @@ TOKENS = 4096  # tokens per iteration; each rank adds its rank number, so that a
 BUSY = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
 CLOCK = CLOCK_HZ / MAX_CLOCK_HZ
-#: The readings of torch's allocator that each rank with CUDA reports in each window (effllm/agent/rank_memory.py).
+#: The readings of torch's allocator that each rank with CUDA reports in each window (effllm/agent/measuring.py).
 ALLOCATOR_BYTES = (40e9, 45e9, 1e9)  # allocated, reserved, fragmented
 
 

@@ -239,18 +239,18 @@ def test_recovered_device_is_measured_again(tracks):
     (hanging, _), released = tracks
     for _ in range(10 * MAX_REQUESTS):
         hanging.ask(time.monotonic_ns())
-    hanging.take()
+    hanging.take_samples()
     before_ns = hanging.series.newest_ns
     released.set()
 
     deadline_s = time.monotonic() + 30.0
     while hanging.series.newest_ns == before_ns or hanging.sampler.stale_s() is not None:
         assert time.monotonic() < deadline_s
-        hanging.take()
+        hanging.take_samples()
         time.sleep(0.001)
     edge_ns = time.monotonic_ns()
     hanging.ask(edge_ns)
     while not hanging.is_settled(edge_ns):
         assert time.monotonic() < deadline_s
-        hanging.take()
+        hanging.take_samples()
         time.sleep(0.001)
