@@ -48,8 +48,8 @@ def _array(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> 
 def means(sums: Array, covered_s: Array) -> Array:
     """Return the means over time; rows that cover no time are left out."""
     there = covered_s > 0
-    found: Array = sums[there] / covered_s[there]
-    return found
+    averages: Array = sums[there] / covered_s[there]
+    return averages
 
 
 class Table:
@@ -81,18 +81,18 @@ class Table:
 
     def find(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; a new key gets a row."""
-        asked, found = self._found  # the keys are usually the same in every window
+        asked, positions = self._found  # the keys are usually the same in every window
         if asked is keys or asked == keys:
-            return found
+            return positions
         try:
-            found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+            positions = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
         except KeyError:
             for key in keys:
                 self._positions.setdefault(key, len(self._positions))
             self._grow(len(self._positions))
-            found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
-        self._found = keys, found
-        return found
+            positions = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+        self._found = keys, positions
+        return positions
 
     def position(self, key: Key) -> int:
         """Return the row of one key; a new key gets a row.  No row moves, so the cache of `find` stays valid."""

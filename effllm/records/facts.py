@@ -97,12 +97,12 @@ def to_document(record: Any) -> dict[str, Any]:
 
 def from_document(kind: type[T], document: Mapping[str, Any]) -> T:
     """Return a dataclass from its document; a field that is missing or has another type gets its default."""
-    found = {}
-    for one in fields(kind):  # type: ignore[arg-type] # mypy has no type for dataclasses
-        value = document.get(one.name)
-        if value is not None and (read := _READERS[str(one.type).removesuffix(" | None")](value)) is not None:
-            found[one.name] = read
-    return kind(**found)
+    values = {}
+    for member in fields(kind):  # type: ignore[arg-type] # mypy has no type for dataclasses
+        value = document.get(member.name)
+        if value is not None and (read := _READERS[str(member.type).removesuffix(" | None")](value)) is not None:
+            values[member.name] = read
+    return kind(**values)
 
 
 # A value of an untrusted document, or ``None`` for a value of another type.
@@ -129,8 +129,8 @@ def object_or_none(value: Any) -> dict[str, Any] | None:
 
 
 def _floats(value: Any) -> dict[str, float] | None:
-    known = object_or_none(value)
-    return None if known is None or None in map(float_or_none, known.values()) else known
+    numbers = object_or_none(value)
+    return None if numbers is None or None in map(float_or_none, numbers.values()) else numbers
 
 
 def _record_of(kind: type[T]) -> Callable[[Any], T | None]:
@@ -148,8 +148,8 @@ _strs = _tuple_of(text_or_none)
 
 
 def _facts(value: Any) -> dict[str, Fact] | None:
-    known = object_or_none(value)
-    return None if known is None else {name: one for name, one in known.items() if _is_fact(one)}
+    facts = object_or_none(value)
+    return None if facts is None else {name: fact for name, fact in facts.items() if _is_fact(fact)}
 
 
 def _is_fact(value: Any) -> bool:

@@ -32,5 +32,5 @@ Forecast = dict[str, Foretold]
 def foretold_values(forecast: Mapping[str, Foretold], before: str = "") -> dict[str, float]:
     """Return the known values with the ends of their intervals, as flat names that begin with ``before``."""
     ends = (("", "value"), ("_low", "low"), ("_high", "high"))
-    found = {f"{before}{name}{end}": getattr(one, field) for name, one in forecast.items() for end, field in ends}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {f"{before}{name}{end}": getattr(value, field) for name, value in forecast.items() for end, field in ends}
+    return {name: value for name, value in values.items() if value is not None}

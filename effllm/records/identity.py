@@ -67,10 +67,10 @@ _DECLARABLE = ("user", "account", "job_id", "job_name", "partition", "model", "g
 def read_submission(environ: Mapping[str, str], tags: str) -> Submission:
     """Return the facts in the environment of a job; also in a shell or under torchrun inside the scheduler's job."""
     names = next((names for names in _SCHEDULERS.values() if environ.get(names["job_id"], "").strip()), {})
-    found = {field: _clean(environ.get(name)) for field, name in names.items()}
-    if found.get("user") is None:
-        found["user"] = next((user for name in _USERS if (user := _clean(environ.get(name)))), None)
-    return Submission(**found, tags=read_tags(tags))
+    texts = {field: _clean(environ.get(name)) for field, name in names.items()}
+    if texts.get("user") is None:
+        texts["user"] = next((user for name in _USERS if (user := _clean(environ.get(name)))), None)
+    return Submission(**texts, tags=read_tags(tags))
 
 
 def read_tags(text: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def read_tags(text: str) -> tuple[str, ...]:
 def cleaned(submission: Submission, tags: tuple[str, ...]) -> Submission:
     """Return a received record without control characters and long texts; ``tags`` replace missing tags."""
     texts = {field: _clean(getattr(submission, field)) for field in Submission.__struct_fields__ if field != "tags"}
-    return Submission(**texts, tags=tuple(tag for one in submission.tags if (tag := _clean(one))) or tags)
+    return Submission(**texts, tags=tuple(tag for text in submission.tags if (tag := _clean(text))) or tags)
 
 
 def with_facts(
@@ -95,20 +95,20 @@ def with_facts(
         facts: the facts of the run.
         ranks: host and devices of each rank, as in run.json.
     """
-    known = asdict(submission) if submission is not None else {}
-    if not known.get("tags"):
-        known.pop("tags", None)  # an attempt without tags keeps the tags of the earlier attempt
-    declared = {name: text for name in _DECLARABLE if not known.get(name) and (text := _clean(facts.get(name)))}
+    submitted = asdict(submission) if submission is not None else {}
+    if not submitted.get("tags"):
+        submitted.pop("tags", None)  # an attempt without tags keeps the tags of the earlier attempt
+    declared = {name: text for name in _DECLARABLE if not submitted.get(name) and (text := _clean(facts.get(name)))}
     hosts = _names(about["host"] for about in ranks.values())
-    models = _names(one["name"] for about in ranks.values() for one in about["devices"] if one["is_gpu"])
+    models = _names(device["name"] for about in ranks.values() for device in about["devices"] if device["is_gpu"])
     if hosts:
-        known |= {"hosts": tuple(hosts[:MAX_HOSTS]), "host_count": len(hosts)}
-        known |= {"gpu_models": tuple(models[:MAX_GPU_MODELS]), "gpu_model_count": len(models)}
-    return replace(identity, **{**known, **declared})
+        submitted |= {"hosts": tuple(hosts[:MAX_HOSTS]), "host_count": len(hosts)}
+        submitted |= {"gpu_models": tuple(models[:MAX_GPU_MODELS]), "gpu_model_count": len(models)}
+    return replace(identity, **{**submitted, **declared})
 
 
 def _names(names: Iterable[str]) -> list[str]:
-    return sorted({name for one in set(names) if (name := _clean(one))})
+    return sorted({name for text in set(names) if (name := _clean(text))})
 
 
 def _clean(value: object) -> str | None:

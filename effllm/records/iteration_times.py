@@ -69,18 +69,18 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def join(cls, parts: Sequence[tuple[IterationTimes | None, int]]) -> IterationTimes | None:
         """Return the times of consecutive reports, with their numbers of iterations; ``None`` if one has no times."""
-        known = [(part, iterations) for part, iterations in parts if part is not None and iterations]
+        pairs = [(part, iterations) for part, iterations in parts if part is not None and iterations]
         total = sum(iterations for _, iterations in parts)
-        whole = all(part.is_of(iterations) for part, iterations in known)
-        if not whole or not sum(iterations for _, iterations in known) == total <= MAX_JOINED or not total:
+        whole = all(part.is_of(iterations) for part, iterations in pairs)
+        if not whole or not sum(iterations for _, iterations in pairs) == total <= MAX_JOINED or not total:
             return None
-        has_own = all(part.own for part, _ in known)
-        if total <= MAX_ITERATIONS and all(part.each == 1 for part, _ in known):  # 45 times as fast as with seconds
-            waits = b"".join(part.waits or bytes(len(part.steps)) for part, _ in known)
-            own_codes = b"".join(part.own for part, _ in known) if has_own else b""
-            return cls(b"".join(part.steps for part, _ in known), waits if any(waits) else b"", own_codes)
+        has_own = all(part.own for part, _ in pairs)
+        if total <= MAX_ITERATIONS and all(part.each == 1 for part, _ in pairs):  # 45 times as fast as with seconds
+            waits = b"".join(part.waits or bytes(len(part.steps)) for part, _ in pairs)
+            own_codes = b"".join(part.own for part, _ in pairs) if has_own else b""
+            return cls(b"".join(part.steps for part, _ in pairs), waits if any(waits) else b"", own_codes)
         steps_s, waits_s, own_s = (
-            [value for part, iterations in known for value in _values(getattr(part, name), iterations, part.each)]
+            [value for part, iterations in pairs for value in _values(getattr(part, name), iterations, part.each)]
             for name in ("steps", "waits", "own")
         )
         return cls.of(steps_s, waits_s, own_s if has_own else ())

@@ -45,7 +45,7 @@ else:  # sums over all ranks have no bounds: a sum of many amounts can exceed th
     _PLAIN = get_type_hints(EnergyAmount)
     SummedEnergy = defstruct(
         "SummedEnergy",
-        [(one.name, _PLAIN[one.name], one.default) for one in fields(EnergyAmount)],
+        [(field.name, _PLAIN[field.name], field.default) for field in fields(EnergyAmount)],
         bases=(EnergyAmount,),
         frozen=True,
     )
@@ -202,12 +202,12 @@ class LastRanks(Struct, frozen=True):
     @property
     def most(self) -> tuple[int, float]:
         """The rank that was most often the last one, and the number of these iterations; -1 without any."""
-        return max(self.by_rank.items(), key=lambda one: one[1], default=(-1, 0.0))
+        return max(self.by_rank.items(), key=lambda item: item[1], default=(-1, 0.0))
 
     def with_more(self, iterations: float, by_rank: Mapping[int, float], waits_s: Mapping[int, float]) -> LastRanks:
         """Return the counts with those of further iterations, for the ranks that were last most often."""
         counts = {rank: self.by_rank.get(rank, 0.0) + by_rank.get(rank, 0.0) for rank in {**self.by_rank, **by_rank}}
-        counts = dict(sorted(counts.items(), key=lambda one: -one[1])[:MAX_LAST])
+        counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LAST])
         seconds = {rank: self.max_waits_s.get(rank, 0.0) + waits_s.get(rank, 0.0) for rank in counts}
         return replace(self, iterations=self.iterations + iterations, by_rank=counts, max_waits_s=seconds)
 

@@ -211,8 +211,8 @@ class Integrals(Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-def _sum(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else one + other
+def _sum(value: float | None, other: float | None) -> float | None:
+    return other if value is None else value if other is None else value + other
 
 
 def _left(whole: float | None, whole_s: float, part: float | None, part_s: float) -> tuple[float | None, float]:
@@ -300,8 +300,8 @@ class Profile(Struct, frozen=True):
 
 def add_profiles(*profiles: Profile | None) -> Profile | None:
     """Return the sum of the profiles that are not ``None``; ``None`` if there is no such profile."""
-    known = [profile for profile in profiles if profile is not None]
-    return reduce(add, known) if known else None
+    measured = [profile for profile in profiles if profile is not None]
+    return reduce(add, measured) if measured else None
 
 
 #: Maximal number of names of values in one report; a report with this many names and full digests has 100 kB of values.

@@ -76,8 +76,8 @@ NORMAL_95 = 1.96  # half-width of a 95 % interval of a normal distribution, in s
 
 def _known(combine: Callable[..., float], *values: float) -> float:
     """Combine the values that are not nan; return nan if all values are nan."""
-    known = [value for value in values if value == value]
-    return combine(known) if known else NAN
+    numbers = [value for value in values if value == value]
+    return combine(numbers) if numbers else NAN
 
 
 _NEWEST = struct.Struct("<Q")

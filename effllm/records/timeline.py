@@ -74,8 +74,8 @@ def split(
     by_kind: dict[str, list[Interval]] = {}
     for kind, begin, end in communicating:
         by_kind.setdefault(kind, []).append((begin, end))
-    merged = {kind: union(clipped(one, start_ns, end_ns)) for kind, one in by_kind.items()}
-    communicated = union(interval for one in merged.values() for interval in one)
+    merged = {kind: union(clipped(intervals, start_ns, end_ns)) for kind, intervals in by_kind.items()}
+    communicated = union(interval for intervals in merged.values() for interval in intervals)
     communication_ns, computing_ns = length(communicated), length(computed)
     exposed_ns = communication_ns - overlap(communicated, computed)
     duration_ns = max(end_ns - start_ns, 0)

@@ -67,7 +67,7 @@ def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
         least=min((part.least for part in filled), default=0.0),
         most=max((part.most for part in filled), default=0.0),
         not_finite=tuple(
-            min(sum(counts), MAX_COUNT) for counts in zip(*(one.not_finite for one in parts), strict=True)
+            min(sum(counts), MAX_COUNT) for counts in zip(*(part.not_finite for part in parts), strict=True)
         ),
         centroids=_merged_centroids(filled),
     )
@@ -77,10 +77,10 @@ def _merged_centroids(parts: Sequence[ValueStatistics]) -> tuple[tuple[float, in
     """Return the centroids of all parts; empty if a part has no centroids, because then percentiles would be wrong."""
     if not all(part.centroids for part in parts):
         return ()
-    known = [centroid for part in parts for centroid in part.centroids]
-    if len(known) <= SUM_CENTROIDS:
-        return tuple(known)
-    digest = _digest(known)
+    centroids = [centroid for part in parts for centroid in part.centroids]
+    if len(centroids) <= SUM_CENTROIDS:
+        return tuple(centroids)
+    digest = _digest(centroids)
     return centroids_of(digest) if digest is not None else ()
 
 
@@ -93,19 +93,19 @@ def _digest(centroids: Sequence[tuple[float, int]]) -> Any:
 
 def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, ValueStatistics]:
     """Return the statistics of all values by name, for the first `MAX_NAMES` names."""
-    known: dict[str, list[ValueStatistics]] = {}
+    by_name: dict[str, list[ValueStatistics]] = {}
     for part in parts:
-        for name, one in part.items():
-            if name in known:
-                known[name].append(one)
-            elif len(known) < MAX_NAMES:
-                known[name] = [one]
-    return {name: merged(ones) for name, ones in known.items()}
+        for name, statistics in part.items():
+            if name in by_name:
+                by_name[name].append(statistics)
+            elif len(by_name) < MAX_NAMES:
+                by_name[name] = [statistics]
+    return {name: merged(ones) for name, ones in by_name.items()}
 
 
 def summaries(values: Mapping[str, ValueStatistics]) -> dict[str, ValueSummary]:
     """Return the statistics in the form of the files of a run."""
-    return {name: _summary(name, one) for name, one in sorted(values.items())}
+    return {name: _summary(name, statistics) for name, statistics in sorted(values.items())}
 
 
 def percentiles(centroids: Sequence[tuple[float, int]]) -> dict[str, float]:
@@ -114,21 +114,21 @@ def percentiles(centroids: Sequence[tuple[float, int]]) -> dict[str, float]:
     return {} if digest is None else {f"p{percent}": digest.percentile(percent) for percent in PERCENTILES}
 
 
-def _summary(name: str, one: ValueStatistics) -> ValueSummary:
-    numbers = zip(("nan", "inf", "-inf"), one.not_finite, strict=True)
+def _summary(name: str, statistics: ValueStatistics) -> ValueSummary:
+    numbers = zip(("nan", "inf", "-inf"), statistics.not_finite, strict=True)
     not_finite = {kind: number for kind, number in numbers if number}
     unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
-    if not one.count:
+    if not statistics.count:
         return ValueSummary(0, unit, not_finite=not_finite)
     return ValueSummary(
-        count=one.count,
+        count=statistics.count,
         unit=unit,
-        total=one.total,
-        mean=one.total / one.count,
-        std=math.sqrt(max(one.squares, 0.0) / (one.count - 1)) if one.count > 1 else None,
-        least=one.least,
-        most=one.most,
-        percentiles=percentiles(one.centroids),
+        total=statistics.total,
+        mean=statistics.total / statistics.count,
+        std=math.sqrt(max(statistics.squares, 0.0) / (statistics.count - 1)) if statistics.count > 1 else None,
+        least=statistics.least,
+        most=statistics.most,
+        percentiles=percentiles(statistics.centroids),
         not_finite=not_finite,
     )
 
