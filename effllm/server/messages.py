@@ -209,8 +209,8 @@ class Acknowledgement:
 
     def saved(self, sequences: Sequences) -> None:
         """Acknowledge the reports in a state that was written."""
-        for i, one in enumerate(self._unsaved):
-            if one is sequences:
+        for i, unsaved in enumerate(self._unsaved):
+            if unsaved is sequences:
                 del self._unsaved[: i + 1]  # a later state includes all earlier states
                 break
         self._acknowledge(sequences)

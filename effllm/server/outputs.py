@@ -71,7 +71,7 @@ class Outputs:
     def write(self, closed: Sequence[Closed]) -> None:
         """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
         # The writers do not refer to all reports of ten thousand ranks: memory that is freed at once is used again.
-        kept_of = [(one.report, one.kept) for one in closed]
+        kept_of = [(window.report, window.kept) for window in closed]
 
         def store_all(store: RunFolder) -> None:
             for report, kept in kept_of:
@@ -153,7 +153,7 @@ class Outputs:
         _stop(self._writers(), timeout_s)
 
     def _writers(self) -> list[Writer[Any]]:
-        return [*self._sinks.values(), *(one for one in (self._store, self._ledger) if one is not None)]
+        return [*self._sinks.values(), *(sink for sink in (self._store, self._ledger) if sink is not None)]
 
     def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
         for sink in self._sinks.values():

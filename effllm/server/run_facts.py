@@ -77,8 +77,8 @@ class RunFacts:
 
     def identify(self, summary: Summary) -> Summary:
         """Return the summary with the identity of the run, and the source of its tokens; it has the newer times."""
-        known = {name: value for name, value in asdict(self.identity).items() if not name.endswith("_time_s")}
-        return replace(summary, **known, token_source=one_line(str(self.values.get("token_source", "")))[:MAX_LETTERS])
+        fields = {name: value for name, value in asdict(self.identity).items() if not name.endswith("_time_s")}
+        return replace(summary, **fields, token_source=one_line(str(self.values.get("token_source", "")))[:MAX_LETTERS])
 
     def _identify(self) -> None:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
@@ -136,9 +136,9 @@ class RunFacts:
     def start_line(self, folder: Path | None) -> str:
         """Return what is measured, and how to look at it, when all ranks are known."""
         ranks = self.values.get("ranks", {})
-        gpus = {one["key"]: one for rank in ranks.values() for one in rank["devices"] if one["is_gpu"]}
-        models = ", ".join(sorted({str(one["name"]) for one in gpus.values()})[:2])
-        is_simulated = any(one["simulated"] for one in gpus.values())
+        gpus = {gpu["key"]: gpu for rank in ranks.values() for gpu in rank["devices"] if gpu["is_gpu"]}
+        models = ", ".join(sorted({str(gpu["name"]) for gpu in gpus.values()})[:2])
+        is_simulated = any(gpu["simulated"] for gpu in gpus.values())
         on = many(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
         text = one_line(f"{many(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
         look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
