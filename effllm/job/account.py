@@ -234,8 +234,8 @@ def error_of_mean(mean: Any, peak: Any, samples: Any) -> Any:
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:
     """Return the mean, the minimum and the maximum over devices of the means over time."""
-    found = means(sums, covered_s)
-    return (float(found.mean()), float(found.min()), float(found.max())) if len(found) else (None, None, None)
+    values = means(sums, covered_s)
+    return (float(values.mean()), float(values.min()), float(values.max())) if len(values) else (None, None, None)
 
 
 def _largest(column: Array) -> float:

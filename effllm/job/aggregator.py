@@ -300,14 +300,14 @@ class Aggregator:
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        found = verdict_of(
+        verdict = verdict_of(
             summary,
             self.roster.job.facts,
             self.ledger.goodput,
             self._config.profile_every,
             self.ledger.ends() if ended else {},
         )
-        return replace(summary, verdict=found)
+        return replace(summary, verdict=verdict)
 
     # --- windows and time ---
 

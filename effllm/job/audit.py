@@ -81,13 +81,13 @@ class FigureSums(Struct):
             self.windows += 1
 
 
-def compared(name: str, sums: FigureSums, known: KnownJob) -> ComparedFigure | None:
+def compared(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | None:
     """Return both figures over the same windows; ``None`` if they do not differ, or one of them is unknown.
 
     A framework may count padding or only labels, and its clock may include evaluations or leave out the data wait.  So
     the factor between two figures says how much they differ, and not which of them is wrong.
     """
-    own = sums.count * _figure_of_one(name, known)
+    own = sums.count * _figure_of_one(name, job)
     if sums.windows < MIN_WINDOWS or own <= 0:
         return None
     factor = sums.figure / own
@@ -96,12 +96,12 @@ def compared(name: str, sums: FigureSums, known: KnownJob) -> ComparedFigure | N
     return ComparedFigure(name, sums.figure / sums.over, own / sums.over, factor, sums.windows)
 
 
-def _figure_of_one(name: str, known: KnownJob) -> float:
+def _figure_of_one(name: str, job: KnownJob) -> float:
     """Return the figure of one token or sample in one second or iteration; 0 if a constant is unknown."""
-    flops, peak = known.flops_per_token or 0.0, known.peak_flops_per_s or 0.0
+    flops, peak = job.flops_per_token or 0.0, job.peak_flops_per_s or 0.0
     figures = {
-        TOKENS_PER_S_PER_GPU: 1 / known.devices,
-        TFLOPS_PER_GPU: flops / 1e12 / known.devices,
+        TOKENS_PER_S_PER_GPU: 1 / job.devices,
+        TFLOPS_PER_GPU: flops / 1e12 / job.devices,
         MFU_RATIO: flops / peak if peak else 0.0,
     }
     return figures.get(name, 1.0)
@@ -155,18 +155,18 @@ class AuditWatch:
         # start of its interval is not known.
         self._since: dict[str, FigureSums] = {}
 
-    def check(self, rows: Rows, known: KnownJob, *, has_gaps: bool) -> None:
+    def check(self, rows: Rows, job: KnownJob, *, has_gaps: bool) -> None:
         """Check the counts of all ranks, before the values of the window are computed from them."""
         state = self._state
         state.windows += 1
-        if text := broken_counts(state.counts, rows, known, has_gaps=has_gaps):
+        if text := broken_counts(state.counts, rows, job, has_gaps=has_gaps):
             self._doubt(TOKENS, text, rows[-1].end_time_s)
 
-    def close(self, rows: Rows, report: ClusterReport, known: KnownJob, peak_source: str) -> None:
+    def close(self, rows: Rows, report: ClusterReport, job: KnownJob, peak_source: str) -> None:
         """Check the values of a window, and compare the figures of the framework."""
         for kind, text in impossible_shares(report.last, peak_source):
             self._record(Event(report.time_s, kind, text), kind)
-        if text := above_tensor_activity(report.run, known):
+        if text := above_tensor_activity(report.run, job):
             self._doubt(FLOPS, text, report.time_s)
         if self._since or not FIGURES.keys().isdisjoint(rows.values):
             self._compare(rows, report)
@@ -192,9 +192,9 @@ class AuditWatch:
             self._since[name] = FigureSums()
 
 
-def audit_of(state: AuditState, known: KnownJob) -> Audit:
+def audit_of(state: AuditState, job: KnownJob) -> Audit:
     """Return the results of the audit so far."""
-    figures = (compared(name, sums, known) for name, sums in sorted(state.figures.items()))
+    figures = (compared(name, sums, job) for name, sums in sorted(state.figures.items()))
     return Audit(figures=tuple(filter(None, figures)), doubts=tuple(state.doubts.values()), windows=state.windows)
 
 
@@ -202,8 +202,8 @@ def doubtful_tags(state: AuditState, tags: Collection[str]) -> dict[str, str]:
     """Return the tags whose values depend on a count that failed a check, with the sentence about the check."""
     if not state.doubts:
         return {}
-    known = dependent_tags(frozenset(state.doubts))
-    return {tag: state.doubts[known[tag].need] for tag in tags if tag in known}
+    by_tag = dependent_tags(frozenset(state.doubts))
+    return {tag: state.doubts[by_tag[tag].need] for tag in tags if tag in by_tag}
 
 
 def impossible_shares(totals: ClusterTotals, peak_source: str) -> Iterator[tuple[str, str]]:
@@ -219,17 +219,17 @@ def impossible_shares(totals: ClusterTotals, peak_source: str) -> Iterator[tuple
             )
 
 
-def above_tensor_activity(totals: ClusterTotals, known: KnownJob) -> str:
+def above_tensor_activity(totals: ClusterTotals, job: KnownJob) -> str:
     """Return a sentence if MFU exceeds the utilization of the tensor cores; empty otherwise, or if it is unknown."""
-    mfu, found = metrics.throughput.mfu_ratio(totals), tensor_utilization(totals, known)
-    if mfu is None or found is None or mfu <= found * (1 + SHARE) + POINTS:
+    mfu, limit = metrics.throughput.mfu_ratio(totals), tensor_utilization(totals, job)
+    if mfu is None or limit is None or mfu <= limit * (1 + SHARE) + POINTS:
         return ""
-    used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is at most {100 * found:.1f} %"
-    factor = f" by a factor of at least {mfu / (found * (1 + SHARE)):.3g}" if found > 0 else ""
+    used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is at most {100 * limit:.1f} %"
+    factor = f" by a factor of at least {mfu / (limit * (1 + SHARE)):.3g}" if limit > 0 else ""
     return f"{used}: the FLOPs per token, the tokens or the peak are wrong{factor}"
 
 
-def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
+def tensor_utilization(totals: ClusterTotals, job: KnownJob) -> float | None:
     """Return the largest possible utilization of the tensor cores, which cannot have done fewer FLOPs than the model.
 
     It is tensor activity times SM clock over the clock of the peak (OFU, arXiv 2605.20799), and ``None`` if a factor is
@@ -238,28 +238,28 @@ def tensor_utilization(totals: ClusterTotals, known: KnownJob) -> float | None:
     within two percentage points in the paper's matrix products; this project has not measured it on a GPU.
     """
     devices = totals.devices
-    if not known.peak_clock_hz or devices.tensor_clock_hz is None or _why_unchecked(totals, known):
+    if not job.peak_clock_hz or devices.tensor_clock_hz is None or _why_unchecked(totals, job):
         return None
     read = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
     unread_hz = devices.tensor_clock_most_hz or devices.tensor_clock_hz
-    return (read * devices.tensor_clock_hz + (1.0 - read) * unread_hz) / known.peak_clock_hz
+    return (read * devices.tensor_clock_hz + (1.0 - read) * unread_hz) / job.peak_clock_hz
 
 
-def unchecked_mfu(totals: ClusterTotals, known: KnownJob) -> str:
+def unchecked_mfu(totals: ClusterTotals, job: KnownJob) -> str:
     """Return why MFU is not compared with tensor activity; empty if it is, or cannot be on such a GPU."""
-    is_comparable = totals.devices.tensor_activity is not None and known.peak_clock_hz is not None
-    why = _why_unchecked(totals, known)
+    is_comparable = totals.devices.tensor_activity is not None and job.peak_clock_hz is not None
+    why = _why_unchecked(totals, job)
     if not is_comparable or not why or metrics.throughput.mfu_ratio(totals) is None:
         return ""
     return f"check of MFU by tensor activity: {why}"
 
 
-def _why_unchecked(totals: ClusterTotals, known: KnownJob) -> str:
-    if not known.precision:
+def _why_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
+    if not job.precision:
         return "the precision is not stated (facts={'precision': 'bf16'})"
-    if known.precision not in PRECISIONS:
-        return f"the precision {known.precision} has another rate than the peak"
-    if totals.devices.tensor_clock_covered_s < MIN_READINGS * known.reading_s:
+    if job.precision not in PRECISIONS:
+        return f"the precision {job.precision} has another rate than the peak"
+    if totals.devices.tensor_clock_covered_s < MIN_READINGS * job.reading_s:
         return f"the readings that lie wholly in iterations cover less than {MIN_READINGS} sampling intervals"
     return ""
 
@@ -271,7 +271,7 @@ _ORDER = (
 )
 
 
-def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: bool) -> str:
+def broken_counts(sums: CountSums, rows: Rows, job: KnownJob, *, has_gaps: bool) -> str:
     """Return a sentence about the first count that is impossible; empty if all counts are possible.
 
     There may be more labels than tokens without padding: some data sets have labels on padding.  The totals of each
@@ -281,15 +281,15 @@ def broken_counts(sums: CountSums, rows: Rows, known: KnownJob, *, has_gaps: boo
     Args:
         sums: the totals, with the reports of the window.
         rows: the reports of the window.
-        known: the constants of the job.
+        job: the constants of the job.
         has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
     """
     values = sums.values[sums.find(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
     spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
     checks = [(column[small], column[large], text) for small, large, text in _ORDER]
-    if known.max_positions:
-        most = column["iterations"] * known.max_positions
+    if job.max_positions:
+        most = column["iterations"] * job.max_positions
         checks.append((column["tokens_processed"], most, "{:,.0f} positions in batches of {:,.0f}"))
     for small, large, text in checks:
         wrong = small > large + spare

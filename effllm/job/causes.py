@@ -73,7 +73,7 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
 
 def _kinds(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is special in a job: its kinds of parallelism, and its Trainer."""
-    mesh = dict(one.partition("=")[::2] for one in str(facts.get("device_mesh", "")).split())
+    mesh = dict(axis.partition("=")[::2] for axis in str(facts.get("device_mesh", "")).split())
     for fact, kind in _SIZES.items():
         size = facts.get(fact) or mesh.get(kind.lower(), 1)
         if str(size).isdigit() and int(str(size)) > 1:
@@ -81,4 +81,4 @@ def _kinds(facts: Mapping[str, Any]) -> Iterator[str]:
     layout, stage = facts.get("parallel_layout"), facts.get("zero_stage")
     if stage:
         yield f"ZeRO-{stage}"
-    yield from (str(one) for one in (layout, facts.get("trainer")) if one)
+    yield from (str(part) for part in (layout, facts.get("trainer")) if part)

@@ -125,24 +125,24 @@ class ClosedWindows:
         lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
         straggling = self._stragglers.close(rows, matrix, lost)
         self._note_straggling(straggling)
-        for one in (*lost, *straggling.lost):
+        for loss in (*lost, *straggling.lost):
             # The order decides if the sum of a window is too large: times of iterations are rounded.
-            ledger.goodput.attempt.note_phase(one.window, one.phase, one.phase_s)
-            seconds = {name: getattr(one, name) for name in LOST_SECONDS}
-            ledger.goodput.attempt.note_lost(one.window, **seconds)
+            ledger.goodput.attempt.note_phase(loss.window, loss.phase, loss.phase_s)
+            seconds = {name: getattr(loss, name) for name in LOST_SECONDS}
+            ledger.goodput.attempt.note_lost(loss.window, **seconds)
         if (share := ledger.goodput.attempt.share_of_newest(RECORDED)) > MIN_LOSS and self._share <= MIN_LOSS:
             self.to_record.append(rows[0].rank)  # the loss is new
         self._share = share
 
-    def _note_straggling(self, found: Straggling) -> None:
+    def _note_straggling(self, straggling: Straggling) -> None:
         """Record the waits for slow ranks, and request recordings of a newly named rank and of a peer."""
         ledger, stragglers = self._ledger, self._stragglers
         ledger.last_ranks, verdicts, named = stragglers.waits.last_ranks, stragglers.verdicts, stragglers.named_ranks
-        waits = found.seconds, found.rank_seconds, found.joules
-        ledger.note_waits(Waited(*waits, verdicts, len(named), found.slowest))
-        for event in found.events:
+        waits = straggling.seconds, straggling.rank_seconds, straggling.joules
+        ledger.note_waits(Waited(*waits, verdicts, len(named), straggling.slowest))
+        for event in straggling.events:
             self._events.record(event)
-        if verdicts and any(event.kind == "straggler" for event in found.events):
+        if verdicts and any(event.kind == "straggler" for event in straggling.events):
             slow, peers = verdicts[0].ranks[0], stragglers.peers
             self.to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
 
@@ -168,9 +168,9 @@ class ClosedWindows:
             window.warming = self.last_report.warming_up
             self._report(window, late)
 
-    def _both(self, known: Rows, late: dict[int, RankReport]) -> Rows:
-        """Return known and late reports of a window; a late report may be a further part of a joined report."""
-        rows = {row.rank: row for row in known}
+    def _both(self, earlier: Rows, late: dict[int, RankReport]) -> Rows:
+        """Return earlier and late reports of a window; a late report may be a further part of a joined report."""
+        rows = {row.rank: row for row in earlier}
         for rank, row in late.items():
             rows[rank] = joined(rows.get(rank), row) if self._config.min_window_s else row
         return Rows.by_rank(rows, self._roster.everyone)
@@ -178,9 +178,9 @@ class ClosedWindows:
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Add reports to a window whose reports were dropped; devices of the window do not change."""
         assert recent.merged is not None
-        known = recent.merged.positions
+        keys = recent.merged.positions
         more = [
-            replace(row, devices=tuple(one for one in row.devices if one.device not in known)) for row in rows.values()
+            replace(row, devices=tuple(one for one in row.devices if one.device not in keys)) for row in rows.values()
         ]
         both = recent.rows.merge(Rows(more))
         return self._weighed(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
@@ -201,9 +201,9 @@ class ClosedWindows:
             (scope, window_energy(merged, devices, scope, len(unknown), len(blind), left))
             for scope in roster.job.scopes
         ]
-        scope, found = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
+        scope, measured = max(weighed, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
         roster.settle(scope)
-        return Window(number, rows, merged, found)
+        return Window(number, rows, merged, measured)
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
         if window.merged is not None and window.energy is not None:

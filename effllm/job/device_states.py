@@ -23,7 +23,7 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     """
     ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed.last_merged
     joules = ledger.devices.joules()
-    temperatures = {one.device: mean_of(one, "temperature_c") for row in rows for one in row.devices}
+    temperatures = {device.device: mean_of(device, "temperature_c") for row in rows for device in row.devices}
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
         _state(key, device, _host(roster, key), joules.pop(key, None), merged, temperatures.get(key))

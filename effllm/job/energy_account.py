@@ -115,16 +115,16 @@ def _shown(
 ) -> tuple[list[str], Positions]:
     """Return each energy key once, with the row of the device with the best coverage, or -1 without a row."""
     if chosen.all():
-        owners, found = expected.owners, rows
+        owners, positions = expected.owners, rows
     else:
-        owners, found = [expected.owners[i] for i in np.flatnonzero(chosen)], rows[chosen]
+        owners, positions = [expected.owners[i] for i in np.flatnonzero(chosen)], rows[chosen]
     if len(set(owners)) == len(owners):
-        return owners, found.copy()
+        return owners, positions.copy()
     best: dict[str, int] = {}
     coverage = merged.energy_coverage
-    for owner, at in zip(owners, found.tolist(), strict=True):
-        known = best.setdefault(owner, at)
-        if at >= 0 and (known < 0 or coverage[at] > coverage[known] + ROUNDING):
+    for owner, at in zip(owners, positions.tolist(), strict=True):
+        best_at = best.setdefault(owner, at)
+        if at >= 0 and (best_at < 0 or coverage[at] > coverage[best_at] + ROUNDING):
             best[owner] = at
     return list(best), np.array(list(best.values()), np.intp)
 
@@ -171,7 +171,7 @@ class EnergyTotals(Table):
         self._touch(window - 1, 1, rows, amounts[:, START_J2], sign)
         self._touch(window, 0, rows, amounts[:, END_J2], sign)
         self._newest = max(self._newest, window)
-        for boundary in [one for one in self._edges if one < self._newest - OPEN_WINDOWS]:
+        for boundary in [edge for edge in self._edges if edge < self._newest - OPEN_WINDOWS]:
             self._end(self._edges.pop(boundary))
 
     def close(self) -> None:

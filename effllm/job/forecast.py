@@ -71,19 +71,19 @@ class Progress(Struct):
         if len(marks) < 2:
             return {}
         left = max(total - self.newest.iteration, 0)
-        remaining = foretold([(one.iteration, one.time_s) for one in marks], left)
-        found = {REMAINING_S: remaining}
+        remaining = foretold([(mark.iteration, mark.time_s) for mark in marks], left)
+        forecast = {REMAINING_S: remaining}
         elapsed_s, joules = whole.loop.time_s, energy.total_joules(whole)
-        unknown = [at for at, one in enumerate(marks) if one.joules is None]
-        sums = [(one.iteration, one.joules or 0.0) for one in marks[unknown[-1] + 1 if unknown else 0 :]]
+        unknown = [at for at, mark in enumerate(marks) if mark.joules is None]
+        sums = [(mark.iteration, mark.joules or 0.0) for mark in marks[unknown[-1] + 1 if unknown else 0 :]]
         if joules and len(sums) > 1:
-            found[JOULES] = _scaled(foretold(sums, left), 1.0, joules)
+            forecast[JOULES] = _scaled(foretold(sums, left), 1.0, joules)
             for name, formula in ((CO2_KG, energy.co2_kg), (ELECTRICITY, energy.electricity_cost)):
                 if (so_far := formula(whole)) is not None:
-                    found[name] = _scaled(found[JOULES], so_far / joules)
+                    forecast[name] = _scaled(forecast[JOULES], so_far / joules)
         if (cost := energy.gpu_cost(whole)) is not None and elapsed_s:
-            found[GPUS] = _scaled(remaining, cost / elapsed_s, elapsed_s)
-        return found
+            forecast[GPUS] = _scaled(remaining, cost / elapsed_s, elapsed_s)
+        return forecast
 
 
 def foretold(sums: Sequence[tuple[int, float]], left: int) -> Foretold:
@@ -128,5 +128,5 @@ def _spread(counts: Array, residuals: Array, num_fitted: int) -> float:
 
 
 def _scaled(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
-    low, high = (None if one is None else factor * (so_far + one) for one in (more.low, more.high))
+    low, high = (None if bound is None else factor * (so_far + bound) for bound in (more.low, more.high))
     return Foretold(factor * (so_far + more.value), low, high)

@@ -61,9 +61,9 @@ def too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_windo
     """
     if not rejected and not has_missing:
         return []
-    known = dependent_tags(COUNTED)
-    chosen = (tag for tag in tags if tag in known and (known[tag].base == "window") is of_window)
-    return [tag for tag in chosen if rejected or not known[tag].has_energy]
+    by_tag = dependent_tags(COUNTED)
+    chosen = (tag for tag in tags if tag in by_tag and (by_tag[tag].base == "window") is of_window)
+    return [tag for tag in chosen if rejected or not by_tag[tag].has_energy]
 
 
 def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:

@@ -154,7 +154,7 @@ class Goodput(Struct):
             if not measures_energy or (name in UNREPORTED and seconds[name] > 0):
                 joules[name] = None
         productive_s = sum(seconds[name] for name in PRODUCTIVE)
-        redone = [one.redone_iterations for one in attempts if one.redone_iterations is not None]
+        redone = [attempt.redone_iterations for attempt in attempts if attempt.redone_iterations is not None]
         return GoodputSummary(
             elapsed_s=elapsed_s,
             ratio=productive_s / elapsed_s if elapsed_s > 0 else None,
@@ -175,14 +175,14 @@ class Goodput(Struct):
         An attempt whose GPUs are unknown has the GPUs per rank of the next attempt in which they are known, else of the
         attempt before.  An attempt whose ranks had no GPU has no number, because rank-seconds are no GPU-seconds.
         """
-        known = [attempt.gpus_per_rank for attempt in self.attempts]
-        if not any(known):
-            return OF_RANKS, [1.0] * len(known)
-        for i in reversed(range(len(known) - 1)):
-            known[i] = known[i + 1] if known[i] is None else known[i]
-        for i in range(1, len(known)):
-            known[i] = known[i - 1] if known[i] is None else known[i]
-        return OF_GPUS, [one or 0.0 for one in known]
+        gpus = [attempt.gpus_per_rank for attempt in self.attempts]
+        if not any(gpus):
+            return OF_RANKS, [1.0] * len(gpus)
+        for i in reversed(range(len(gpus) - 1)):
+            gpus[i] = gpus[i + 1] if gpus[i] is None else gpus[i]
+        for i in range(1, len(gpus)):
+            gpus[i] = gpus[i - 1] if gpus[i] is None else gpus[i]
+        return OF_GPUS, [count or 0.0 for count in gpus]
 
     def _end_of(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:
@@ -196,7 +196,7 @@ class Goodput(Struct):
         They are unknown if a later attempt has no iteration numbers.  They are also unknown for an attempt without
         iteration numbers, except for the first attempt with iterations.
         """
-        found: list[tuple[float | None, bool]] = []
+        begun: list[tuple[float | None, bool]] = []
         smallest: float | None = None
         are_numbered = True  # all later attempts
         first = next((attempt for attempt in self.attempts if attempt.last), None)
@@ -204,18 +204,18 @@ class Goodput(Struct):
             is_numbered = attempt.is_numbered or not attempt.last
             is_placed = is_numbered or attempt is first
             is_known = are_numbered and (is_placed or smallest is None)
-            found.append((smallest, is_known or not attempt.last))
+            begun.append((smallest, is_known or not attempt.last))
             are_numbered = are_numbered and is_numbered
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
-        return found[::-1]
+        return begun[::-1]
 
 
 def _move_rounding_errors(elapsed_s: float, seconds: dict[str, float], *others: dict[str, float]) -> None:
     """Add classes that are rounding errors to the largest class, so that the sums stay the same."""
     largest, min_s = max(seconds, key=lambda name: seconds[name]), max(MIN_SHARE * elapsed_s, MIN_CLASS_S)
     small = [name for name, value in seconds.items() if value < min_s and name != largest]
-    for one in (seconds, *others):
+    for sums in (seconds, *others):
         for name in small:
-            one[largest] += one[name]
-            one[name] = 0.0
+            sums[largest] += sums[name]
+            sums[name] = 0.0

@@ -183,7 +183,7 @@ class Attempt(Struct):
         span = self._find(window)
         if span is not None:
             self._tally(span, -1)
-            for name, more_s in sorted(seconds.items(), key=lambda one: one[1]):  # kept grows first
+            for name, more_s in sorted(seconds.items(), key=lambda item: item[1]):  # kept grows first
                 known_s = getattr(span, name)
                 taken_s = min(max(more_s, -known_s), span.kept_s)
                 self.data_in_steps_s += taken_s if name == "data_s" else 0.0
@@ -247,8 +247,8 @@ class Attempt(Struct):
             first: ordinal of its first iteration.
         """
         if first <= self.last + 1:
-            for one in [number for number in self.hangs if number < window and self._find(number) is None]:
-                self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(one)
+            for hang in [number for number in self.hangs if number < window and self._find(number) is None]:
+                self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(hang)
         return window in self.hangs
 
     # --- spans: `seconds` and `joules` include their sums ---
@@ -391,8 +391,8 @@ class Attempt(Struct):
 def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
     """Add values by class; an unknown class counts as `OTHER`."""
     for name, value in more.items():
-        known = name if name in CLASSES else OTHER
-        sums[known] = sums.get(known, 0.0) + sign * value
+        key = name if name in CLASSES else OTHER
+        sums[key] = sums.get(key, 0.0) + sign * value
 
 
 assert set(MARKED_PHASES) <= set(CLASSES)

@@ -59,13 +59,13 @@ class HostLines(Struct):
         if not message.is_worker:
             self.by_rank[rank] = self.by_rank.get(rank, 0) + message.samples
             self.torn += message.torn
-        for one in message.lines:
-            self.by_kind[one.kind] = self.by_kind.get(one.kind, 0) + one.samples
-            key = msgspec.json.encode((one.kind, one.line, one.function)).decode()
+        for line in message.lines:
+            self.by_kind[line.kind] = self.by_kind.get(line.kind, 0) + line.samples
+            key = msgspec.json.encode((line.kind, line.line, line.function)).decode()
             if key in self.counts or len(self.counts) < MAX_COUNTS:
                 of_line = self.counts.setdefault(key, {})
-                of_line[rank] = of_line.get(rank, 0) + one.samples
-                self.long[key] = self.long.get(key, 0) + one.long
+                of_line[rank] = of_line.get(rank, 0) + line.samples
+                self.long[key] = self.long.get(key, 0) + line.long
 
     def summary(self) -> HostTime | None:
         """Return the samples; ``None`` without a recording."""
@@ -80,29 +80,29 @@ class HostLines(Struct):
             )
             for key, by_rank in self.counts.items()
         )
-        shown = tuple(sorted(lines, key=lambda one: (-one.long, -one.samples))[:MAX_SHOWN])
+        shown = tuple(sorted(lines, key=lambda line: (-line.long, -line.samples))[:MAX_SHOWN])
         return HostTime(sum(self.by_rank.values()), self.torn, dict(self.by_rank), dict(self.by_kind), shown)
 
 
-def lines_of(found: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, list[tuple[str, str, int]]]:
+def lines_of(host: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, list[tuple[str, str, int]]]:
     """Return the samples of a loss, and its places with their most frequent function, most samples first.
 
     A place is a line; but lines in which a function runs its own code, and calls nothing, are one place.  If the loop
     waits for DataLoader workers, the samples are those of a worker.
 
     Args:
-        found: the samples.
+        host: the samples.
         cause: a cause in `KINDS`.
         data_share: share of the time that is a wait for data.
     """
-    kinds = _kinds(found, cause, data_share)
+    kinds = _kinds(host, cause, data_share)
     count = attrgetter("long" if cause == SLOW else "samples")
     lines = [
         (text, function, sum(map(count, parts)))
-        for text, function, parts in _places(one for one in found.lines if one.kind in kinds and count(one))
+        for text, function, parts in _places(line for line in host.lines if line.kind in kinds and count(line))
     ]
-    total = sum(samples for _, _, samples in lines) if cause == SLOW else _samples_of(found, kinds)
-    return total, sorted(lines, key=lambda one: -one[2])
+    total = sum(samples for _, _, samples in lines) if cause == SLOW else _samples_of(host, kinds)
+    return total, sorted(lines, key=lambda place: -place[2])
 
 
 def data_share(waterfall: Waterfall | None) -> float:
@@ -110,53 +110,53 @@ def data_share(waterfall: Waterfall | None) -> float:
     return sum(part.share for part in waterfall.parts if part.name == "data") if waterfall is not None else 0.0
 
 
-def is_of_worker(found: HostTime, cause: str) -> bool:
-    return cause == "data_loading" and found.by_kind.get(WORKER, 0) >= MIN_SAMPLES
+def is_of_worker(host: HostTime, cause: str) -> bool:
+    return cause == "data_loading" and host.by_kind.get(WORKER, 0) >= MIN_SAMPLES
 
 
-def _kinds(found: HostTime, cause: str, data_share: float) -> set[str]:
-    if is_of_worker(found, cause):
+def _kinds(host: HostTime, cause: str, data_share: float) -> set[str]:
+    if is_of_worker(host, cause):
         return {WORKER}
     # A loop may fetch its batches itself: then few of the samples are in functions that are known to fetch, and the
     # others are about as many as the wait has.
-    expected = data_share * found.samples
-    if cause == "data_loading" and found.by_kind.get("data", 0) < MIN_OF_DATA * expected:
-        own = {kind for kind in found.by_kind if KINDS["between_iterations"](kind)}
-        return own if MIN_OF_DATA * _samples_of(found, own) <= expected else set()
-    kinds = {kind for kind in found.by_kind if KINDS[cause](kind)}
+    expected = data_share * host.samples
+    if cause == "data_loading" and host.by_kind.get("data", 0) < MIN_OF_DATA * expected:
+        own = {kind for kind in host.by_kind if KINDS["between_iterations"](kind)}
+        return own if MIN_OF_DATA * _samples_of(host, own) <= expected else set()
+    kinds = {kind for kind in host.by_kind if KINDS[cause](kind)}
     if cause == "device_idle":
         # While the host waits for the device, or torch starts kernels, the device is rather busy; other code is rather
         # the reason if it is a fifth of all samples, or half of those without a wait.
         others = kinds - {COMPUTE, DEVICE}
-        count, waits = _samples_of(found, others), _samples_of(found, {DEVICE})
-        if count and count >= min(MIN_SHARE * found.samples, (found.samples - waits) / 2):
+        count, waits = _samples_of(host, others), _samples_of(host, {DEVICE})
+        if count and count >= min(MIN_SHARE * host.samples, (host.samples - waits) / 2):
             return others
         # After a wait for the device, the device is idle until the next kernels.
-        return kinds & {DEVICE if waits >= MIN_SHARE * found.samples else COMPUTE}
+        return kinds & {DEVICE if waits >= MIN_SHARE * host.samples else COMPUTE}
     return kinds
 
 
-def _samples_of(found: HostTime, kinds: Collection[str]) -> int:
-    return sum(found.by_kind.get(kind, 0) for kind in kinds)
+def _samples_of(host: HostTime, kinds: Collection[str]) -> int:
+    return sum(host.by_kind.get(kind, 0) for kind in kinds)
 
 
-def where(found: HostTime | None, cause: str, data_share: float = 0.0) -> str:
+def where(host: HostTime | None, cause: str, data_share: float = 0.0) -> str:
     """Return where the host was during a loss, in words; "" if too few samples show it.  Arguments: `lines_of`."""
-    if found is None or cause not in KINDS:
+    if host is None or cause not in KINDS:
         return ""
-    samples, lines = lines_of(found, cause, data_share)
-    kinds = _kinds(found, cause, data_share)
+    samples, lines = lines_of(host, cause, data_share)
+    kinds = _kinds(host, cause, data_share)
     if cause == "device_idle" and kinds <= {COMPUTE}:
-        said = f"{_percent(samples, found.samples)} samples the host was in functions of torch, which start kernels"
-        return said if samples >= max(MIN_MOST * found.samples, MIN_SAMPLES) else ""
+        said = f"{_percent(samples, host.samples)} samples the host was in functions of torch, which start kernels"
+        return said if samples >= max(MIN_MOST * host.samples, MIN_SAMPLES) else ""
     if samples < MIN_SAMPLES or not lines or lines[0][2] < MIN_SHARE * samples:
         return ""
     line, function, count = lines[0]
     place = f"{function}, called in {line}" if function else line
     if cause == "device_idle" and kinds == {DEVICE}:
-        return f"{_percent(samples, found.samples)} samples the host waited for the device, most in {place}"
+        return f"{_percent(samples, host.samples)} samples the host waited for the device, most in {place}"
     of = " of long iterations" if cause == SLOW else ""
-    who = "a DataLoader worker" if is_of_worker(found, cause) else "the host"
+    who = "a DataLoader worker" if is_of_worker(host, cause) else "the host"
     return f"{_percent(count, samples)} samples{of} {who} was in {place}"
 
 
@@ -164,23 +164,23 @@ def _percent(count: int, of: int) -> str:
     return f"in {100 * count / of:.0f} % of {of:,}"
 
 
-def where_slow(found: HostTime | None, slow: Collection[int]) -> str:
+def where_slow(host: HostTime | None, slow: Collection[int]) -> str:
     """Return the line in which slow ranks are more often than the others, in words; "" if too few samples show it.
 
     Args:
-        found: the samples.
+        host: the samples.
         slow: the slow ranks.
     """
-    if found is None:
+    if host is None:
         return ""
-    ranks = [rank for rank in found.by_rank if rank in slow]
-    others = [rank for rank in found.by_rank if rank not in slow]
-    of, of_others = (sum(found.by_rank[rank] for rank in group) for group in (ranks, others))
+    ranks = [rank for rank in host.by_rank if rank in slow]
+    others = [rank for rank in host.by_rank if rank not in slow]
+    of, of_others = (sum(host.by_rank[rank] for rank in group) for group in (ranks, others))
     if min(of, of_others) < MIN_SAMPLES:
         return ""
     more: dict[str, float] = {}
     counts = {}
-    for line, _, parts in _places(one for one in found.lines if one.kind not in NOT_OF_HOST):
+    for line, _, parts in _places(code_line for code_line in host.lines if code_line.kind not in NOT_OF_HOST):
         counts[line] = count, count_of_others = _samples(parts, ranks), _samples(parts, others)
         if share_interval(count, of)[0] > share_interval(count_of_others, of_others)[1]:
             more[line] = count / of - count_of_others / of_others
@@ -205,14 +205,14 @@ def share_interval(count: int, of: int) -> tuple[float, float]:
 def _places(lines: Iterable[CodeLine]) -> Iterator[tuple[str, str, list[CodeLine]]]:
     """Yield places as text, with their most frequent function and their parts."""
     by_line: dict[str, list[CodeLine]] = {}
-    for one in lines:
-        by_line.setdefault(one.line, []).append(one)
+    for part in lines:
+        by_line.setdefault(part.line, []).append(part)
     places: dict[tuple[str, str], list[CodeLine]] = {}
     for line, parts in by_line.items():
-        function = max(parts, key=lambda one: one.samples).function
+        function = max(parts, key=lambda part: part.samples).function
         places.setdefault((line if function else line.rpartition(":")[0], function), []).extend(parts)
     for (_, function), parts in places.items():
-        yield _as_one([one.line for one in parts]), function, parts
+        yield _as_one([part.line for part in parts]), function, parts
 
 
 def _as_one(lines: Sequence[str]) -> str:
@@ -231,7 +231,7 @@ def _number(line: str) -> int:
 
 
 def _samples(parts: Iterable[CodeLine], ranks: Collection[int]) -> int:
-    return sum(one.by_rank.get(rank, 0) for one in parts for rank in ranks)
+    return sum(part.by_rank.get(rank, 0) for part in parts for rank in ranks)
 
 
 def _named(ranks: Collection[int]) -> str:

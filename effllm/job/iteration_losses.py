@@ -118,9 +118,9 @@ class IterationMatrix(NamedTuple):
 def _seconds(codes: Iterable[bytes], weights: Array, starts: Positions) -> Array:
     """Return the times of ranks; columns from a start to the next one are joined."""
     if len(starts) == len(weights):
-        found: Array = _SECONDS[np.frombuffer(b"".join(codes), "<u2")].reshape(-1, len(weights))
-        return found
-    sums = [np.add.reduceat(_SECONDS[np.frombuffer(one, "<u2")] * weights, starts) for one in codes]
+        seconds: Array = _SECONDS[np.frombuffer(b"".join(codes), "<u2")].reshape(-1, len(weights))
+        return seconds
+    sums = [np.add.reduceat(_SECONDS[np.frombuffer(code, "<u2")] * weights, starts) for code in codes]
     return np.stack(sums) / np.add.reduceat(weights, starts)
 
 
@@ -216,14 +216,14 @@ class IterationLosses(Struct):
                 matrix.weights.tolist() if matrix.has_means else [],
             )
         )
-        known = [*self.usual_s, *(time_s for one in self.pending for time_s in one.times_s)]
+        recent_s = [*self.usual_s, *(time_s for window in self.pending for time_s in window.times_s)]
         phase_s = float(delay_s @ matrix.weights * waiting.sum())
-        found = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
-        if len(known) >= MIN_KEPT:
-            usual_s = statistics.median(known)
-            found += [self._judge(one, usual_s) for one in self.pending]
-            self.usual_s, self.pending = known[-KEPT:], []
-        return found
+        losses = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
+        if len(recent_s) >= MIN_KEPT:
+            usual_s = statistics.median(recent_s)
+            losses += [self._judge(window, usual_s) for window in self.pending]
+            self.usual_s, self.pending = recent_s[-KEPT:], []
+        return losses
 
     def _judge(self, window: Pending, usual_s: float) -> Lost:
         slow_s = warmup_s = 0.0
@@ -258,13 +258,13 @@ class IterationLosses(Struct):
         is_rare = 0 < self.waits.count < RARE * self.iterations
         return self._summary(self.waits) if is_rare and self.waits.seconds > NEARLY_ALL * self.wait_s else None
 
-    def _summary(self, found: Places) -> SlowIterations | None:
+    def _summary(self, places: Places) -> SlowIterations | None:
         if not self.usual_s:
             return None
         median_s = statistics.median(self.usual_s)
-        long_s = found.seconds - found.count * median_s
+        long_s = places.seconds - places.count * median_s
         most = 1.0 + self.nearly_s / long_s if long_s > 0 else 1.0
-        return SlowIterations(found.count, self.iterations, median_s, found.worst_s, found.worst, found.every, most)
+        return SlowIterations(places.count, self.iterations, median_s, places.worst_s, places.worst, places.every, most)
 
 
 def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
@@ -276,7 +276,7 @@ def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
     if not any(map(attrgetter("phases_s"), matrix.rows)):
         return "", delay_s, waiting
     phases = [{name: row.phases_s.get(name, 0.0) for name in PHASES} for row in matrix.rows]
-    seconds = np.array([sum(one.values()) for one in phases])
+    seconds = np.array([sum(by_phase.values()) for by_phase in phases])
     longest = int(seconds.argmax())
     waiting = (seconds < seconds[longest] / 2).astype(float)
     if 2 * waiting.sum() < len(seconds):  # most ranks have the phase

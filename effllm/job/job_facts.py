@@ -71,7 +71,7 @@ class JobFacts:
             value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
             return int(value) if value is not None else None
         given = [hello.parameters for hello in self._hellos.values()]
-        shares = [getattr(one, kind) for one in given if one.is_share]
+        shares = [getattr(count, kind) for count in given if count.is_share]
         if len(shares) != self._ledger.world_size or not shares or None in shares:
             return None
         return sum(shares) or None
@@ -112,15 +112,15 @@ class JobFacts:
                 return []
         if len(self._hellos) < max(self._ledger.world_size, 1):
             return []
-        found = []
+        gpus = []
         for host, hellos in nodes.items():
             stated = min(hellos, key=lambda hello: hello.stated_gpus)  # steps may have fewer GPUs than the node
             keys = {device.key for hello in hellos for device in hello.devices if device.is_gpu}
             if len(hellos) == len(keys) == 1 < stated.stated_gpus:
                 return []
             # Ranks that have not selected their GPU all show the first GPU.
-            found.append(NodeGpus(host, stated.stated_gpus, max(len(keys), len(hellos)), stated.gpus_source))
-        return found
+            gpus.append(NodeGpus(host, stated.stated_gpus, max(len(keys), len(hellos)), stated.gpus_source))
+        return gpus
 
     @cached_property
     def unused_text(self) -> str:
@@ -136,8 +136,8 @@ class JobFacts:
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
         peaks = [peak_of(device.name) for device in self._gpus]
-        known = [one.flops_per_s for one in peaks if one]
-        return sum(known) if known and len(known) == len(peaks) else None
+        flops = [peak.flops_per_s for peak in peaks if peak]
+        return sum(flops) if flops and len(flops) == len(peaks) else None
 
     @cached_property
     def peak_source(self) -> str:
@@ -147,7 +147,7 @@ class JobFacts:
         if self._config.peak_tflops:
             return f"{self._config.peak_tflops:g} TFLOP/s per device, as configured"
         peaks = {peak_of(device.name) for device in self._gpus}
-        return "; ".join(sorted(one.text for one in peaks if one))
+        return "; ".join(sorted(peak.text for peak in peaks if peak))
 
     @cached_property
     def constants(self) -> JobConstants:
@@ -184,8 +184,8 @@ class JobFacts:
         owners: dict[str, float | None] = {}
         for key in self.scope.keys:
             owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
-        known = [one for one in owners.values() if one is not None]
-        return sum(known) if known and len(known) == len(owners) else None
+        watts = [baseline_w for baseline_w in owners.values() if baseline_w is not None]
+        return sum(watts) if watts and len(watts) == len(owners) else None
 
     @property
     def flops_per_token(self) -> float | None:

@@ -176,9 +176,9 @@ def largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def joined(known: RankReport | None, row: RankReport) -> RankReport:
+def joined(earlier: RankReport | None, row: RankReport) -> RankReport:
     """Return a report, joined with the earlier report of its rank in the same window, if there is one."""
-    return row if known is None else join((known, row), row.window)
+    return row if earlier is None else join((earlier, row), row.window)
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
@@ -225,11 +225,11 @@ def _largest(parts: Sequence[Allocator]) -> Allocator | None:
 
 
 def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
-    known: dict[str, list[DeviceWindow]] = {}
+    by_key: dict[str, list[DeviceWindow]] = {}
     for row in rows:
         for device in row.devices:
-            known.setdefault(device.device, []).append(device)
-    return tuple(parts[0] if len(parts) == 1 else join_devices(parts) for parts in known.values())
+            by_key.setdefault(device.device, []).append(device)
+    return tuple(parts[0] if len(parts) == 1 else join_devices(parts) for parts in by_key.values())
 
 
 def join_devices(parts: Sequence[DeviceWindow]) -> DeviceWindow:

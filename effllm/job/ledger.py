@@ -285,8 +285,8 @@ class Ledger(Struct):
 
     def core_wait_s(self) -> float | None:
         """Return the waits of all training threads for a core so far; ``None`` if no rank measures them."""
-        known = [rank.core_wait_s for rank in self.ranks.values() if rank.core_wait_s is not None]
-        return self.spent.core_wait_s + sum(known) if known or self.spent.core_wait_s else None
+        waits_s = [rank.core_wait_s for rank in self.ranks.values() if rank.core_wait_s is not None]
+        return self.spent.core_wait_s + sum(waits_s) if waits_s or self.spent.core_wait_s else None
 
     def advance(self, rows: Rows) -> None:
         """Update the loss and the iteration from a closed window."""
@@ -333,10 +333,10 @@ class Ledger(Struct):
 
     def ends(self) -> dict[str, list[int]]:
         """Return the ranks by their final status; a rank without a BYE was killed."""
-        found: dict[str, list[int]] = {}
+        by_status: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
-            found.setdefault(rank.bye or "killed", []).append(number)
-        return found
+            by_status.setdefault(rank.bye or "killed", []).append(number)
+        return by_status
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a restarted aggregator.
@@ -348,19 +348,19 @@ class Ledger(Struct):
         """
         replace = msgspec.structs.replace
         ranks = {
-            rank: known
-            if safe[rank] == known.last_sequence
+            rank: state
+            if safe[rank] == state.last_sequence
             else replace(
-                known,
+                state,
                 last_sequence=safe[rank],
                 last_window=self.closed,
                 bye="",
                 is_over=False,
                 last_ordinal=None,
                 covered_s=0.0,
-                gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
+                gaps=state.gaps - (state.newest_gap if state.newest_gap_before > safe[rank] else 0),
             )
-            for rank, known in self.ranks.items()
+            for rank, state in self.ranks.items()
         }
         return msgspec.json.encode(replace(self, ranks=ranks, schema_version=SCHEMA_VERSION), enc_hook=to_json)
 

@@ -70,36 +70,36 @@ class Loss(NamedTuple):
         return saved / (1.0 - saved) if saved < 1.0 else None
 
 
-def losses(summary: Summary, found: Waterfall, framework: str = "") -> list[Loss]:
+def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[Loss]:
     """Return all losses of a job, the most important first, also those below their thresholds.
 
     Args:
         summary: the summary of the job.
-        found: its waterfall.
+        waterfall: that of the job.
         framework: the framework whose loop is measured; empty for a loop that calls effllm itself.
     """
     made = [
-        *_of_parts(summary, found, framework),
-        *_of_stragglers(summary, found),
-        *_of_uneven(summary, found),
-        *_of_restarts(summary, found),
+        *_of_parts(summary, waterfall, framework),
+        *_of_stragglers(summary, waterfall),
+        *_of_uneven(summary, waterfall),
+        *_of_restarts(summary, waterfall),
     ]
-    made += [*_of_clocks(summary, found), *_of_profile(summary, found), *_of_padding(summary, found)]
-    made += _of_busy_share(summary, found)
-    made += _of_memory(summary, found)
+    made += [*_of_clocks(summary, waterfall), *_of_profile(summary, waterfall), *_of_padding(summary, waterfall)]
+    made += _of_busy_share(summary, waterfall)
+    made += _of_memory(summary, waterfall)
     by_cause: dict[str, Loss] = {}
-    for one in made:
-        loss = _with_rest_of_job(one, found)
+    for entry in made:
+        loss = _with_rest_of_job(entry, waterfall)
         cause, seconds = loss.cause, loss.seconds
-        known = by_cause.get(cause)
+        before = by_cause.get(cause)
         # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
         if seconds > 0:
-            larger = loss if known is None or seconds > known.seconds else known
-            most = max(one.seconds * one.factor for one in (loss, known or loss))
+            larger = loss if before is None or seconds > before.seconds else before
+            most = max(each.seconds * each.factor for each in (loss, before or loss))
             by_cause[cause] = larger._replace(factor=most / larger.seconds)
-    found_losses = sorted(by_cause.values(), key=lambda one: -one.likely_share)
+    found_losses = sorted(by_cause.values(), key=lambda loss: -loss.likely_share)
     slow, idle = by_cause.get("straggler"), by_cause.get("device_idle")
-    is_of_host = any(HOST in one.differences for one in summary.stragglers[:1])
+    is_of_host = any(HOST in verdict.differences for verdict in summary.stragglers[:1])
     if slow is not None and idle is not None and is_of_host and found_losses.index(idle) < found_losses.index(slow):
         found_losses.remove(idle)  # the GPU of a slow host is idle because of the host
         found_losses.insert(found_losses.index(slow) + 1, idle)
@@ -134,8 +134,8 @@ def is_profiled(summary: Summary) -> bool:
     return not mean_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_s < UNLIKE
 
 
-def seconds_of(found: Waterfall, *names: str) -> float:
-    return sum(part.device_seconds for part in found.parts if part.name in names)
+def seconds_of(waterfall: Waterfall, *names: str) -> float:
+    return sum(part.device_seconds for part in waterfall.parts if part.name in names)
 
 
 #: Cause, device-seconds, why, source; then factor and action as in `Loss`.
@@ -146,37 +146,37 @@ def _part(name: str) -> str:
     return f"summary.json: waterfall.parts, name {name}"
 
 
-def _with_rest_of_job(made: _Made, found: Waterfall) -> Loss:
+def _with_rest_of_job(made: _Made, waterfall: Waterfall) -> Loss:
     """Return a loss; its removal also shortens repeated steps, and the time of unused GPUs."""
     cause, seconds, why, source, *more = made
-    loss = Loss(cause, seconds, seconds / found.device_seconds, why, source, *more)
-    used_s, steps_s = _used_seconds(found), seconds_of(found, "straggling", "uneven_ranks", *STEP_PARTS)
+    loss = Loss(cause, seconds, seconds / waterfall.device_seconds, why, source, *more)
+    used_s, steps_s = _used_seconds(waterfall), seconds_of(waterfall, "straggling", "uneven_ranks", *STEP_PARTS)
     if cause == "unused_gpus" or used_s <= 0:
         return loss
-    repeated = 1.0 + seconds_of(found, "redone") / steps_s if cause in _IN_STEPS and steps_s else 1.0
-    return loss._replace(factor=loss.factor * repeated * found.device_seconds / used_s)
+    repeated = 1.0 + seconds_of(waterfall, "redone") / steps_s if cause in _IN_STEPS and steps_s else 1.0
+    return loss._replace(factor=loss.factor * repeated * waterfall.device_seconds / used_s)
 
 
-def _used_seconds(found: Waterfall) -> float:
+def _used_seconds(waterfall: Waterfall) -> float:
     """Return the time of the devices that ranks use."""
-    return sum(part.device_seconds for part in found.parts if part.name != "unused")
+    return sum(part.device_seconds for part in waterfall.parts if part.name != "unused")
 
 
-def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_Made]:
+def _of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[_Made]:
     what = "data wait" if framework else "time between iterations"
-    waits, data_s = "the ranks wait for data between steps", seconds_of(found, AVOIDABLE["data_loading"].part)
+    waits, data_s = "the ranks wait for data between steps", seconds_of(waterfall, AVOIDABLE["data_loading"].part)
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
-        each = {name: one / summary.iterations for name, one in summary.goodput.seconds.items()}
+        each = {name: time_s / summary.iterations for name, time_s in summary.goodput.seconds.items()}
         wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
         waits = f"{what} {_ms(wait)} of {_ms(iteration)} ms per iteration"
     if summary.rare_waits is not None:
         waits += f"; {_often(summary.rare_waits)}, up to {_ms(summary.rare_waits.longest_s)} ms"
-    of_few = [one for one in summary.stragglers if one.evidence == DATA_WAIT]
-    is_of_few = _devices_of_rank(summary, found) * sum(map(_cost_s, of_few)) >= OF_FEW * data_s > 0
+    of_few = [verdict for verdict in summary.stragglers if verdict.evidence == DATA_WAIT]
+    is_of_few = _devices_of_rank(summary, waterfall) * sum(map(_cost_s, of_few)) >= OF_FEW * data_s > 0
     if is_of_few:
         waits += f"; {_slow_ranks(max(of_few, key=_cost_s), len(of_few) - 1)}"
-    evidence = {part.name: part.evidence for part in found.parts}
+    evidence = {part.name: part.evidence for part in waterfall.parts}
     texts = {
         "data_loading": waits,
         "between_iterations": waits,
@@ -192,23 +192,23 @@ def _of_parts(summary: Summary, found: Waterfall, framework: str) -> Iterator[_M
     not_this = "between_iterations" if framework else "data_loading"
     for cause, part in ((cause, row.part) for cause, row in AVOIDABLE.items() if row.part):
         if cause != not_this:
-            seconds, action = seconds_of(found, part), SLOW_DATA.text if part == "data" and is_of_few else ""
-            yield cause, seconds, texts[cause], _part(part), _most(summary, found, cause, seconds), action
+            seconds, action = seconds_of(waterfall, part), SLOW_DATA.text if part == "data" and is_of_few else ""
+            yield cause, seconds, texts[cause], _part(part), _most(summary, waterfall, cause, seconds), action
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
     first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
-    yield "startup", first * seconds_of(found, "startup"), "time before the first iteration", _part("startup")
+    yield "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _part("startup")
 
 
-def _most(summary: Summary, found: Waterfall, cause: str, seconds: float) -> float:
+def _most(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
     """Return the upper bound of a part over its seconds."""
     if cause == "slow_iterations" and summary.slow_iterations is not None and seconds:
-        return summary.slow_iterations.max_ratio + seconds_of(found, "warmup") / seconds
+        return summary.slow_iterations.max_ratio + seconds_of(waterfall, "warmup") / seconds
     if cause in ("data_loading", "between_iterations") and summary.goodput is not None and seconds:
-        return 1.0 + summary.goodput.hidden_data_s * _devices_of_rank(summary, found) / seconds
+        return 1.0 + summary.goodput.hidden_data_s * _devices_of_rank(summary, waterfall) / seconds
     # At most, the ranks wait for a last checkpoint of few ranks after their last iteration.
-    return 1.0 + seconds_of(found, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
+    return 1.0 + seconds_of(waterfall, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
 
 
 def _ms(seconds: float) -> str:
@@ -222,29 +222,29 @@ def _hang_text(summary: Summary) -> str:
     return text + (", and the job ended so" if summary.status == "stalled" else "")
 
 
-def _slow_text(found: SlowIterations | None) -> str:
-    if found is None:
+def _slow_text(slow: SlowIterations | None) -> str:
+    if slow is None:
         return "single iterations are longer than the median"
-    longest = f"up to {_ms(found.longest_s)} ms (iteration {found.longest:,})"
-    return f"{_often(found)}, {longest}, median {_ms(found.median_s)} ms"
+    longest = f"up to {_ms(slow.longest_s)} ms (iteration {slow.longest:,})"
+    return f"{_often(slow)}, {longest}, median {_ms(slow.median_s)} ms"
 
 
-def _often(found: SlowIterations) -> str:
-    return f"every {found.every:,}th iteration" if found.every else f"{found.count:,} of {found.of:,} iterations"
+def _often(slow: SlowIterations) -> str:
+    return f"every {slow.every:,}th iteration" if slow.every else f"{slow.count:,} of {slow.of:,} iterations"
 
 
 def _startup_s(attempt: AttemptSummary) -> float:
     return attempt.startup_s * attempt.devices
 
 
-def _devices_of_rank(summary: Summary, found: Waterfall) -> float:
+def _devices_of_rank(summary: Summary, waterfall: Waterfall) -> float:
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
-    return _used_seconds(found) / rank_seconds if rank_seconds else 1.0
+    return _used_seconds(waterfall) / rank_seconds if rank_seconds else 1.0
 
 
-def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
-    devices = _devices_of_rank(summary, found)
+    devices = _devices_of_rank(summary, waterfall)
     for cause, clock in summary.slow_clocks.items():
         if cause == LOCKED:
             continue
@@ -252,18 +252,18 @@ def _of_clocks(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
 
 
-def _of_stragglers(summary: Summary, found: Waterfall) -> Iterator[_Made]:
-    named = [one for one in summary.stragglers if one.evidence != DATA_WAIT]
-    seconds, total = seconds_of(found, "straggling"), sum(map(_cost_s, named))
+def _of_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+    named = [verdict for verdict in summary.stragglers if verdict.evidence != DATA_WAIT]
+    seconds, total = seconds_of(waterfall, "straggling"), sum(map(_cost_s, named))
     by_cause: dict[str, list[StragglerVerdict]] = {}
-    for one in named if total else ():
-        by_cause.setdefault(cause_of(one), []).append(one)
+    for verdict in named if total else ():
+        by_cause.setdefault(cause_of(verdict), []).append(verdict)
     for cause, verdicts in by_cause.items():
         worst, counted_s = max(verdicts, key=_cost_s), sum(map(_cost_s, verdicts))
         waits = seconds * counted_s / total
         # A rank is named only in some windows: in others, the waits for it are waits without a slow rank.
-        last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for one in verdicts for rank in one.ranks)
-        bound = waits * max(sum(one.max_seconds for one in verdicts) / counted_s, last_s / counted_s, 1.0)
+        last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for verdict in verdicts for rank in verdict.ranks)
+        bound = waits * max(sum(verdict.max_seconds for verdict in verdicts) / counted_s, last_s / counted_s, 1.0)
         source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
         yield cause, waits, _slow_ranks(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
 
@@ -285,14 +285,14 @@ def _slow_ranks(verdict: StragglerVerdict, more: int = 0) -> str:
     return f"rank {','.join(map(str, verdict.ranks))}{host}: {why}" + (f"; and {more} more" if more else "")
 
 
-def _of_uneven(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_uneven(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     """Yield the waits of the ranks for each other without a slow rank."""
-    seconds, last = seconds_of(found, "uneven_ranks"), summary.last_ranks
+    seconds, last = seconds_of(waterfall, "uneven_ranks"), summary.last_ranks
     if is_profiled(summary):  # at most, a slow rank is as slow after its first wait for others
-        for_slow_s = sum(max(one.max_seconds - _cost_s(one), 0.0) for one in summary.stragglers)
-        in_communication_s = seconds_of(found, "waits_in_communication")
-        seconds += max(in_communication_s - for_slow_s * _devices_of_rank(summary, found), 0.0)
-    counted_s = seconds / _devices_of_rank(summary, found)
+        for_slow_s = sum(max(verdict.max_seconds - _cost_s(verdict), 0.0) for verdict in summary.stragglers)
+        in_communication_s = seconds_of(waterfall, "waits_in_communication")
+        seconds += max(in_communication_s - for_slow_s * _devices_of_rank(summary, waterfall), 0.0)
+    counted_s = seconds / _devices_of_rank(summary, waterfall)
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
         rank, count = last.most
@@ -308,28 +308,28 @@ def cause_of(verdict: StragglerVerdict) -> str:
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
 
 
-def _of_restarts(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
     total = sum(map(_startup_s, attempts))
     later = sum(map(_startup_s, attempts[1:])) / total if total > 0 else 0.0
-    seconds = seconds_of(found, "restart_gap") + later * seconds_of(found, "startup")
+    seconds = seconds_of(waterfall, "restart_gap") + later * seconds_of(waterfall, "startup")
     # Repeated iterations also repeat their data waits, waits for stragglers, evaluations and checkpoints.
-    around_s = sum(one.redone_around_s * one.devices for one in attempts)
-    hidden_s = sum(one.max_redone_around_s * one.devices for one in attempts) - around_s
-    seconds += seconds_of(found, "redone") + around_s
-    redone, gaps_s = summary.goodput.redone_iterations, sum(one.gap_before_s for one in attempts)
-    ends = Counter(one.status for one in attempts[:-1])
+    around_s = sum(attempt.redone_around_s * attempt.devices for attempt in attempts)
+    hidden_s = sum(attempt.max_redone_around_s * attempt.devices for attempt in attempts) - around_s
+    seconds += seconds_of(waterfall, "redone") + around_s
+    redone, gaps_s = summary.goodput.redone_iterations, sum(attempt.gap_before_s for attempt in attempts)
+    ends = Counter(attempt.status for attempt in attempts[:-1])
     details = f" ({', '.join(f'{count:,} {status}' for status, count in ends.most_common(2))})" if ends else ""
     details += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
     details += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
-    factor = 1.0 + (seconds_of(found, "shutdown") + hidden_s) / seconds if seconds else 1.0
+    factor = 1.0 + (seconds_of(waterfall, "shutdown") + hidden_s) / seconds if seconds else 1.0
     yield "restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor
 
 
-def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     if not is_profiled(summary):
         return
     profile = summary.profile
@@ -339,55 +339,55 @@ def _of_profile(summary: Summary, found: Waterfall) -> Iterator[_Made]:
         "device_idle": f"the devices have no work, in {profile.iterations:,} profiled iterations",
     }
     for cause, why in texts.items():
-        seconds = seconds_of(found, cause)
+        seconds = seconds_of(waterfall, cause)
         if cause == "device_idle":  # during a retry of the allocator, the device has no work
-            seconds -= min(_lost_in_retries(summary, found), seconds)
+            seconds -= min(_lost_in_retries(summary, waterfall), seconds)
         yield cause, seconds, why, _part(cause)
 
 
-def busy_share(summary: Summary, found: Waterfall) -> float | None:
+def busy_share(summary: Summary, waterfall: Waterfall) -> float | None:
     """Return the share of the iterations in which the GPUs ran a kernel; ``None`` without a real GPU."""
-    return _metric(summary, "pcu_ratio") if found.unit == OF_GPUS and not summary.simulated else None
+    return _metric(summary, "pcu_ratio") if waterfall.unit == OF_GPUS and not summary.simulated else None
 
 
-def _of_busy_share(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_busy_share(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     """Yield the time in which no kernel runs: a lower bound, because kernels that communicate count as busy."""
-    busy = busy_share(summary, found)
+    busy = busy_share(summary, waterfall)
     if busy is None:
         return
-    counted_s = seconds_of(found, "data", "slow_iterations", "warmup")
-    iterations_s = counted_s + seconds_of(found, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
-    counted_s += _lost_in_retries(summary, found)  # during a retry of the allocator, the device has no work
+    counted_s = seconds_of(waterfall, "data", "slow_iterations", "warmup")
+    iterations_s = counted_s + seconds_of(waterfall, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
+    counted_s += _lost_in_retries(summary, waterfall)  # during a retry of the allocator, the device has no work
     text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
     tag = METRICS["pcu_ratio"].tag("run")
     yield "device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}"
 
 
-def _of_memory(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_memory(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     pressure = summary.memory_pressure
     if pressure is not None and pressure.rank_seconds:
         why = (
             f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
         )
         factor = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
-        yield "memory_pressure", _lost_in_retries(summary, found), why, "summary.json: memory_pressure", factor
+        yield "memory_pressure", _lost_in_retries(summary, waterfall), why, "summary.json: memory_pressure", factor
 
 
-def _lost_in_retries(summary: Summary, found: Waterfall) -> float:
+def _lost_in_retries(summary: Summary, waterfall: Waterfall) -> float:
     """Return the time that retries of the allocator cost, in device-seconds."""
     pressure = summary.memory_pressure
-    return _devices_of_rank(summary, found) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
+    return _devices_of_rank(summary, waterfall) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
 
 
-def _of_padding(summary: Summary, found: Waterfall) -> Iterator[_Made]:
+def _of_padding(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     ratio = _metric(summary, "padding_ratio")
     if ratio is not None and ratio >= MIN_PADDING_RATIO:
         # At most, the time of a step is proportional to the number of its positions.
         text = f"{100 * ratio:.0f} % of the processed positions are padding"
         tag = METRICS["padding_ratio"].tag("run")
-        yield "padding", ratio * seconds_of(found, *STEP_PARTS), text, f"summary.json: metrics, {tag}"
+        yield "padding", ratio * seconds_of(waterfall, *STEP_PARTS), text, f"summary.json: metrics, {tag}"
 
 
 def _metric(summary: Summary, name: str) -> float | None:
-    found = summary.metrics.get(METRICS[name].tag("run"))
-    return None if found is None else found.value
+    metric = summary.metrics.get(METRICS[name].tag("run"))
+    return None if metric is None else metric.value

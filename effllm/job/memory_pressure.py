@@ -53,7 +53,7 @@ class MemoryPressure(Struct):
         """Add a closed window."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
-                sizes = {name: one.most for name, one in row.values.items() if name.endswith(_BYTES)}
+                sizes = {name: value.most for name, value in row.values.items() if name.endswith(_BYTES)}
                 of_end = asdict(row.allocator) if row.allocator is not None else {}
                 self.failed[row.rank] = {**{_PREFIX + name: size for name, size in of_end.items()}, **sizes}
                 self.failed_iteration = row.iteration_shown
@@ -63,20 +63,20 @@ class MemoryPressure(Struct):
             return
         self.rank_iterations += iterations
         paced = Paced(busy_s, float(rows.counts["tokens_processed"] or iterations))
-        found = rows.values.get(RETRIES)
-        if found is None or found.total <= 0:
+        retries = rows.values.get(RETRIES)
+        if retries is None or retries.total <= 0:
             self.usual = [*self.usual[-MAX_KEPT + 1 :], paced.busy_s / paced.amount]
         else:
             self.last_iteration = int(rows.numbers["iteration_shown"].max())
             self.first_iteration = self.first_iteration if self.windows else self.last_iteration
-            self.retries, self.windows = self.retries + int(found.total), self.windows + 1
-            if found.total > self.worst_retries:
-                self.worst_retries, self.worst_iteration = int(found.total), self.last_iteration
+            self.retries, self.windows = self.retries + int(retries.total), self.windows + 1
+            if retries.total > self.worst_retries:
+                self.worst_retries, self.worst_iteration = int(retries.total), self.last_iteration
             self.waiting = [*self.waiting[-MAX_KEPT + 1 :], paced]
         if len(self.usual) >= MIN_USUAL:
             waiting, self.waiting = self.waiting, []
-            for one in waiting:
-                self._compare(one)
+            for window in waiting:
+                self._compare(window)
 
     def loss(self) -> MemoryPressureLoss | None:
         """Return the cost of the retries; ``None`` without retries."""
@@ -98,13 +98,13 @@ class MemoryPressure(Struct):
         """Return the memory of the ranks that ended with an error; ``values`` are those of the whole run."""
         if not self.failed:
             return None
-        known = {name: one.most for name, one in values.items() if name.endswith(f"_peak{_BYTES}")}
-        for found in self.failed.values():
-            for name, size in found.items():
-                known[name] = max(known.get(name, 0.0), size)
+        peaks = {name: value.most for name, value in values.items() if name.endswith(f"_peak{_BYTES}")}
+        for of_rank in self.failed.values():
+            for name, size in of_rank.items():
+                peaks[name] = max(peaks.get(name, 0.0), size)
         sizes = {
             name.removeprefix(_PREFIX).removesuffix(_BYTES): size
-            for name, size in known.items()
+            for name, size in peaks.items()
             if name.startswith(_PREFIX)
         }
         retries = int(values[RETRIES].total) if RETRIES in values else 0

@@ -58,12 +58,12 @@ class Expected(dict[str, Device]):
 
     def positions(self, merged: Merged) -> Positions:
         """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
-        names, found = self._found
+        names, positions = self._found
         if names != merged.names:
             find = merged.positions.get
-            found = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
-            self._found = merged.names, found
-        return found
+            positions = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
+            self._found = merged.names, positions
+        return positions
 
     @cached_property
     def _found(self) -> tuple[list[str], Positions]:
@@ -132,10 +132,10 @@ class GpuReadings(Struct):
         self.throttle_covered_s += sign * more.throttle_covered_s
         add_to(self.power_histogram_s, more.power_histogram_s, sign)
         self.power_peak_w = largest((self.power_peak_w, more.power_peak_w))
-        known = self.throttled_by_s
+        by_reason = self.throttled_by_s
         for reason, seconds in more.throttled_by_s.items():
-            if reason in known or len(known) < MAX_REASONS:
-                known[reason] = known.get(reason, 0.0) + sign * seconds
+            if reason in by_reason or len(by_reason) < MAX_REASONS:
+                by_reason[reason] = by_reason.get(reason, 0.0) + sign * seconds
 
     def merge(self, more: GpuReadings) -> GpuReadings:
         both = GpuReadings()
@@ -152,7 +152,7 @@ class DeviceColumns(NamedTuple):
 
     @classmethod
     def of(cls, integrals: Sequence[Integrals]) -> DeviceColumns:
-        return cls(structs_of([one.energy for one in integrals], EnergyAmount), fields_of(integrals, LEVELS))
+        return cls(structs_of([integral.energy for integral in integrals], EnergyAmount), fields_of(integrals, LEVELS))
 
     def merge(self, more: DeviceColumns) -> DeviceColumns:
         return DeviceColumns(*map(np.concatenate, zip(self, more, strict=True)))
@@ -239,45 +239,45 @@ def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]
         expected: every known device by its key.
         members: the ranks that use each device.
     """
-    known = _one_each(rows, expected)
+    by_key = _one_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
-    for row in rows if not known else ():
-        for one in row.devices:
-            if (key := one.device) not in expected:
+    for row in rows if not by_key else ():
+        for window in row.devices:
+            if (key := window.device) not in expected:
                 continue
-            if key not in known:
-                known[key] = (row, one)
+            if key not in by_key:
+                by_key[key] = (row, window)
             else:
-                several.setdefault(key, [known[key]]).append((row, one))
+                several.setdefault(key, [by_key[key]]).append((row, window))
     for key, pairs in several.items():
-        known[key] = min(pairs, key=lambda pair: (*_min_covered(*pair), pair[0].rank))
-    windows = [one for _, one in known.values()]
-    wall, phases_j = DeviceColumns.of([one.wall for one in windows]), {}
+        by_key[key] = min(pairs, key=lambda pair: (*_min_covered(*pair), pair[0].rank))
+    windows = [window for _, window in by_key.values()]
+    wall, phases_j = DeviceColumns.of([window.wall for window in windows]), {}
     iterations = DeviceColumns(*map(np.copy, wall))
-    for at, one in enumerate(windows):
-        if one.phases:
-            only = DeviceColumns.of([one.iterations])
+    for at, window in enumerate(windows):
+        if window.phases:
+            only = DeviceColumns.of([window.iterations])
             iterations.energy[at], iterations.levels[at] = only.energy[0], only.levels[0]
-            phases_j[at] = {name: part.energy.joules for name, part in one.phases.items()}
+            phases_j[at] = {name: part.energy.joules for name, part in window.phases.items()}
     peaks = fields_of(windows, ("memory_peak_bytes",))[:, 0]
-    for at, key in enumerate(known) if several or expected.shared else ():
-        pairs = several.get(key) or [known[key]]
+    for at, key in enumerate(by_key) if several or expected.shared else ():
+        pairs = several.get(key) or [by_key[key]]
         if key in expected.shared:
             is_whole = members.get(key, set()) <= {row.rank for row, _ in pairs}
-            wall.levels[at] = _shared([one.wall for _, one in pairs], is_whole)
-            iterations.levels[at] = _shared([one.iterations for _, one in pairs], is_whole)
-            peaks[at] = fields_of([one for _, one in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
+            wall.levels[at] = _shared([share.wall for _, share in pairs], is_whole)
+            iterations.levels[at] = _shared([share.iterations for _, share in pairs], is_whole)
+            peaks[at] = fields_of([share for _, share in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
         elif key in several:
-            peaks[at] = np.fmax.reduce(fields_of([one for _, one in pairs], ("memory_peak_bytes",))[:, 0])
+            peaks[at] = np.fmax.reduce(fields_of([window for _, window in pairs], ("memory_peak_bytes",))[:, 0])
     _drop_roundings(iterations)
     readings = GpuReadings()
-    for one in windows:
-        if expected[one.device].is_gpu:
-            readings.add(one)
+    for window in windows:
+        if expected[window.device].is_gpu:
+            readings.add(window)
     return Merged(
-        names=list(known),
-        devices=list(map(expected.__getitem__, known)),
-        span_s=np.array([row.wall_s for row, _ in known.values()]),
+        names=list(by_key),
+        devices=list(map(expected.__getitem__, by_key)),
+        span_s=np.array([row.wall_s for row, _ in by_key.values()]),
         wall=wall,
         iterations=iterations,
         peaks=peaks,
@@ -290,8 +290,8 @@ def _one_each(rows: Rows, expected: Expected) -> dict[str, tuple[RankReport, Dev
     """Return the device of each report by its key, if each report has one device of its own; else nothing."""
     if not rows.has_one_device_each:
         return {}
-    found = {row.devices[0].device: (row, row.devices[0]) for row in rows}
-    return found if len(found) == len(rows) and found.keys() <= expected.keys() else {}
+    by_key = {row.devices[0].device: (row, row.devices[0]) for row in rows}
+    return by_key if len(by_key) == len(rows) and by_key.keys() <= expected.keys() else {}
 
 
 def _drop_roundings(columns: DeviceColumns) -> None:
@@ -305,9 +305,9 @@ def _drop_roundings(columns: DeviceColumns) -> None:
 _NOT_MEASURED = structs_of([NOT_MEASURED], EnergyAmount)[0]
 
 
-def _min_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
+def _min_covered(row: RankReport, window: DeviceWindow) -> tuple[float, float]:
     """Return the uncovered shares of a report, rounded so that equal shares compare equal."""
-    covered = one.wall.energy.covered_s, one.wall.memory_covered_s
+    covered = window.wall.energy.covered_s, window.wall.memory_covered_s
     energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
     return energy, memory
 

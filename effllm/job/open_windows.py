@@ -203,10 +203,10 @@ class OpenWindows:
     def safe(self) -> dict[int, int]:
         """Return for each rank the last sequence up to which all reports are in closed windows."""
         waiting: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
-        for rows in (*(one.rows for one in self._windows.values()), *self._late.values()):
+        for rows in (*(window.rows for window in self._windows.values()), *self._late.values()):
             for rank, row in rows.items():
                 waiting[rank] = min(waiting.get(rank, row.sequence), row.sequence)
         return {
-            rank: waiting[rank] - 1 if rank in waiting else known.last_sequence
-            for rank, known in self._ledger.ranks.items()
+            rank: waiting[rank] - 1 if rank in waiting else state.last_sequence
+            for rank, state in self._ledger.ranks.items()
         }

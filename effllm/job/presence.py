@@ -94,8 +94,8 @@ class Presence:
         return bool(behind)
 
     def _has_not_passed(self, rank: int, window: int) -> bool:
-        known = self._ledger.ranks.get(rank)
-        return known is None or (known.last_window < window and not known.bye)
+        state = self._ledger.ranks.get(rank)
+        return state is None or (state.last_window < window and not state.bye)
 
     def _waits_for_absent(self, now_s: float) -> bool:
         since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
@@ -104,7 +104,7 @@ class Presence:
 
     @property
     def gone(self) -> set[int]:
-        return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self.num_left else set()
+        return {rank for rank, state in self._ledger.ranks.items() if state.bye} if self.num_left else set()
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether ranks have left, and windows wait for no other rank."""

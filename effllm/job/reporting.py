@@ -61,8 +61,8 @@ class Window(Struct):
 def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
     """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
     ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
-    found = ledger.goodput.summary(is_over, roster.job.measures_energy, status)
-    return replace(found, core_wait_s=ledger.core_wait_s(), hidden_data_s=ledger.iteration_losses.hidden_data_s)
+    goodput = ledger.goodput.summary(is_over, roster.job.measures_energy, status)
+    return replace(goodput, core_wait_s=ledger.core_wait_s(), hidden_data_s=ledger.iteration_losses.hidden_data_s)
 
 
 def to_date(
@@ -107,8 +107,8 @@ def report_of(
     values = metrics.evaluate(run, shown_of_window, whole)
     rejected = rows.counts["counts_rejected"]
     of_window = dict.fromkeys(too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
-    found = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
-    parts = found.parts if found is not None and found.unit == OF_GPUS else ()
+    breakdown = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
+    parts = breakdown.parts if breakdown is not None and breakdown.unit == OF_GPUS else ()
     return ClusterReport(
         attempt=ledger.attempt,
         window=window.number,
@@ -165,14 +165,14 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     """
     iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
     worked = iterations > 0
-    found = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
+    spreads = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
     if merged is not None:
         at = expected.positions(merged)
         gpus = at[expected.is_gpu & (at >= 0)]
         owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
-        found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
-        found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
-    return {name: spread for name, spread in found.items() if spread is not None}
+        spreads[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
+        spreads[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
+    return {name: spread for name, spread in spreads.items() if spread is not None}
 
 
 def _account_of(window: Window, min_coverage: float) -> Account:
@@ -248,7 +248,7 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
         events=dict(ledger.events),
         peak=roster.job.peak_source if run.constants.flops_per_token else "",
         profile=run.profile,
-        stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
+        stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda verdict: -verdict.gpu_seconds)),
         last_ranks=ledger.last_ranks,
         goodput=goodput,
         instruments=summaries(ledger.values),
@@ -268,12 +268,12 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
 def _with_errors(
     values: Mapping[str, float], errors: Mapping[str, tuple[float, float]], doubts: Mapping[str, str]
 ) -> dict[str, Value]:
-    found = {}
+    results = {}
     for tag, value in values.items():
         if entry := metrics.describe(tag):
             random, systematic = errors.get(tag) or (None, None)
-            found[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
-    return found
+            results[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
+    return results
 
 
 def first_start_s(ledger: Ledger) -> float:

@@ -79,9 +79,9 @@ class Roster:
         devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
         if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
             return f"the rank has reported more than {MAX_DEVICES} devices"
-        known = state.ranks.get(message.rank)
+        earlier = state.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
-        if known and known.agent != message.agent and not known.bye and heard_s is not None:
+        if earlier and earlier.agent != message.agent and not earlier.bye and heard_s is not None:
             return f"rank {message.rank} already has an agent" if now_s - heard_s < LOST_AFTER_S else ""
         return ""
 
@@ -91,16 +91,16 @@ class Roster:
         state.job = state.job or message.job
         state.world_size = state.world_size or message.world_size
         self.presence.join(now_s)
-        known = state.ranks.get(message.rank)
-        is_new = known is None or known.agent != message.agent
+        earlier = state.ranks.get(message.rank)
+        is_new = earlier is None or earlier.agent != message.agent
         if is_new:
-            if known is not None:
-                state.spent.add(known)
-            state.ranks[message.rank] = RankState(message.agent, last_window=known.last_window if known else 0)
+            if earlier is not None:
+                state.spent.add(earlier)
+            state.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
         before, self.hellos[message.rank] = self.hellos.get(message.rank), message
         if before is not None and not is_new:
             self._leave_devices(
-                message.rank, {one.key for one in before.devices} - {one.key for one in message.devices}
+                message.rank, {device.key for device in before.devices} - {device.key for device in message.devices}
             )
         for device in message.devices:
             old = self.devices.get(device.key)
@@ -138,8 +138,8 @@ class Roster:
 
     def rank_of(self, rank: int, agent: str) -> RankState | None:
         """Return the state of a rank, if this is its agent."""
-        known = self._ledger.ranks.get(rank)
-        return known if known is not None and known.agent == agent else None
+        state = self._ledger.ranks.get(rank)
+        return state if state is not None and state.agent == agent else None
 
     def is_too_late(self, message: Hello) -> bool:
         """Whether a HELLO after the end of rank 0's trainer is probably from the next attempt.

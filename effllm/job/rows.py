@@ -76,7 +76,7 @@ class Rows(list[RankReport]):
     def values(self) -> dict[str, ValueStatistics]:
         """Statistics of the values of instruments over all ranks, by name; also of the allocator's memory."""
         values = merged_by_name(filter(None, map(attrgetter("values"), self)))
-        allocators = [one for one in map(attrgetter("allocator"), self) if one is not None]
+        allocators = [allocator for allocator in map(attrgetter("allocator"), self) if allocator is not None]
         for name, sizes in zip(ALLOCATOR, structs_of(allocators, Allocator).T, strict=True) if allocators else ():
             squares = float(np.square(sizes - sizes.mean()).sum())
             least, most = float(sizes.min()), float(sizes.max())

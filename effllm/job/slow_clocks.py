@@ -84,10 +84,10 @@ class SlowClocks(Struct):
         self.free_clock, self.min_clock = max(self.free_clock, others), min([self.min_clock, *free])
         if not slow and rows.iterations:
             self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _each_s(rows[0])]
-        for cause, one in slow.items():
-            hello = hellos.get(one.row.rank)
-            text = _text(cause, one, hello.host if hello is not None else "")
-            self._add(cause, one, others or self.free_clock, len(rows), text, self._longer_s(one, rows, named))
+        for cause, gpu in slow.items():
+            hello = hellos.get(gpu.row.rank)
+            text = _text(cause, gpu, hello.host if hello is not None else "")
+            self._add(cause, gpu, others or self.free_clock, len(rows), text, self._longer_s(gpu, rows, named))
 
     def summary(self) -> dict[str, ClockLoss]:
         """Return the losses by reason; clocks that are always low and equal, without a reason, as `LOCKED`."""
@@ -97,26 +97,26 @@ class SlowClocks(Struct):
         why = f"the SM clocks of all GPUs are locked at {100 * self.free_clock:.0f} % of the maximum"
         return {LOCKED: ClockLoss(0.0, -1, 0.0, f"{why}: nvidia-smi -q -d CLOCK")}
 
-    def _longer_s(self, one: _SlowGpu, rows: Rows, named: Collection[int]) -> float | None:
+    def _longer_s(self, gpu: _SlowGpu, rows: Rows, named: Collection[int]) -> float | None:
         """Return how much longer times are in an iteration with a reason than without; ``None`` if it is not known."""
         own = [own_s for row in rows if row.rank not in named and (own_s := _own_s(row)) is not None]
-        slow_s = _own_s(one.row)
+        slow_s = _own_s(gpu.row)
         if own and slow_s is not None:
             return slow_s - statistics.median(own)
-        own_share = slow_s * one.row.iterations / one.row.busy_s if slow_s is not None and one.row.busy_s else 1.0
-        longer_s = _each_s(one.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
+        own_share = slow_s * gpu.row.iterations / gpu.row.busy_s if slow_s is not None and gpu.row.busy_s else 1.0
+        longer_s = _each_s(gpu.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
         return None if longer_s is None else own_share * longer_s
 
-    def _add(self, cause: str, one: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
+    def _add(self, cause: str, gpu: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
         # Without a GPU that has no reason, the clock is at least that of the peak, and at most the maximum.
-        peak = (one.device.sm_clock_reference_hz or 0.0) / (one.device.sm_clock_max_hz or 1.0) or 1.0
+        peak = (gpu.device.sm_clock_reference_hz or 0.0) / (gpu.device.sm_clock_max_hz or 1.0) or 1.0
         limit = 1.0
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
-            limit = one.clock * (one.device.power_limit_default_w or 0.0) / _limit_w(one)
-        row = one.row
+            limit = gpu.clock * (gpu.device.power_limit_default_w or 0.0) / _limit_w(gpu)
+        row = gpu.row
         own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
         lower, lowest = (
-            max(1.0 - one.clock / min(one_of or 1.0, limit), 0.0) for one_of in (reference or peak, reference)
+            max(1.0 - gpu.clock / min(one_of or 1.0, limit), 0.0) for one_of in (reference or peak, reference)
         )
         most = ranks * row.busy_s * lowest
         seconds = _computing(row.profile) * ranks * row.busy_s * lower
@@ -126,11 +126,11 @@ class SlowClocks(Struct):
             seconds, most = min(seconds, shown), min(most, UNSURE * shown)
         if seconds <= 0:
             return
-        known = self.by_cause.get(cause)
+        earlier = self.by_cause.get(cause)
         added = ClockLoss(seconds, row.rank, seconds, why, most)
-        if known is not None:
-            worst = added if seconds > known.worst_rank_seconds else known
-            sums = known.rank_seconds + seconds, known.max_rank_seconds + most
+        if earlier is not None:
+            worst = added if seconds > earlier.worst_rank_seconds else earlier
+            sums = earlier.rank_seconds + seconds, earlier.max_rank_seconds + most
             added = replace(worst, rank_seconds=sums[0], max_rank_seconds=sums[1])
         self.by_cause[cause] = added
 
@@ -183,17 +183,17 @@ def _computing(profile: Profile | None) -> float:
     return min(profile.computing_s / (profile.time_s - profile.exposed_s), 1.0)
 
 
-def _limit_w(one: _SlowGpu) -> float:
-    return mean_of(one.window, "power_limit_w") or one.device.power_limit_w or float("inf")
+def _limit_w(gpu: _SlowGpu) -> float:
+    return mean_of(gpu.window, "power_limit_w") or gpu.device.power_limit_w or float("inf")
 
 
-def _text(cause: str, one: _SlowGpu, host: str) -> str:
-    rank = f"rank {one.row.rank} ({host})" if host else f"rank {one.row.rank}"
-    max_hz = one.device.sm_clock_max_hz or 0.0
-    clock = f"SM clock {one.clock * max_hz / 1e9:.2f} GHz, maximum {max_hz / 1e9:.2f}"
+def _text(cause: str, gpu: _SlowGpu, host: str) -> str:
+    rank = f"rank {gpu.row.rank} ({host})" if host else f"rank {gpu.row.rank}"
+    max_hz = gpu.device.sm_clock_max_hz or 0.0
+    clock = f"SM clock {gpu.clock * max_hz / 1e9:.2f} GHz, maximum {max_hz / 1e9:.2f}"
     if cause == POWER_LIMIT:
-        limits = f"power limit {_limit_w(one):.0f} W, default {one.device.power_limit_default_w:.0f}"
+        limits = f"power limit {_limit_w(gpu):.0f} W, default {gpu.device.power_limit_default_w:.0f}"
         return f"{rank}: {limits}; {clock}"
-    reasons = {name: seconds for name, seconds in one.window.throttled_s.items() if name not in ("any", "power_cap")}
+    reasons = {name: seconds for name, seconds in gpu.window.throttled_s.items() if name not in ("any", "power_cap")}
     worst = max(reasons, key=lambda name: reasons[name], default="")
     return f"{rank}: {REASONS.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"

@@ -89,10 +89,10 @@ def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | 
 
 def windows_of_retries(summary: Summary) -> LossWindows | None:
     """Return the windows with retries of the allocator."""
-    found = summary.memory_pressure
-    if found is None:
+    pressure = summary.memory_pressure
+    if pressure is None:
         return None
-    return LossWindows(found.windows, found.first_iteration, found.last_iteration, found.worst_iteration)
+    return LossWindows(pressure.windows, pressure.first_iteration, pressure.last_iteration, pressure.worst_iteration)
 
 
 def _where(windows: LossWindows | None, iterations: int) -> str:
@@ -122,22 +122,22 @@ def verdict_of(
         profile_every: the period of profiles that was set; 0 for no profiles.
         ends: the ranks of a job that is over, by their final status.
     """
-    found = summary.waterfall
-    if found is None:
+    waterfall = summary.waterfall
+    if waterfall is None:
         return None
-    every = losses(summary, found, str(facts.get("framework", "")))
-    reported = [one for one in every if is_reported(one, summary)]
+    every = losses(summary, waterfall, str(facts.get("framework", "")))
+    reported = [loss for loss in every if is_reported(loss, summary)]
     if summary.status == "stalled":
-        reported = [one for one in every if one.cause == "hang"] or reported
-    unit, seen = found.unit, goodput or Goodput()
-    shown = [one for one in every[:MAX_EVIDENCE] if one.share >= MIN_EVIDENCE_SHARE]
+        reported = [loss for loss in every if loss.cause == "hang"] or reported
+    unit, seen = waterfall.unit, goodput or Goodput()
+    shown = [loss for loss in every[:MAX_EVIDENCE] if loss.share >= MIN_EVIDENCE_SHARE]
     stated = (*_of_cores(summary), *_of_locked_clocks(summary))
-    evidence = *(_evidence(one, summary, unit, seen) for one in shown[: MAX_EVIDENCE - len(stated)]), *stated
+    evidence = *(_evidence(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _FAILED and ends.get(summary.status):
         return _failed(summary, ends[summary.status], evidence, bool(reported))
-    unreported = seconds_of(found, "unreported") / found.device_seconds
+    unreported = seconds_of(waterfall, "unreported") / waterfall.device_seconds
     if reported and reported[0].share >= unreported:
         return _accuse(reported[0], summary, facts, unit, evidence, seen)
     if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
@@ -150,12 +150,12 @@ def verdict_of(
             text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
         )
     # No loss is reported, so the threshold of such a loss is for longer jobs.
-    short = [one for one in every if one.share >= AVOIDABLE[one.cause].share][:1]
-    is_short = "".join(f"{_name(one.cause)} {100 * one.share:.1f} % (short job); " for one in short)
+    short = [loss for loss in every if loss.share >= AVOIDABLE[loss.cause].share][:1]
+    is_short = "".join(f"{_name(loss.cause)} {100 * loss.share:.1f} % (short job); " for loss in short)
     if not is_profiled(summary):
-        steps = seconds_of(found, *STEP_PARTS) / found.device_seconds
+        steps = seconds_of(waterfall, *STEP_PARTS) / waterfall.device_seconds
         why = f"{is_short}{100 * steps:.1f} % of {unit} time is in steps"
-        busy = busy_share(summary, found)
+        busy = busy_share(summary, waterfall)
         if busy is None or summary.coverage.ranks_expected > 1:
             text = "no loss found; communication inside steps not split"
             action = _profile_action(summary, profile_every)
@@ -216,14 +216,14 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
     return f"EFFICIENTLLM_PROFILE_EVERY={period} splits the steps by a profile"
 
 
-def _out_of_memory(found: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
-    ranks = ",".join(map(str, found.ranks[:MAX_NAMED])) + (",..." if len(found.ranks) > MAX_NAMED else "")
-    windows = LossWindows(1, found.iteration, found.iteration) if found.iteration else None
-    sizes = {name.removesuffix("_peak"): size for name, size in found.bytes.items() if name.endswith("_peak")}
+def _out_of_memory(failure: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
+    ranks = ",".join(map(str, failure.ranks[:MAX_NAMED])) + (",..." if len(failure.ranks) > MAX_NAMED else "")
+    windows = LossWindows(1, failure.iteration, failure.iteration) if failure.iteration else None
+    sizes = {name.removesuffix("_peak"): size for name, size in failure.bytes.items() if name.endswith("_peak")}
     parts = [f"{name} {size / 1e9:.2f} GB" for name, size in sorted(sizes.items()) if name != "startup"]
     why = f"peaks: {', '.join(parts)}; " if parts else ""
-    why += f"{found.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
-    why += f"{found.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {found.retries:,} allocator retries"
+    why += f"{failure.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
+    why += f"{failure.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {failure.retries:,} allocator retries"
     first = Evidence(why, "summary.json: out_of_memory", windows=windows)
     return _of_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
 
@@ -266,7 +266,7 @@ def _accuse(
     loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
-    cores = [one.claim for one in _of_cores(summary)] if loss.cause in _OF_CORES else []
+    cores = [item.claim for item in _of_cores(summary)] if loss.cause in _OF_CORES else []
     is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
     line = where(summary.host, loss.cause, data_share(summary.waterfall))
@@ -300,12 +300,12 @@ def _lost(loss: Loss, unit: str) -> str:
     return f"{100 * loss.share:.{digits}f} % of {unit} time, gain at most {gain} %"
 
 
-def _hidden_share(summary: Summary, found: Waterfall) -> float:
+def _hidden_share(summary: Summary, waterfall: Waterfall) -> float:
     """Return the share of device time in which a loss can be hidden: without report, or in steps without a profile."""
-    hidden_s = seconds_of(found, "unreported")
+    hidden_s = seconds_of(waterfall, "unreported")
     if not is_profiled(summary):
-        hidden_s += seconds_of(found, "below_peak", "steps")
-    return hidden_s / found.device_seconds
+        hidden_s += seconds_of(waterfall, "below_peak", "steps")
+    return hidden_s / waterfall.device_seconds
 
 
 def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -> Verdict:

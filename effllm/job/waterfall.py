@@ -76,7 +76,7 @@ def waterfall(
     if not whole.constants.world_size or not sum(goodput.device_seconds.values()):
         return None
     is_of_gpus = goodput.unit == OF_GPUS
-    without_gpus = sum(one.gpus == 0 for one in goodput.attempts) if is_of_gpus else 0
+    without_gpus = sum(attempt.gpus == 0 for attempt in goodput.attempts) if is_of_gpus else 0
     classes = dict(goodput.device_seconds)
     kept = classes.pop(KEPT, 0.0)
     inside = _Inside.of(goodput, whole.health.straggling_gpu_s)
@@ -110,7 +110,7 @@ def waterfall(
         if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_joules`
     )
     unknown = [*steps.unknown]
-    if any(one.unused_gpus is None for one in goodput.attempts):
+    if any(attempt.unused_gpus is None for attempt in goodput.attempts):
         unknown.append(NOT_STATED)
     if without_gpus:
         unknown.append(NO_GPUS.format(without_gpus, len(goodput.attempts)))

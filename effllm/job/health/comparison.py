@@ -167,14 +167,14 @@ class RankComparison:
             self._ranks = ranks
             if not set(ranks) <= set(self._spells.ranks):
                 self._spells = _Spells(ranks)
-        fresh, found = [False] * LEVELS, dict[int, Slow]()
+        fresh, by_rank = [False] * LEVELS, dict[int, Slow]()
         for block in self._blocks(values, weights, iterations_s, shown):
             self._enter(0, block, fresh)
-            found |= {one.rank: one for one in self._spells.add(block, self._base_s)}
+            by_rank |= {slow.rank: slow for slow in self._spells.add(block, self._base_s)}
         for number, level in enumerate(self._levels):
             if fresh[number]:
-                found = {one.rank: one for one in self._look(number, level)} | found
-        return list(found.values())
+                by_rank = {slow.rank: slow for slow in self._look(number, level)} | by_rank
+        return list(by_rank.values())
 
     def _blocks(self, values: Array, weights: Array, iterations_s: Array, shown: int) -> Iterator[_Block]:
         """Yield the blocks that are whole now."""
@@ -266,8 +266,8 @@ class RankComparison:
     def has_recovered(self, rank: int, level: int) -> bool:
         """Whether the mean excess of a rank in the newest blocks of a level is small."""
         blocks = list(self._levels[level].blocks)[-NUM_BLOCKS[0] :]
-        found = self.now(rank, level, blocks[0].shown) if blocks else None
-        return found is not None and self.share(found) < RECOVERED
+        slow = self.now(rank, level, blocks[0].shown) if blocks else None
+        return slow is not None and self.share(slow) < RECOVERED
 
     def forget(self, ranks: Collection[int]) -> None:
         """Replace the times of ranks by the medians of their blocks."""
@@ -292,8 +292,8 @@ def _joined(parts: Sequence[_Block]) -> _Block:
 def _of_ranks(block: _Block, ranks: Sequence[int]) -> Array:
     if block.ranks is ranks or block.ranks == ranks:
         return block.means
-    known, median_s = dict(zip(block.ranks, block.means.tolist(), strict=True)), float(np.median(block.means))
-    return np.array([known.get(rank, median_s) for rank in ranks])
+    by_rank, median_s = dict(zip(block.ranks, block.means.tolist(), strict=True)), float(np.median(block.means))
+    return np.array([by_rank.get(rank, median_s) for rank in ranks])
 
 
 def _first(is_slow: Array, at: int) -> int:

@@ -193,8 +193,8 @@ class Hang:
         if now_s - self._checked_s > SUSPENDED_S:
             # All messages of the pause arrived at once, so their order in time is unknown.
             self._two_more_s = 0.0
-            for one in self.ranks.values():
-                one.ended_s = now_s
+            for position in self.ranks.values():
+                position.ended_s = now_s
         self._checked_s = now_s
         verdicts: list[Verdict] = list(self._resumed)
         self._resumed = []
@@ -202,16 +202,16 @@ class Hang:
         if not may_have_stalled and now_s < self._next_alone_s:
             return verdicts
         self._next_check_s, self._next_alone_s = now_s + self._stall_s / CHECKS, now_s + self._stall_s
-        here = {rank: one for rank, one in self.ranks.items() if rank not in lost}
-        active = {rank: one for rank, one in here.items() if one.state not in ("", FINISHED)}
+        here = {rank: position for rank, position in self.ranks.items() if rank not in lost}
+        active = {rank: position for rank, position in here.items() if position.state not in ("", FINISHED)}
         if not active:
             return verdicts
         limits: dict[tuple[str, ...], float | None] = {}  # timeouts by kind; 10,000 ranks have few kinds
-        stalled = {rank for rank, one in active.items() if self._has_stalled(one, limits)}
+        stalled = {rank for rank, position in active.items() if self._has_stalled(position, limits)}
         if len(stalled) == len(active):
             self._alone = {}
             if self.since_s is None:
-                self.since_s, self._report_s = max(one.since_s for one in active.values()), now_s
+                self.since_s, self._report_s = max(position.since_s for position in active.values()), now_s
             if now_s >= self._report_s:
                 unmoved_s = now_s - self.since_s
                 self._report_s = self.since_s + _again_s(unmoved_s)
@@ -220,12 +220,12 @@ class Hang:
             alone = {
                 rank: active[rank] for rank in stalled if active[rank].since_s < self._two_more_s - MAX_BEAT_DELAY_S
             }
-            due = {rank: one for rank, one in alone.items() if now_s >= self._alone.get(rank, (0.0, 0.0))[1]}
-            for rank, one in due.items():
-                self._alone[rank] = (one.since_s, one.since_s + _again_s(now_s - one.since_s))
+            due = {rank: position for rank, position in alone.items() if now_s >= self._alone.get(rank, (0.0, 0.0))[1]}
+            for rank, position in due.items():
+                self._alone[rank] = (position.since_s, position.since_s + _again_s(now_s - position.since_s))
             if due:
-                unmoved_s = max(now_s - one.since_s for one in due.values())
-                others = {rank: one for rank, one in active.items() if rank not in alone}
+                unmoved_s = max(now_s - position.since_s for position in due.values())
+                others = {rank: position for rank, position in active.items() if rank not in alone}
                 verdicts.append(Stall([*_groups(due), *_groups(others)], unmoved_s, is_partial=True))
         return verdicts
 
@@ -235,24 +235,24 @@ class Hang:
 
     # --- rules ---
 
-    def _has_stalled(self, one: RankPosition, limits: dict[tuple[str, ...], float | None]) -> bool:
-        kind = self._kind(one)
+    def _has_stalled(self, position: RankPosition, limits: dict[tuple[str, ...], float | None]) -> bool:
+        kind = self._kind(position)
         if kind not in limits:
             limits[kind] = self._limit_s(kind)
         limit_s = limits[kind]
-        return limit_s is not None and one.unmoved_s >= limit_s
+        return limit_s is not None and position.unmoved_s >= limit_s
 
-    def _kind(self, one: RankPosition) -> tuple[str, ...]:
+    def _kind(self, loop: RankPosition) -> tuple[str, ...]:
         """Return the key of a rank's timeout: role and state; some states share the timeout of another state."""
-        if one.state == WAITING and one.process != STOPPED:
-            return (one.role, WAITING)
-        if one.process == STOPPED:  # in any state
-            return (one.role, STEP)
-        if one.state == STARTUP or one.completed < 1:
-            return (one.role, STARTUP)
-        if one.state == BETWEEN and one.last_iteration is not None and one.ordinal >= one.last_iteration:
-            return (one.role, FINISHED)  # the rank may be saving the model
-        return (one.role, one.state)
+        if loop.state == WAITING and loop.process != STOPPED:
+            return (loop.role, WAITING)
+        if loop.process == STOPPED:  # in any state
+            return (loop.role, STEP)
+        if loop.state == STARTUP or loop.completed < 1:
+            return (loop.role, STARTUP)
+        if loop.state == BETWEEN and loop.last_iteration is not None and loop.ordinal >= loop.last_iteration:
+            return (loop.role, FINISHED)  # the rank may be saving the model
+        return (loop.role, loop.state)
 
     def _limit_s(self, kind: tuple[str, ...]) -> float | None:
         """Return the timeout of a state in seconds; ``None`` without a timeout."""
@@ -295,13 +295,13 @@ IDLE, BUSY = 0.1, 0.5
 def _groups(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
     """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
-    for rank, one in active.items():
-        by_place.setdefault(one.place, []).append(rank)
+    for rank, position in active.items():
+        by_place.setdefault(position.place, []).append(rank)
     # Of the ranks in the same iteration, stopped ranks come first, because the other ranks wait for them.
     order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
     if len(order) == 1:
-        idle = [rank for rank, one in active.items() if one.utilization is not None and one.utilization < IDLE]
-        busy = [rank for rank, one in active.items() if one.utilization is not None and one.utilization > BUSY]
+        idle = [rank for rank, loop in active.items() if loop.utilization is not None and loop.utilization < IDLE]
+        busy = [rank for rank, loop in active.items() if loop.utilization is not None and loop.utilization > BUSY]
         if idle and len(idle) < len(busy) and len(idle) + len(busy) == len(active):
             return [(active[idle[0]], sorted(idle)), (active[busy[0]], sorted(busy))]
     return [(active[by_place[place][0]], sorted(by_place[place])) for place in order]

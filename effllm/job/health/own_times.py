@@ -85,8 +85,8 @@ class Waits(NamedTuple):
         whole_s = times.iterations_s
         slow = np.minimum(slow, whole_s)
         uneven = np.minimum(uneven, whole_s - slow)
-        found = np.stack([slow, uneven, np.minimum(max_slow, whole_s), np.minimum(max_uneven, whole_s)])
-        straggling_s, uneven_s, max_straggling_s, max_uneven_s = (found @ times.weights).tolist()
+        waits_s = np.stack([slow, uneven, np.minimum(max_slow, whole_s), np.minimum(max_uneven, whole_s)])
+        straggling_s, uneven_s, max_straggling_s, max_uneven_s = (waits_s @ times.weights).tolist()
         return cls(straggling_s, uneven_s, max_straggling_s, max_uneven_s, last_s.tolist())
 
 
@@ -122,7 +122,7 @@ class CountedWaits:
             since: iteration from which the waits for slow ranks are counted again, if there is a new slow rank.
         """
         after = math.inf if since is None else since
-        again = [one for one in self._kept.values() if one.times.shown + one.times.weights.sum() > after]
+        again = [kept for kept in self._kept.values() if kept.times.shown + kept.times.weights.sum() > after]
         lost, bound_s, waits = [], 0.0, Waits()
         for one in (*again, _Counted(own, groups, num_ranks, waits)):
             waits, old = Waits.of(one.times, one.groups, _places(one.times.ranks, slow)), one.waits
@@ -175,7 +175,7 @@ class CountedWaits:
 
     def _keep(self, counted: _Counted) -> None:
         self._kept[counted.times.window] = counted
-        while len(self._kept) > 1 and sum(one.times.values.nbytes for one in self._kept.values()) > MAX_KEPT_BYTES:
+        while len(self._kept) > 1 and sum(kept.times.values.nbytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
             del self._kept[min(self._kept)]
 
     def _count_last(self, own: Times, waits_s: Sequence[float]) -> None:
@@ -184,7 +184,7 @@ class CountedWaits:
         self.last_ranks = self.last_ranks.with_more(
             float(own.weights.sum()),
             self.last,
-            {rank: one for rank, one in zip(own.ranks, waits_s, strict=True) if one},
+            {rank: wait_s for rank, wait_s in zip(own.ranks, waits_s, strict=True) if wait_s},
         )
 
 
@@ -232,12 +232,12 @@ def in_profiles(rows: Sequence[RankReport]) -> Times | None:
 
     The rank for which the others wait has the shortest waits inside its collectives, also with FSDP and TP.
     """
-    found = [(row, row.profile) for row in rows if row.profile is not None and row.profile.iterations]
-    if len(found) < 2:
+    profiled = [(row, row.profile) for row in rows if row.profile is not None and row.profile.iterations]
+    if len(profiled) < 2:
         return None
-    values = [(one.time_s - one.exposed_s) / one.iterations for _, one in found]
-    whole_s = np.median([one.time_s / one.iterations for _, one in found])
-    times = _means([row for row, _ in found], np.array(values))
+    values = [(profile.time_s - profile.exposed_s) / profile.iterations for _, profile in profiled]
+    whole_s = np.median([profile.time_s / profile.iterations for _, profile in profiled])
+    times = _means([row for row, _ in profiled], np.array(values))
     return times._replace(weights=np.ones(1), iterations_s=np.array([whole_s]))
 
 
@@ -262,4 +262,4 @@ def _means(rows: Sequence[RankReport], values: Array) -> Times:
     time_s, iterations = fields_of(rows, ("time_s", "iterations")).T
     whole_s, weights = np.array([np.median(time_s / iterations)]), np.array([float(row.iterations)])
     shown = row.iteration_shown - row.iterations + 1
-    return Times(row.window, shown, [one.rank for one in rows], values[:, None], weights, whole_s)
+    return Times(row.window, shown, [report.rank for report in rows], values[:, None], weights, whole_s)

@@ -74,10 +74,10 @@ class PeerGroups:
 
     def grouped(self, ranks: Sequence[int]) -> dict[str, Positions]:
         """Return the places of the ranks of each group that has at least two of them."""
-        groups = [group for group, known in self.groups.items() if known]
+        groups = [group for group, members in self.groups.items() if members]
         if len(groups) == 1:
             return {groups[0]: np.arange(len(ranks))} if len(ranks) > 1 else {}
         places: dict[str, list[int]] = {}
         for place, rank in enumerate(ranks):
             places.setdefault(self.known[rank].group, []).append(place)
-        return {group: np.array(found, np.intp) for group, found in places.items() if len(found) > 1}
+        return {group: np.array(members, np.intp) for group, members in places.items() if len(members) > 1}

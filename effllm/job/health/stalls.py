@@ -268,10 +268,10 @@ def _readings(positions: Sequence[RankPosition]) -> list[str]:
 
 
 def _range(values: Iterable[float | None], times: float) -> str:
-    known = [round(value * times) for value in values if value is not None]
-    if not known:
+    numbers = [round(value * times) for value in values if value is not None]
+    if not numbers:
         return ""
-    return str(known[0]) if min(known) == max(known) else f"{min(known)} to {max(known)}"
+    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -102,13 +102,13 @@ class ComparedReadings:
         """Add a reading of a window; nothing is added if the slow rank or its peers do not have the reading."""
         if own is None or peers is None or weight <= 0:
             return
-        known = self._by_name.setdefault(name, ReadingSums())
-        known.weight += weight
-        known.own += weight * own
-        known.peers += weight * peers
+        sums = self._by_name.setdefault(name, ReadingSums())
+        sums.weight += weight
+        sums.own += weight * own
+        sums.peers += weight * peers
         if node is not None:
-            known.node_weight += weight
-            known.node += weight * node
+            sums.node_weight += weight
+            sums.node += weight * node
 
     def add_windows(self, own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = ()) -> None:
         """Add one window.
@@ -125,8 +125,8 @@ class ComparedReadings:
                 self.add(name, gauge.covered_s, *values)
         self.add(_BUSY, own.wall.utilization_covered_s, _utilization(own), _median(peers, _utilization))
         # A reason that is not active now counts with its share of 0.
-        known = (name.removeprefix(_REASON) for name in self._by_name if name.startswith(_REASON))
-        for reason in {*REASONS, *own.throttled_s, *known} - {"any"}:
+        names = (name.removeprefix(_REASON) for name in self._by_name if name.startswith(_REASON))
+        for reason in {*REASONS, *own.throttled_s, *names} - {"any"}:
             share, others = _throttled(own, reason), _median(peers, _throttled, reason)
             self.add(_REASON + reason, own.throttle_covered_s, share, others)
 
@@ -141,11 +141,11 @@ class ComparedReadings:
         kinds = tuple(kind for kind, texts in differences.items() if texts)
         if CLOCK in kinds and not self._clock_explains(slowdown):
             kinds = tuple(kind for kind in kinds if kind != CLOCK)
-        found = [text for texts in differences.values() for text in texts]
-        found += self._temperature() if found else []
-        if not found and is_gpu and (found := self._host()):
+        reasons = [text for texts in differences.values() for text in texts]
+        reasons += self._temperature() if reasons else []
+        if not reasons and is_gpu and (reasons := self._host()):
             kinds = (HOST,)
-        return Reason(", ".join(found), kinds) if found else NO_REASON
+        return Reason(", ".join(reasons), kinds) if reasons else NO_REASON
 
     def _clock(self) -> list[str]:
         reading = self.find(_CLOCK)
@@ -161,12 +161,12 @@ class ComparedReadings:
         return reading is not None and reading.own > 0 and reading.peers / reading.own - 1 >= MIN_EXPLAINED * slowdown
 
     def _reasons(self) -> list[str]:
-        found = []
+        texts = []
         for name, reading in sorted(self._by_name.items()):
             reason = name.removeprefix(_REASON)
             if name.startswith(_REASON) and reading.means[0] >= reading.means[1] + OFTENER_THROTTLED:
-                found.append(REASONS.get(reason, reason.replace("_", " ")))
-        return found
+                texts.append(REASONS.get(reason, reason.replace("_", " ")))
+        return texts
 
     def _limit(self) -> list[str]:
         reading = self.find(_LIMIT)
@@ -202,8 +202,8 @@ def power_w(window: DeviceWindow) -> float | None:
 
 def _utilization(window: DeviceWindow) -> float | None:
     wall = window.wall
-    known = wall.utilization_seconds is not None and wall.utilization_covered_s > 0
-    return wall.utilization_seconds / wall.utilization_covered_s if known else None  # type: ignore[operator]
+    covered = wall.utilization_seconds is not None and wall.utilization_covered_s > 0
+    return wall.utilization_seconds / wall.utilization_covered_s if covered else None  # type: ignore[operator]
 
 
 def _throttled(window: DeviceWindow, reason: str) -> float | None:
@@ -242,7 +242,7 @@ class Reasons:
         self._named = {rank for unit in units for rank in unit}
         for unit in units:
             if unit not in self._readings and len(self._readings) >= MAX_REASONS:
-                over = next((one for one in self._readings if one not in units), None)
+                over = next((other for other in self._readings if other not in units), None)
                 if over is None:
                     break
                 del self._readings[over]
@@ -267,17 +267,17 @@ class Reasons:
         if own is not None:
             in_group = self._of_peers(f"group {peer.group}", self._peers.groups[peer.group])
             on_host = self._of_peers(f"host {peer.host}", self._peers.hosts[peer.host])
-            if others := [one for one in in_group if one.device != peer.device]:
-                readings.add_windows(own, others, [one for one in on_host if one.device != peer.device])
+            if others := [window for window in in_group if window.device != peer.device]:
+                readings.add_windows(own, others, [window for window in on_host if window.device != peer.device])
         return readings.reason(peer.is_gpu, verdict.slowdown) if readings else None
 
     def _of_peers(self, name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
         """Return the device windows of at most about `MAX_PEERS` ranks without a verdict."""
         if name not in self._windows:
-            chosen = [self._rows[one] for one in sorted(ranks) if one in self._rows and one not in self._named]
+            chosen = [self._rows[rank] for rank in sorted(ranks) if rank in self._rows and rank not in self._named]
             chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
-            found = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
-            self._windows[name] = [one for one in found if one is not None]
+            windows = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
+            self._windows[name] = [window for window in windows if window is not None]
         return self._windows[name]
 
 
@@ -289,14 +289,14 @@ def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[i
     for row in waiting:
         device = peers.known[row.rank].device
         if device not in powers:
-            one = _device_of(row, device)
-            powers[device] = power_w(one) if one is not None else None
-    known = [power for power in powers.values() if power is not None]
-    return sum(known) / len(waiting) if known and len(known) == len(powers) else None
+            window = _device_of(row, device)
+            powers[device] = power_w(window) if window is not None else None
+    watts = [power for power in powers.values() if power is not None]
+    return sum(watts) / len(waiting) if watts and len(watts) == len(powers) else None
 
 
 def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
-    return next((one for one in row.devices if one.device == key), None)
+    return next((window for window in row.devices if window.device == key), None)
 
 
 def events_of(
@@ -343,24 +343,24 @@ def _names(verdict: StragglerVerdict) -> str:
 
 
 def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
-    seconds = sum(one.gpu_seconds for one in verdicts)
+    seconds = sum(verdict.gpu_seconds for verdict in verdicts)
     joules = None if any(one.joules is None for one in verdicts) else sum(one.joules or 0.0 for one in verdicts)
     shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
     cost = f"cost {shown} {'GPU-s' if has_gpus else 'rank-s'}"
     cost += f", {_joules_text(joules)}" if joules is not None else ""
     if kind == "recovered":
         return f"recovered: {who} no longer delays its peers; {cost}"
-    worst = max(verdicts, key=lambda one: one.slowdown)
+    worst = max(verdicts, key=lambda verdict: verdict.slowdown)
     others = worst.peers + 1 - len(verdicts)
     peers = f"{others} peers" if others > 1 else "peer"
-    reasons = [one.why for one in verdicts if one.why != UNKNOWN]
+    reasons = [verdict.why for verdict in verdicts if verdict.why != UNKNOWN]
     why = max(reasons, key=reasons.count) if reasons else f"reason {UNKNOWN}"
     percent = f"{100 * worst.slowdown:.1f} %"
     what = f"{percent} slower than its {peers}"
     if worst.evidence == DATA_WAIT:
         what = f"makes its {peers} wait for {percent} of an iteration"
-    since = min(one.since_iteration for one in verdicts)
-    shares = [one.last_share for one in verdicts if one.last_share is not None]
+    since = min(verdict.since_iteration for verdict in verdicts)
+    shares = [verdict.last_share for verdict in verdicts if verdict.last_share is not None]
     last = f", last in {100 * sum(shares):.0f} % of the iterations" if shares else ""
     return f"straggler: {who} {what} since iteration {since}{last}: {why}; {cost}"
 

@@ -78,7 +78,7 @@ class Stragglers:
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
         """Current verdicts, at most `MAX_VERDICTS`, the costliest first."""
-        costliest = sorted((one.verdict for one in self._named.values()), key=lambda one: -one.gpu_seconds)
+        costliest = sorted((named.verdict for named in self._named.values()), key=lambda verdict: -verdict.gpu_seconds)
         return tuple(costliest[:MAX_VERDICTS])
 
     @property
@@ -95,25 +95,25 @@ class Stragglers:
             matrix: the times of its iterations; ``None`` if they are not known.
             lost: the windows whose long iterations are known now; a window waits until they are known.
         """
-        worked, found = self.peers.at_work(rows), Straggling()
+        worked, straggling = self.peers.at_work(rows), Straggling()
         if matrix is not None and len(worked) == len(rows) > 1:
             self._pending[matrix.window] = matrix, worked
             if len(self._pending) > MAX_PENDING:
                 del self._pending[min(self._pending)]
-            found = Straggling(0.0 if (matrix.own is not None and self.peers.has_peers) or self._named else None)
+            straggling = Straggling(0.0 if (matrix.own is not None and self.peers.has_peers) or self._named else None)
         elif len(worked) > 1:
-            found = self._judge(worked, None, ())
-        for one in lost:
-            if one.is_long and one.window in self._pending:
-                known, of_window = self._pending.pop(one.window)
-                more = self._judge(of_window, known, one.is_long)
-                found = more._replace(
-                    rank_seconds=found.rank_seconds + more.rank_seconds,
-                    joules=_sum(found.joules, more.joules, not found.rank_seconds),
-                    lost=(*found.lost, *more.lost),
-                    events=(*found.events, *more.events),
+            straggling = self._judge(worked, None, ())
+        for loss in lost:
+            if loss.is_long and loss.window in self._pending:
+                earlier, of_window = self._pending.pop(loss.window)
+                more = self._judge(of_window, earlier, loss.is_long)
+                straggling = more._replace(
+                    rank_seconds=straggling.rank_seconds + more.rank_seconds,
+                    joules=_sum(straggling.joules, more.joules, not straggling.rank_seconds),
+                    lost=(*straggling.lost, *more.lost),
+                    events=(*straggling.events, *more.events),
                 )
-        return found
+        return straggling
 
     def _judge(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, is_long: Sequence[bool]) -> Straggling:
         own = by_window(rows, is_on_device=True)
@@ -126,7 +126,7 @@ class Stragglers:
             for evidence, times in ((OWN_TIME, own), (PROFILE, profiles), (DATA_WAIT, waits))
             if times is not None
         }
-        slow[PROFILE] = [one for one in slow.get(PROFILE, ()) if self._is_usual(one)]
+        slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if self._is_usual(profiled)]
         cleared = self._clear()
         fresh = self._name(slow)
         self._update()
@@ -137,7 +137,7 @@ class Stragglers:
         self._count_data(rows, matrix, fresh)
         named, hosts = self.named_ranks, self.peers.hosts
         has_gpus, time_s = self.peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
-        recovered = [one.verdict for one in cleared.values()]
+        recovered = [entry.verdict for entry in cleared.values()]
         events = [
             *events_of("recovered", recovered, named, hosts, has_gpus, time_s),
             *events_of("straggler", [self._named[unit].verdict for unit in fresh], named, hosts, has_gpus, time_s),
@@ -149,14 +149,14 @@ class Stragglers:
 
     def _slowest(self) -> Straggler | None:
         """Return the slowest of the ranks that are named for their own time."""
-        found = [one for named in self._named_for(OWN_TIME).values() for one in named.slow.values()]
-        worst = max(found, key=lambda one: one.excess_s / one.iteration_s, default=None)
+        candidates = [slow for named in self._named_for(OWN_TIME).values() for slow in named.slow.values()]
+        worst = max(candidates, key=lambda slow: slow.excess_s / slow.iteration_s, default=None)
         return None if worst is None else Straggler(worst.rank, worst.peers_s + worst.excess_s, worst.peers_s)
 
     # --- verdicts ---
 
     def _compare(self, evidence: str, times: Times) -> list[Slow]:
-        found: list[Slow] = []
+        slow: list[Slow] = []
         for group, places in self.peers.grouped(times.ranks).items():
             key = group, evidence
             if key not in self._comparisons:
@@ -164,8 +164,8 @@ class Stragglers:
             is_whole = len(places) == len(times.ranks)
             ranks = times.ranks if is_whole else [times.ranks[place] for place in places]
             values = times.values if is_whole else times.values[places]
-            found += self._comparisons[key].add(ranks, values, times.weights, times.iterations_s, times.shown)
-        return found
+            slow += self._comparisons[key].add(ranks, values, times.weights, times.iterations_s, times.shown)
+        return slow
 
     def _comparison(self, rank: int, evidence: str) -> RankComparison:
         return self._comparisons[self.peers.known[rank].group, evidence]
@@ -177,11 +177,11 @@ class Stragglers:
         of the replica share one verdict, unless a profile or a wait for data identifies the slow rank.
         """
         fresh = []
-        for evidence, found in slow.items():
+        for evidence, candidates in slow.items():
             units: dict[Unit, dict[int, Slow]] = {}
-            for one in self._with_nodes(found, evidence):
-                unit = tuple(sorted(self.peers.mates(one.rank))) if evidence == OWN_TIME else (one.rank,)
-                units.setdefault(unit, {})[one.rank] = one
+            for candidate in self._with_nodes(candidates, evidence):
+                unit = tuple(sorted(self.peers.mates(candidate.rank))) if evidence == OWN_TIME else (candidate.rank,)
+                units.setdefault(unit, {})[candidate.rank] = candidate
             taken = self.named_ranks
             for unit, ranks in units.items():
                 if not any(taken & self.peers.mates(rank) for rank in unit):
@@ -196,15 +196,15 @@ class Stragglers:
 
         One rank may be slow by chance, but not all ranks of a node.
         """
-        found = {one.rank: one for one in slow}
-        for one in slow:
-            peer = self.peers.known[one.rank]
+        by_rank = {candidate.rank: candidate for candidate in slow}
+        for candidate in slow:
+            peer = self.peers.known[candidate.rank]
             mates = self.peers.hosts[peer.host] & self.peers.groups[peer.group]
-            comparison = self._comparison(one.rank, evidence)
-            now = [comparison.now(rank, one.level, one.since) for rank in sorted(mates - found.keys())]
+            comparison = self._comparison(candidate.rank, evidence)
+            now = [comparison.now(rank, candidate.level, candidate.since) for rank in sorted(mates - by_rank.keys())]
             if all(mate is not None and comparison.share(mate) >= SLOW for mate in now):
-                found |= {mate.rank: mate for mate in now if mate is not None}
-        return list(found.values())
+                by_rank |= {mate.rank: mate for mate in now if mate is not None}
+        return list(by_rank.values())
 
     def _update(self) -> None:
         """Compute the slowdowns again, from all blocks since the ranks are slow."""
@@ -213,7 +213,7 @@ class Stragglers:
             for rank, slow in named.slow.items():
                 now = self._comparison(rank, evidence).now(rank, slow.level, slow.since)
                 named.slow[rank] = now or slow
-            worst = max(named.slow.values(), key=lambda one: one.excess_s)
+            worst = max(named.slow.values(), key=lambda slow: slow.excess_s)
             named.verdict = replace(named.verdict, slowdown=_slowdown(worst, evidence))
 
     def _clear(self) -> dict[Unit, _Named]:
@@ -243,38 +243,38 @@ class Stragglers:
             for unit, named in self._named.items():
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
                 named.iterations += float(own.weights.sum())
-        straggling_s = sum(one.straggling_s for one in lost) / len(rows)
+        straggling_s = sum(loss.straggling_s for loss in lost) / len(rows)
         for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
-        profiled = [self._profiled_s(one) for named in for_work.values() for one in named.slow.values()]
+        profiled = [self._profiled_s(slow) for named in for_work.values() for slow in named.slow.values()]
         profiled_s = max(profiled, default=0.0) * rows[0].iterations
         if profiled_s > seconds:  # the own times on the host do not show the whole excess
             more_s, seconds = profiled_s - seconds, profiled_s
             straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
             lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
         lost += (before := list(self._before(fresh)))
-        before_s = sum(one.straggling_s for one in before) / len(rows)
+        before_s = sum(loss.straggling_s for loss in before) / len(rows)
         straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
         self._last.append((rows[0].window, rows[0].iteration_shown, rows[0].iterations, len(rows), rows[0].time_s))
         rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
-        return Straggling(seconds, rank_seconds, joules, [one for one in lost if one.straggling_s or one.uneven_s])
+        return Straggling(seconds, rank_seconds, joules, [loss for loss in lost if loss.straggling_s or loss.uneven_s])
 
     def _before(self, fresh: Sequence[Unit]) -> Iterator[Lost]:
         """Yield the waits in earlier windows for ranks that profiles name now."""
         named = self._named_for(PROFILE)
-        slow = [one for unit in fresh if unit in named for one in named[unit].slow.values()]
+        slow = [candidate for unit in fresh if unit in named for candidate in named[unit].slow.values()]
         for window, shown, iterations, ranks, _ in self._last if slow else ():
-            excess_s = max((one.excess_s for one in slow if shown >= one.since), default=0.0)
+            excess_s = max((candidate.excess_s for candidate in slow if shown >= candidate.since), default=0.0)
             yield Lost(window, straggling_s=excess_s * iterations * ranks)
 
     def _profiled_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
         comparison = self._comparisons.get((self.peers.known[slow.rank].group, PROFILE))
-        found = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
-        return found.excess_s if found is not None and self._is_usual(found) else 0.0
+        profiled = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
+        return profiled.excess_s if profiled is not None and self._is_usual(profiled) else 0.0
 
     def _is_usual(self, profiled: Slow) -> bool:
         """Whether profiles do not hit only the long iterations: slow iterations may have the period of the profiles."""
-        since = [(one[2], one[4]) for one in self._last if one[1] >= profiled.since]
+        since = [(window[2], window[4]) for window in self._last if window[1] >= profiled.since]
         return profiled.iteration_s * sum(count for count, _ in since) <= UNLIKE * sum(time_s for _, time_s in since)
 
     def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
@@ -286,9 +286,9 @@ class Stragglers:
             if matrix is not None:
                 removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
                 seconds = slow.excess_s * before + float(matrix.lost_to_data(removed) @ matrix.weights)
-            found = self._reasons.of(named.verdict, slow)
-            assert found is not None
-            named.verdict = replace(named.verdict, why=found.text)
+            reason = self._reasons.of(named.verdict, slow)
+            assert reason is not None
+            named.verdict = replace(named.verdict, why=reason.text)
             self._add_cost(
                 unit,
                 has_reason=True,
@@ -311,13 +311,13 @@ class Stragglers:
         self._reasons.open(rows, self._named)
         for unit, named in for_work.items():
             share = excess[unit] / whole_s if whole_s else 0.0
-            found = self._reasons.of(named.verdict, next(iter(named.slow.values())))
-            if found is not None:
-                named.verdict = replace(named.verdict, why=found.text, differences=found.kinds)
+            reason = self._reasons.of(named.verdict, next(iter(named.slow.values())))
+            if reason is not None:
+                named.verdict = replace(named.verdict, why=reason.text, differences=reason.kinds)
             waits_s = share * straggling_s * others
             self._add_cost(
                 unit,
-                found is not None,
+                reason is not None,
                 gpu_seconds=waits_s,
                 own_seconds=share * straggling_s * num_named,
                 max_seconds=share * bound_s * (others + num_named),
@@ -347,19 +347,19 @@ def _add_to(
     kept = replace(verdict, since_iteration=total.since_iteration, why=reason.why, differences=reason.differences)
     totals[key] = _with_cost(replace(kept, **before), joules, seconds)
     if len(totals) > MAX_KEPT:
-        del totals[min(totals, key=lambda one: totals[one].gpu_seconds)]
+        del totals[min(totals, key=lambda ranks: totals[ranks].gpu_seconds)]
 
 
 def _verdict(
-    known: Mapping[int, Peer], unit: Unit, slow: Mapping[int, Slow], evidence: str, peers: int
+    by_rank: Mapping[int, Peer], unit: Unit, slow: Mapping[int, Slow], evidence: str, peers: int
 ) -> StragglerVerdict:
-    worst = max(slow.values(), key=lambda one: one.excess_s)
-    hosts = {known[rank].host for rank in unit}
+    worst = max(slow.values(), key=lambda candidate: candidate.excess_s)
+    hosts = {by_rank[rank].host for rank in unit}
     return StragglerVerdict(
         ranks=unit,
         host=hosts.pop() if len(hosts) == 1 else "",
-        device=known[worst.rank].device if len(unit) == 1 else "",
-        since_iteration=min(one.since for one in slow.values()),
+        device=by_rank[worst.rank].device if len(unit) == 1 else "",
+        since_iteration=min(candidate.since for candidate in slow.values()),
         slowdown=_slowdown(worst, evidence),
         peers=peers,
         evidence=evidence,

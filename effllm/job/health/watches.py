@@ -53,11 +53,11 @@ class WasteWatch:
             self._others.clear()
             return
         self._others.append(window)
-        seconds = sum(one.loop.time_s for one in self._others)
+        seconds = sum(other.loop.time_s for other in self._others)
         if len(self._others) < MIN_WINDOWS or seconds < MIN_S:
             return
         self._is_idle = not self._is_idle
-        mean = sum((one.devices.utilization_mean or 0.0) * one.loop.time_s for one in self._others) / seconds
+        mean = sum((other.devices.utilization_mean or 0.0) * other.loop.time_s for other in self._others) / seconds
         span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
