@@ -59,9 +59,9 @@ def _command(name: str) -> Any:
     def call(**options: Any) -> None:
         raise typer.Exit(module.main(**options))
 
-    one = typer.Typer(add_completion=False, rich_markup_mode=None)
-    one.command(name, help=module.__doc__)(call)
-    return typer.main.get_command(one)
+    command = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command.command(name, help=module.__doc__)(call)
+    return typer.main.get_command(command)
 
 
 app = typer.Typer(

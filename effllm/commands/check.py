@@ -53,33 +53,33 @@ def main(
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
-    found = survey(this_process(), device, has_load=has_load)
-    if has_load and not found.gpus:
+    result = survey(this_process(), device, has_load=has_load)
+    if has_load and not result.gpus:
         complain("check", "--load: there is no NVIDIA GPU")
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
         console = Console(highlight=False)
-        for part in _parts(found, show_all):
+        for part in _parts(result, show_all):
             console.print(part)
-    is_loaded = bool(found.gpus) and all(gpu.flops_per_second is not None for gpu in found.gpus)
-    return 0 if found.measured and (is_loaded or not has_load) else 1
+    is_loaded = bool(result.gpus) and all(gpu.flops_per_second is not None for gpu in result.gpus)
+    return 0 if result.measured and (is_loaded or not has_load) else 1
 
 
-def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
-    yield _findings(found.findings)
+def _parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
+    yield _findings(result.findings)
     yield ""
-    yield _metrics([one for one in found.metrics if show_all or METRICS[one.metric].console or one.metric in _USUAL])
+    yield _metrics([row for row in result.metrics if show_all or METRICS[row.metric].console or row.metric in _USUAL])
     yield ""
-    if found.sensor:
-        yield facts_table(sensor_lines(found.sensor))
+    if result.sensor:
+        yield facts_table(sensor_lines(result.sensor))
         yield ""
-    yield from _costs(found)
-    if found.measured:
+    yield from _costs(result)
+    if result.measured:
         yield "[bold green]A run would be measured here.[/]"
     else:
         yield "[bold red]A run with these settings would not be measured here:[/]"
-        for finding in found.findings:
+        for finding in result.findings:
             if finding.state == BROKEN:
                 yield Padding(escape(f"{finding.name}: {_text(finding)}"), (0, 0, 0, 2))
 
@@ -99,10 +99,10 @@ def _metrics(metrics: list[Measurable]) -> Table:
     columns = Column(no_wrap=True, style="cyan"), Column(no_wrap=True), Column(overflow="fold")
     table = Table.grid(*columns, padding=(0, 2, 0, 0))
     shown: set[str] = set()
-    for one in metrics:
-        mark = "[green]yes[/]" if one.measured else "[yellow]no[/]"
-        reasons = _joined(one.by) if one.measured else _once(one.why_not, shown)
-        table.add_row(_label(one.metric), mark, escape("; ".join(reasons)))
+    for row in metrics:
+        mark = "[green]yes[/]" if row.measured else "[yellow]no[/]"
+        reasons = _joined(row.by) if row.measured else _once(row.why_not, shown)
+        table.add_row(_label(row.metric), mark, escape("; ".join(reasons)))
     return table
 
 
@@ -124,9 +124,9 @@ def _joined(sources: list[str]) -> Iterator[str]:
         yield f"{head}: {', '.join(tails)}" if any(tails) else head
 
 
-def _costs(found: Survey) -> Iterator[str]:
-    cost: Cost = found.cost
-    if found.device and cost.read_ms is not None and cost.core_share is not None:
+def _costs(result: Survey) -> Iterator[str]:
+    cost: Cost = result.cost
+    if result.device and cost.read_ms is not None and cost.core_share is not None:
         yield (
             f"A read of the device takes {cost.read_ms:.2f} ms. "
             f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."

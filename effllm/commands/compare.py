@@ -90,7 +90,7 @@ def main(
         page = comparison_page(sides, by, baseline, metric, fail_if, runs)
         table = None
         if by or len(page.others) > 1:
-            table = configurations([page.first, *(one.side for one in page.others)], is_paper=False)
+            table = configurations([page.first, *(other.side for other in page.others)], is_paper=False)
     except NoRun as error:
         return complain("compare", str(error), 1)
     except comparison_errors() as error:
@@ -154,15 +154,15 @@ def comparison_page(
     """
     _require_scipy()
     conditions = [parse_condition(text) for text in fail_if or ()]
-    names = [*(metric or ()), *(one.metric for one in conditions)]
+    names = [*(metric or ()), *(condition.metric for condition in conditions)]
     metrics = compared_metrics(names)
     runs_folder = runs or read_config(this_process()).run_dir
     (first, *others), left_out = find_sides(sides, by, runs_folder, baseline)
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * len(others), 1)
-    found = []
+    compared = []
     for side in others:
         rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
-        found.append(Compared(side, rows, unfair(first, side), settings(first, side)))
-    answers = [answer(condition, one.side.name, one.metrics) for one in found for condition in conditions]
-    return ComparisonPage(first, found, left_out, answers, 1 - alpha)
+        compared.append(Compared(side, rows, unfair(first, side), settings(first, side)))
+    answers = [answer(condition, other.side.name, other.metrics) for other in compared for condition in conditions]
+    return ComparisonPage(first, compared, left_out, answers, 1 - alpha)

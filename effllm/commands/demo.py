@@ -101,9 +101,9 @@ def _seconds(text: str) -> float:
     """
     if not text:
         return 0.0
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)) is None:
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)) is None:
         raise ValueError(f"--keep-alive {text}: expected a duration such as 90s, 10m or 1h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 class _Job:

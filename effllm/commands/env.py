@@ -29,9 +29,9 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(markdown()))
         return 0
     environ = this_process()
-    found = problems(environ)
-    if found:
-        print("\n".join(f"effllm: {line}" for line in found), file=sys.stderr)
+    messages = problems(environ)
+    if messages:
+        print("\n".join(f"effllm: {line}" for line in messages), file=sys.stderr)
         return 2
     if "--check" in arguments:
         for line in doubts(environ):

@@ -71,12 +71,12 @@ def main(
         rows = [f"| `{name}` | {_place(kind)} | {kind.help} |" for name, kind in KINDS.items()]
         print("\n".join(["| kind | where | meaning |", "|---|---|---|", *rows]))
         return 0
-    found = list(_entries())
-    shown = [entry for name in names for entry in _named(found, name)] if names else found
+    entries = list(_entries())
+    shown = [entry for name in names for entry in _named(entries, name)] if names else entries
     status = 0
     for name in names or ():
-        if not _named(found, name):
-            names_of_all = dict.fromkeys(_short(one.metric or one.name) for one in found)
+        if not _named(entries, name):
+            names_of_all = dict.fromkeys(_short(entry.metric or entry.name) for entry in entries)
             near = difflib.get_close_matches(name.lower(), names_of_all, 3)
             status = complain("explain", f"{name!r} has no entry" + f"; near: {', '.join(near)}" * bool(near), 1)
     if form == "json":
@@ -90,19 +90,19 @@ def main(
     return status
 
 
-def _named(found: Sequence[Entry], name: str) -> list[Entry]:
+def _named(entries: Sequence[Entry], name: str) -> list[Entry]:
     """Return the entries of a name.
 
     A tag of a chart, or another letter case or separator, has the same entries; a metric may be named without its unit,
     as on the screens: AMU for amu_gb.
     """
-    exact = [one for one in found if one.name.lower() == name.lower()]
-    if any("/" in one.name for one in exact):
+    exact = [entry for entry in entries if entry.name.lower() == name.lower()]
+    if any("/" in entry.name for entry in exact):
         return exact
     words = name.lower().replace("-", "_").replace(" ", "_")
     words = _ON_SCREENS.get(words) or words.rpartition("/")[2]
-    same = [one for one in found if words in (_short(one.name), _short(one.name.removeprefix(PREFIX)), one.metric)]
-    of_metrics = [one for one in found if one.metric.startswith(f"{words}_")]
+    same = [row for row in entries if words in (_short(row.name), _short(row.name.removeprefix(PREFIX)), row.metric)]
+    of_metrics = [entry for entry in entries if entry.metric.startswith(f"{words}_")]
     return list(dict.fromkeys([*exact, *same, *of_metrics])) or [*_columns(name)] or [*_devices(name)]
 
 
@@ -122,16 +122,16 @@ def _entries() -> Iterator[Entry]:
         following = f" Next: {remedy(cause, {}).text}." if cause in AVOIDABLE else ""
         yield Entry(cause, "cause", "", f"{meaning}.{following}")
     yield from (Entry(part, "part of the waterfall", "", f"{text}.") for part, text in PARTS.items())
-    for one in ALL_VARIABLES:
-        yield Entry(PREFIX + one.name, "setting", one.group, f"{one.meaning} Allowed: {one.value_type.allowed}.")
+    for row in ALL_VARIABLES:
+        yield Entry(PREFIX + row.name, "setting", row.group, f"{row.meaning} Allowed: {row.value_type.allowed}.")
 
 
 def _columns(name: str) -> Iterator[Entry]:
     """Yield the columns with a name, of all tables or of one: energy_j, ranks.energy_j."""
     for table, columns in COLUMNS.items():
-        for one in columns:
-            if name.lower() in (one.name, f"{table}.{one.name}"):
-                yield Entry(f"{table}.{one.name}", "column", f"{one.type} {one.unit}".strip(), one.meaning)
+        for column in columns:
+            if name.lower() in (column.name, f"{table}.{column.name}"):
+                yield Entry(f"{table}.{column.name}", "column", f"{column.type} {column.unit}".strip(), column.meaning)
 
 
 def _devices(name: str) -> Iterator[Entry]:

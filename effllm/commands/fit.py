@@ -176,22 +176,22 @@ def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
 
 
 def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
-    found = [find(text, request.sizes) for text in request.models]
-    only_settings = [one for one in found if one.shape is None]
-    models = [one for one in found if one.shape is not None]
+    sources = [find(text, request.sizes) for text in request.models]
+    only_settings = [source for source in sources if source.shape is None]
+    models = [source for source in sources if source.shape is not None]
     if not models:
         raise UnreadableModel(f"{request.models[0]} has only settings: also give a MODEL")
-    shared = {name: value for one in only_settings for name, value in one.settings.items()}
-    notes = tuple(note for one in only_settings for note in one.notes)
+    shared = {name: value for source in only_settings for name, value in source.settings.items()}
+    notes = tuple(note for source in only_settings for note in source.notes)
     planned = []
-    for one in models:
-        with _named(one, only_settings):
-            planned.append(_planned(one, request, shared))
+    for model in models:
+        with _named(model, only_settings):
+            planned.append(_planned(model, request, shared))
     gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
     fits = []
-    for one, plan in zip(models, planned, strict=True):
-        with _named(one, only_settings):
-            fit = _fit(one, *plan, request, gpu)
+    for model, plan in zip(models, planned, strict=True):
+        with _named(model, only_settings):
+            fit = _fit(model, *plan, request, gpu)
         fits.append(replace(fit, notes=(*fit.notes, *notes, *_ignored(request, plan[0]))))
     return fits, gpu
 
@@ -203,7 +203,7 @@ def _named(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
         yield
     except ImpossiblePlan as error:
         assert model.shape is not None
-        raise ImpossiblePlan(f"{', '.join([model.shape.name, *(one.source for one in settings)])}: {error}") from None
+        raise ImpossiblePlan(f"{', '.join([model.shape.name, *(file.source for file in settings)])}: {error}") from None
 
 
 def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
@@ -217,13 +217,13 @@ def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
         yield f"ZeRO {plan.zero} divides nothing with one rank of data parallelism: give --gpus N"
 
 
-def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
+def _planned(model: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
     """Return the plan of a model, its settings, and whether these state the number of GPUs.
 
     Settings are those of its file, of an accelerate YAML and of the options.
     """
     given = request.settings
-    settings = {**found.settings, **shared, **given}
+    settings = {**model.settings, **shared, **given}
     stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
     gpus = request.gpus if request.gpus is not None else None if "dp" in given else stated
     plan = _laid_out(MemoryPlan(**settings), gpus, "dp" in settings)
@@ -235,25 +235,25 @@ def _planned(found: FoundModel, request: FitRequest, shared: dict[str, Any]) -> 
 
 
 def _fit(
-    found: FoundModel,
+    model: FoundModel,
     plan: MemoryPlan,
     settings: dict[str, Any],
     keeps_gpus: bool,
     request: FitRequest,
     gpu: GpuMemory | None,
 ) -> ModelFit:
-    assert found.shape is not None
+    assert model.shape is not None
     if request.measured and sys.stderr.isatty():
-        print(f"measuring a step of {one_line(found.shape.name)} with fake tensors: some 20 s", file=sys.stderr)
-    measured = measure(found.config, plan) if request.measured else None
-    training = estimate(found.shape, plan, measured) if request.mode != INFERENCE else None
-    inference = estimate(found.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
+        print(f"measuring a step of {one_line(model.shape.name)} with fake tensors: some 20 s", file=sys.stderr)
+    measured = measure(model.config, plan) if request.measured else None
+    training = estimate(model.shape, plan, measured) if request.mode != INFERENCE else None
+    inference = estimate(model.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
     main_one = training or inference
     assert main_one is not None
     is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
     changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
-    notes = (*found.notes, *(measured.notes if measured else ()))
-    return ModelFit(found.source, notes, inference, training, tuple(changes), measured)
+    notes = (*model.notes, *(measured.notes if measured else ()))
+    return ModelFit(model.source, notes, inference, training, tuple(changes), measured)
 
 
 def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:
@@ -300,10 +300,10 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     _check_measured(config, plan)
     assert config is not None
     try:
-        found = ask("effllm.memory.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
+        fields = ask("effllm.memory.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
     except NoAnswer as error:
         raise CannotMeasure(f"--measure: {error}") from None
-    return MeasuredStep(**{**found, "notes": tuple(found["notes"])})
+    return MeasuredStep(**{**fields, "notes": tuple(fields["notes"])})
 
 
 def _check_measured(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
@@ -337,7 +337,7 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
 def _found_gpu(count: int | None) -> GpuMemory | None:
     import pynvml
 
-    found: list[tuple[float, str]] = []
+    gpus: list[tuple[float, str]] = []
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         try:
@@ -345,10 +345,10 @@ def _found_gpu(count: int | None) -> GpuMemory | None:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 name = pynvml.nvmlDeviceGetName(handle)
                 memory = float(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-                found.append((memory, name.decode() if isinstance(name, bytes) else str(name)))
+                gpus.append((memory, name.decode() if isinstance(name, bytes) else str(name)))
         finally:
             pynvml.nvmlShutdown()
-    if not found:
+    if not gpus:
         return None
-    memory, name = min(found)
-    return GpuMemory(name, count or len(found), memory, memory, "found here")
+    memory, name = min(gpus)
+    return GpuMemory(name, count or len(gpus), memory, memory, "found here")

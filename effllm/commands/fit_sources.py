@@ -72,12 +72,12 @@ def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
             raise UnreadableModel(f"{text} is a folder without a config.json: give the folder of a model, or a file")
     if path.is_file():
         return _file(path, sizes)
-    if known := find_model(text):
-        return FoundModel(known.shape, f"table: {known.source}", known.notes, config=known.config)
-    if known := find_variant(text):
-        note = f"{text} is taken as a variant of {known.name}, with the same sizes: otherwise give its config.json"
-        return FoundModel(known.shape, f"table: {known.source}", (*known.notes, note), config=known.config)
-    near = ", ".join(similar_names(text)) or ", ".join(one.name for one in known_models()[:4]) + ", ..."
+    if model := find_model(text):
+        return FoundModel(model.shape, f"table: {model.source}", model.notes, config=model.config)
+    if model := find_variant(text):
+        note = f"{text} is taken as a variant of {model.name}, with the same sizes: otherwise give its config.json"
+        return FoundModel(model.shape, f"table: {model.source}", (*model.notes, note), config=model.config)
+    near = ", ".join(similar_names(text)) or ", ".join(model.name for model in known_models()[:4]) + ", ..."
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(
             f"{text} is not in the table, and nothing is downloaded: download config.json of this model, and give the "
@@ -128,9 +128,9 @@ def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
     """Return the shape of a config, with the parameters of the model that transformers builds, if it is installed."""
     wrong: WrongModel | None = None
     try:
-        known = read_config(fields, name)
+        shape = read_config(fields, name)
     except WrongModel as error:  # the formulas have other rules than the class of the model
-        known, wrong, reason = None, error, str(error)
+        shape, wrong, reason = None, error, str(error)
     is_unknown = isinstance(wrong, UnknownArchitecture)
     if is_unknown and sizes.parameters is not None:
         named = str(fields.get("model_type") or architecture_of(fields))
@@ -138,18 +138,18 @@ def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
     if not can_count():
         if wrong and not is_unknown:
             raise wrong
-        if known is None:
+        if shape is None:
             raise UnknownModel(f"{reason}: pip install 'effllm[fit]' counts its parameters, or give --params N")
-        return known
+        return shape
     try:
         counted = count_model(fields, name)
     except NoAnswer as error:
         if wrong and not is_unknown:
             raise wrong from None
-        if known is None:
+        if shape is None:
             raise UnknownModel(f"{reason}, and {error}: give --params N") from None
-        return replace(known, notes=(*known.notes, f"by formulas, because {error}"))
-    return counted if known is None else with_counted(known, counted)
+        return replace(shape, notes=(*shape.notes, f"by formulas, because {error}"))
+    return counted if shape is None else with_counted(shape, counted)
 
 
 def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
@@ -190,8 +190,8 @@ def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     if beside.suffix in (".yaml", ".yml"):
         message = f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path"
         raise UnreadableModel(message)
-    found = find(str(beside) if beside.exists() else named, sizes)
-    return FoundModel(found.shape, f"{path}, {found.source}", (*found.notes, *notes), settings, found.config)
+    model = find(str(beside) if beside.exists() else named, sizes)
+    return FoundModel(model.shape, f"{path}, {model.source}", (*model.notes, *notes), settings, model.config)
 
 
 def _stages(path: Path, stated: Any) -> dict[str, Any] | None:

@@ -103,7 +103,7 @@ def _write_stacks(folder: Path, to: Path) -> int:
     """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
     samples: Counter[str] = Counter()
     path, ranks = folder / STACKS_FILE, set()
-    lines = JsonLines([one for one in (folder / f"{STACKS_FILE}.1", path) if one.exists()] or [path], RecordedStacks)
+    lines = JsonLines([file for file in (folder / f"{STACKS_FILE}.1", path) if file.exists()] or [path], RecordedStacks)
     try:
         for recorded in lines:
             if problem := version_error(recorded.schema_version):
@@ -124,14 +124,14 @@ def _write_stacks(folder: Path, to: Path) -> int:
     return 0
 
 
-def _document(summary: Summary, found: Waterfall) -> dict[str, Any]:
+def _document(summary: Summary, waterfall: Waterfall) -> dict[str, Any]:
     """Return the answer for scripts; its top-level names are stable, and docs/verdict.md describes them."""
     verdict = msgspec.to_builtins(summary.verdict) or {}
     evidence = verdict.pop("evidence", [])
     return {
         "run": {name: getattr(summary, name) for name in ("run_id", "status", "is_over", "simulated")},
         "verdict": verdict or None,
-        "waterfall": msgspec.to_builtins(found),
+        "waterfall": msgspec.to_builtins(waterfall),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
         "host": _host(summary),
@@ -154,8 +154,8 @@ def _fitted(document: dict[str, Any]) -> str:
     whole = {name: _short(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
     text = ""
     for letters in MAX_LETTERS:
-        found = {**whole, **{name: _short(one, MAX_VERDICT, letters) for name, one in document.items()}}
-        text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+        fields = {**whole, **{name: _short(value, MAX_VERDICT, letters) for name, value in document.items()}}
+        text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
         if len(text) <= MAX_BYTES:
             break
     return text
@@ -169,55 +169,55 @@ def _short(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
         return value[: letters - 3] + "..."
     if isinstance(value, dict):
         limits = {name: of_explanations if name in _EXPLANATIONS else letters for name in value}
-        return {name: _short(one, limits[name], of_explanations) for name, one in value.items()}
+        return {name: _short(item, limits[name], of_explanations) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_short(one, letters, of_explanations) for one in value]
+        return [_short(item, letters, of_explanations) for item in value]
     return value
 
 
-def _print(summary: Summary, found: Waterfall) -> None:
+def _print(summary: Summary, waterfall: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
     name = f"{one_line(summary.run_id)}: " if summary.run_id else ""
     console.print(Text(f"{name}{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
     for name, text in facts_of(summary, has_both_errors=True):
         console.print(Text("\n".join(fact_lines(name, text, column=COLUMN))))
-    units = WaterfallUnits.of(found)
+    units = WaterfallUnits.of(waterfall)
     table = Table(*waterfall_header(units), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for column in table.columns[3:]:
         column.no_wrap = True
-    for part in found.parts:
+    for part in waterfall.parts:
         table.add_row(*map(Text, waterfall_row(part, units)))
     console.print(table)
-    for line in waterfall_notes(found):
+    for line in waterfall_notes(waterfall):
         console.print(Text(line))
     cause = summary.verdict.cause if summary.verdict else ""
-    for line in host_lines(summary.host, cause, data_share(found)) if summary.host else ():
+    for line in host_lines(summary.host, cause, data_share(waterfall)) if summary.host else ():
         console.print(Text(line))
     if summary.verdict is not None:
-        for one in summary.verdict.evidence:
-            console.print(Text(f"evidence: {one_line(one.claim)} ({one_line(one.source)})"))
+        for evidence in summary.verdict.evidence:
+            console.print(Text(f"evidence: {one_line(evidence.claim)} ({one_line(evidence.source)})"))
 
 
-def host_lines(found: HostTime, cause: str, data_share: float = 0.0) -> Iterator[str]:
+def host_lines(host: HostTime, cause: str, data_share: float = 0.0) -> Iterator[str]:
     """Yield the first lines of code of a loss; nothing for a loss to which no samples belong, or a healthy job.
 
     ``data_share`` is the share of the time that is a wait for data.
     """
-    samples, lines = lines_of(found, cause, data_share) if cause in KINDS else (0, [])
+    samples, lines = lines_of(host, cause, data_share) if cause in KINDS else (0, [])
     if samples < MIN_SAMPLES:
         return
-    is_worker = is_of_worker(found, cause)
-    of = f" of {found.samples:,}" if samples < found.samples and not is_worker else ""
-    torn = f" ({found.torn:,} torn)" if found.torn and not is_worker else ""
+    is_worker = is_of_worker(host, cause)
+    of = f" of {host.samples:,}" if samples < host.samples and not is_worker else ""
+    torn = f" ({host.torn:,} torn)" if host.torn and not is_worker else ""
     who = "a DataLoader worker" if is_worker else "the host"
-    ranks = list(found.by_rank)
+    ranks = list(host.by_rank)
     of_ranks = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     yield f"where {who} was, in {samples:,}{of} samples of {of_ranks}{torn}:"
     for line, function, count in lines[:MAX_SHOWN]:
-        least, most = (100 * one for one in share_interval(count, samples))
+        least, most = (100 * share for share in share_interval(count, samples))
         place = f"{function}, called in {line}" if function else line
         yield f"{100 * count / samples:4.0f} % ({least:.0f} to {most:.0f})  {one_line(place)}"
 
@@ -259,9 +259,9 @@ def _mail_lines(summary: Summary) -> Iterator[str]:
             yield _bar(name, value.value)
     if (memory := value_of(summary, "peak_gb")) is not None:
         yield f"Memory: at most {readable(memory.value)} GB on a device"
-    found, energy = summary.waterfall, summary.energy.measured_joules
-    if found is not None and found.unit == OF_GPUS:
-        hours, wasted = (readable(seconds / 3600) for seconds in (found.device_seconds, found.avoidable_seconds))
+    loss, energy = summary.waterfall, summary.energy.measured_joules
+    if loss is not None and loss.unit == OF_GPUS:
+        hours, wasted = (readable(seconds / 3600) for seconds in (loss.device_seconds, loss.avoidable_seconds))
         yield f"GPU-hours: {hours}, of which {wasted} were avoidable losses (parts: effllm inspect)"
     if energy is not None:
         watts = value_of(summary, "watts_per_gpu")

@@ -84,7 +84,7 @@ def _read(connection: http.client.HTTPConnection, path: str, headers: Mapping[st
 
 def samples_of(text: str) -> dict[str, dict[str, float]]:
     """Return the finite values of a page: by name, and by the text of their labels."""
-    found: dict[str, dict[str, float]] = {}
+    samples: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -94,8 +94,8 @@ def samples_of(text: str) -> dict[str, dict[str, float]]:
         numbers = tail.split() if brace else line.split()[1:]
         with contextlib.suppress(ValueError, IndexError):
             if math.isfinite(value := float(numbers[0])):
-                found.setdefault(name.strip(), {})[labels if brace else ""] = value
-    return found
+                samples.setdefault(name.strip(), {})[labels if brace else ""] = value
+    return samples
 
 
 def labels_of(text: str) -> dict[str, str]:
@@ -106,5 +106,5 @@ def labels_of(text: str) -> dict[str, str]:
     """
     escapes = re.compile(r"\\.")
     return {
-        name: escapes.sub(lambda found: _ESCAPED.get(found[0], found[0]), value) for name, value in _LABEL.findall(text)
+        name: escapes.sub(lambda match: _ESCAPED.get(match[0], match[0]), value) for name, value in _LABEL.findall(text)
     }

@@ -73,16 +73,16 @@ def main(
     except DeviceUnavailable as error:
         return complain("profile", f"no GPU can be read: {error}", 2)
     try:
-        found = _profile(reader, seconds)
+        profile = _profile(reader, seconds)
     except KeyboardInterrupt:
         return complain("profile", "stopped; no results are stored", 130)
     finally:
         reader.close()
-    kept = profiling.to_calibration(found)
+    kept = profiling.to_calibration(profile)
     if kept is not None:
         calibration.store(cache_folder() / "calibration", kept)
     # Here the sensor is an object with named fields, but in messages it is an array.
-    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
+    plain = msgspec.to_builtins(profile) | {"sensor": asdict(profile.sensor)}
     text = msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
     if save:
         try:
@@ -93,7 +93,7 @@ def main(
         print(text, end="")
     else:
         console = Console(highlight=False)
-        for part in _parts(found, save):
+        for part in _parts(profile, save):
             console.print(part)
     return 0
 
@@ -136,24 +136,24 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
-    board = found.board
+def _parts(profile: SensorProfile, save: str) -> Iterator[Table | str]:
+    board = profile.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
     yield f"[bold]{escape(board.name)}[/], driver {escape(board.driver)}{limit} [dim](GPU {board.uuid})[/]"
     yield ""
-    yield facts_table(_sensors(found))
+    yield facts_table(_sensors(profile))
     yield ""
-    yield _calls(found.calls)
+    yield _calls(profile.calls)
     yield ""
-    if found.load:
-        yield f"[dim]{escape(f'Load: {found.load}, {found.edges} edges.')}[/]"
-    for line in found.unmeasured:
+    if profile.load:
+        yield f"[dim]{escape(f'Load: {profile.load}, {profile.edges} edges.')}[/]"
+    for line in profile.unmeasured:
         yield f"[yellow]Not measured:[/] {escape(line)}"
-    if not found.load:
+    if not profile.load:
         yield f"To measure more, {_ADVICE}."
-    for line in found.warnings:
+    for line in profile.warnings:
         yield f"[bold red]Warning:[/] {escape(line)}"
-    if profiling.to_calibration(found) is not None:
+    if profiling.to_calibration(profile) is not None:
         yield "Stored: later runs on this model and driver use this result."
     yield f"The report is in {escape(save)}." if save else "To send us the report: effllm profile --save FILE"
 
@@ -166,22 +166,22 @@ def facts_table(rows: list[tuple[str, list[str]]]) -> Table:
     return table
 
 
-def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
-    sensor = found.sensor
+def _sensors(facts: SensorProfile) -> list[tuple[str, list[str]]]:
+    sensor = facts.sensor
     held = ""
-    if found.power_is_held is not None:
+    if facts.power_is_held is not None:
         held = "not held: readings are independent of the counter's ticks"
-    if found.power_is_held:
+    if facts.power_is_held:
         held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
     ratios = [
-        f"{one.value:.4f} ({one.low:.4f} to {one.high:.4f}) {name}, {one.seconds:.0f} s"
-        for name, one in found.ratios.items()
+        f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
+        for name, ratio in facts.ratios.items()
     ]
     rows = [
-        ("energy counter", [_moves(found.counter, "moves"), _lag(found), _measures(found)]),
-        ("power", [_moves(found.power, "changes"), _mean(found.power_response), held]),
-        ("averaged power", [_moves(found.average, "changes"), _mean(found.average_response)] if found.average else []),
+        ("energy counter", [_moves(facts.counter, "moves"), _lag(facts), _measures(facts)]),
+        ("power", [_moves(facts.power, "changes"), _mean(facts.power_response), held]),
+        ("averaged power", [_moves(facts.average, "changes"), _mean(facts.average_response)] if facts.average else []),
         ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
@@ -197,15 +197,15 @@ def _moves(rhythm: Rhythm | None, verb: str) -> str:
     return f"{verb} every {1e3 * rhythm.period_s:.2f} ms{jitter}"
 
 
-def _lag(found: SensorProfile) -> str:
-    sensor = found.sensor
-    if not found.measured_lag:
+def _lag(profile: SensorProfile) -> str:
+    sensor = profile.sensor
+    if not profile.measured_lag:
         return f"lag unknown: {1e3 * sensor.lag_s:.0f} ± {1e3 * sensor.lag_error_s:.0f} ms is assumed"
     return f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.1f} ms"
 
 
-def _measures(found: SensorProfile) -> str:
-    response, rhythm, duty = found.counter_response, found.counter, found.sensor.duty
+def _measures(profile: SensorProfile) -> str:
+    response, rhythm, duty = profile.counter_response, profile.counter, profile.sensor.duty
     if rhythm is None or not rhythm.period_s:
         return ""
     if response is None:

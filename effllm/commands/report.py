@@ -44,11 +44,11 @@ def main(
 ) -> int:
     """Write the report of runs; return the exit status."""
     try:
-        found = find_runs(runs)
-        if len(found) > MAX_RUNS:
-            too_many = f"{len(found):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
+        all_runs = find_runs(runs)
+        if len(all_runs) > MAX_RUNS:
+            too_many = f"{len(all_runs):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
             return complain("report", too_many, 1)
-        folders = [run.folder for run in found]
+        folders = [run.folder for run in all_runs]
         compared = _compared(list(runs) if len(runs) > 1 else list(map(str, folders)), by, len(folders))
         read = read_runs(folders)
         page = report_html(read, compared).encode()

@@ -29,8 +29,8 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
     errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
         loaded = load(runs, progress=ReadingProgress())
-        found = answer(loaded, query)
-        _PRINTERS[form](found)
+        result = answer(loaded, query)
+        _PRINTERS[form](result)
     except BrokenPipeError:
         raise
     except errors as error:
@@ -71,17 +71,17 @@ def export_runs(runs: Sequence[str], file: str) -> int:
 
 def _appended(rows: int, runs: int, path: str) -> str:
     appended = f"{rows:,} row was" if rows == 1 else f"{rows:,} rows were"
-    known = runs - rows
-    more = f"; {known:,} {'was' if known == 1 else 'were'} in the file already" if known else ""
+    present = runs - rows
+    more = f"; {present:,} {'was' if present == 1 else 'were'} in the file already" if present else ""
     return f"{appended} appended to {one_line(path)}{more}"
 
 
-def _print_text(found: Answer) -> None:
-    rows = list(itertools.islice(found.rows, MAX_ROWS + 1))
-    letters = MAX_CELL if len(found.columns) > 1 else WIDTH
+def _print_text(result: Answer) -> None:
+    rows = list(itertools.islice(result.rows, MAX_ROWS + 1))
+    letters = MAX_CELL if len(result.columns) > 1 else WIDTH
     cells = [[_cell(value, letters) for value in row] for row in rows[:MAX_ROWS]]
-    headers = [one_line(name) for name in found.columns]
-    are_numbers = [kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT") for kind in found.types]
+    headers = [one_line(name) for name in result.columns]
+    are_numbers = [kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT") for kind in result.types]
     for lines in _tables(headers, cells, are_numbers):
         print("\n".join(lines))
     count = f"the first {MAX_ROWS:,} rows; --csv prints all rows" if len(rows) > MAX_ROWS else f"{len(rows):,} rows"
@@ -115,11 +115,11 @@ def _cell(value: Any, letters: int) -> str:
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
-def _print_csv(found: Answer) -> None:
+def _print_csv(result: Answer) -> None:
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
-    write(map(one_line, found.columns))
-    for row in found.rows:
-        write(["" if one is None else _plain(one) for one in row])
+    write(map(one_line, result.columns))
+    for row in result.rows:
+        write(["" if cell is None else _plain(cell) for cell in row])
 
 
 def _plain(value: Any) -> Any:
@@ -128,17 +128,17 @@ def _plain(value: Any) -> Any:
     return json.dumps(_finite(value), default=str) if isinstance(value, (list, dict)) else value
 
 
-def _print_json(found: Answer) -> None:
-    rows = (dict(zip(found.columns, row, strict=True)) for row in found.rows)
+def _print_json(result: Answer) -> None:
+    rows = (dict(zip(result.columns, row, strict=True)) for row in result.rows)
     print("[" + ",\n ".join(json.dumps(_finite(row), default=str) for row in rows) + "]")
 
 
 def _finite(value: Any) -> Any:
     """Return a value without NaN and infinite numbers, which are not JSON."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 

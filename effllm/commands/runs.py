@@ -105,13 +105,13 @@ def main(
             return complain("runs", "--since is not for --sql and --export, and --csv and --json not for --export", 2)
         return print_query(paths, sql, form) if sql else export_runs(paths, export)
     try:
-        found, skipped = read_runs([Path(path) for path in paths], since_s, ReadingProgress())
+        runs, skipped = read_runs([Path(path) for path in paths], since_s, ReadingProgress())
     except load_errors() as error:
         return complain("runs", str(error), 1)
     if by:
-        _print_totals(totals(found, by, skipped, wasted), by, form)
+        _print_totals(totals(runs, by, skipped, wasted), by, form)
     else:
-        _print_list(sorted(found, key=lambda run: -(run.started_time_s or 0.0)), skipped, form)
+        _print_list(sorted(runs, key=lambda run: -(run.started_time_s or 0.0)), skipped, form)
     return 0
 
 
@@ -153,19 +153,19 @@ def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) ->
             console.print(Text(line), soft_wrap=True)
 
 
-def _print_totals(found: Totals, by: str, form: str) -> None:
+def _print_totals(sums: Totals, by: str, form: str) -> None:
     if form == "json":
-        rows = [row._asdict() for row in found.rows]
-        print(json.dumps({"by": by, "groups": rows, "total": found.total._asdict(), "skipped": found.skipped}))
+        rows = [row._asdict() for row in sums.rows]
+        print(json.dumps({"by": by, "groups": rows, "total": sums.total._asdict(), "skipped": sums.skipped}))
     elif form == "csv":
-        _print_csv(LedgerRow._fields, found.rows)
+        _print_csv(LedgerRow._fields, sums.rows)
     else:
         console = _console()
-        count = min(len(found.rows), MAX_ROWS)
+        count = min(len(sums.rows), MAX_ROWS)
         if sys.stdout.isatty():
-            while count > MIN_ROWS and _height(found, by, count, console.width) >= console.height:
+            while count > MIN_ROWS and _height(sums, by, count, console.width) >= console.height:
                 count -= 1
-        _show_totals(console, found, by, count)
+        _show_totals(console, sums, by, count)
 
 
 def _console() -> Console:
@@ -177,18 +177,18 @@ def _print_csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     writer.writerow(names)
     for row in rows:
         texts = (" ".join(value) if isinstance(value, tuple) else value for value in row)
-        writer.writerow([csv_file.cell(one) if isinstance(one, str) and one != NOTHING else one for one in texts])
+        writer.writerow([csv_file.cell(cell) if isinstance(cell, str) and cell != NOTHING else cell for cell in texts])
 
 
-def _height(found: Totals, by: str, count: int, width: int) -> int:
+def _height(sums: Totals, by: str, count: int, width: int) -> int:
     """Return the number of lines on a terminal."""
     text = io.StringIO()
-    _show_totals(Console(file=text, width=width, highlight=False), found, by, count)
+    _show_totals(Console(file=text, width=width, highlight=False), sums, by, count)
     return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
 
 
-def _show_totals(console: Console, found: Totals, by: str, count: int) -> None:
-    everything = [*found.rows[:count], found.total]
+def _show_totals(console: Console, sums: Totals, by: str, count: int) -> None:
+    everything = [*sums.rows[:count], sums.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
         "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in everything],
@@ -202,26 +202,26 @@ def _show_totals(console: Console, found: Totals, by: str, count: int) -> None:
         "largest loss": [_short((row.cause or "-").replace("_", " ")) for row in everything],
     }
     shown = _print_columns(console, by, [row.group for row in everything], columns, _OF_TOTALS, MIN_GROUP)
-    for line in _notes(found, shown, count):
+    for line in _notes(sums, shown, count):
         console.print(Text(line), soft_wrap=True)
 
 
-def _notes(found: Totals, columns: Collection[str], count: int) -> Iterator[str]:
-    if (more := len(found.rows) - count) > 0:
+def _notes(sums: Totals, columns: Collection[str], count: int) -> Iterator[str]:
+    if (more := len(sums.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
-    if found.total.without_hours:
-        yield f"≥ GPU-h: unknown in {_counted(found.total.without_hours)} (no summary.json, or no rank had reported)"
-    if found.total.killed:
-        yield f"≥ GPU-h: of {_counted(found.total.killed)} without an end, until the last report"
-    if found.total.incomplete and found.total.joules is not None:
-        yield f"≥ kWh: no total energy in {_counted(found.total.incomplete)}; the measured part is counted"
-    if found.total.simulated:
-        yield f"simulated: the GPUs of {_counted(found.total.simulated)} were simulated; their energy was not measured"
+    if sums.total.without_hours:
+        yield f"≥ GPU-h: unknown in {_counted(sums.total.without_hours)} (no summary.json, or no rank had reported)"
+    if sums.total.killed:
+        yield f"≥ GPU-h: of {_counted(sums.total.killed)} without an end, until the last report"
+    if sums.total.incomplete and sums.total.joules is not None:
+        yield f"≥ kWh: no total energy in {_counted(sums.total.incomplete)}; the measured part is counted"
+    if sums.total.simulated:
+        yield f"simulated: the GPUs of {_counted(sums.total.simulated)} were simulated; their energy was not measured"
     if "wasted" in columns:
         yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
     if "±" in columns:
         yield "±: timing and sensor errors of the energy"
-    yield from _skipped_lines(found.skipped)
+    yield from _skipped_lines(sums.skipped)
 
 
 def _print_columns(
@@ -280,8 +280,8 @@ def _cost(run: LedgerRun) -> str:
 
 
 def _cost_of_group(row: LedgerRow) -> float | None:
-    known = [cost for cost in (row.gpu_cost, row.electricity_cost) if cost is not None]
-    return max(known) if known else None  # the price of a GPU-hour includes the electricity
+    costs = [cost for cost in (row.gpu_cost, row.electricity_cost) if cost is not None]
+    return max(costs) if costs else None  # the price of a GPU-hour includes the electricity
 
 
 def _energy(joules: float | None, *, is_part: bool) -> str:

@@ -71,21 +71,21 @@ def main(
     if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
         return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
-    found, is_stopped = run.found, False
+    result, is_stopped = run.found, False
     try:
         run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:
         return complain("simulate", str(error), 1)
     except KeyboardInterrupt:
-        found.status, is_stopped = "", True  # some reports may not have been counted
+        result.status, is_stopped = "", True  # some reports may not have been counted
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    if found.reports:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else table(found))
+    if result.reports:
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() if as_json else table(result))
     if is_stopped:
-        count = f"{found.reports:,} of {plan.ranks * plan.windows:,} reports"
+        count = f"{result.reports:,} of {plan.ranks * plan.windows:,} reports"
         return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
-    return 0 if found.is_exact else 1
+    return 0 if result.is_exact else 1
 
 
 def _check(plan: Simulation, config: Config) -> None:
@@ -101,35 +101,35 @@ def _check(plan: Simulation, config: Config) -> None:
         raise ValueError(f"--run-dir {plan.run_dir} already contains a run: give another folder")
 
 
-def table(found: Findings) -> str:
+def table(result: Findings) -> str:
     """Return the results as lines of text; missing results are left out."""
-    keys = "with keys" if found.security == "curve" else "without keys"
+    keys = "with keys" if result.security == "curve" else "without keys"
     lines = [
-        ("ranks", f"{found.ranks:,}, one report per rank every {found.interval_s:g} s, {found.arrival}, {keys}"),
-        ("joined in", f"{found.joined_s:.1f} s"),
-        ("reports", f"{found.reports:,} in {found.windows:,} windows: {found.reports_per_s:,.0f}/s"),
+        ("ranks", f"{result.ranks:,}, one report per rank every {result.interval_s:g} s, {result.arrival}, {keys}"),
+        ("joined in", f"{result.joined_s:.1f} s"),
+        ("reports", f"{result.reports:,} in {result.windows:,} windows: {result.reports_per_s:,.0f}/s"),
     ]
-    if found.cpu_ratio is not None and found.cpu_us_per_report is not None:
-        each = f"{found.cpu_us_per_report:.0f} us per report"
-        lines.append(("aggregator", f"{100 * found.cpu_ratio:.1f} % of a core, {each}"))
-    if found.rss_bytes is not None:
-        slope = found.rss_slope_bytes_per_s
+    if result.cpu_ratio is not None and result.cpu_us_per_report is not None:
+        each = f"{result.cpu_us_per_report:.0f} us per report"
+        lines.append(("aggregator", f"{100 * result.cpu_ratio:.1f} % of a core, {each}"))
+    if result.rss_bytes is not None:
+        slope = result.rss_slope_bytes_per_s
         growth = "" if slope is None else f", {60 * slope / 2**20:+.1f} MiB a minute in the second half of the run"
-        lines.append(("memory", f"{found.rss_bytes / 2**20:.0f} MiB at most{growth}"))
-    if found.descriptors is not None:
-        lines.append(("descriptors", f"{found.descriptors:,}"))
-    if found.delays_s:
-        delays = sorted(found.delays_s)
+        lines.append(("memory", f"{result.rss_bytes / 2**20:.0f} MiB at most{growth}"))
+    if result.descriptors is not None:
+        lines.append(("descriptors", f"{result.descriptors:,}"))
+    if result.delays_s:
+        delays = sorted(result.delays_s)
         p99 = delays[round(0.99 * (len(delays) - 1))]
         shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99th percentile, {delays[-1]:.3f} s maximum"
         lines.append(("delay", f"{shown}, from the last report of a window to its values at rank 0"))
-    if found.status:
-        lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
-    if found.status == "played":
-        lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,} confirmed"))
-    elif found.status:
-        lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,}"))
-        if found.energy_j is not None:
-            lines.append(("energy", f"{found.energy_j:,.0f} J of {found.energy_true_j:,.0f} J"))
-        lines.append(("run", found.status))
+    if result.status:
+        lines.append(("lost", f"{result.lost:,}, unconfirmed {result.unconfirmed:,}, duplicates {result.duplicates:,}"))
+    if result.status == "played":
+        lines.append(("tokens", f"{result.tokens:,} of {result.tokens_true:,} confirmed"))
+    elif result.status:
+        lines.append(("tokens", f"{result.tokens:,} of {result.tokens_true:,}"))
+        if result.energy_j is not None:
+            lines.append(("energy", f"{result.energy_j:,.0f} J of {result.energy_true_j:,.0f} J"))
+        lines.append(("run", result.status))
     return "\n".join(f"{name + ':':<13}{text}" for name, text in lines)

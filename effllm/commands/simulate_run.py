@@ -106,10 +106,10 @@ class _Part:
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
         items = msgspec.json.Decoder(Progress).decode_lines(whole)
-        for one in items:
-            self.joined, self.sent = max(self.joined, one.joined), max(self.sent, one.sent)
-            if one.done:
-                self.end = one
+        for progress in items:
+            self.joined, self.sent = max(self.joined, progress.joined), max(self.sent, progress.sent)
+            if progress.done:
+                self.end = progress
         if not data and self.end is None:
             raise SimulationError("a process of simulated ranks ended too early; the error is printed above")
         return items
@@ -292,8 +292,8 @@ class SimulatedRun:
             if part.end is not None:
                 self._poll.unregister(descriptor)
                 continue
-            for one in part.progress():
-                self._note(one)
+            for progress in part.progress():
+                self._note(progress)
         if self._aggregator:
             if self._aggregator.process.poll():
                 raise SimulationError("the aggregator ended too early; the error is printed above")
@@ -301,14 +301,14 @@ class SimulatedRun:
             if self._last_s and is_due and not self.found.reports:
                 self._memory.append((time.monotonic(), self._aggregator.about.memory_info().rss))
 
-    def _note(self, one: Progress) -> None:
-        if one.rejected:
-            raise SimulationError(f"the aggregator rejects the ranks: {one.rejected}")
-        if one.seen:
-            for window in range(max(self._seen_s, default=0) + 1, one.seen + 1):
-                self._seen_s[window] = one.at_s
-        elif one.window:
-            self._last_s[one.window] = max(self._last_s.get(one.window, 0.0), one.at_s)
+    def _note(self, progress: Progress) -> None:
+        if progress.rejected:
+            raise SimulationError(f"the aggregator rejects the ranks: {progress.rejected}")
+        if progress.seen:
+            for window in range(max(self._seen_s, default=0) + 1, progress.seen + 1):
+                self._seen_s[window] = progress.at_s
+        elif progress.window:
+            self._last_s[progress.window] = max(self._last_s.get(progress.window, 0.0), progress.at_s)
             if sys.stderr.isatty():
                 sent = sum(part.sent for part in self._parts)
                 print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)

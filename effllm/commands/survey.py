@@ -67,7 +67,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     node, node_findings = _node_power(config, opened)
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
-        sources["energy"] = InputSource(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
+        sources["energy"] = InputSource(by=" and ".join(_energy_of(meter) for meter in node if meter.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting(config, need) for need in SET}
@@ -220,7 +220,7 @@ def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[
 
 def _setting(config: Config, need: str) -> InputSource:
     variable, meaning = SET[need]
-    value = getattr(config, next(one.field for one in VARIABLES if one.name == variable))
+    value = getattr(config, next(row.field for row in VARIABLES if row.name == variable))
     if value is None or (need in ("baseline", "profile") and not value):
         return InputSource(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
     return InputSource(by=f"{PREFIX}{variable}={value:g}")
@@ -229,9 +229,9 @@ def _setting(config: Config, need: str) -> InputSource:
 def _peak(config: Config, device: Device | None) -> InputSource:
     if config.peak_tflops:
         return InputSource(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
-    known = peak_of(device.name) if device and device.is_gpu else None
-    if known:
-        return InputSource(by=f"peak: {known.text}")
+    peak = peak_of(device.name) if device and device.is_gpu else None
+    if peak:
+        return InputSource(by=f"peak: {peak.text}")
     unknown = f"{why_no_peak(device.name)}; " if device and device.is_gpu else ""
     return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak TFLOP/s of one device")
 

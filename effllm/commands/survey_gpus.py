@@ -84,39 +84,39 @@ def _nvml() -> Iterator[None]:
 
 
 def _state(index: int) -> GpuState:
-    found = GpuState(index)
+    state = GpuState(index)
     with suppress(pynvml.NVMLError):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        found.uuid, found.name = text_of(pynvml.nvmlDeviceGetUUID(gpu)), text_of(pynvml.nvmlDeviceGetName(gpu))
-        _read(found)
-    return found
+        state.uuid, state.name = text_of(pynvml.nvmlDeviceGetUUID(gpu)), text_of(pynvml.nvmlDeviceGetName(gpu))
+        _read(state)
+    return state
 
 
-def _read(found: GpuState) -> None:
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(found.index)
-    found.sm_clock_mhz = _or_none(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-    found.sm_clock_max_mhz = _or_none(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-    found.throttled_by = throttles(_or_none(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
-    found.temperature_c = _or_none(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
+def _read(state: GpuState) -> None:
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(state.index)
+    state.sm_clock_mhz = _or_none(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    state.sm_clock_max_mhz = _or_none(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    state.throttled_by = throttles(_or_none(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
+    state.temperature_c = _or_none(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
     limits_mw = (
         _or_none(ask, gpu)
         for ask in (pynvml.nvmlDeviceGetEnforcedPowerLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
     )
-    found.power_limit_w, found.power_limit_default_w = (None if one is None else one / 1e3 for one in limits_mw)
+    state.power_limit_w, state.power_limit_default_w = (None if mw is None else mw / 1e3 for mw in limits_mw)
     errors = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    found.ecc_uncorrected = _or_none(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
-    found.pcie_generation = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, gpu)
-    found.pcie_generation_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu)
-    found.pcie_width = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
-    found.pcie_width_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
+    state.ecc_uncorrected = _or_none(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
+    state.pcie_generation = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, gpu)
+    state.pcie_generation_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu)
+    state.pcie_width = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
+    state.pcie_width_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
     active = [link for link in range(NVLINKS) if _or_none(pynvml.nvmlDeviceGetNvLinkState, gpu, link)]
     counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                 pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
-    counts = [_or_none(pynvml.nvmlDeviceGetNvLinkErrorCounter, gpu, link, one) for link in active for one in counters]
-    known = [count for count in counts if count is not None]
-    found.nvlinks, found.nvlink_errors = len(active) or None, sum(known) if known else None
+    counts = [_or_none(pynvml.nvmlDeviceGetNvLinkErrorCounter, gpu, link, kind) for link in active for kind in counters]
+    measured = [count for count in counts if count is not None]
+    state.nvlinks, state.nvlink_errors = len(active) or None, sum(measured) if measured else None
     processes = _or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
-    found.processes = tuple(_program(one.pid) for one in processes)
+    state.processes = tuple(_program(process.pid) for process in processes)
 
 
 def _or_none(ask: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,11 +169,11 @@ def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:
         if not gpu.uuid:
             yield Finding(name, MISSING, "cannot be read", "run nvidia-smi for details")
             continue
-        peers = [one for one in gpus if one.name == gpu.name and one is not gpu]
+        peers = [peer for peer in gpus if peer.name == gpu.name and peer is not gpu]
         wrong = list(_wrong(gpu, peers))
         text = ", ".join([gpu.name, gpu.uuid, *_facts(gpu)])
         if wrong:
-            text += f": {'; '.join(one for one, _ in wrong)}"
+            text += f": {'; '.join(fault for fault, _ in wrong)}"
         yield Finding(name, DIFFERS if wrong else OK, text, "; ".join(dict.fromkeys(advice for _, advice in wrong)))
 
 
@@ -202,12 +202,12 @@ def _facts(gpu: GpuState) -> Iterator[str]:
 
 def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do."""
-    if reasons := [one for one in gpu.throttled_by if one not in FAULTLESS]:
+    if reasons := [reason for reason in gpu.throttled_by if reason not in FAULTLESS]:
         names = ", ".join(reasons).replace("_", " ")
         yield f"its clock is lowered ({names})", "check its cooling and its power supply"
     if gpu.ecc_uncorrected:
         yield "uncorrected memory errors", "drain the host, and reset the GPU"
-    of_peers = max((one.nvlink_errors or 0 for one in peers), default=0)
+    of_peers = max((peer.nvlink_errors or 0 for peer in peers), default=0)
     if (gpu.nvlink_errors or 0) > 10 * of_peers + MANY_ERRORS:
         yield "many more errors of its NVLinks than its peers have", "look at nvidia-smi nvlink -e, and reset the GPU"
     if gpu.pcie_width is not None and gpu.pcie_width < (gpu.pcie_width_max or 0):
@@ -215,13 +215,13 @@ def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]
     if gpu.power_limit_w is not None and gpu.power_limit_w < (gpu.power_limit_default_w or 0.0):
         yield "power limit below its default", "set it to the default: nvidia-smi -pl"
     for field, what, unit, advice in _EQUAL:
-        values = Counter(value for one in (gpu, *peers) if (value := getattr(one, field)) is not None)
+        values = Counter(value for device in (gpu, *peers) if (value := getattr(device, field)) is not None)
         own = getattr(gpu, field)
         if own is not None and values and values[own] < max(values.values()):
             usually = max(values, key=values.__getitem__)
             yield f"{what} {own:g}{unit}, of its peers {usually:g}{unit}", advice
     for field, what in (("flops_per_second", "matrix products"), ("copy_bytes_per_second", "copies")):
-        rates = [rate for one in peers if (rate := getattr(one, field)) is not None]
+        rates = [rate for peer in peers if (rate := getattr(peer, field)) is not None]
         own = getattr(gpu, field)
         if own is not None and rates and own < MIN_RATE * max(rates):
             yield f"{what} at {100 * own / max(rates):.0f} % of its fastest peer", "exclude the host from large jobs"

@@ -53,13 +53,13 @@ def python() -> Iterator[Finding]:
 
 
 def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    found = problems(environ)
-    for line in found:
+    lines = problems(environ)
+    for line in lines:
         yield Finding("settings", BROKEN, line)
     if not is_enabled(environ):
         text = f"metrics are off: {PREFIX}METRICS_ENABLED={environ[f'{PREFIX}METRICS_ENABLED']}"
         yield Finding("settings", BROKEN, text, f"export {PREFIX}METRICS_ENABLED=true")
-    elif not found:
+    elif not lines:
         yield Finding("settings", OK, "valid")
 
 

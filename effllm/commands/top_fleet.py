@@ -99,23 +99,23 @@ class Fleet:
             if not lines:
                 raise
             runs = []
-        known = {folder for folder, _ in runs}
+        folders = {folder for folder, _ in runs}
         of_ledger = {Path(run.folder): run for run in lines if run.folder and run.status == "running"}
-        found: dict[Path, tuple[str, JobLine | None]] = {}
+        by_folder: dict[Path, tuple[str, JobLine | None]] = {}
         is_whole = True
-        for folder, state in (*runs, *((folder, "") for folder in of_ledger if folder not in known)):
+        for folder, state in (*runs, *((folder, "") for folder in of_ledger if folder not in folders)):
             before = self._lines.get(folder)
             if before is not None and state and before[0] == state:
-                found[folder] = before
+                by_folder[folder] = before
             elif time.monotonic() > until_s:
                 is_whole = False
                 break
             else:
-                found[folder] = state, _line(folder) or _of_ledger(folder, of_ledger.get(folder))
-        self._lines = found
-        jobs = [line for _, one in found.values() if one is not None and (line := _aged(one, now_s)) is not None]
-        count = len(runs) + len(of_ledger.keys() - known)
-        note = "" if is_whole else f"{len(found):,} of {count:,} runs are read"
+                by_folder[folder] = state, _line(folder) or _of_ledger(folder, of_ledger.get(folder))
+        self._lines = by_folder
+        jobs = [line for _, job in by_folder.values() if job is not None and (line := _aged(job, now_s)) is not None]
+        count = len(runs) + len(of_ledger.keys() - folders)
+        note = "" if is_whole else f"{len(by_folder):,} of {count:,} runs are read"
         self.frame = FleetFrame(sorted(jobs, key=JobLine.order), count, note)
         return is_whole
 
@@ -123,28 +123,28 @@ class Fleet:
 def _line(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
-        found = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
+        summary = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
     except FileNotFoundError:
         return _starting(folder)
     except (OSError, *DECODE_ERRORS):
         return None
-    if found.is_over:
+    if summary.is_over:
         return None
-    gpus = found.coverage.gpus_expected
-    loss = found.waterfall
+    gpus = summary.coverage.gpus_expected
+    loss = summary.waterfall
     share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
-    values = {name: value.value if (value := found.metrics.get(tag)) else None for name, tag in _METRICS.items()}
+    values = {name: value.value if (value := summary.metrics.get(tag)) else None for name, tag in _METRICS.items()}
     return JobLine(
-        name=one_line(found.run_id or folder.name),
+        name=one_line(summary.run_id or folder.name),
         folder=str(folder),
-        state="stalled" if found.status == "stalled" else "running",
-        user=found.user,
-        partition=found.partition,
+        state="stalled" if summary.status == "stalled" else "running",
+        user=summary.user,
+        partition=summary.partition,
         gpus=gpus or None,
-        elapsed_s=found.elapsed_s,
-        verdict=one_line(found.verdict.text) if found.verdict is not None else "",
+        elapsed_s=summary.elapsed_s,
+        verdict=one_line(summary.verdict.text) if summary.verdict is not None else "",
         lost_gpus=share * (gpus or 0),
-        updated_time_s=found.updated_time_s,
+        updated_time_s=summary.updated_time_s,
         **values,
     )
 
@@ -152,12 +152,12 @@ def _line(folder: Path) -> JobLine | None:
 def _starting(folder: Path) -> JobLine | None:
     """Return the line of a run in its first minute, which has no summary yet."""
     try:
-        found = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
+        identity = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
         changed_s = (folder / "run.json").stat().st_mtime
     except (OSError, *DECODE_ERRORS):
         return None
-    name = one_line(found.run_id or folder.name)
-    return JobLine(name, str(folder), "starting", found.user, found.partition, updated_time_s=changed_s)
+    name = one_line(identity.run_id or folder.name)
+    return JobLine(name, str(folder), "starting", identity.user, identity.partition, updated_time_s=changed_s)
 
 
 def _of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:

@@ -91,13 +91,13 @@ class _Document:
         content = read_at(self._path, 0, MAX_DOCUMENT_BYTES)
         self._state, self.changed_s = state, about.st_mtime
         try:
-            found: Any = self._decoder.decode(content)
+            record: Any = self._decoder.decode(content)
         except DECODE_ERRORS as error:
             self.error = f"{self._path.name} cannot be read: {error}"
         else:
-            if problem := version_error(found.schema_version):
+            if problem := version_error(record.schema_version):
                 raise UnreadableRun(f"{self._path} cannot be read: {problem}")
-            self.content, self.error = found, ""
+            self.content, self.error = record, ""
         return True
 
 
@@ -128,14 +128,14 @@ class OwnTimes:
         """Read new lines, at first the newest ones; return whether there are any."""
         lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
         for _, line in lines:
-            one: RankRow | None = _decoded(_row, line)
-            if one is None:
+            row: RankRow | None = _decoded(_row, line)
+            if row is None:
                 continue
-            count, seconds = one.own_steps, one.own_step_s
+            count, seconds = row.own_steps, row.own_step_s
             if count <= 0:
-                count, seconds = one.iteration_last - one.iteration_first + 1, one.busy_s
+                count, seconds = row.iteration_last - row.iteration_first + 1, row.busy_s
             if count > 0 and seconds > 0:
-                self._windows.setdefault((one.attempt, one.window), {})[one.rank] = seconds / count
+                self._windows.setdefault((row.attempt, row.window), {})[row.rank] = seconds / count
         if lines:
             self._next = end_of(lines)
             for key in sorted(self._windows)[:-MAX_STEPS]:
@@ -197,9 +197,9 @@ class FolderSource:
         if not self._files.facts.refresh() or self._files.facts.content is None:
             return is_new
         ranks = self._files.facts.content.ranks.items()
-        known = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
-        self._hosts = {rank: sys.intern(about.host) for rank, about in known.items()}
-        self._limits = {rank: about.devices[0] for rank, about in known.items() if about.devices}
+        by_rank = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
+        self._hosts = {rank: sys.intern(about.host) for rank, about in by_rank.items()}
+        self._limits = {rank: about.devices[0] for rank, about in by_rank.items() if about.devices}
         return True
 
     def _read_events(self) -> bool:
@@ -277,7 +277,7 @@ class FolderSource:
             verdict_note=verdict_note,
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
-            points=[one for one in self._tail if one is not None and is_point(one)],
+            points=[point for point in self._tail if point is not None and is_point(point)],
             rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
@@ -295,10 +295,10 @@ class FolderSource:
         values = {**shown.values, **latest.values} if shown is not None and latest is not None else {}
         if not self._is_whole:
             return values
-        known = self._files.summary.content.metrics
+        metrics = self._files.summary.content.metrics
         tags = {entry.tag(entry.bases[0]): entry.tag(entry.run_bases[0]) for entry in METRICS.values()}
         tags["window/pcu_ratio"] = "pcu_ratio"
-        return values | {tag: known[of_run].value for tag, of_run in tags.items() if of_run in known}
+        return values | {tag: metrics[of_run].value for tag, of_run in tags.items() if of_run in metrics}
 
     def _head(self, latest: WindowReport | None, shown: WindowReport | None, states: RankStates, now_s: float) -> Head:
         summary: Summary | None = self._files.summary.content
@@ -329,7 +329,7 @@ class FolderSource:
             forecast=shown.forecast if shown is not None and not (is_over and is_newest) else {},
             currency=summary.currency if summary is not None else "",
             style=shown.style if shown is not None else "Iteration",
-            simulated=any(one.simulated for one in (latest, summary) if one is not None),
+            simulated=any(record.simulated for record in (latest, summary) if record is not None),
         )
 
     def _update_tail(self) -> None:
@@ -350,8 +350,8 @@ class FolderSource:
         wanted = window.attempt, window.window
         lines = self._files.ranks.before(END, MAX_ROWS)
         if not lines or _pair(lines[0][1]) >= wanted:
-            found = self._files.ranks.first(lambda line: _pair(line) >= wanted)
-            lines = self._files.ranks.after(found, MAX_ROWS)
+            first = self._files.ranks.first(lambda line: _pair(line) >= wanted)
+            lines = self._files.ranks.after(first, MAX_ROWS)
         rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
         return [row for row in rows if row is not None]
 

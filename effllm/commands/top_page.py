@@ -59,11 +59,11 @@ class PageSource:
             OSError: the page cannot be read now.
             UnreadableRun: the page is not of a job with effllm.
         """
-        found = samples_of(fetch_text(self._url, self._token, self._tls))
-        if f"{_PREFIX}run_info" not in found:
+        samples = samples_of(fetch_text(self._url, self._token, self._tls))
+        if f"{_PREFIX}run_info" not in samples:
             raise UnreadableRun(f"{self._url} is not a metrics page of effllm")
-        is_new = found != self._found
-        self._found = found
+        is_new = samples != self._found
+        self._found = samples
         return is_new
 
     def refresh_hosts(self) -> bool:
@@ -138,7 +138,7 @@ class PageSource:
 
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
-        for entry in (one for one in METRICS.values() if one.in_windows):
+        for entry in (metric for metric in METRICS.values() if metric.in_windows):
             name, factor = name_of(entry)
             for labels, value in self._found.get(_PREFIX + name, {}).items():
                 yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor

@@ -251,7 +251,7 @@ class _Terminal:
 
 def _attributes() -> dict[int, int]:
     """Return the attributes of curses for each style; without colour, problems are bold."""
-    found = {
+    styles = {
         PLAIN: curses.A_NORMAL,
         BOLD: curses.A_BOLD,
         DIM: curses.A_DIM,
@@ -261,7 +261,7 @@ def _attributes() -> dict[int, int]:
         REVERSE: curses.A_REVERSE,
     }
     if this_process().get("NO_COLOR"):
-        return found
+        return styles
     with contextlib.suppress(curses.error):
         curses.start_color()
         curses.use_default_colors()
@@ -269,5 +269,5 @@ def _attributes() -> dict[int, int]:
             ((GOOD, curses.COLOR_GREEN), (WARNING, curses.COLOR_YELLOW), (BAD, curses.COLOR_RED)), start=1
         ):
             curses.init_pair(number, color, -1)
-            found[style] = curses.color_pair(number) | (curses.A_BOLD if style == BAD else 0)
-    return found
+            styles[style] = curses.color_pair(number) | (curses.A_BOLD if style == BAD else 0)
+    return styles

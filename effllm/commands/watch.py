@@ -262,19 +262,19 @@ def parse(text: str, time_s: float) -> Page:
     Raises:
         NotVllm: the page has no metric of vLLM.
     """
-    found = samples_of(text)
-    if not any(name.startswith("vllm:") for name in found):
-        names = "none" if not found else f"{len(found)} other metrics, such as {next(iter(found))[:60]}"
+    samples = samples_of(text)
+    if not any(name.startswith("vllm:") for name in samples):
+        names = "none" if not samples else f"{len(samples)} other metrics, such as {next(iter(samples))[:60]}"
         raise NotVllm(f"not a page of a vLLM server: expected metrics such as {_GENERATED[0]}, but found {names}")
-    running = found.get("vllm:num_requests_running")
+    running = samples.get("vllm:num_requests_running")
     return Page(
         time_s=time_s,
-        generated=_one(found, _GENERATED),
-        prompt=_one(found, _PROMPT),
+        generated=_one(samples, _GENERATED),
+        prompt=_one(samples, _PROMPT),
         running=sum(running.values()) if running is not None else None,
-        waited_s=found.get("vllm:time_to_first_token_seconds_sum"),
-        waited=found.get("vllm:time_to_first_token_seconds_count"),
-        started=found.get("process_start_time_seconds"),
+        waited_s=samples.get("vllm:time_to_first_token_seconds_sum"),
+        waited=samples.get("vllm:time_to_first_token_seconds_count"),
+        started=samples.get("process_start_time_seconds"),
     )
 
 
@@ -295,8 +295,8 @@ def between(first: Page, second: Page) -> Interval:
     )
 
 
-def _one(found: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:
-    return next((found[name] for name in names if name in found), None)
+def _one(samples: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:
+    return next((samples[name] for name in names if name in samples), None)
 
 
 def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
