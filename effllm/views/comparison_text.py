@@ -49,14 +49,14 @@ class ComparisonPage(NamedTuple):
     level: float  # of the intervals
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for one in self.others:
-            for line in heading(self.first, one.side):
+        for other in self.others:
+            for line in heading(self.first, other.side):
                 yield Text(line)
-            table = _table(one.metrics)
+            table = _table(other.metrics)
             if Measurement.get(console, options.update(max_width=MAX_WIDTH), table).maximum > options.max_width:
-                table = _narrow_table(one.metrics)
+                table = _narrow_table(other.metrics)
             yield table
-            for line in notes(one):
+            for line in notes(other):
                 yield Text(line)
         for line in closing(self):
             yield Text(line)
@@ -97,10 +97,10 @@ HEADER = ("metric", "A", "B", "B - A", "outcome")
 def markdown(page: ComparisonPage) -> str:
     """Return the page as Markdown."""
     lines: list[str] = []
-    for one in page.others:
-        lines += [f"**{markdown_text(line)}**  " for line in heading(page.first, one.side)]
-        lines += ["", *markdown_table(HEADER, [cells(row) for row in one.metrics]), ""]
-        lines += [f"- {markdown_text(line)}" for line in notes(one)]
+    for other in page.others:
+        lines += [f"**{markdown_text(line)}**  " for line in heading(page.first, other.side)]
+        lines += ["", *markdown_table(HEADER, [cells(row) for row in other.metrics]), ""]
+        lines += [f"- {markdown_text(line)}" for line in notes(other)]
         lines.append("")
     lines += [f"- {markdown_text(line)}" for line in closing(page)]
     return "\n".join(lines)
@@ -108,24 +108,24 @@ def markdown(page: ComparisonPage) -> str:
 
 def document(page: ComparisonPage) -> str:
     """Return the page as JSON: shares are of the value of side A."""
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "interval_level": page.level,
         "a": _side(page.first),
         "comparisons": [
             {
-                "b": _side(one.side),
-                "metrics": [row._asdict() for row in one.metrics],
-                "unfair": [difference._asdict() for difference in one.unfair],
-                "settings": [difference._asdict() for difference in one.settings],
+                "b": _side(other.side),
+                "metrics": [row._asdict() for row in other.metrics],
+                "unfair": [difference._asdict() for difference in other.unfair],
+                "settings": [difference._asdict() for difference in other.settings],
             }
-            for one in page.others
+            for other in page.others
         ],
         "left_out": list(map(one_line, page.left_out)),
         "warnings": _warnings(page),
-        "conditions": [one._asdict() for one in page.answers],
+        "conditions": [answer._asdict() for answer in page.answers],
     }
-    return json.dumps(found, indent=1, allow_nan=False)
+    return json.dumps(fields, indent=1, allow_nan=False)
 
 
 def _side(side: Side) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def heading(a: Side, b: Side) -> list[str]:
     return lines
 
 
-def notes(one: Compared) -> list[str]:
+def notes(other: Compared) -> list[str]:
     """Return the evidence, the unfair differences and the differing settings, each as a sentence."""
-    unfair = [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in one.unfair]
-    return [*_reasons(one.metrics), *unfair, *_settings(one)]
+    unfair = [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in other.unfair]
+    return [*_reasons(other.metrics), *unfair, *_settings(other)]
 
 
 def cells(row: MetricComparison) -> list[str]:
@@ -176,10 +176,10 @@ def _digits(share: float, sign: str = "") -> str:
 
 def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
     """Return the evidence in sentences; metrics with the same sentence share a line."""
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in rows:
-        found.setdefault(_evidence(row), []).append(row.metric)
-    return [f"{', '.join(names)}: {sentence}" for sentence, names in found.items() if sentence]
+        reasons.setdefault(_evidence(row), []).append(row.metric)
+    return [f"{', '.join(names)}: {sentence}" for sentence, names in reasons.items() if sentence]
 
 
 def _evidence(row: MetricComparison) -> str:
@@ -195,9 +195,9 @@ def _evidence(row: MetricComparison) -> str:
     return "; ".join(parts)
 
 
-def _settings(one: Compared) -> list[str]:
-    shown = [f"differs: {one_line(diff.name)}: A {diff.a}; B {diff.b}" for diff in one.settings[:MAX_SETTINGS]]
-    rest = len(one.settings) - len(shown)
+def _settings(other: Compared) -> list[str]:
+    shown = [f"differs: {one_line(diff.name)}: A {diff.a}; B {diff.b}" for diff in other.settings[:MAX_SETTINGS]]
+    rest = len(other.settings) - len(shown)
     return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
 
 
@@ -220,14 +220,14 @@ def closing(page: ComparisonPage) -> list[str]:
     """Return the sentences about the whole comparison."""
     lines = [f"left out: {line}" for line in grouped(page.left_out)]
     lines += _warnings(page)
-    lines += [f"--fail-if {one.condition}: {one.answer} for {one_line(one.side)}: {one.reason}" for one in page.answers]
-    if any(len(side.runs) > 1 for side in (page.first, *(one.side for one in page.others))):
+    lines += [f"--fail-if {row.condition}: {row.answer} for {one_line(row.side)}: {row.reason}" for row in page.answers]
+    if any(len(side.runs) > 1 for side in (page.first, *(other.side for other in page.others))):
         lines.append("A and B are geometric means of the runs; a table of configurations has arithmetic means.")
     return [*lines, *_levels(page)]
 
 
 def _warnings(page: ComparisonPage) -> list[str]:
-    sides = (page.first, *(one.side for one in page.others))
+    sides = (page.first, *(other.side for other in page.others))
     lines = [line for side in sides if (line := _unfinished_campaign(side))]
     if any(run.row.get("simulated") for side in sides for run in side.runs):
         lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
@@ -248,7 +248,7 @@ def _unfinished_campaign(side: Side) -> str:
 
 def _levels(page: ComparisonPage) -> list[str]:
     """Return a sentence about the errors of the outcomes."""
-    tested = [row for one in page.others for row in one.metrics if row.level is not None]
+    tested = [row for other in page.others for row in other.metrics if row.level is not None]
     if len(tested) < 2:
         return []
     interval = f"An interval is for its metric alone, at {100 * page.level:.4g} %."

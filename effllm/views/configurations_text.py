@@ -25,7 +25,7 @@ _LATEX_NAMES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\te
 
 def rows_of(table: Configurations) -> list[list[str]]:
     """Return the table with its header, each cell as ``12.3 ± 0.4 %``."""
-    arrows = [f"{label(one)} {'↑' if one.higher_is_better else '↓'}" for one in table.metrics]
+    arrows = [f"{label(metric)} {'↑' if metric.higher_is_better else '↓'}" for metric in table.metrics]
     rows = [["configuration", "runs", *arrows, *(["score"] if table.scores else [])]]
     for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
         score = table.scores[at] if table.scores else None
@@ -53,13 +53,13 @@ def print_table(table: Configurations, console: Console) -> None:
 
 
 def _rich(rows: list[list[str]]) -> Table:
-    found = Table(*map(escape, rows[0]), box=None, pad_edge=False)
-    found.columns[0].overflow = "fold"
-    for column in found.columns[1:]:
+    shown = Table(*map(escape, rows[0]), box=None, pad_edge=False)
+    shown.columns[0].overflow = "fold"
+    for column in shown.columns[1:]:
         column.justify, column.overflow = "right", "fold"
     for row in rows[1:]:
-        found.add_row(*map(Text, row))
-    return found
+        shown.add_row(*map(Text, row))
+    return shown
 
 
 def markdown(table: Configurations) -> str:
@@ -77,7 +77,7 @@ def latex(table: Configurations) -> str:
 
 
 def _latex(text: str) -> str:
-    escaped = _LATEX.sub(lambda found: _LATEX_NAMES.get(found[0], f"\\{found[0]}"), text)
+    escaped = _LATEX.sub(lambda match: _LATEX_NAMES.get(match[0], f"\\{match[0]}"), text)
     return escaped.replace("±", r"$\pm$").replace("↑", r"$\uparrow$").replace("↓", r"$\downarrow$")
 
 
@@ -85,14 +85,14 @@ def csv_text(table: Configurations) -> str:
     """Return the table with all digits: of each metric the mean and the ends of its interval."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = [f"{one.name}{end}" for one in table.metrics for end in ("", "_low", "_high")]
+    names = [f"{metric.name}{end}" for metric in table.metrics for end in ("", "_low", "_high")]
     writer.writerow(["configuration", "runs", *names, "score", "in_doubt"])
     for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
         numbers: list[float | None] = []
         for cell in cells:
             ends = (None, None) if cell.mean is None or cell.half is None else (-cell.half, cell.half)
             numbers += [cell.mean, *(None if end is None else (cell.mean or 0.0) + end for end in ends)]
-        doubts = " ".join(one.name for one, cell in zip(table.metrics, cells, strict=True) if cell.is_in_doubt)
+        doubts = " ".join(metric.name for metric, cell in zip(table.metrics, cells, strict=True) if cell.is_in_doubt)
         score = table.scores[at] if table.scores else None
         writer.writerow([csv_file.cell(side.name), len(side.runs), *map(csv_file.cell, numbers), score, doubts])
     return out.getvalue().rstrip("\n")

@@ -43,9 +43,9 @@ class ModelFit:
 
     @property
     def any(self) -> MemoryEstimate:
-        found = self.training or self.inference
-        assert found is not None
-        return found
+        estimate = self.training or self.inference
+        assert estimate is not None
+        return estimate
 
 
 def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
@@ -55,10 +55,10 @@ def fit_lines(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> Iterator[str]:
         yield ""
         yield from compatibility_lines(fits, gpu)
     for fit in fits:
-        for found in (fit.inference, fit.training):
-            if found and (fit.training is None or found is fit.training):
+        for estimate in (fit.inference, fit.training):
+            if estimate and (fit.training is None or estimate is fit.training):
                 yield ""
-                yield from _part_lines(found)
+                yield from _part_lines(estimate)
         if fit.measured and fit.training:
             yield from _measured_lines(fit.measured, fit.training)
         yield from (f"note: {one_line(note)}" for note in fit.notes)
@@ -83,7 +83,7 @@ def requirement_lines(fits: Sequence[ModelFit]) -> Iterator[str]:
     heads = [_column(first.inference), _column(first.training)]
     yield f"{'Model':<24} {'Parameters':>16}  {heads[0]:<25} {heads[1]}".rstrip()
     for fit in fits:
-        cells = [_range(found.total) if found else "" for found in (fit.inference, fit.training)]
+        cells = [_range(estimate.total) if estimate else "" for estimate in (fit.inference, fit.training)]
         name = one_line(fit.any.shape.name)[:24]
         yield f"{name:<24} {fit.any.parameters.total:>16,}  {cells[0]:<25} {cells[1]}".rstrip()
         if fit.any.parameters.active not in (None, fit.any.parameters.total):
@@ -99,41 +99,41 @@ def compatibility_lines(fits: Sequence[ModelFit], gpu: GpuMemory) -> Iterator[st
     yield ""
     yield f"{'Model':<36} {'Required':<25} Status"
     for fit in fits:
-        for found in (fit.inference, fit.training):
-            if found:
-                word = verdict(found.total, gpu.usable_bytes)
-                name = f"{one_line(found.shape.name)[:24]} ({found.plan.mode})"
-                yield f"{name:<36} {_range(found.total):<25} {SIGNS[word]} {word}"
+        for estimate in (fit.inference, fit.training):
+            if estimate:
+                word = verdict(estimate.total, gpu.usable_bytes)
+                name = f"{one_line(estimate.shape.name)[:24]} ({estimate.plan.mode})"
+                yield f"{name:<36} {_range(estimate.total):<25} {SIGNS[word]} {word}"
 
 
-def _part_lines(found: MemoryEstimate) -> Iterator[str]:
-    yield f"{one_line(found.shape.name)}: {plan_text(found.plan)}"
-    yield f"Peak at: {found.moment}"
+def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
+    yield f"{one_line(estimate.shape.name)}: {plan_text(estimate.plan)}"
+    yield f"Peak at: {estimate.moment}"
     yield ""
     yield f"{'part':<22} {'low':>8} {'expected':>9} {'high':>8}  GB, and basis"
-    for part in found.parts:
+    for part in estimate.parts:
         if part.bytes.high or part.largest:
             yield f"{part.name:<22} {_numbers(part.bytes)}  {part.basis}"
             if part.largest and part.largest > 1.01 * part.bytes.high:
                 yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
-    total = found.total
+    total = estimate.total
     if total.high == math.inf:
         yield f"{'total':<22} {_numbers(total)}  at least; in GiB: {total.low / GIB:.1f}"
         return
     yield f"{'total':<22} {_numbers(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
-    if total.high > total_of(part.bytes for part in found.parts).high:
+    if total.high > total_of(part.bytes for part in estimate.parts).high:
         yield "the high limit is at the optimizer step: foreach optimizers allocate a copy of the weights"
-    yield f"dominant: {', '.join(_dominant(found))}"
+    yield f"dominant: {', '.join(_dominant(estimate))}"
 
 
-def _measured_lines(measured: MeasuredStep, found: MemoryEstimate) -> Iterator[str]:
+def _measured_lines(measured: MeasuredStep, estimate: MemoryEstimate) -> Iterator[str]:
     """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
     names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
-    same = [part for part in found.parts if part.name in names]
+    same = [part for part in estimate.parts if part.name in names]
     sizes = _sizes(measured)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in sizes.items() if name != "peak")
     yield f"measured with fake tensors on one rank, GB: peak {measured.peak / GB:.2f} ({parts})"
-    if found.shape.has_known_layers and found.plan.zero == 0:
+    if estimate.shape.has_known_layers and estimate.plan.zero == 0:
         yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
 
 
@@ -141,10 +141,10 @@ def _sizes(measured: MeasuredStep) -> dict[str, int]:
     return {name: size for name, size in measured._asdict().items() if name not in ("has_other_kernels", "notes")}
 
 
-def _dominant(found: MemoryEstimate) -> Iterator[str]:
-    parts = sorted(found.parts, key=lambda part: -part.bytes.expected)[:3]
+def _dominant(estimate: MemoryEstimate) -> Iterator[str]:
+    parts = sorted(estimate.parts, key=lambda part: -part.bytes.expected)[:3]
     for part in parts:
-        share = part.bytes.expected / max(found.total.expected, 1.0)
+        share = part.bytes.expected / max(estimate.total.expected, 1.0)
         if share >= 0.05:
             yield f"{part.name} {100 * share:.0f} %"
 
@@ -190,10 +190,10 @@ def plan_text(plan: MemoryPlan) -> str:
     return ", ".join(words)
 
 
-def _column(found: MemoryEstimate | None) -> str:
-    if found is None:
+def _column(estimate: MemoryEstimate | None) -> str:
+    if estimate is None:
         return ""
-    plan = found.plan
+    plan = estimate.plan
     if not plan.is_training:
         return f"Inference ({plan.precision})"
     return f"Training ({plan.precision}, {'LoRA' if plan.lora_rank else plan.optimizer})"
@@ -223,32 +223,32 @@ def fit_document(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> dict[str, A
 
 
 def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
-    found = fit.any
+    estimate = fit.any
     return {
-        "name": found.shape.name,
-        "architecture": found.shape.architecture,
-        "has_known_layers": found.shape.has_known_layers,
+        "name": estimate.shape.name,
+        "architecture": estimate.shape.architecture,
+        "has_known_layers": estimate.shape.has_known_layers,
         "source": fit.source,
         "notes": list(fit.notes),
-        "parameters": found.parameters.total,
-        "active_parameters": found.parameters.active,
+        "parameters": estimate.parameters.total,
+        "active_parameters": estimate.parameters.active,
         "inference": _estimate(fit.inference, gpu),
         "training": _estimate(fit.training, gpu),
         "measured": fit.measured and _sizes(fit.measured),
         "changes": [
             {
-                "options": one.options,
-                "costs": list(one.costs),
-                "gpus": one.plan.gpus,
-                "total": _range_document(one.total),
+                "options": change.options,
+                "costs": list(change.costs),
+                "gpus": change.plan.gpus,
+                "total": _range_document(change.total),
             }
-            for one in fit.changes
+            for change in fit.changes
         ],
     }
 
 
-def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, Any] | None:
-    if found is None:
+def _estimate(estimate: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, Any] | None:
+    if estimate is None:
         return None
     parts = {
         part.name.replace(" ", "_"): {
@@ -256,18 +256,18 @@ def _estimate(found: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, 
             "largest": None if part.largest is None else round(part.largest),
             "basis": part.basis,
         }
-        for part in found.parts
+        for part in estimate.parts
     }
     return {
-        "plan": asdict(found.plan),
-        "gpus": found.plan.gpus,
-        "trained_parameters": round(found.trained) if found.plan.is_training else None,
-        "moment": found.moment,
+        "plan": asdict(estimate.plan),
+        "gpus": estimate.plan.gpus,
+        "trained_parameters": round(estimate.trained) if estimate.plan.is_training else None,
+        "moment": estimate.moment,
         "parts": parts,
-        "total": _range_document(found.total),
-        "verdict": None if gpu is None else verdict(found.total, gpu.usable_bytes),
+        "total": _range_document(estimate.total),
+        "verdict": None if gpu is None else verdict(estimate.total, gpu.usable_bytes),
     }
 
 
 def _range_document(size: ByteRange) -> dict[str, int | None]:
-    return {name: round(one) if math.isfinite(one) else None for name, one in size._asdict().items()}
+    return {name: round(value) if math.isfinite(value) else None for name, value in size._asdict().items()}

@@ -22,11 +22,11 @@ class WaterfallUnits(NamedTuple):
     has_cost: bool
 
     @classmethod
-    def of(cls, found: Waterfall) -> WaterfallUnits:
-        name, seconds = ("hours", 3600.0) if found.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
-        time = f"{one_line(found.unit)}-{name}", seconds
-        energy = ("", 1.0) if found.joules is None else energy_unit(found.joules)
-        return cls(*time, *energy, any(part.cost is not None for part in found.parts))
+    def of(cls, waterfall: Waterfall) -> WaterfallUnits:
+        name, seconds = ("hours", 3600.0) if waterfall.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        time = f"{one_line(waterfall.unit)}-{name}", seconds
+        energy = ("", 1.0) if waterfall.joules is None else energy_unit(waterfall.joules)
+        return cls(*time, *energy, any(part.cost is not None for part in waterfall.parts))
 
 
 def waterfall_header(units: WaterfallUnits) -> list[str]:
@@ -35,18 +35,18 @@ def waterfall_header(units: WaterfallUnits) -> list[str]:
     return ["part", "share", units.time, *energy, *(["cost"] if units.has_cost else []), "gain"]
 
 
-def waterfall_notes(found: Waterfall) -> Iterator[str]:
+def waterfall_notes(waterfall: Waterfall) -> Iterator[str]:
     """Yield the sentences below the table."""
     yield "gain: maximum gain in throughput if this part alone becomes useful work"
     yield "the gain of the verdict also includes the time that its cause adds to other parts"
-    if any(part.is_split_by_time for part in found.parts):
+    if any(part.is_split_by_time for part in waterfall.parts):
         yield "~: a share of the energy of all steps, in proportion to time"
-    names = {part.name for part in found.parts}
+    names = {part.name for part in waterfall.parts}
     if "below_peak" in names:
         yield "below peak: computation below the peak is usual and never the cause of a verdict"
     if "clock_below_maximum" in names:
         yield "clock below maximum: usual under load; the cause of a verdict only with a reason, such as heat"
-    yield from (f"unknown: {one_line(line)}" for line in found.unknown)
+    yield from (f"unknown: {one_line(line)}" for line in waterfall.unknown)
 
 
 def waterfall_row(part: WaterfallPart, units: WaterfallUnits) -> list[str]:

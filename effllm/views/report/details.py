@@ -49,22 +49,22 @@ def curves(
     """Return a section of charts, with numbers from ``first`` on; each has its numbers as a table."""
     if not charts:
         return section(anchor, title, element("p", "No curves: no window has been recorded."))
-    figures = [_figure(chart, found, runs, at) for at, (chart, found) in enumerate(charts, first)]
+    figures = [_figure(chart, drawn, runs, at) for at, (chart, drawn) in enumerate(charts, first)]
     note = None if first else element("p", _ALL_POINTS)
     return section(anchor, title, note, element("div", figures, class_="figures"))
 
 
-def _figure(chart: Chart, found: list[Drawn], runs: Sequence[RunCurves], at: int) -> Markup:
+def _figure(chart: Chart, drawn: list[Drawn], runs: Sequence[RunCurves], at: int) -> Markup:
     over = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
-    axes = ", ".join(filter(None, (chart.unit, over, value_axis(found, runs).text_of_start())))
+    axes = ", ".join(filter(None, (chart.unit, over, value_axis(drawn, runs).text_of_start())))
     header = ("line", "smallest", f"at {chart.x}", "largest", f"at {chart.x}", "last")
     return element(
         "figure",
         element("figcaption", element("b", chart.title), " ", axes),
-        legend(found),
-        plot(chart, found, runs, at),
+        legend(drawn),
+        plot(chart, drawn, runs, at),
         element("p", chart.note, class_="note") if chart.note else None,
-        hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(found, runs))),
+        hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(drawn, runs))),
     )
 
 
@@ -73,20 +73,20 @@ def _figure(chart: Chart, found: list[Drawn], runs: Sequence[RunCurves], at: int
 
 def ranks(run: RecordedRun) -> Child:
     """Return the distribution over ranks."""
-    found = run.ranks
-    world = run.summary.coverage.ranks_expected if run.summary is not None else len(found.ranks)
-    if not found.ranks:
+    reports = run.ranks
+    world = run.summary.coverage.ranks_expected if run.summary is not None else len(reports.ranks)
+    if not reports.ranks:
         return together(
             _spreads(run), sentences(["No reports of single ranks were recorded.", *_rank_limits(run, world)])
         )
     has_all = world <= MAX_ROWS
-    order = sorted(found.ranks.items(), key=lambda one: -((one[1].step_s or 0.0) if has_all else one[1].reports))
+    order = sorted(reports.ranks.items(), key=lambda item: -((item[1].step_s or 0.0) if has_all else item[1].reports))
     shown = order[:MAX_RANK_ROWS]
     longest_s = max((sums.step_s or 0.0 for _, sums in shown), default=0.0)
     rows = [_rank_row(rank, sums, longest_s) for rank, sums in shown]
     what = "the slowest ranks first" if has_all else "the ranks that were most often an outlier first"
     about = [
-        f"Means over the windows that end in the iterations {found.first_iteration:,} to {found.last_iteration:,}.",
+        f"Means over the windows that end in the iterations {reports.first_iteration:,} to {reports.last_iteration:,}.",
         *_rank_limits(run, world),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:
@@ -132,10 +132,10 @@ def heat_map(run: RecordedRun) -> Markup | None:
 def _spreads(run: RecordedRun) -> Markup | None:
     """Return the distributions over all ranks or GPUs in the last window."""
     rows = []
-    for name, one in run.curves.last_spread.items():
-        values = (one.least, one.p5, one.median, one.p95, one.most)
+    for name, spread in run.curves.last_spread.items():
+        values = (spread.least, spread.p5, spread.median, spread.p95, spread.most)
         meaning = SPREADS.get(name, name)
-        rows.append([meaning, f"{one.count:,}", *(number(readable(value), value) for value in values)])
+        rows.append([meaning, f"{spread.count:,}", *(number(readable(value), value) for value in values)])
     header = ("value", "number", "least", "5th percentile", "median", "95th percentile", "most")
     return table("Distribution over all ranks or GPUs in the last window", header, rows) if rows else None
 
@@ -179,28 +179,28 @@ def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
 
 def goodput(run: RecordedRun) -> Child:
     """Return the elapsed time and the energy by class, and the attempts."""
-    found = run.summary.goodput if run.summary is not None else None
-    if found is None:
+    summary = run.summary.goodput if run.summary is not None else None
+    if summary is None:
         return element("p", "Not recorded.")
-    ratio = "unknown" if found.ratio is None else f"{100 * found.ratio:.1f} %"
-    joules = sum(one for one in found.joules.values() if one)
+    ratio = "unknown" if summary.ratio is None else f"{100 * summary.ratio:.1f} %"
+    joules = sum(value for value in summary.joules.values() if value)
     rows = [
         [
             name.replace("_", " "),
             number(readable(seconds), seconds),
-            _percent(seconds, found.elapsed_s),
-            *_joules(found, name, joules),
+            _percent(seconds, summary.elapsed_s),
+            *_joules(summary, name, joules),
         ]
-        for name, seconds in sorted(found.seconds.items(), key=lambda one: -one[1])
+        for name, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1])
         if seconds > 0
     ]
-    about = f"Goodput {ratio} of {duration(found.elapsed_s)}: kept iterations and generation"
+    about = f"Goodput {ratio} of {duration(summary.elapsed_s)}: kept iterations and generation"
     header = ("class", "seconds (mean over ranks)", "of the time", "J (all ranks)", "of the energy")
-    return together(table(about, header, rows), _attempts(found))
+    return together(table(about, header, rows), _attempts(summary))
 
 
-def _joules(found: GoodputSummary, name: str, whole: float) -> list[Child]:
-    joules = found.joules.get(name)
+def _joules(summary: GoodputSummary, name: str, whole: float) -> list[Child]:
+    joules = summary.joules.get(name)
     return ["–", ""] if joules is None else [number(readable(joules), joules), _percent(joules, whole)]
 
 
@@ -208,38 +208,38 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole > 0 else ""
 
 
-def _attempts(found: GoodputSummary) -> Markup | None:
-    if len(found.attempts) < 2:
+def _attempts(summary: GoodputSummary) -> Markup | None:
+    if len(summary.attempts) < 2:
         return None
     header = ("attempt", "status", "start", "elapsed", "gap before", "ranks", "iterations", "repeated later")
     rows = [
-        [str(one.attempt), one.status, moment(one.start_time_s), duration(one.elapsed_s), duration(one.gap_before_s),
-         f"{one.world_size:,}", f"{one.iterations:,}",
-         "unknown" if one.redone_iterations is None else f"{one.redone_iterations:,}"]
-        for one in found.attempts[-MAX_RANK_ROWS:]
+        [str(row.attempt), row.status, moment(row.start_time_s), duration(row.elapsed_s), duration(row.gap_before_s),
+         f"{row.world_size:,}", f"{row.iterations:,}",
+         "unknown" if row.redone_iterations is None else f"{row.redone_iterations:,}"]
+        for row in summary.attempts[-MAX_RANK_ROWS:]
     ]  # fmt: skip
-    return table(f"The last {len(rows)} of {len(found.attempts):,} attempts", header, rows, range(3))
+    return table(f"The last {len(rows)} of {len(summary.attempts):,} attempts", header, rows, range(3))
 
 
 def stragglers(run: RecordedRun) -> Child:
     """Return the ranks that delayed other ranks."""
-    found = run.summary.stragglers if run.summary is not None else ()
-    if not found:
+    verdicts = run.summary.stragglers if run.summary is not None else ()
+    if not verdicts:
         compared = run.summary.last_ranks.iterations if run.summary is not None else 0.0
         text = f"No slow rank was found; own times of ranks were compared in {compared:,.0f} iterations."
         return element("p", text if compared else "Not looked for: no loop of the ranks has a sync point.")
-    rows = [_straggler_row(one) for one in found[:MAX_STRAGGLERS]]
-    caption = f"{len(rows)} of {len(found):,} stragglers, the costliest first"
+    rows = [_straggler_row(verdict) for verdict in verdicts[:MAX_STRAGGLERS]]
+    caption = f"{len(rows)} of {len(verdicts):,} stragglers, the costliest first"
     header = ("rank", "host", "reason", "evidence", "since iteration", "slower by", "cost, GPU-s", "cost, J")
     return table(caption, header, rows, range(4))
 
 
-def _straggler_row(one: StragglerVerdict) -> list[Child]:
-    names = ", ".join(map(str, one.ranks[:8])) + (f" and {len(one.ranks) - 8} more" if len(one.ranks) > 8 else "")
-    joules = "–" if one.joules is None else number(readable(one.joules), one.joules)
-    cost = number(readable(one.gpu_seconds), one.gpu_seconds)
-    since, slower = f"{one.since_iteration:,}", f"{100 * one.slowdown:.1f} %"
-    return [names, one.host, one.why, one.evidence, since, slower, cost, joules]
+def _straggler_row(slow: StragglerVerdict) -> list[Child]:
+    names = ", ".join(map(str, slow.ranks[:8])) + (f" and {len(slow.ranks) - 8} more" if len(slow.ranks) > 8 else "")
+    joules = "–" if slow.joules is None else number(readable(slow.joules), slow.joules)
+    cost = number(readable(slow.gpu_seconds), slow.gpu_seconds)
+    since, slower = f"{slow.since_iteration:,}", f"{100 * slow.slowdown:.1f} %"
+    return [names, slow.host, slow.why, slow.evidence, since, slower, cost, joules]
 
 
 # --- events ---
@@ -247,12 +247,12 @@ def _straggler_row(one: StragglerVerdict) -> list[Child]:
 
 def stalls(run: RecordedRun) -> Child:
     """Return the stalls with the stacks of the stalled ranks."""
-    found = list(run.events.stalls)
-    if not found and not run.stacks:
+    shown = list(run.events.stalls)
+    if not shown and not run.stacks:
         return element("p", "No stall was recorded.")
     more = run.stack_files - len(run.stacks)
     return together(
-        _event_table("Stalls, oldest first", found, MAX_STALL_LETTERS) if found else None,
+        _event_table("Stalls, oldest first", shown, MAX_STALL_LETTERS) if shown else None,
         [hidden(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0)) for name, text in run.stacks],
         element("p", f"{more:,} older stack files are in the run folder.") if more > 0 else None,
     )
@@ -267,7 +267,7 @@ def events(run: RecordedRun) -> Child:
     left_out = sum(counts.values()) - sum(event.count for event in shown)
     kinds = [
         [kind, f"{count:,}", KINDS[kind].help if kind in KINDS else "not a known kind"]
-        for kind, count in sorted(counts.items(), key=lambda one: (not is_problem(one[0]), -one[1]))
+        for kind, count in sorted(counts.items(), key=lambda item: (not is_problem(item[0]), -item[1]))
     ]
     about = []
     if left_out > 0:
@@ -283,16 +283,16 @@ def events(run: RecordedRun) -> Child:
     )
 
 
-def _event_table(caption: str, found: Sequence[Event], letters: int) -> Markup:
+def _event_table(caption: str, shown: Sequence[Event], letters: int) -> Markup:
     rows = [
         [
-            element("span", moment(one.time_s), class_="whole"),
-            element("strong", one.kind) if is_problem(one.kind) else one.kind,
-            "" if one.rank is None else str(one.rank),
-            (one.text[:letters] + ("…" if len(one.text) > letters else ""))
-            + (f" ({one.count:,} times)" if one.count > 1 else ""),
+            element("span", moment(event.time_s), class_="whole"),
+            element("strong", event.kind) if is_problem(event.kind) else event.kind,
+            "" if event.rank is None else str(event.rank),
+            (event.text[:letters] + ("…" if len(event.text) > letters else ""))
+            + (f" ({event.count:,} times)" if event.count > 1 else ""),
         ]
-        for one in found
+        for event in shown
     ]
     return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, range(4))
 
@@ -302,9 +302,9 @@ def moment(time_s: float) -> str:
     return (utc(time_s) or f"{time_s:g} s")[: len("2026-01-01 00:00:00")]
 
 
-def definitions(found: Sequence[Summary]) -> Markup:
+def definitions(summaries: Sequence[Summary]) -> Markup:
     """Return the meaning of the metrics and of the verdicts' causes."""
-    names = {tag.rpartition("/")[2] for summary in found for tag in summary.metrics}
+    names = {tag.rpartition("/")[2] for summary in summaries for tag in summary.metrics}
     shown = [(entry.name, f"{entry.help} Unit: {entry.unit}.") for entry in METRICS.values() if entry.name in names]
     return section(
         "definitions",

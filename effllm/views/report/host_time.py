@@ -14,7 +14,7 @@ from effllm.views.report.plot import WIDTH
 MAX_ROWS = 20  # of the table
 COLORS = 8
 _HEIGHT, _LETTER, _SMALLEST = 24, 6.6, 1.0  # of a row, of a letter, and of a box that is drawn
-_LEVELS: Sequence[Callable[[CodeLine], str]] = (lambda one: one.kind, lambda one: one.line, lambda one: one.function)
+_LEVELS: Sequence[Callable[[CodeLine], str]] = (lambda row: row.kind, lambda row: row.line, lambda row: row.function)
 
 
 class _Box(NamedTuple):
@@ -33,24 +33,24 @@ def host_time(run: RecordedRun) -> Child:
     cause = summary.verdict.cause if summary.verdict is not None else ""
     if cause not in (*KINDS, "straggler"):
         return element("p", "Not shown: the host causes no loss. effllm inspect RUN --stacks FILE has all samples.")
-    found = summary.host
-    workers = [one for one in found.lines if one.kind == WORKER]
-    of_host = [one for one in found.lines if one.kind != WORKER]
+    host = summary.host
+    workers = [line for line in host.lines if line.kind == WORKER]
+    of_host = [line for line in host.lines if line.kind != WORKER]
     return together(
-        _icicle("the host", of_host, found.samples),
-        _icicle("DataLoader workers", workers, found.by_kind[WORKER]) if workers else None,
-        _table(found),
+        _icicle("the host", of_host, host.samples),
+        _icicle("DataLoader workers", workers, host.by_kind[WORKER]) if workers else None,
+        _table(host),
     )
 
 
-def _table(found: HostTime) -> Markup:
-    lines = sorted(found.lines, key=lambda one: -one.samples)[:MAX_ROWS]
+def _table(host: HostTime) -> Markup:
+    lines = sorted(host.lines, key=lambda line: -line.samples)[:MAX_ROWS]
     rows = []
-    for one in lines:
-        of = found.by_kind[WORKER] if one.kind == WORKER else found.samples
-        low, high = (100 * share for share in share_interval(one.samples, of))
-        share = f"{100 * one.samples / of:.0f} % ({low:.0f} to {high:.0f})"
-        rows.append([one.line, one.function, one.kind, f"{one.samples:,}", share])
+    for line in lines:
+        of = host.by_kind[WORKER] if line.kind == WORKER else host.samples
+        low, high = (100 * share for share in share_interval(line.samples, of))
+        share = f"{100 * line.samples / of:.0f} % ({low:.0f} to {high:.0f})"
+        rows.append([line.line, line.function, line.kind, f"{line.samples:,}", share])
     caption = "Lines by their number of samples, with the 95 % interval of their share"
     return table(caption, ("line", "in function", "kind", "samples", "share"), rows, range(3))
 
@@ -68,10 +68,10 @@ def _icicle(of: str, lines: Sequence[CodeLine], total: int) -> Markup:
 def _boxes(lines: Iterable[CodeLine], level: int, begin: int, color: int = 0) -> Iterator[_Box]:
     """Yield the boxes of a level and of those below it, the largest first."""
     groups: dict[str, list[CodeLine]] = {}
-    for one in lines:
-        groups.setdefault(_LEVELS[level](one), []).append(one)
-    sizes = {text: sum(one.samples for one in parts) for text, parts in groups.items()}
-    for at, text in enumerate(sorted(groups, key=lambda one: -sizes[one])):
+    for line in lines:
+        groups.setdefault(_LEVELS[level](line), []).append(line)
+    sizes = {text: sum(line.samples for line in parts) for text, parts in groups.items()}
+    for at, text in enumerate(sorted(groups, key=lambda name: -sizes[name])):
         color = color if level else at % COLORS
         if text:
             yield _Box(level + 1, begin, sizes[text], text, color)

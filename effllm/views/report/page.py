@@ -43,7 +43,7 @@ class ReportTooLarge(Exception):
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Read run folders with all curves of a report; the runs share the room for events and stacks."""
     count = len(folders)
-    return [RecordedRun(one, TAGS, MAX_EVENTS // count, max(MAX_STACKS // count, 1)) for one in folders]
+    return [RecordedRun(folder, TAGS, MAX_EVENTS // count, max(MAX_STACKS // count, 1)) for folder in folders]
 
 
 class Compared(NamedTuple):
@@ -77,10 +77,10 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
     for at, run in enumerate(runs):
         side = compared.sides.get(run.folder)
         name, style = (verdicts.label(runs, run), at) if side is None else (side, sides.index(side))
-        curves.append(RunCurves(name, {tag: one.thinned(buckets) for tag, one in run.curves.curves.items()}, style))
-    found, more = (list(drawn_charts(charts, curves)) for charts in (CHARTS.first, CHARTS.more))
-    without = [chart.title for chart, lines in (*found, *more) if not lines]
-    first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (found, more))
+        curves.append(RunCurves(name, {tag: curve.thinned(buckets) for tag, curve in run.curves.curves.items()}, style))
+    first, more = (list(drawn_charts(charts, curves)) for charts in (CHARTS.first, CHARTS.more))
+    without = [chart.title for chart, lines in (*first, *more) if not lines]
+    first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (first, more))
     charts = [*first_charts, *more_charts]
     summaries = [run.summary for run in runs if run.summary is not None]
     of_runs = functools.partial(verdicts.section_of_runs, runs)
@@ -116,8 +116,8 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
             for chart, lines in charts
         ],
         "runs": [
-            {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in one.items() if tag in shown}}
-            for run, one in zip(runs, data_of(curves), strict=True)
+            {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in data.items() if tag in shown}}
+            for run, data in zip(runs, data_of(curves), strict=True)
         ],
     }
     return _document(runs, together(_header(runs), _contents(runs), element("main", sections, id="main")), data)

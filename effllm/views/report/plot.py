@@ -116,7 +116,7 @@ def _distinct_lines(chart: Chart, run: RunCurves) -> list[Line]:
 
 
 def _are_equal(run: RunCurves, line: Line, earlier: Line) -> bool:
-    values, others = (np.multiply(run.points[one.tag][1], one.factor) for one in (line, earlier))
+    values, others = (np.multiply(run.points[curve.tag][1], curve.factor) for curve in (line, earlier))
     return len(values) == len(others) and np.allclose(values, others, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
@@ -158,7 +158,7 @@ class ValueAxis(NamedTuple):
 def _step(rough: float) -> float:
     """Return the next larger of 1, 2, 2.5 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * (1 - 1e-9))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number: int) -> Markup:
@@ -182,7 +182,7 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
         aria_label=f"{chart.title}, {chart.unit}: {'; '.join(line.label for line in lines)}. The numbers follow.",
     )
     steps = [first + (last - first) * at / _X_LABELS for at in range(_X_LABELS + 1)]
-    texts = (f"{one:,.0f}" if chart.x == "iteration" else " ".join(scaled(one)).strip() for one in steps)
+    texts = (f"{step:,.0f}" if chart.x == "iteration" else " ".join(scaled(step)).strip() for step in steps)
     x_labels = list(dict.fromkeys(texts))
     return element(
         "div",
@@ -225,7 +225,7 @@ def _is_over(tag: str) -> bool:
 def x_range(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> tuple[float, float]:
     """Return the first and the last place of the curves: over the iterations, of all curves of these runs."""
     over = {line.tag for line in lines if _is_over(line.tag)}
-    points = [one for run in runs for tag, one in run.points.items() if tag in over or not (over or _is_over(tag))]
+    points = [xy for run in runs for tag, xy in run.points.items() if tag in over or not (over or _is_over(tag))]
     every = [x for xs, _ in points for x in (xs[:1] and (min(xs), max(xs)))]
     first, last = min(every, default=0.0), max(every, default=1.0)
     return (first, last) if last > first else (first - 1, last + 1)
@@ -257,10 +257,10 @@ def numbers(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]
     """Return a row for each line: label, smallest and largest value with their iterations, and last value."""
     rows = []
     for line in lines:
-        found = [(x, y) for x, y in zip(*_scaled(line, runs), strict=True) if y == y]
-        low, high = min(found, key=lambda point: point[1]), max(found, key=lambda point: point[1])
+        points = [(x, y) for x, y in zip(*_scaled(line, runs), strict=True) if y == y]
+        low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
         cells = [line.label, readable(low[1]), _at(low[0]), readable(high[1]), _at(high[0])]
-        rows.append([*cells, readable(found[-1][1])])
+        rows.append([*cells, readable(points[-1][1])])
     return rows
 
 

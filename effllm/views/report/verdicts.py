@@ -61,17 +61,17 @@ def label(runs: Runs, run: RecordedRun) -> str:
 
 def verdict(run: RecordedRun) -> Child:
     """Return the three lines of a verdict, and the losses behind it."""
-    found = run.summary.verdict if run.summary is not None else None
-    if found is None:
+    result = run.summary.verdict if run.summary is not None else None
+    if result is None:
         return element("p", f"No verdict: {_why_no_summary(run)}", class_="verdict unknown")
-    kind = {"healthy": "healthy", "unknown": "unknown"}.get(found.cause, "loss")
-    (first, text), *others = verdict_lines(found)
-    evidence = [f"{one.claim} ({one.source})" for one in found.evidence]
+    kind = {"healthy": "healthy", "unknown": "unknown"}.get(result.cause, "loss")
+    (first, text), *others = verdict_lines(result)
+    evidence = [f"{fact.claim} ({fact.source})" for fact in result.evidence]
     return together(
         element("p", element("span", first, class_="name"), " ", text, class_=f"verdict {kind}"),
         facts(others),
         tiles(run),
-        facts([("Confidence", _CONFIDENCE[found.confidence])]) if found.confidence in _CONFIDENCE else None,
+        facts([("Confidence", _CONFIDENCE[result.confidence])]) if result.confidence in _CONFIDENCE else None,
         hidden("Evidence", sentences(evidence)) if evidence else None,
     )
 
@@ -91,21 +91,21 @@ def tiles(run: RecordedRun) -> Markup | None:
     """Return the numbers that people copy, with the larger one of their errors; ``None`` without any."""
     if (summary := run.summary) is None:
         return None
-    found = {name: (value, factor) for name, metric, factor in _TILES if (value := value_of(summary, metric))}
-    if "J per token" in found and found["J per token"][0].value < MIN_J_PER_TOKEN:
-        found = {
-            name.replace("J per", "mJ per"): (one, 1e3 * f if "J per" in name else f)
-            for name, (one, f) in found.items()
+    values = {name: (value, factor) for name, metric, factor in _TILES if (value := value_of(summary, metric))}
+    if "J per token" in values and values["J per token"][0].value < MIN_J_PER_TOKEN:
+        values = {
+            name.replace("J per", "mJ per"): (amount, 1e3 * f if "J per" in name else f)
+            for name, (amount, f) in values.items()
         }
     if summary.waterfall is not None and summary.coverage.gpus_expected:
-        found["GPU-hours"] = Value(summary.waterfall.device_seconds / 3600, ""), 1.0
+        values["GPU-hours"] = Value(summary.waterfall.device_seconds / 3600, ""), 1.0
     if summary.goodput is not None and summary.goodput.ratio is not None:
-        found["% goodput"] = Value(summary.goodput.ratio, ""), 100.0
+        values["% goodput"] = Value(summary.goodput.ratio, ""), 100.0
     made = []
-    for name, (one, factor) in found.items():
-        error = max(abs(one.error or 0.0), abs(one.sensor_error or 0.0))
-        shown = f"{name} ±{percent(error / abs(one.value))}" if error and one.value else name
-        figure = element("b", number(readable(factor * one.value), factor * one.value))
+    for name, (amount, factor) in values.items():
+        error = max(abs(amount.error or 0.0), abs(amount.sensor_error or 0.0))
+        shown = f"{name} ±{percent(error / abs(amount.value))}" if error and amount.value else name
+        figure = element("b", number(readable(factor * amount.value), factor * amount.value))
         made.append(element("div", figure, element("span", shown), class_="tile"))
     return element("div", made, class_="tiles") if made else None
 
@@ -124,34 +124,34 @@ def _why_no_summary(run: RecordedRun) -> str:
 
 def waterfall(run: RecordedRun) -> Child:
     """Return the parts of the device time."""
-    found = run.summary.waterfall if run.summary is not None else None
-    if found is None:
+    loss = run.summary.waterfall if run.summary is not None else None
+    if loss is None:
         return element("p", f"No waterfall: {_why_no_summary(run)}")
-    units = WaterfallUnits.of(found)
+    units = WaterfallUnits.of(loss)
     header = waterfall_header(units)
     rows = []
     begin = 0.0
-    for part in found.parts:
+    for part in loss.parts:
         name, *values = waterfall_row(part, units)
         exact = [number(values[0], part.share), number(values[1], part.device_seconds), *values[2:]]
         kind = "work" if part.name in PRODUCTIVE else "lost"
         rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
         begin += part.share
-    total = f"{readable(found.device_seconds / units.seconds)} {units.time}, in parts that add up to the whole"
+    total = f"{readable(loss.device_seconds / units.seconds)} {units.time}, in parts that add up to the whole"
     meanings = [
-        f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in found.parts
+        f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in loss.parts
     ]
     return together(
         element("p", _key("work", "work"), " ", _key("lost", "other time"), class_="keys"),
         table(total, [header[0], "of all device time", *header[1:]], rows, (0, 1)),
-        sentences(waterfall_notes(found)),
+        sentences(waterfall_notes(loss)),
         hidden("The parts and their evidence", sentences(meanings)),
     )
 
 
 def bar(begin: float, share: float, kind: str) -> Markup:
     """Return a bar from a share to another share of its frame, in the colour of a kind: work, lost or own."""
-    begin, share = (min(max(one, 0.0), 1.0) if math.isfinite(one) else 0.0 for one in (begin, share))
+    begin, share = (min(max(ratio, 0.0), 1.0) if math.isfinite(ratio) else 0.0 for ratio in (begin, share))
     width = max(BAR * share, 0.4)
     drawn = element("rect", x=f"{min(BAR * begin, BAR - width):.4g}", width=f"{width:.4g}", y=0, height=10, class_=kind)
     return element("svg", drawn, viewBox=f"0 0 {BAR} 10", preserveAspectRatio="none", class_="bar", aria_hidden="true")
@@ -207,17 +207,17 @@ def facts_of_run(run: RecordedRun) -> Child:
 
 def metrics(runs: Runs) -> Markup:
     """Return the metrics of all runs, each with its errors."""
-    found = [run.summary for run in runs if run.summary is not None]
-    if not found:
+    summaries = [run.summary for run in runs if run.summary is not None]
+    if not summaries:
         return section("metrics", "Metrics", element("p", "No metrics: there is no summary yet."))
-    header, rows = _metric_rows(runs, found)
+    header, rows = _metric_rows(runs, summaries)
     notes_ = [
         "± are half-widths of 95 % intervals: timing errors average out over time, errors of the sensors' gain do not.",
         "Metrics are run to date, without the warm-up; those with “job” cover the whole wall time.",
         "Rest the pointer on a number for all its digits.",
     ]
     instruments = [_instruments(runs, run) for run in runs if run.summary is not None and run.summary.instruments]
-    doubts = [text for one in found if one.audit is not None for text in audit_texts(one.audit)]
+    doubts = [text for summary in summaries if summary.audit is not None for text in audit_texts(summary.audit)]
     return section(
         "metrics",
         "Metrics",
@@ -234,23 +234,23 @@ def metrics(runs: Runs) -> Markup:
 
 def _instruments(runs: Runs, run: RecordedRun) -> Markup:
     """Return the values of instruments in a run."""
-    found = run.summary.instruments if run.summary is not None else {}
+    instruments = run.summary.instruments if run.summary is not None else {}
     rows: list[list[Child]] = []
-    for name, one in islice(found.items(), MAX_SHOWN_NAMES):
-        values = (one.mean, one.percentiles.get("p50"), one.percentiles.get("p95"), one.most)
+    for name, spread in islice(instruments.items(), MAX_SHOWN_NAMES):
+        values = (spread.mean, spread.percentiles.get("p50"), spread.percentiles.get("p95"), spread.most)
         cells_ = ["–" if value is None else number(f"{value:.4g}", value) for value in values]
-        rows.append([name, one.unit, f"{one.count:,}", *cells_])
-    more = f", {MAX_SHOWN_NAMES} of {len(found):,} names" if len(found) > MAX_SHOWN_NAMES else ""
+        rows.append([name, spread.unit, f"{spread.count:,}", *cells_])
+    more = f", {MAX_SHOWN_NAMES} of {len(instruments):,} names" if len(instruments) > MAX_SHOWN_NAMES else ""
     header = ("instrument", "unit", "count", "mean", "median", "95th percentile", "most")
     return table(f"Values of instruments: {label(runs, run)}{more}", header, rows, (0, 1))
 
 
-def _metric_rows(runs: Runs, found: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
+def _metric_rows(runs: Runs, summaries: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
     header = ["metric"]
     for at in range(1, len(runs) + 1):
         header += [f"run {at}" if len(runs) > 1 else "value", "errors"]
     header += ["unit", "over"]
-    every = {tag: value for summary in found for tag, value in summary.metrics.items()}
+    every = {tag: value for summary in summaries for tag, value in summary.metrics.items()}
     rows: list[list[Child]] = []
     group = ""
     for tag, entry, base in shown_metrics(every):
@@ -285,17 +285,17 @@ def _errors(tag: str, value: Value) -> str:
 
 def not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:
     """Yield what was not measured, and everything of the folder that was not read."""
-    found = run.summary
-    if found is not None:
-        yield from found.not_measured
-        if found.waterfall is not None:
-            yield from found.waterfall.unknown
-        seen = found.coverage
+    summary = run.summary
+    if summary is not None:
+        yield from summary.not_measured
+        if summary.waterfall is not None:
+            yield from summary.waterfall.unknown
+        seen = summary.coverage
         yield (
             f"{seen.ranks_reporting:,} of {seen.ranks_expected:,} ranks reported; {seen.gpus_measured:,} of "
             f"{seen.gpus_expected:,} GPUs were measured; {seen.reports_lost:,} reports lost, {seen.reports_late:,} late"
         )
-        for sink, count in found.left_out.items():
+        for sink, count in summary.left_out.items():
             yield f"{count:,} windows are not in {sink}, because it was too slow or its disk was full"
     if without_curves:
         yield f"no window has a value of these charts, which are left out: {', '.join(without_curves)}"

@@ -42,12 +42,12 @@ _CURVES = (
 def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
     """Return the first curves with at least two values."""
     has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
-    curves = _CURVES if has_gpus else [one._replace(name=one.name.replace("GPU", "rank")) for one in _CURVES]
-    found = (
+    curves = _CURVES if has_gpus else [curve._replace(name=curve.name.replace("GPU", "rank")) for curve in _CURVES]
+    series = (
         (curve, [point.values.get(curve.tag) if curve.tag else point.loss for point in frame.points])
         for curve in curves
     )
-    return list(islice((one for one in found if sum(value is not None for value in one[1]) > 1), MAX_CURVES))
+    return list(islice((pair for pair in series if sum(value is not None for value in pair[1]) > 1), MAX_CURVES))
 
 
 def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
@@ -59,8 +59,8 @@ def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
 
 
 def _spark(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
-    known = [value for value in values if value is not None]
-    limits = f" {curve.text(min(known))} to {curve.text(max(known))}"
+    measured = [value for value in values if value is not None]
+    limits = f" {curve.text(min(measured))} to {curve.text(max(measured))}"
     room = width - _NAME - cell_len(limits)
     if room < _MIN_SPARK:
         return []
@@ -81,15 +81,15 @@ def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
 def _chart(
     curve: _Curve, values: Sequence[float | None], points: Sequence[WindowReport], width: int, bars: str
 ) -> list[list[tuple[str, int]]]:
-    known = [value for value in values if value is not None]
-    least, most = min(known), max(known)
+    measured = [value for value in values if value is not None]
+    least, most = min(measured), max(measured)
     room, height = width - _LABEL - 1, CHART_HEIGHT - 2
     drawn = braille(values, room, height) if bars == BARS else [sparkline(values, room, bars)] * height
-    lines = [[(fit(f"{curve.name}: {curve.text(known[-1])}", width + 1), DIM)]]
+    lines = [[(fit(f"{curve.name}: {curve.text(measured[-1])}", width + 1), DIM)]]
     for row, text in enumerate(drawn):
         label = curve.text(most) if row == 0 else curve.text(least) if row == height - 1 else ""
         lines.append([(fit(label, _LABEL, right=True) + " ", DIM), (fit(text, room + 1), PLAIN)])
-    begin, end = (local_time("%H:%M:%S", one.time_s) for one in (points[0], points[-1]))
+    begin, end = (local_time("%H:%M:%S", point.time_s) for point in (points[0], points[-1]))
     times = f"{begin}{end:>{max(room - len(begin), 0)}}"
     return [*lines, [(" " * (_LABEL + 1) + fit(times, room + 1), DIM)]]
 
@@ -100,9 +100,9 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
     >>> braille([0.0, 1.0, 2.0, 3.0], 2, 1)
     ['⡠⠊']
     """
-    known = [value for value in values if value is not None]
-    least = min(known)
-    scale = (4 * height - 1) / (max(known) - least) if max(known) > least else 0.0
+    measured = [value for value in values if value is not None]
+    least = min(measured)
+    scale = (4 * height - 1) / (max(measured) - least) if max(measured) > least else 0.0
     cells = [[0] * width for _ in range(height)]
     before: int | None = None
     for column in range(2 * width):
@@ -120,19 +120,19 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line]:
+def map_lines(rank_times: RankTimes, width: int, height: int, bars: str) -> list[Line]:
     """Return the ranks that are slowest against the median of each window, window by window; empty without a median.
 
     Another set of letters than `BARS` means a terminal with ASCII alone.
     """
     room = width - 13
-    windows = [(times, median(times.values())) for times in found if len(times) > 2][-room:]
+    windows = [(times, median(times.values())) for times in rank_times if len(times) > 2][-room:]
     ratios = [{rank: time / middle for rank, time in times.items()} for times, middle in windows if middle]
     if not ratios or height < 2:
         return []
     excess: dict[int, float] = {}
-    for one in ratios:
-        for rank, ratio in one.items():
+    for by_rank in ratios:
+        for rank, ratio in by_rank.items():
             excess[rank] = excess.get(rank, 0.0) + max(ratio - 1.0, 0.0)
     shown = sorted(excess, key=lambda rank: (-excess[rank], rank))[: height - 1]
     letter = 1 if bars == BARS else 2
@@ -141,8 +141,8 @@ def map_lines(found: RankTimes, width: int, height: int, bars: str) -> list[Line
     lines: list[Line] = [[(fit(head, width), DIM)]]
     for rank in sorted(shown):
         line: list[tuple[str, int]] = [(fit(f"rank {rank}", 12, right=True) + " ", PLAIN)]
-        for one in ratios:
-            own = one.get(rank)
+        for by_rank in ratios:
+            own = by_rank.get(rank)
             if own is None:
                 text, style = " ", DIM
             else:

@@ -127,16 +127,16 @@ def problems_of(
     if not states.loss_is_finite:
         yield Problem("loss_not_finite", "loss is not finite")
     if stragglers:
-        ranks = [rank for one in stragglers for rank in one.ranks]
+        ranks = [rank for straggler in stragglers for rank in straggler.ranks]
         yield Problem("straggler", f"straggler: {_ranks(ranks)}")
 
 
 def _ranks(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
     """Return ranks as text; in a list of many ranks only the first."""
-    found = sorted(set(ranks))
-    names = ", ".join(map(str, found[:MAX_NAMED]))
-    more = f" and {len(found) - MAX_NAMED:,} more" if len(found) > MAX_NAMED else ""
-    return f"rank{'s' * (len(found) > 1)} {names}{more}"
+    numbers = sorted(set(ranks))
+    names = ", ".join(map(str, numbers[:MAX_NAMED]))
+    more = f" and {len(numbers) - MAX_NAMED:,} more" if len(numbers) > MAX_NAMED else ""
+    return f"rank{'s' * (len(numbers) > 1)} {names}{more}"
 
 
 def exit_status(frame: TopFrame) -> int:
@@ -159,7 +159,7 @@ def document(frame: TopFrame) -> dict[str, Any]:
         "run": run,
         "window": {"window": frame.place.window, "end_time_s": frame.place.time_s, "loss": frame.loss},
         "verdict": verdict,
-        "problems": [one._asdict() for one in frame.problems],
+        "problems": [problem._asdict() for problem in frame.problems],
         "values": dict(frame.values),
         "doubtful": list(frame.doubtful),
         "coverage": msgspec.to_builtins(frame.coverage),

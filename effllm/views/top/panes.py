@@ -75,14 +75,14 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = 
         head = fit("rank", 6, right=True) + " " + fit("host", host_width)
     head += "".join(fit(name, cells + 1, right=True) for name, cells in columns.items())
     lines: list[Line] = [[(head, DIM), ("  reason" if view.order.sort == "reason" else f"  by {view.order.sort}", DIM)]]
-    for one in shown:
+    for line in shown:
         numbers = "".join(
-            fit(_number(one, name) + (_bar(one, name, bars) if has_bars else ""), cells + 1, right=True)
+            fit(_number(line, name) + (_bar(line, name, bars) if has_bars else ""), cells + 1, right=True)
             for name, cells in columns.items()
         )
-        text, worst = (_host_text(one), one.worst) if isinstance(one, HostLine) else (one.text, one)
+        text, worst = (_host_text(line), line.worst) if isinstance(line, HostLine) else (line.text, line)
         style = BAD if worst.reason in _WORST else WARNING if worst.reason in _NAMED else PLAIN
-        start = f"{_who(one, host_width)}{numbers}  "
+        start = f"{_who(line, host_width)}{numbers}  "
         room = max(width - cell_len(start), 20)
         parts = textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" …") or [""]
         lines.append([(start, PLAIN), (parts[0], style)])
@@ -140,11 +140,11 @@ def _events(frame: TopFrame, width: int) -> list[Line]:
 
 
 def _waterfall(frame: TopFrame, width: int) -> list[Line]:
-    found = frame.waterfall
-    if found is None:
+    waterfall = frame.waterfall
+    if waterfall is None:
         return [[("waterfall", DIM)], [("none yet: the aggregator writes it after a minute", PLAIN)]]
-    units = WaterfallUnits.of(found)
-    rows = [waterfall_header(units), *(waterfall_row(part, units) for part in found.parts)]
+    units = WaterfallUnits.of(waterfall)
+    rows = [waterfall_header(units), *(waterfall_row(part, units) for part in waterfall.parts)]
     widths = [max(cell_len(row[at]) for row in rows) for at in range(len(rows[0]))]
     bar_room = max(width - sum(widths) - 2 * len(widths) - 2, 0)
     lines: list[Line] = []
@@ -152,10 +152,10 @@ def _waterfall(frame: TopFrame, width: int) -> list[Line]:
         text = fit(row[0], widths[0]) + "".join(
             "  " + fit(cell, cells, right=True) for cell, cells in zip(row[1:], widths[1:], strict=True)
         )
-        share = found.parts[at - 1].share if at else 0.0
+        share = waterfall.parts[at - 1].share if at else 0.0
         bar = "#" * min(round(share * bar_room), bar_room)
         lines.append([(text, PLAIN if at else DIM), ("  ", PLAIN), (bar, BOLD)])
-    for note in waterfall_notes(found):
+    for note in waterfall_notes(waterfall):
         lines += [[(part, DIM)] for part in textwrap.wrap(note, width)]
     return lines
 

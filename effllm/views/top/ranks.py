@@ -106,8 +106,8 @@ class RankTable:
     ``hosts`` has the known hosts by rank, and ``is_whole`` means that all reports of the window are in the run folder.
     """
 
-    def __init__(self, known: Sequence[RankLine], count: int, hosts: Mapping[int, str], is_whole: bool) -> None:
-        self.known, self.count, self.hosts, self.is_whole = known, count, hosts, is_whole
+    def __init__(self, lines: Sequence[RankLine], count: int, hosts: Mapping[int, str], is_whole: bool) -> None:
+        self.known, self.count, self.hosts, self.is_whole = lines, count, hosts, is_whole
         self._orders: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}
 
     def ordered(self, sort: str, text: str, by_host: bool) -> Sequence[RankLine | HostLine]:
@@ -121,9 +121,9 @@ class RankTable:
         return [line for line in self._by_rank("reason", "") if line.reason]
 
     def _by_rank(self, sort: str, text: str) -> list[RankLine]:
-        known = {line.rank for line in self.known}
+        ranks = {line.rank for line in self.known}
         lines = sorted(self.known, key=_key(sort))
-        others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.count) if rank not in known)
+        others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.count) if rank not in ranks)
         lines = sorted([*lines, *others], key=_key(sort)) if sort in ("rank", "host") else [*lines, *others]
         return [line for line in lines if _contains(line, text)] if text else lines
 
@@ -133,7 +133,7 @@ class RankTable:
             of_host.setdefault(line.host or "unknown host", []).append(line)
         hosts = [_host_line(host, lines) for host, lines in of_host.items()]
         if text:
-            hosts = [one for one in hosts if text in one.host or _contains(one.worst, text)]
+            hosts = [line for line in hosts if text in line.host or _contains(line.worst, text)]
         return sorted(hosts, key=_host_key(sort))
 
 
@@ -149,10 +149,10 @@ def _key(sort: str) -> Callable[[RankLine], Any]:
 
 def _host_key(sort: str) -> Callable[[HostLine], Any]:
     if sort in ("rank", "host"):
-        return lambda one: one.host if sort == "host" else one.worst.rank
+        return lambda line: line.host if sort == "host" else line.worst.rank
     if sort == "reason":
-        return lambda one: (one.worst.place, -one.with_reason, -one.worst.size, one.host)
-    return lambda one: (getattr(one, _COLUMN[sort]) is None, -(getattr(one, _COLUMN[sort]) or 0.0), one.host)
+        return lambda line: (line.worst.place, -line.with_reason, -line.worst.size, line.host)
+    return lambda line: (getattr(line, _COLUMN[sort]) is None, -(getattr(line, _COLUMN[sort]) or 0.0), line.host)
 
 
 def _contains(line: RankLine, text: str) -> bool:
@@ -189,14 +189,14 @@ def rank_table(
 ) -> RankTable:
     """Return the table of a window of the job with ``count`` ranks, and the reports and states of ranks in it."""
     by_rank = {row.rank: row for row in rows}
-    found: dict[int, list[_Found]] = {}
-    for one in _reasons(window, by_rank, states):
-        found.setdefault(one.rank, []).append(one)
+    reasons_of: dict[int, list[_Found]] = {}
+    for finding in _reasons(window, by_rank, states):
+        reasons_of.setdefault(finding.rank, []).append(finding)
     lines = []
-    for rank in sorted({*by_rank, *found}):
+    for rank in sorted({*by_rank, *reasons_of}):
         line = _values(rank, by_rank.get(rank), hosts.get(rank, ""), limits.get(rank, NO_LIMITS))
-        if reasons := sorted(found.get(rank, ()), key=lambda one: (_PLACES[one.reason], -one.size)):
-            worst, text = reasons[0], "; ".join(one.text for one in reasons)
+        if reasons := sorted(reasons_of.get(rank, ()), key=lambda finding: (_PLACES[finding.reason], -finding.size)):
+            worst, text = reasons[0], "; ".join(finding.text for finding in reasons)
             line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
         lines.append(line)
     is_whole = window is not None and len(rows) >= window.coverage.ranks_reporting > 0

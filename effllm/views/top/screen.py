@@ -77,7 +77,7 @@ def value_lines(frame: TopFrame, width: int) -> list[Line]:
 def _cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
     has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
     for cell in CELLS:
-        tag = next((one for one in cell.tags if math.isfinite(frame.values.get(one, math.nan))), None)
+        tag = next((tag for tag in cell.tags if math.isfinite(frame.values.get(tag, math.nan))), None)
         name = cell.name if has_gpus else cell.name.replace("GPU", "rank")
         text = "-" if tag is None else cell.text(frame.values[tag])
         is_doubtful = tag is not None and tag in frame.doubtful

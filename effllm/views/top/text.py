@@ -63,8 +63,8 @@ def sparkline(values: Sequence[float | None], width: int, bars: str = BARS) -> s
     per_cell = -(-len(values) // width) if width > 0 and values else 1
     cells = []
     for at in range(0, len(values), per_cell):
-        known = [value for value in values[at : at + per_cell] if value is not None]
-        cells.append(max(known) if known else None)
+        measured = [value for value in values[at : at + per_cell] if value is not None]
+        cells.append(max(measured) if measured else None)
     shown = [value for value in cells if value is not None]
     if not shown:
         return ""
