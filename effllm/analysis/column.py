@@ -41,15 +41,15 @@ class LinesTable(NamedTuple):
 
     def fields(self) -> dict[str, str]:
         """Return the fields of a line that the columns need, with their types."""
-        known: dict[str, str] = {}
+        types: dict[str, str] = {}
         objects: dict[str, dict[str, str]] = {}
         for column in self.columns:
             group, dot, name = (column.path or column.name).partition(".")
             if dot and not column.sql:
                 objects.setdefault(group, {})[name] = column.type
             elif not column.sql:
-                known[group] = column.type
-        return known | {group: f"STRUCT({_typed(names)})" for group, names in objects.items()}
+                types[group] = column.type
+        return types | {group: f"STRUCT({_typed(names)})" for group, names in objects.items()}
 
 
 def value(column: Column) -> str:
@@ -72,7 +72,7 @@ def quoted(name: str) -> str:
 
 def declaration(columns: Iterable[Column]) -> str:
     """Return the columns of a table for ``CREATE TABLE``."""
-    return _typed({one.name: one.type for one in columns})
+    return _typed({column.name: column.type for column in columns})
 
 
 def _typed(names: Mapping[str, str]) -> str:

@@ -185,17 +185,17 @@ def compare(
         alpha: level of the intervals, each of one metric alone.
         comparisons: number of such comparisons whose outcomes must hold together (Bonferroni).
     """
-    evidence = {one: _evidence(a, b, one) for one in metrics if any(_values(side, one) for side in (a, b))}
+    evidence = {metric: _evidence(a, b, metric) for metric in metrics if any(_values(side, metric) for side in (a, b))}
     first: dict[str, ComparedMetric] = {}  # comparable metric of each quantity
-    for metric, known in evidence.items():
-        if known.is_comparable:
+    for metric, entry in evidence.items():
+        if entry.is_comparable:
             first.setdefault(metric.quantity, metric)
-    p_values = {one: found.p for one in first.values() if (found := evidence[one].found) is not None}
-    primary = [one for one in p_values if are_primary or one.quantity == THROUGHPUT]
+    p_values = {metric: change.p for metric in first.values() if (change := evidence[metric].found) is not None}
+    primary = [metric for metric in p_values if are_primary or metric.quantity == THROUGHPUT]
     tests = _tests(p_values, primary, comparisons)
     return [
-        _row(metric, known, tests.get(metric), alpha, is_first=first.get(metric.quantity) is metric)
-        for metric, known in evidence.items()
+        _row(metric, entry, tests.get(metric), alpha, is_first=first.get(metric.quantity) is metric)
+        for metric, entry in evidence.items()
     ]
 
 
@@ -208,10 +208,10 @@ def _tests(
     most the sum of both levels (union bound). If one differs, or without a primary metric, the others are tested at
     `ALPHA`.
     """
-    found = _family({one: p_values[one] for one in primary}, ALPHA / comparisons, is_primary=True)
-    is_strict = bool(found) and not any(test.is_significant for test in found.values())
-    others = {one: p for one, p in p_values.items() if one not in found}
-    return found | _family(others, (STRICT_ALPHA if is_strict else ALPHA) / comparisons, is_primary=False)
+    tests = _family({metric: p_values[metric] for metric in primary}, ALPHA / comparisons, is_primary=True)
+    is_strict = bool(tests) and not any(test.is_significant for test in tests.values())
+    others = {metric: p for metric, p in p_values.items() if metric not in tests}
+    return tests | _family(others, (STRICT_ALPHA if is_strict else ALPHA) / comparisons, is_primary=False)
 
 
 def _family(
@@ -225,7 +225,7 @@ def _family(
 def _values(side: Side, metric: ComparedMetric) -> list[float]:
     """Return one value per run; a value that cannot be a measurement is left out."""
     values = [value for run in side.runs if (value := run.value(metric.column)) is not None]
-    return [one for one in values if abs(one) <= MAX_VALUE and (one >= 0 or metric.name == LOSS)]
+    return [value for value in values if abs(value) <= MAX_VALUE and (value >= 0 or metric.name == LOSS)]
 
 
 def _evidence(a: Side, b: Side, metric: ComparedMetric) -> MetricEvidence:
@@ -236,9 +236,9 @@ def _evidence(a: Side, b: Side, metric: ComparedMetric) -> MetricEvidence:
         return MetricEvidence(of_a, of_b, is_log, reason=reason)
     if any(run.continues for side in (a, b) for run in side.runs):
         return MetricEvidence(of_a, of_b, is_log, is_comparable=True, reason="a run continues: compare after its end")
-    found = difference(of_a, of_b)
-    reason = "" if found else "one run a side does not show the spread between runs: compare 3 or more runs a side"
-    return MetricEvidence(of_a, of_b, is_log, True, reason, found, _gain_error(a, b, metric, is_log=is_log))
+    change = difference(of_a, of_b)
+    reason = "" if change else "one run a side does not show the spread between runs: compare 3 or more runs a side"
+    return MetricEvidence(of_a, of_b, is_log, True, reason, change, _gain_error(a, b, metric, is_log=is_log))
 
 
 def _not_comparable(a: Side, b: Side, metric: ComparedMetric, values_a: int, values_b: int) -> str:
@@ -277,35 +277,35 @@ def _gain_error(a: Side, b: Side, metric: ComparedMetric, *, is_log: bool) -> fl
 
 
 def _row(
-    metric: ComparedMetric, known: MetricEvidence, test: AdjustedP | None, alpha: float, *, is_first: bool
+    metric: ComparedMetric, evidence: MetricEvidence, test: AdjustedP | None, alpha: float, *, is_first: bool
 ) -> MetricComparison:
-    interval = known.interval(alpha)
-    low, high = (known.share(edge) for edge in interval) if interval else (None, None)
+    interval = evidence.interval(alpha)
+    low, high = (evidence.share(edge) for edge in interval) if interval else (None, None)
     detectable = None
-    if test is not None and known.found is not None:
-        effect = known.share(known.found.detectable(test.level / test.tests))
+    if test is not None and evidence.found is not None:
+        effect = evidence.share(evidence.found.detectable(test.level / test.tests))
         if effect is not None and effect <= MAX_DETECTABLE:
             detectable = max(effect, RESOLUTION)  # a smaller difference would be taken as rounding
     outcome: str | None = None
-    reason = known.reason
-    if is_first or not known.is_comparable:
-        outcome, reason = _outcome(metric, known, test, interval, detectable)
+    reason = evidence.reason
+    if is_first or not evidence.is_comparable:
+        outcome, reason = _outcome(metric, evidence, test, interval, detectable)
     return MetricComparison(
         metric.name,
         metric.quantity,
         metric.unit,
         metric.higher_is_better,
-        known.mean(known.a),
-        known.mean(known.b),
-        len(known.a),
-        len(known.b),
+        evidence.mean(evidence.a),
+        evidence.mean(evidence.b),
+        len(evidence.a),
+        len(evidence.b),
         outcome,
         reason,
-        share=known.share(known.estimate),
+        share=evidence.share(evidence.estimate),
         low=low,
         high=high,
         is_primary=test is not None and test.is_primary,
-        p=known.found.p if test and known.found else None,
+        p=evidence.found.p if test and evidence.found else None,
         adjusted_p=test.adjusted_p if test else None,
         level=test.level if test else None,
         detectable_share=detectable,
@@ -314,19 +314,19 @@ def _row(
 
 def _outcome(
     metric: ComparedMetric,
-    known: MetricEvidence,
+    evidence: MetricEvidence,
     test: AdjustedP | None,
     interval: tuple[float, float] | None,
     detectable: float | None,
 ) -> tuple[str, str]:
     """Return the outcome and its reason."""
-    if test is None or interval is None or known.found is None:
-        return UNKNOWN, known.reason
-    share = known.share(known.found.estimate)
+    if test is None or interval is None or evidence.found is None:
+        return UNKNOWN, evidence.reason
+    share = evidence.share(evidence.found.estimate)
     if test.is_significant and (share is None or abs(share) > RESOLUTION):
         if interval[0] <= 0 <= interval[1]:
             return SAME, "within the errors of the sensors, because the sides ran on other boards"
-        return BETTER if (known.found.estimate > 0) == metric.higher_is_better else WORSE, ""
+        return BETTER if (evidence.found.estimate > 0) == metric.higher_is_better else WORSE, ""
     if detectable is None:
         return UNKNOWN, f"too few runs: a difference of {100 * MAX_DETECTABLE:.0f} % may be missed"
     return SAME, ""
@@ -392,5 +392,5 @@ def answer(condition: Condition, side: str, rows: Sequence[MetricComparison]) ->
 
 def exit_status(answers: Sequence[ConditionAnswer]) -> int:
     """Return 1 if any condition is true, else 3 if any is unknown, else 0."""
-    found = {one.answer for one in answers}
-    return EXIT_STATUS[next((one for one in (TRUE, OPEN) if one in found), FALSE)]
+    outcomes = {result.answer for result in answers}
+    return EXIT_STATUS[next((outcome for outcome in (TRUE, OPEN) if outcome in outcomes), FALSE)]

@@ -69,20 +69,20 @@ def configurations(sides: Sequence[Side], *, is_paper: bool, names: Sequence[str
     """
     _check(sides, is_paper=is_paper)
     wanted = [*(PAPER if is_paper else HEADLINE), *names]
-    chosen = sorted(compared_metrics(wanted), key=lambda one: wanted.index(one.name))
+    chosen = sorted(compared_metrics(wanted), key=lambda metric: wanted.index(metric.name))
     metrics = [*chosen, MCR] if is_paper else chosen
-    columns = [[_cell(side, one) for side in sides] for one in metrics]
-    measured = [at for at, column in enumerate(columns) if any(one.mean is not None for one in column)]
+    columns = [[_cell(side, metric) for side in sides] for metric in metrics]
+    measured = [at for at, column in enumerate(columns) if any(cell.mean is not None for cell in column)]
     metrics, columns = [metrics[at] for at in measured], [columns[at] for at in measured]
     notes, scores, order = list(_unfinished(sides)), [None] * len(sides), list(range(len(sides)))
     if is_paper and len(sides) >= MIN_SCORED:
         shares = {}
         for metric, column in zip(metrics, columns, strict=True):
-            found = _normalised(metric, column, sides)
-            if isinstance(found, str):
-                notes.append(f"not in the score: {label(metric)}: {found}")
+            normalised = _normalised(metric, column, sides)
+            if isinstance(normalised, str):
+                notes.append(f"not in the score: {label(metric)}: {normalised}")
             else:
-                shares[label(metric)] = found
+                shares[label(metric)] = normalised
         # Equation 12; by this formula, the worst configuration in any metric has the score 0.
         scores = [statistics.harmonic_mean(own) for own in zip(*shares.values(), strict=True)] or scores
         sums = [sum(own) for own in zip(*shares.values(), strict=True)] or [0.0] * len(sides)
@@ -96,7 +96,7 @@ def configurations(sides: Sequence[Side], *, is_paper: bool, names: Sequence[str
         [sides[at] for at in order],
         metrics,
         [[column[at] for column in columns] for at in order],
-        [scores[at] for at in order] if any(one is not None for one in scores) else [],
+        [scores[at] for at in order] if any(score is not None for score in scores) else [],
         list(filter(None, notes)),
     )
 
@@ -129,11 +129,11 @@ def _cell(side: Side, metric: ComparedMetric) -> MeanOfRuns:
 
 def _normalised(metric: ComparedMetric, column: Sequence[MeanOfRuns], sides: Sequence[Side]) -> list[float] | str:
     """Return values from 0 (worst) to 1 (best) by equations 10 and 11, or the reason why they are missing."""
-    values = [one.mean for one in column if one.mean is not None]
+    values = [cell.mean for cell in column if cell.mean is not None]
     scopes = {run.row.get("energy_scope") for side in sides for run in side.runs}
     if len(values) < len(column):
         return f"not measured in {len(column) - len(values)} of {len(column)} configurations"
-    if any(one.is_in_doubt for one in column):
+    if any(cell.is_in_doubt for cell in column):
         return "a check of the counts failed, on which it depends"
     if metric.is_energy and len(scopes) > 1:
         return "the power scopes differ"

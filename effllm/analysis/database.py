@@ -120,7 +120,7 @@ class Database:
     database of the tables; tables that were not used are empty in it.
 
     Args:
-        found: the run folders.
+        runs: the run folders.
         tags: only runs with all these tags are read: values by name, or words and ``name=value``.
         columns: only these columns of the table `runs`, and its keys and tags, are read; "" is all columns.
         progress: called with the number of run folders that were read, and of all that must be read.
@@ -128,7 +128,7 @@ class Database:
 
     def __init__(
         self,
-        found: Sequence[FoundRun],
+        runs: Sequence[FoundRun],
         tags: Tags = (),
         columns: Sequence[str] = (),
         progress: Progress = lambda *_: None,
@@ -137,12 +137,12 @@ class Database:
         self.skipped: list[Skipped] = []
         self._unread = set(LINE_TABLES)
         kept = {"folder", "run_id", "tags", *columns}
-        self._columns = [one for one in COLUMNS["runs"] if one.name in kept or not columns]
+        self._columns = [column for column in COLUMNS["runs"] if column.name in kept or not columns]
         self.connection.execute(f"CREATE TABLE runs ({declaration(self._columns)})")
         for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({declaration(COLUMNS[name])})")
-        self._insert_runs([run for run in found if self._has_text_path(run)], progress)
-        for tag in tags.items() if isinstance(tags, Mapping) else (one.partition("=")[::2] for one in tags):
+        self._insert_runs([run for run in runs if self._has_text_path(run)], progress)
+        for tag in tags.items() if isinstance(tags, Mapping) else (tag.partition("=")[::2] for tag in tags):
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
     @cached_property
@@ -185,20 +185,20 @@ class Database:
             return False
         return True
 
-    def _insert_runs(self, found: Sequence[FoundRun], progress: Progress) -> None:
+    def _insert_runs(self, runs: Sequence[FoundRun], progress: Progress) -> None:
         self._insert_json(
             "wanted",
             {"folder": TEXT, "state": TEXT, "position": WHOLE},
             (
                 msgspec.json.encode({"folder": str(run.folder), "state": run.state, "position": position}) + b"\n"
-                for position, run in enumerate(found)
+                for position, run in enumerate(runs)
             ),
         )
-        cache = RunCache(self.connection, found)
-        known = cache.read(self._columns)
-        types = {"state": TEXT, **{one.name: one.type for one in COLUMNS["runs"]}}
-        self._insert_json("fresh", types, self._lines([run for run in found if str(run.folder) not in known], progress))
-        names = ", ".join(quoted(one.name) for one in self._columns)
+        cache = RunCache(self.connection, runs)
+        cached = cache.read(self._columns)
+        types = {"state": TEXT, **{column.name: column.type for column in COLUMNS["runs"]}}
+        self._insert_json("fresh", types, self._lines([run for run in runs if str(run.folder) not in cached], progress))
+        names = ", ".join(quoted(column.name) for column in self._columns)
         self.connection.execute(
             f"INSERT INTO runs SELECT {names} FROM (SELECT {names} FROM cached UNION ALL SELECT {names} FROM fresh) "
             "JOIN (SELECT folder, position FROM wanted) USING (folder) ORDER BY position"
@@ -212,11 +212,11 @@ class Database:
         with _temporary(lines) as path:
             self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json(path, types)}")
 
-    def _lines(self, found: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
-        for number, run in enumerate(found):
-            progress(number, len(found))
+    def _lines(self, runs: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
+        for number, run in enumerate(runs):
+            progress(number, len(runs))
             yield self._line(run)
-        progress(len(found), len(found))
+        progress(len(runs), len(runs))
 
     def _line(self, run: FoundRun) -> bytes:
         """Return the row of a run as a line; empty if no file can be read."""
@@ -249,7 +249,7 @@ class Database:
                     files.append(_LineFile(folder, run_id, path))
         # A line of a hostile run must not name another run, so the name of the field is a secret.
         key = f"run_{secrets.token_hex(8)}"
-        values = ", ".join(f"{value(one)} AS {quoted(one.name)}" for one in table.columns)
+        values = ", ".join(f"{value(column)} AS {quoted(column.name)}" for column in table.columns)
         valid = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in ("folder", *table.required))
         execute = self.connection.execute
         while files:
@@ -260,27 +260,27 @@ class Database:
                     f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, {key} AS file, "
                     f"($1::VARCHAR[])[{key} + 1] AS folder, ($2::VARCHAR[])[{key} + 1] AS run_id "
                     f"FROM {read_json(copy, {**table.fields(), key: WHOLE})})",
-                    [[one.folder for one in files], [one.run_id for one in files]],
+                    [[file.folder for file in files], [file.run_id for file in files]],
                 )
             execute(f"INSERT INTO {table.name} SELECT * EXCLUDE (file) FROM lines WHERE {valid}")
-            known = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
+            counted = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
             execute("DROP TABLE lines")
-            for number, (one, count) in enumerate(zip(files, counts, strict=False)):
-                if invalid := count - known.get(number, 0):
+            for number, (file, count) in enumerate(zip(files, counts, strict=False)):
+                if invalid := count - counted.get(number, 0):
                     reason = f"{invalid} incomplete or invalid line{'s' * (invalid > 1)}"
-                    self.skipped.append(Skipped(one.path, reason))
+                    self.skipped.append(Skipped(file.path, reason))
             files = files[len(counts) :]
 
 
 def _numbered(files: Sequence[_LineFile], key: str, counts: list[int]) -> Iterator[bytes]:
     """Yield the lines of the first files, each with the index of its file; add the number of lines of each file."""
     size = 0
-    for index, one in enumerate(files):
+    for index, file in enumerate(files):
         if size > MAX_COPY_BYTES:
             return
         begin = b'{"%b":%d,' % (key.encode(), index)
         counts.append(0)
-        for line in lines_of(one.path):
+        for line in lines_of(file.path):
             if not line.isspace():
                 is_object = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
                 whole = b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_object else b"null\n"
@@ -299,11 +299,11 @@ class RunCache:
     `wanted`: folder and state of each run.
     """
 
-    def __init__(self, connection: Any, found: Sequence[FoundRun]) -> None:
+    def __init__(self, connection: Any, runs: Sequence[FoundRun]) -> None:
         self._connection = connection
-        self._is_used = len(found) >= MIN_RUNS
-        self._path = _path(found) if self._is_used else Path()
-        self._num_runs = len(found)
+        self._is_used = len(runs) >= MIN_RUNS
+        self._path = _path(runs) if self._is_used else Path()
+        self._num_runs = len(runs)
 
     def read(self, columns: Sequence[Column]) -> set[str]:
         """Make the table `cached` with columns of the unchanged runs; return their folders."""
@@ -313,7 +313,7 @@ class RunCache:
         execute(f"CREATE TEMP TABLE cached ({declaration(columns)})")
         if not self._is_used:
             return set()
-        names = ", ".join(f"rows.{quoted(one.name)}" for one in columns)
+        names = ", ".join(f"rows.{quoted(column.name)}" for column in columns)
         with contextlib.suppress(OSError, duckdb.Error), self._rows(names) as rows:
             execute(f"INSERT INTO cached {rows}")
             return {folder for (folder,) in execute("SELECT folder FROM cached").fetchall()}
@@ -355,8 +355,8 @@ class RunCache:
             path.unlink(missing_ok=True)
 
 
-def _path(found: Sequence[FoundRun]) -> Path:
+def _path(runs: Sequence[FoundRun]) -> Path:
     """Return the file for the runs; another version of the files or other columns have another file."""
-    root = os.path.commonpath([run.folder for run in found])
+    root = os.path.commonpath([run.folder for run in runs])
     key = f"{SCHEMA_VERSION}\n{declaration(COLUMNS['runs'])}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"

@@ -36,7 +36,7 @@ def export_csv(runs: Runs, path: Path) -> int:
     relation = runs.runs
     names = relation.columns
     rows = [
-        {name: json.dumps(one, ensure_ascii=False) if isinstance(one, (list, dict)) else one for name, one in row}
+        {name: json.dumps(cell, ensure_ascii=False) if isinstance(cell, (list, dict)) else cell for name, cell in row}
         for row in (zip(names, values, strict=True) for values in relation.fetchall())
     ]
     return csv_file.append_rows(path, names, rows, without_known=True)
@@ -86,9 +86,9 @@ def export_parquet(runs: Runs, folder: Path) -> int:
 def _write_part(connection: Any, table: str, project: str | None, month: str | None, path: Path) -> None:
     """Replace the file of a partition: the rows of the loaded runs, and the old rows of other runs."""
     values = ", ".join(
-        f'"{one.name}"::VARCHAR AS "{one.name}"' if one.type == JSON else f'"{one.name}"'
-        for one in COLUMNS[table]
-        if (table, one.name) != ("runs", "project")  # a value of the path
+        f'"{column.name}"::VARCHAR AS "{column.name}"' if column.type == JSON else f'"{column.name}"'
+        for column in COLUMNS[table]
+        if (table, column.name) != ("runs", "project")  # a value of the path
     )
     rows = (
         f"SELECT {values} FROM {table} WHERE folder IN "
@@ -119,6 +119,6 @@ def _partition(value: str | None) -> str:
 
 
 def _make(folder: Path) -> None:
-    for one in (*reversed(folder.parents), folder):
+    for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileExistsError):
-            one.mkdir(mode=0o700)
+            path.mkdir(mode=0o700)

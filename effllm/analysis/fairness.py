@@ -57,7 +57,7 @@ class Dissimilarity(NamedTuple):
 
 def unfair(a: Side, b: Side) -> list[Dissimilarity]:
     """Return the differences that can explain a measured difference without the configuration."""
-    found = [
+    differences = [
         _ranges("iterations", a, b, lambda run: run.value("iterations"), share=ALIKE),
         _ranges("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
         _ranges("coverage of the ranks", a, b, _ranks_share, share=0.001),
@@ -66,7 +66,7 @@ def unfair(a: Side, b: Side) -> list[Dissimilarity]:
         _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
         _mixed(a, b),
     ]
-    return [*_different(a, b, _conditions), *(one for one in found if one is not None)]
+    return [*_different(a, b, _conditions), *(difference for difference in differences if difference is not None)]
 
 
 def settings(a: Side, b: Side) -> list[Dissimilarity]:
@@ -81,30 +81,30 @@ def boards(side: Side) -> set[tuple[str, ...]]:
 
 def _different(a: Side, b: Side, values: Callable[[ComparedRun], Mapping[str, Any]]) -> list[Dissimilarity]:
     """Return the named values whose sets differ between the runs of the sides."""
-    known = [[values(run) for run in side.runs] for side in (a, b)]
-    found = []
-    for name in dict.fromkeys(name for side in known for one in side for name in one):
-        texts = [sorted({_text(one.get(name)) for one in side}) for side in known]
+    per_side = [[values(run) for run in side.runs] for side in (a, b)]
+    differences = []
+    for name in dict.fromkeys(name for side in per_side for of_run in side for name in of_run):
+        texts = [sorted({_text(of_run.get(name)) for of_run in side}) for side in per_side]
         if texts[0] != texts[1]:
-            found.append(Dissimilarity(name, _shown(texts[0]), _shown(texts[1])))
-    return found
+            differences.append(Dissimilarity(name, _shown(texts[0]), _shown(texts[1])))
+    return differences
 
 
 def _conditions(run: ComparedRun) -> dict[str, Any]:
-    found = {name: run.row.get(column) for name, column in _COLUMNS.items()}
-    found |= {name.replace("_", " "): run.facts.get(name) for name in _FACTS}
-    return found | {"warm-up": _config(run).get("warmup")}
+    values = {name: run.row.get(column) for name, column in _COLUMNS.items()}
+    values |= {name.replace("_", " "): run.facts.get(name) for name in _FACTS}
+    return values | {"warm-up": _config(run).get("warmup")}
 
 
 def _settings(run: ComparedRun) -> dict[str, Any]:
-    facts = {name: one for name, one in run.facts.items() if name not in _NO_SETTINGS and name not in _FACTS}
-    found: dict[str, Any] = {
+    facts = {name: value for name, value in run.facts.items() if name not in _NO_SETTINGS and name not in _FACTS}
+    values: dict[str, Any] = {
         f"tag {name}": value or name for name, value in run.tags.items() if name not in (CAMPAIGN, REPEAT)
     }
-    found |= {name: run.row.get(name) for name in ("model", "git_commit", "git_dirty", "launcher", "user")}
-    found |= {f"package {name}": version for name, version in (run.row.get("packages") or {}).items()}
-    found |= {name: value for name, value in facts.items() if isinstance(value, (str, int, float, bool))}
-    return found | {f"setting {name}": value for name, value in _config(run).items() if name not in _NO_CONFIG}
+    values |= {name: run.row.get(name) for name in ("model", "git_commit", "git_dirty", "launcher", "user")}
+    values |= {f"package {name}": version for name, version in (run.row.get("packages") or {}).items()}
+    values |= {name: value for name, value in facts.items() if isinstance(value, (str, int, float, bool))}
+    return values | {f"setting {name}": value for name, value in _config(run).items() if name not in _NO_CONFIG}
 
 
 def _config(run: ComparedRun) -> Mapping[str, Any]:
@@ -129,10 +129,10 @@ def _ranks_share(run: ComparedRun) -> float | None:
 
 def _mixed(a: Side, b: Side) -> Dissimilarity | None:
     """Return the configurations of campaigns if a side has several: their difference is in the spread of the side."""
-    texts = [sorted({one for run in side.runs if (one := run.tags.get(CONFIGURATION))}) for side in (a, b)]
+    texts = [sorted({name for run in side.runs if (name := run.tags.get(CONFIGURATION))}) for side in (a, b)]
     if max(map(len, texts)) < 2:
         return None
-    a_text, b_text = (_shown(one) or "none" for one in texts)
+    a_text, b_text = (_shown(text) or "none" for text in texts)
     return Dissimilarity("several configurations on a side", a_text, b_text)
 
 

@@ -139,8 +139,8 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
     hours = [(0.0 if run.gpus == 0 else run.gpu_hours, share) for run, share in members]
     joules = [(run.joules, share) for run, share in members]
     measured = [(run, share) for run, share in members if run.joules is not None]
-    known = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
-    device_hours = sum(weight for _, weight in known)
+    pairs = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
+    device_hours = sum(weight for _, weight in pairs)
     causes: dict[str, float] = {}
     for run, share in members:
         if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
@@ -152,7 +152,7 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
         group=group,
         runs=len(members),
         gpu_hours=_sum(hours) or 0.0,
-        without_hours=sum(one is None for one, _ in hours),
+        without_hours=sum(value is None for value, _ in hours),
         killed=sum(run.status in KILLED and bool(run.gpu_hours) for run, _ in members),
         joules=_sum(joules),
         incomplete=sum(run.total_joules is None for run, _ in members),
@@ -163,7 +163,7 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
         currency=", ".join(currencies),
         co2_kg=_sum((run.co2_kg, share) for run, share in members),
         goodput_ratio=(
-            sum((run.goodput_ratio or 0.0) * weight for run, weight in known) / device_hours if device_hours else None
+            sum((run.goodput_ratio or 0.0) * weight for run, weight in pairs) / device_hours if device_hours else None
         ),
         wasted_gpu_hours=sum(run.lost_hours * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
@@ -174,8 +174,8 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
 
 def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
     """Return the sum of the known parts; ``None`` if no part is known."""
-    known = [value * share for value, share in parts if value is not None]
-    return sum(known) if known else None
+    measured = [value * share for value, share in parts if value is not None]
+    return sum(measured) if measured else None
 
 
 def read_runs(
@@ -197,11 +197,11 @@ def read_runs(
     for path in paths:
         of_path, problems = _read_path(path, progress)
         runs, skipped = [*runs, *of_path], [*skipped, *problems]
-    known = {run.folder or id(run): run for run in runs}  # two paths may have the same run
-    for run in known.values():
+    by_folder = {run.folder or id(run): run for run in runs}  # two paths may have the same run
+    for run in by_folder.values():
         if run.folder and run.status in KILLED:
             _add_last_report(run, Path(run.folder))
-    return [run for run in known.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
+    return [run for run in by_folder.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
 
 
 class _Gpus(msgspec.Struct, frozen=True):
@@ -219,28 +219,28 @@ def _add_last_report(run: LedgerRun, folder: Path) -> None:
     with contextlib.suppress(OSError, *DECODE_ERRORS):
         files.refresh()
         for _, line in files.before(END, 1):
-            found = msgspec.json.decode(line, type=_LastWindow)
-            gpus = found.coverage.gpus_expected
+            window = msgspec.json.decode(line, type=_LastWindow)
+            gpus = window.coverage.gpus_expected
             if run.started_time_s is not None and gpus:
                 run.gpus = gpus
-                run.gpu_hours = max(run.gpu_hours or 0.0, (found.time_s - run.started_time_s) * gpus / 3600.0)
+                run.gpu_hours = max(run.gpu_hours or 0.0, (window.time_s - run.started_time_s) * gpus / 3600.0)
 
 
 def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[str]]:
     lines, skipped = ledger_runs(path)
     try:
-        found = find_runs(path)
+        runs = find_runs(path)
     except UnreadableRun:
         if not lines:
             raise
         return lines, skipped
-    database = Database(found, columns=_COLUMNS, progress=progress)
-    skipped += [f"{one.path}: {one.reason}" for one in database.skipped]
+    database = Database(runs, columns=_COLUMNS, progress=progress)
+    skipped += [f"{file.path}: {file.reason}" for file in database.skipped]
     values = ", ".join(f'{sql} AS "{name}"' for name, sql in _VALUES.items())
     rows = database.connection.execute(f"SELECT {values} FROM runs ORDER BY rowid").fetchall()
     folders = [LedgerRun(**dict(zip(_VALUES, map(_measured, row), strict=True))) for row in rows]
-    known = {(run.run_id, run.started_time_s) for run in folders}
-    return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in known)], skipped
+    keys = {(run.run_id, run.started_time_s) for run in folders}
+    return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in keys)], skipped
 
 
 #: Field of `LedgerRun` -> its value in the table `runs`. Maps and JSON are slow in Python.
@@ -287,7 +287,7 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
     A later attempt of a run replaces an earlier one.
     """
     skipped: list[str] = []
-    found: dict[tuple[Path, str, str | None], LedgerRun] = {}
+    by_key: dict[tuple[Path, str, str | None], LedgerRun] = {}
     for path, problem in _ledger_files(place):
         lines, other_version = JsonLines([path], LedgerRun), ""
         try:
@@ -300,7 +300,7 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
                 if run.status == "running" and time.time() - (run.updated_time_s or 0.0) > LINE_AFTER_S + STALE_AFTER_S:
                     run.status = "killed"
                 # Runs of two users, or in two folders, can have the same run_id.
-                found[path, run.run_id, run.folder] = run
+                by_key[path, run.run_id, run.folder] = run
         except OSError as error:
             problem = error.strerror or str(error)
         if problem:
@@ -309,7 +309,7 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
             skipped.append(f"{path}: {lines.skipped:,} incomplete or invalid line{'s' * (lines.skipped > 1)}")
         if other_version:
             skipped.append(f"{path}: a line was left out: {other_version}")
-    return list(found.values()), skipped
+    return list(by_key.values()), skipped
 
 
 def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:

@@ -42,12 +42,12 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
         UnreadableRun: a path has no run folder.
         ImportError: DuckDB is not installed.
     """
-    found = find_runs(path)
+    runs = find_runs(path)
     is_one = False
-    if isinstance(path, (str, os.PathLike)) and len(found) == 1:
+    if isinstance(path, (str, os.PathLike)) and len(runs) == 1:
         real = Path(os.path.realpath(path))
-        is_one = found[0].folder in (real, real.parent)
-    return (Run if is_one else Runs)(found, tags, progress=progress)
+        is_one = runs[0].folder in (real, real.parent)
+    return (Run if is_one else Runs)(runs, tags, progress=progress)
 
 
 def load_errors() -> tuple[type[Exception], ...]:
@@ -188,7 +188,7 @@ def answer(runs: Runs, query: str) -> Answer:
         described = relation.description
     except duckdb.Error as error:
         raise QueryError(_line(error)) from error
-    return Answer([one[0] for one in described], [str(one[1]) for one in described], _rows(relation))
+    return Answer([column[0] for column in described], [str(column[1]) for column in described], _rows(relation))
 
 
 def _rows(relation: Any) -> Iterator[tuple[Any, ...]]:

@@ -124,8 +124,8 @@ class RankTimes:
             merged: dict[int, list[float]] = {}
             for _, by_rank in pair:
                 for rank, (seconds, count) in by_rank.items():
-                    known = merged.get(rank, [0.0, 0])
-                    merged[rank] = [known[0] + seconds, known[1] + count]
+                    sums = merged.get(rank, [0.0, 0])
+                    merged[rank] = [sums[0] + seconds, sums[1] + count]
             self.columns.append((pair[-1][0], merged))
         self._each, self._windows = 2 * self._each, 1
 
@@ -147,15 +147,15 @@ class RankReports:
         Raises:
             OSError: a file cannot be read.
         """
-        found = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
-        for line in found:
+        lines = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
+        for line in lines:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
                 self.ranks.setdefault(line.rank, RankMeans()).add(line)
                 self.times.add(line)
                 self.last_iteration = line.iteration_shown or line.iteration_last
                 if self.first_iteration is None:
                     self.first_iteration = self.last_iteration
-        self.skipped, self.unread_bytes = found.skipped, found.unread_bytes
+        self.skipped, self.unread_bytes = lines.skipped, lines.unread_bytes
 
 
 class EventExtract:
@@ -183,13 +183,13 @@ class EventExtract:
         path = folder / "events.jsonl"
         if not path.is_file():
             return
-        found = JsonLines([path], Event, MAX_BYTES)
-        for event in found:
+        lines = JsonLines([path], Event, MAX_BYTES)
+        for event in lines:
             self.counts[event.kind] += event.count
             (self._problems if is_problem(event.kind) else self._others).append(event)
             if event.kind in STALLS:
                 self.stalls.append(event)
-        self.skipped, self.unread_bytes = found.skipped, found.unread_bytes
+        self.skipped, self.unread_bytes = lines.skipped, lines.unread_bytes
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
@@ -198,13 +198,13 @@ def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
     Raises:
         OSError: a file cannot be read.
     """
-    found = sorted(
+    paths = sorted(
         (path for path in (folder / "stacks").glob("*.txt") if path.is_file()),
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
-    texts = [read_at(path, 0, MAX_STACK_BYTES).decode(errors="replace") for path in found[:limit]]
-    return list(zip((path.name for path in found), texts, strict=False)), len(found)
+    texts = [read_at(path, 0, MAX_STACK_BYTES).decode(errors="replace") for path in paths[:limit]]
+    return list(zip((path.name for path in paths), texts, strict=False)), len(paths)
 
 
 class RecordedRun:
@@ -242,8 +242,8 @@ class RecordedRun:
     @property
     def name(self) -> str:
         """The id of the run, else the name of its folder."""
-        known = self.summary.run_id if self.summary is not None else self.facts.get("run_id")
-        return known if isinstance(known, str) and known else self.folder.name
+        run_id = self.summary.run_id if self.summary is not None else self.facts.get("run_id")
+        return run_id if isinstance(run_id, str) and run_id else self.folder.name
 
     @property
     def is_simulated(self) -> bool:
@@ -253,15 +253,15 @@ class RecordedRun:
     @property
     def continues(self) -> bool:
         """Whether the run has not ended, and its summary is recent."""
-        found = self.summary
-        return found is not None and not found.is_over and time.time() - found.updated_time_s < STALE_AFTER_S
+        summary = self.summary
+        return summary is not None and not summary.is_over and time.time() - summary.updated_time_s < STALE_AFTER_S
 
     def _read(self, name: str, form: type[Form]) -> Form | None:
         try:
-            found = read_record(self.folder / name, form)
+            record = read_record(self.folder / name, form)
         except Unreadable as error:
             self.problems.append(f"{name} cannot be read: {error}")
             return None
-        if found is None:
+        if record is None:
             self.problems.append(f"there is no {name}")
-        return found
+        return record

@@ -48,18 +48,18 @@ def find_runs(paths: Paths) -> list[FoundRun]:
     Raises:
         UnreadableRun: a path does not exist or has no run folder.
     """
-    found: dict[str, FoundRun] = {}
+    runs: dict[str, FoundRun] = {}
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
-        here = [run for one in _expanded(os.fspath(path)) for run in _runs_in(one)]
+        here = [run for folder in _expanded(os.fspath(path)) for run in _runs_in(folder)]
         if not here:
             raise NoRun(
                 f"{path} has no run folder: a run folder contains run.json or summary.json, as in "
                 "efficientllm_runs/20260101-120000-1a2b3c4d"
             )
-        found |= {str(run.folder): run for run in here}
-    if not found:
+        runs |= {str(run.folder): run for run in here}
+    if not runs:
         raise UnreadableRun("no path of a run folder was given")
-    return list(found.values())
+    return list(runs.values())
 
 
 def named_run(name: str) -> Path:
@@ -79,15 +79,15 @@ def named_run(name: str) -> Path:
     except ConfigError as error:
         raise UnreadableRun(str(error)) from error
     runs = [run.folder for run in runs_below(folder)]
-    names = sorted({one.name for one in runs}, reverse=True)
-    found = [one for one in runs if one.name == name] or [one for one in runs if one.name.startswith(name)]
-    if name == LAST and not found:
-        found = sorted(runs, key=started_s)[-1:]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        some = sorted((one.name for one in found), reverse=True)[:MAX_NAMES]
-        raise UnreadableRun(f"{name} is the name of {len(found)} runs in {folder}: {', '.join(some)}")
+    names = sorted({run.name for run in runs}, reverse=True)
+    named = [run for run in runs if run.name == name] or [run for run in runs if run.name.startswith(name)]
+    if name == LAST and not named:
+        named = sorted(runs, key=started_s)[-1:]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        some = sorted((run.name for run in named), reverse=True)[:MAX_NAMES]
+        raise UnreadableRun(f"{name} is the name of {len(named)} runs in {folder}: {', '.join(some)}")
     near = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
     if not names:
         raise NoRun(f"there is no run {name}: {folder} has no runs; give a run folder, or a folder of runs")
@@ -118,10 +118,10 @@ def _expanded(path: str) -> list[str]:
     if not path:  # an unset variable of a script, not the current folder
         raise UnreadableRun("the path of the runs is empty")
     if os.path.lexists(path) or not glob.has_magic(path):
-        found = named_run(path)
-        if not found.exists():
+        folder = named_run(path)
+        if not folder.exists():
             raise NoRun(f"{path} does not exist")
-        return [str(found)]
+        return [str(folder)]
     return sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the glob may be absolute
 
 

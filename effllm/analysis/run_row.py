@@ -68,30 +68,30 @@ def read_record(path: Path, form: type[Form]) -> Form | None:
 def run_row(folder: Path, run: Document, summary: Document) -> Document:
     """Return the row of a run by column; columns without a value may be missing."""
     tags = _tags(summary.get("tags") or run.get("tags"))
-    known = {**run, **summary}
+    merged = {**run, **summary}
     started_s = float_or_none(summary.get("started_time_s")) or float_or_none(run.get("started_time_s"))
-    row: Document = {one.name: _at(summary, one.path) if one.path else known.get(one.name) for one in DOCUMENTED}
+    row: Document = {item.name: _at(summary, item.path) if item.path else merged.get(item.name) for item in DOCUMENTED}
     row |= {
         "run_id": run.get("run_id") or summary.get("run_id") or folder.name,
         "folder": str(folder),
         "tags": tags,
-        "project": tags.get("project") or known.get("account"),
+        "project": tags.get("project") or merged.get("account"),
         "started_time_s": started_s,
         "started_utc": utc(started_s),
         "git_dirty": run.get("git_dirty"),
         "packages": _object(run.get("packages")),
         "config": run.get("config"),
         "facts": {name: value for name, value in run.items() if name not in _HAVE_COLUMNS},
-        "schema_version": known.get("schema_version"),
+        "schema_version": merged.get("schema_version"),
     }
-    row |= _devices(run, known) | _parts(summary)
+    row |= _devices(run, merged) | _parts(summary)
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:
         row[name] = check(row[name])
     return row | _metrics(summary)
 
 
-_HAVE_COLUMNS = frozenset((*(one.name for one in DOCUMENTED), "ranks", "gpu_model_count", "schema_version"))
+_HAVE_COLUMNS = frozenset((*(column.name for column in DOCUMENTED), "ranks", "gpu_model_count", "schema_version"))
 
 
 def _object(value: Any) -> Document:
@@ -101,11 +101,11 @@ def _object(value: Any) -> Document:
 _READERS: dict[str, Callable[[Any], Any]] = {
     TEXT: text_or_none, WHOLE: int_or_none, NUMBER: float_or_none, BOOL: bool_or_none, NUMBER_BY_NAME: _object,
 }  # fmt: skip
-_CHECKS = [(one.name, _READERS[one.type]) for one in DOCUMENTED if one.type in _READERS]
+_CHECKS = [(column.name, _READERS[column.type]) for column in DOCUMENTED if column.type in _READERS]
 
 
 def _objects(value: Any) -> list[Document]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _at(document: Document, path: str) -> Any:
@@ -129,26 +129,26 @@ def _tags(tags: Any) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _devices(run: Document, known: Document) -> Document:
+def _devices(run: Document, merged: Document) -> Document:
     """Return the facts of hosts and GPUs; the identity names only the first hosts and models."""
     ranks = [_object(about) for about in _object(run.get("ranks")).values()]
-    devices = [one for about in ranks for one in _objects(about.get("devices"))]
-    gpus = [one for one in devices if one.get("is_gpu") is True]
+    devices = [device for about in ranks for device in _objects(about.get("devices"))]
+    gpus = [device for device in devices if device.get("is_gpu") is True]
     hosts = _texts(about.get("host") for about in ranks)
-    limits = {number for one in gpus if (number := float_or_none(one.get("power_limit_w"))) is not None}
+    limits = {number for gpu in gpus if (number := float_or_none(gpu.get("power_limit_w"))) is not None}
     return {
-        "hosts": hosts or known.get("hosts"),
-        "host_count": len(hosts) or known.get("host_count"),
-        "gpu_models": _texts(one.get("name") for one in gpus) or known.get("gpu_models"),
-        "device_keys": _texts(one.get("key") for one in gpus),
-        "drivers": _texts(one.get("driver") for one in devices),
+        "hosts": hosts or merged.get("hosts"),
+        "host_count": len(hosts) or merged.get("host_count"),
+        "gpu_models": _texts(gpu.get("name") for gpu in gpus) or merged.get("gpu_models"),
+        "device_keys": _texts(gpu.get("key") for gpu in gpus),
+        "drivers": _texts(device.get("driver") for device in devices),
         "gpu_power_limits_w": sorted(limits),
-        "gpu_power_profiles": _texts(one.get("power_profiles") for one in gpus),
+        "gpu_power_profiles": _texts(gpu.get("power_profiles") for gpu in gpus),
     }
 
 
 def _texts(values: Iterator[Any]) -> list[str]:
-    return sorted({one for one in values if isinstance(one, str) and one})
+    return sorted({value for value in values if isinstance(value, str) and value})
 
 
 @cache
@@ -174,9 +174,9 @@ def _metrics(summary: Document) -> Document:
 
 def _parts(summary: Document) -> Document:
     parts = _objects(_at(summary, "waterfall.parts"))
-    named = [(one["name"], one) for one in parts if isinstance(one.get("name"), str)]
+    named = [(part["name"], part) for part in parts if isinstance(part.get("name"), str)]
     return {
-        "waterfall_seconds": {name: one.get("device_seconds") for name, one in named},
-        "waterfall_joules": {name: one["joules"] for name, one in named if one.get("joules") is not None},
+        "waterfall_seconds": {name: part.get("device_seconds") for name, part in named},
+        "waterfall_joules": {name: part["joules"] for name, part in named if part.get("joules") is not None},
         "goodput_joules": {n: j for n, j in _object(_at(summary, "goodput.joules")).items() if j is not None},
     }

@@ -80,8 +80,8 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
     Raises:
         UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
     """
-    found, left_out = _sides_of(arguments, runs_folder)
-    sides = _by_key(found, by, left_out) if by else found
+    all_sides, left_out = _sides_of(arguments, runs_folder)
+    sides = _by_key(all_sides, by, left_out) if by else all_sides
     if len({side.name for side in sides}) < len(sides):
         raise UnreadableRun("two sides have the same name: give each side once")
     times = Counter(run.folder for side in sides for run in side.runs)
@@ -89,7 +89,7 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
         raise UnreadableRun(f"the run {twice[0]} is on two sides")
     if baseline:
         if baseline not in [side.name for side in sides]:
-            raise UnreadableRun(f"no side is named {baseline}: the sides are {', '.join(one.name for one in sides)}")
+            raise UnreadableRun(f"no side is named {baseline}: the sides are {', '.join(side.name for side in sides)}")
         sides.sort(key=lambda side: side.name != baseline)
     if len(sides) < 2:
         needed = f"all runs have the same {by}" if by and sides else "give two sides, or several runs and --by"
@@ -109,36 +109,36 @@ def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[li
     Raises:
         UnreadableRun: a path or a tag has no run.
     """
-    found, left_out = _sides_of(arguments, runs_folder)
-    runs = {run.folder: run for side in found for run in side.runs}
+    sides, left_out = _sides_of(arguments, runs_folder)
+    runs = {run.folder: run for side in sides for run in side.runs}
     if not by and any(CONFIGURATION in run.tags for run in runs.values()):
         by = CONFIGURATION
     if by:
-        return _by_key(found, by, left_out), left_out
+        return _by_key(sides, by, left_out), left_out
     names = names_of(runs.values())
     return [Side(names[folder], (run,)) for folder, run in runs.items()], left_out
 
 
-def read_runs(found: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
+def read_runs(sources: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
     """Read runs; a run with nothing to compare, or that was run again, adds a line to ``left_out``."""
     runs = []
-    for one in found:
+    for source in sources:
         documents: list[Document] = []
         try:
             for name in FILES:
-                documents.append(read_document(one.folder / name) or {})
+                documents.append(read_document(source.folder / name) or {})
         except Unreadable as error:
-            left_out.append(f"{one.folder / name}: {error}")
+            left_out.append(f"{source.folder / name}: {error}")
             continue
         if not documents[1]:
-            left_out.append(f"{one.folder}: summary.json is missing or empty: nothing was measured")
+            left_out.append(f"{source.folder}: summary.json is missing or empty: nothing was measured")
             continue
-        run = ComparedRun(one.folder, run_row(one.folder, *documents), _doubts(documents[1]))
+        run = ComparedRun(source.folder, run_row(source.folder, *documents), _doubts(documents[1]))
         if run.is_warmup:
-            left_out.append(f"{one.folder}: a warm-up run of a campaign")
+            left_out.append(f"{source.folder}: a warm-up run of a campaign")
             continue
         if run.repeat() and run.row.get("status") != "completed" and not run.continues:
-            left_out.append(f"{one.folder}: this repeat of a campaign did not complete: {run.row.get('status')}")
+            left_out.append(f"{source.folder}: this repeat of a campaign did not complete: {run.row.get('status')}")
             continue
         runs.append(run)
     return newest_repeats(runs, left_out)
@@ -182,7 +182,7 @@ def _doubts(summary: Document) -> dict[str, str]:
 
 def _sides_of(arguments: Sequence[str], runs_folder: str) -> tuple[list[Side], list[str]]:
     left_out: list[str] = []
-    return [Side(one, tuple(_runs_of(one, runs_folder, left_out))) for one in arguments], left_out
+    return [Side(argument, tuple(_runs_of(argument, runs_folder, left_out))) for argument in arguments], left_out
 
 
 def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[ComparedRun]:
@@ -206,9 +206,9 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
         raise NoRun(f"{argument} is neither a path, a run nor a tag of a run in {runs_folder}") from error
 
 
-def _by_key(found: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
+def _by_key(sides: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
     groups: dict[str, dict[Path, ComparedRun]] = {}
-    for run in sorted((run for side in found for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
+    for run in sorted((run for side in sides for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
         if not isinstance(value, (str, int, float, list)) or value == []:
             left_out.append(f"{run.folder}: has no {by}")

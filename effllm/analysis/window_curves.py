@@ -73,14 +73,14 @@ class Curve:
 
     def _fold(self) -> None:
         whole = (len(self._y) - 1) // _FOLDED * _FOLDED  # without the last point
-        x, y = (np.frombuffer(one)[:whole].reshape(-1, _FOLDED) for one in (self._x, self._y))
+        x, y = (np.frombuffer(values)[:whole].reshape(-1, _FOLDED) for values in (self._x, self._y))
         missing = np.isnan(y)
         least = np.where(missing, np.inf, y).argmin(axis=1)
         most = np.where(missing, -np.inf, y).argmax(axis=1)
         # A group without a value keeps one nan twice; a group with one value keeps this value and a neighbour.
         both = np.sort(np.stack([least, most], axis=1), axis=1)
-        folded = [np.take_along_axis(one, both, axis=1).ravel() for one in (x, y)]
-        rest = [one[whole:] for one in (self._x, self._y)]
+        folded = [np.take_along_axis(values, both, axis=1).ravel() for values in (x, y)]
+        rest = [values[whole:] for values in (self._x, self._y)]
         self._x, self._y = (array("d", kept.tobytes()) + end for kept, end in zip(folded, rest, strict=True))
 
 
@@ -138,12 +138,12 @@ class WindowCurves:
         Raises:
             OSError: a file cannot be read.
         """
-        found = JsonLines([path for path in segments(folder, "windows") if path.is_file()], CurveLine)
-        for line in found:
+        lines = JsonLines([path for path in segments(folder, "windows") if path.is_file()], CurveLine)
+        for line in lines:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.
             if not (line.correction or line.iteration_last < line.iteration_first):
                 self._add(line)
-        self.skipped = found.skipped
+        self.skipped = lines.skipped
 
     def _add(self, line: CurveLine) -> None:
         self.is_simulated |= line.simulated
