@@ -183,9 +183,9 @@ def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iter
     """Yield the foretold end of a job: remaining time, energy, CO2 and cost, each with its interval."""
 
     def shown(name: str, text: Callable[[float], str], unit: str = "") -> Iterator[str]:
-        if (one := forecast.get(name)) is not None:
-            ends = None if one.low is None or one.high is None else (text(one.low), text(one.high))
-            yield f"{text(one.value)}{unit}" + (f" ({ends[0]} to {ends[1]})" if ends else "")
+        if (figure := forecast.get(name)) is not None:
+            ends = None if figure.low is None or figure.high is None else (text(figure.low), text(figure.high))
+            yield f"{text(figure.value)}{unit}" + (f" ({ends[0]} to {ends[1]})" if ends else "")
 
     yield from (f"in {text}" for text in shown(REMAINING_S, duration))
     yield from shown(JOULES, lambda joules: readable(joules / J_PER_KWH), " kWh")
@@ -197,7 +197,7 @@ def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iter
 
 def _error(value: float, timing: float | None, sensor: float | None, has_both: bool) -> str:
     """Return the errors, or the larger one, in percent of a value."""
-    ratios = [abs((one or 0.0) / value) if value else 0.0 for one in (timing, sensor)]
+    ratios = [abs((error or 0.0) / value) if value else 0.0 for error in (timing, sensor)]
     if has_both:
         return f" {errors_text(*ratios)}".rstrip()
     return f" ±{percent(max(ratios))}" if any(ratios) else ""

@@ -56,8 +56,8 @@ def append_rows(
         size = os.fstat(file).st_size
         before = _before(file, size, path, columns)
         if without_known:
-            known = set(path.read_bytes().splitlines(keepends=True))
-            lines = [line for line in lines if line.encode("utf-8", errors="replace") not in known]
+            present = set(path.read_bytes().splitlines(keepends=True))
+            lines = [line for line in lines if line.encode("utf-8", errors="replace") not in present]
         regular_file.append(file, (before + "".join(lines)).encode("utf-8", errors="replace"))
     return len(lines)
 
@@ -85,9 +85,9 @@ def _before(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
     if not size:
         return _line(columns)
     first = os.pread(file, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
-    found = _columns(first)
-    if found != list(columns):
-        missing = [name for name in columns if name not in found]
+    names = _columns(first)
+    if names != list(columns):
+        missing = [name for name in columns if name not in names]
         other = f"without {missing[0]}" if missing else "in another order or with further columns"
         raise OtherColumns(f"{path} has other columns ({other})")
     return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"

@@ -72,10 +72,10 @@ class Journal:
             rows: each row becomes one line.
             constants: written as a field of a line if they differ from the previous constants in the file.
         """
-        known = _encoder.encode(constants) if constants is not None else b""
+        encoded = _encoder.encode(constants) if constants is not None else b""
         for row in rows:
             line = _encoder.encode(row) + b"\n"
-            self._waiting.append((line, known))
+            self._waiting.append((line, encoded))
             self._waiting_bytes += len(line)
         while self._waiting_bytes > self._max_waiting_bytes:
             self._waiting_bytes -= len(self._waiting.popleft()[0])
@@ -90,11 +90,11 @@ class Journal:
         while self._waiting:
             self._check_file()
             text, constants, lines = bytearray(), self._constants, 0
-            for line, known in self._waiting:
+            for line, encoded in self._waiting:
                 if lines and len(text) + len(line) > _AT_ONCE_BYTES:
                     break
-                text += line if known == constants else b'{"constants":%b,%b' % (known, line[1:])
-                constants = known
+                text += line if encoded == constants else b'{"constants":%b,%b' % (encoded, line[1:])
+                constants = encoded
                 lines += 1
             if self._append(bytes(text)):
                 self._constants = constants
@@ -220,7 +220,7 @@ def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
         return 0
     removed = 0
     old = [(path.lstat(), path) for stem in DETAIL for path in segments(folder, stem)[:-1]]
-    for about, path in sorted(old, key=lambda one: one[0].st_mtime_ns):
+    for about, path in sorted(old, key=lambda pair: pair[0].st_mtime_ns):
         path.unlink(missing_ok=True)
         removed += 1
         over_bytes -= about.st_size

@@ -40,7 +40,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         folder: the run folder, if there is one.
     """
     # The hours of a job without GPUs are no GPU-hours.
-    gpus = found if (found := summary.waterfall) is not None and found.unit == OF_GPUS else None
+    gpus = waterfall if (waterfall := summary.waterfall) is not None and waterfall.unit == OF_GPUS else None
     figures = {name: value_of(summary, name) for name in _FIGURES}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -53,7 +53,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
         "gpu_hours": None if gpus is None else gpus.device_seconds / 3600.0,
         "wasted_gpu_hours": None if gpus is None else gpus.avoidable_seconds / 3600.0,
         **{name: getattr(summary.energy, name) for name in _OF_ENERGY},
-        **{name: None if one is None else one.value for name, one in figures.items()},
+        **{name: None if figure is None else figure.value for name, figure in figures.items()},
     }
 
 

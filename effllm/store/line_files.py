@@ -55,23 +55,23 @@ class LineFiles:
 
     def before(self, position: Position, count: int) -> Lines:
         """Return the last lines that end before a position, oldest first: at most ``count``, and a mebibyte."""
-        found: Lines = []
+        lines: Lines = []
         for number in sorted(self._sizes, reverse=True):
-            if number > position.number or len(found) >= count:
+            if number > position.number or len(lines) >= count:
                 continue
             end = position.offset if number == position.number else self._sizes[number]
-            found = self._tail(number, min(end, self._sizes[number]), count - len(found)) + found
-        return found
+            lines = self._tail(number, min(end, self._sizes[number]), count - len(lines)) + lines
+        return lines
 
     def after(self, position: Position, count: int) -> Lines:
         """Return the lines that start at a position or later: at most ``count``, and a mebibyte per file."""
-        found: Lines = []
+        lines: Lines = []
         for number in sorted(self._sizes):
-            if number < position.number or len(found) >= count:
+            if number < position.number or len(lines) >= count:
                 continue
             begin = position.offset if number == position.number else 0
-            found += self._head(number, begin, count - len(found))
-        return found
+            lines += self._head(number, begin, count - len(lines))
+        return lines
 
     def share_of(self, position: Position) -> float:
         """Return the share of all bytes that are before a position."""

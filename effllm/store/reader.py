@@ -83,7 +83,7 @@ def _changed(record: Struct) -> dict[str, Any]:
 def _rounded_value(value: Any) -> Any:
     if isinstance(value, float):
         return _rounded(value)
-    return {key: _rounded_value(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {key: _rounded_value(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _short(row: Row) -> Row:
@@ -220,12 +220,12 @@ def segments(folder: Path, stem: str) -> list[Path]:
 
 def segments_by_number(folder: Path, stem: str) -> dict[int, Path]:
     """Return the files as `segments`, each with its number; the number of a single file ``<stem>.jsonl`` is 0."""
-    found = {
+    paths = {
         int(match[1] or 0): path
         for path in folder.glob(f"{stem}*")
         if (match := _SEGMENT.fullmatch(path.name[len(stem) :]))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def read_own(path: Path, kind: type[Row]) -> Row | None:

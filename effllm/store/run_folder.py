@@ -117,7 +117,7 @@ class RunFolder:
         own_files.make_folder(folder)
         self._folder = folder
         place = folder.resolve()
-        self._mount_point = next(one for one in (place, *place.parents) if one.is_mount())
+        self._mount_point = next(path for path in (place, *place.parents) if path.is_mount())
         self._warn = warn
         self._windows, self._ranks, self._events = self._journals = (
             Journal(folder, "windows", segment_bytes, max_waiting_bytes),
@@ -172,7 +172,7 @@ class RunFolder:
             left_out[NAME] = left_out.get(NAME, 0) + self._windows.left_out
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
         done = self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
-        facts = *facts_of(summary), *(("Open", one) for one in how_to_open(self._folder, self._tensorboard_dir))
+        facts = *facts_of(summary), *(("Open", line) for line in how_to_open(self._folder, self._tensorboard_dir))
         text = summary_text(summary, facts).encode(errors="replace")
         if not done and summary.is_over:
             self._remove_reserve()
@@ -203,7 +203,7 @@ class RunFolder:
 
     def write_recorded(self, recorded: Iterable[RecordedStacks]) -> None:
         """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
-        text = "".join(f"{msgspec.json.encode(one).decode()}\n" for one in recorded)
+        text = "".join(f"{msgspec.json.encode(stacks).decode()}\n" for stacks in recorded)
         with contextlib.suppress(OSError):  # a full disk is reported when a window is written
             self._require_disk()
             own_files.append_text(self._folder / STACKS_FILE, text, MAX_STACKS_BYTES // 2)

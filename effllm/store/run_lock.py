@@ -129,8 +129,8 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 def status_of(folder: Path) -> str:
     """Return the status of the run in a folder, from its summary; empty without a summary."""
-    found = read_own(folder / "summary.json", _Known)
-    return found.status if found is not None else ""
+    summary = read_own(folder / "summary.json", _Known)
+    return summary.status if summary is not None else ""
 
 
 def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:

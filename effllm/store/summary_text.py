@@ -113,11 +113,11 @@ def _lines(summary: Summary, facts: Iterable[tuple[str, str]]) -> Iterator[str]:
 def audit_texts(audit: Audit) -> Iterator[str]:
     """Yield the failed checks of a run, and the framework's own figures that differ from those of effllm."""
     yield from (one_line(f"IN DOUBT: {text}") for text in audit.doubts)
-    for one in audit.figures:
-        percent = 100 if one.name == MFU_RATIO else 1
-        framework, own = (readable(percent * value) + " %" * (percent > 1) for value in (one.framework, one.own))
-        label = FIGURES.get(one.name, one_line(one.name))
-        yield f"{label}: framework {framework}, effllm {own}, factor {readable(one.factor)}"
+    for figure in audit.figures:
+        percent = 100 if figure.name == MFU_RATIO else 1
+        framework, own = (readable(percent * value) + " %" * (percent > 1) for value in (figure.framework, figure.own))
+        label = FIGURES.get(figure.name, one_line(figure.name))
+        yield f"{label}: framework {framework}, effllm {own}, factor {readable(figure.factor)}"
 
 
 def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -181,7 +181,7 @@ def loss_text(summary: Summary, form: str = ".6g") -> str:
 
 def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
     """Return the costliest stragglers, each with the waiting time of the other ranks."""
-    named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
+    named = [f"rank {','.join(map(str, verdict.ranks))} ({duration(verdict.gpu_seconds)})" for verdict in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
     return f"GPU time of waiting ranks: {', '.join(named)}{more}"
 
@@ -268,12 +268,12 @@ def shown_metrics(values: Collection[str]) -> Iterator[tuple[str, Metric | None,
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
     """Yield a table of the values of instruments, only for the first names; summary.json has all names."""
     yield f"  {'instrument':<30}{'count':>9}{'mean':>9}{'p50':>9}{'p95':>9}{'most':>9}"
-    for name, one in islice(values.items(), MAX_SHOWN_NAMES):
-        numbers = (one.mean, one.percentiles.get("p50"), one.percentiles.get("p95"), one.most)
+    for name, spread in islice(values.items(), MAX_SHOWN_NAMES):
+        numbers = (spread.mean, spread.percentiles.get("p50"), spread.percentiles.get("p95"), spread.most)
         cells = "".join(f"{'' if number is None else f'{number:.4g}':>9}" for number in numbers)
-        yield f"  {textwrap.shorten(one_line(name), 29, placeholder='…'):<30}{one.count:>9,}{cells}".rstrip()
-        if one.not_finite:
-            yield "    not finite: " + ", ".join(f"{count:,} {kind}" for kind, count in one.not_finite.items())
+        yield f"  {textwrap.shorten(one_line(name), 29, placeholder='…'):<30}{spread.count:>9,}{cells}".rstrip()
+        if spread.not_finite:
+            yield "    not finite: " + ", ".join(f"{count:,} {kind}" for kind, count in spread.not_finite.items())
     if len(values) > MAX_SHOWN_NAMES:
         yield f"  {len(values) - MAX_SHOWN_NAMES} more names are in summary.json"
 

@@ -50,8 +50,8 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
     device = "GPU" if report.last.constants.gpus else "rank"
 
     def value(formula: metrics.Formula) -> float | None:
-        found = formula(report.last)
-        return found if found is not None and math.isfinite(found) else None
+        result = formula(report.last)
+        return result if result is not None and math.isfinite(result) else None
 
     def mark(formula: metrics.Formula) -> str:
         entry = metrics.METRICS[formula.__name__]
