@@ -193,7 +193,7 @@ class Children:
     def due_s(self) -> float:
         """Time of the next check of the children."""
         children = (self._aggregator, self._inspection, self.recording)
-        return min(one.due_s for one in children if one is not None)
+        return min(child.due_s for child in children if child is not None)
 
     def look(self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple) -> None:
         """Replace a dead aggregator, and read the result of a finished inspection or recording.

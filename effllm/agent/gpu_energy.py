@@ -83,7 +83,7 @@ class GpuEnergy:
             self._woken = -1
 
     def _open_all(self) -> list[Reader]:
-        found: dict[str, Reader] = {}
+        readers: dict[str, Reader] = {}
         device = self._device
         if self._device == "host":
             self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
@@ -100,17 +100,17 @@ class GpuEnergy:
             try:
                 reader = open_gpu(device, site)
             except DeviceUnavailable as error:
-                self.why_not = "" if found else str(error)
+                self.why_not = "" if readers else str(error)
                 break
-            if reader.device.key in found:  # with one visible GPU, every local rank opens this GPU
+            if reader.device.key in readers:  # with one visible GPU, every local rank opens this GPU
                 reader.close()
                 break
-            found[reader.device.key] = reader
+            readers[reader.device.key] = reader
             device = reader.device.kind
             self.is_simulated = reader.device.simulated
             if self.is_simulated:
                 break  # any number of simulated devices could be opened
-        return list(found.values())
+        return list(readers.values())
 
     def _take(self) -> None:
         for track in self._tracks:
@@ -118,9 +118,9 @@ class GpuEnergy:
 
     def _by_owner(self) -> dict[str, DeviceTrack]:
         """Return one track for each energy key; devices without energy are left out."""
-        known: dict[str, DeviceTrack] = {}
+        tracks: dict[str, DeviceTrack] = {}
         for track in self._tracks:
             device = track.sampler.device
             if device is not None and device.energy_method is not None:
-                known.setdefault(device.energy_key or device.key, track)
-        return known
+                tracks.setdefault(device.energy_key or device.key, track)
+        return tracks

@@ -108,7 +108,7 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
         if stack and change.ts > since_us[change.tid]:
             inside_us = (min(change.ts, end) - max(since_us[change.tid], start) for start, end in within_us)
             key = change.tid, tuple(stack)
-            spent_us[key] = spent_us.get(key, 0.0) + sum(max(one, 0.0) for one in inside_us)
+            spent_us[key] = spent_us.get(key, 0.0) + sum(max(us, 0.0) for us in inside_us)
         since_us[change.tid] = change.ts
         if change.ph == "B":
             stack.append(Frame(change.name, change.args.filename, change.args.line))
@@ -117,17 +117,17 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
     # The other threads begin in threading.py.
     mains = {tid for tid, frames in spent_us if not frames[0].function.endswith("_bootstrap")}
     wanted = {thread} if thread in stacks else mains
-    found: dict[tuple[Frame, ...], float] = {}
+    sums_us: dict[tuple[Frame, ...], float] = {}
     for (tid, frames), us in spent_us.items():
         if tid in wanted:
-            found[frames[-MAX_FRAMES:]] = found.get(frames[-MAX_FRAMES:], 0.0) + us
-    return {frames: count for frames, us in found.items() if (count := round(us * 1e-6 * RATE_HZ))}
+            sums_us[frames[-MAX_FRAMES:]] = sums_us.get(frames[-MAX_FRAMES:], 0.0) + us
+    return {frames: count for frames, us in sums_us.items() if (count := round(us * 1e-6 * RATE_HZ))}
 
 
 def has_frame(frames: Iterable[Frame], place: tuple[str, str]) -> bool:
     """Whether a stack has a frame of torch/utils/data: of the end of a file's name, and of a function or method."""
     file, function = f"torch/utils/data/{place[0]}", place[1]
-    return any(one.path.endswith(file) and one.function.rpartition(".")[2] == function for one in frames)
+    return any(frame.path.endswith(file) and frame.function.rpartition(".")[2] == function for frame in frames)
 
 
 def with_frame(stacks: Stacks, place: tuple[str, str]) -> Stacks:
@@ -139,7 +139,7 @@ def folder_of(stacks: Stacks) -> str:
     """Return the folder of the training script: of the outermost frame that is not a library's; "" if it is unknown."""
     scripts: Counter[str] = Counter()
     for frames, samples in stacks.items():
-        path = next((one.path for one in frames if one.path.startswith("/") and not is_library(one.path)), "")
+        path = next((frame.path for frame in frames if frame.path.startswith("/") and not is_library(frame.path)), "")
         scripts[os.path.normpath(path)] += samples if path else 0
     return str(Path(max(scripts, key=scripts.__getitem__)).parent) if scripts.total() else ""
 
@@ -161,8 +161,8 @@ class LongIterations(NamedTuple):
         spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
         is_long = long_ones([end - start for start, end in spans])
         during = [(span, is_one) for span, is_one in zip(spans, is_long, strict=True) if span[1] > 0]
-        found = [span for span, is_one in during if is_one]
-        return cls(found, len(found) / max(len(during) - len(found), 1))
+        long = [span for span, is_one in during if is_one]
+        return cls(long, len(long) / max(len(during) - len(long), 1))
 
 
 class LineNames:
@@ -192,21 +192,21 @@ class LineNames:
         )
 
     def _count(self, stacks: Stacks) -> Counter[tuple[str, str, str]]:
-        found: Counter[tuple[str, str, str]] = Counter()
+        counts: Counter[tuple[str, str, str]] = Counter()
         for frames, samples in stacks.items():
-            found[self._line(frames)] += samples
-        return found
+            counts[self._line(frames)] += samples
+        return counts
 
     def folded(self, stacks: Stacks) -> dict[str, int]:
         """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for frames, samples in stacks.items():
-            places = ";".join(f"{_clean(one.function)} ({self._file(one.path)}:{one.line})" for one in frames)
+            places = ";".join(f"{_clean(frame.function)} ({self._file(frame.path)}:{frame.line})" for frame in frames)
             if len(places) > MAX_STACK:
                 places = places[-MAX_STACK:].partition(";")[2]
-            found[f"{self._line(frames)[0]};{places}"] += samples
+            counts[f"{self._line(frames)[0]};{places}"] += samples
         kept, left = {}, MAX_STACKS_BYTES
-        for text, samples in found.most_common(MAX_STACKS):
+        for text, samples in counts.most_common(MAX_STACKS):
             left -= len(text.encode())
             if left >= 0:
                 kept[text] = samples
@@ -215,12 +215,12 @@ class LineNames:
     def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
         while len(frames) > 1 and _belongs_to_caller(frames[-1]):
             frames = frames[:-1]
-        users = [one for one in frames if not is_library(one.path)]
-        user = next((one for one in reversed(users) if not one.function.endswith(COMPREHENSIONS)), frames[-1])
+        users = [frame for frame in frames if not is_library(frame.path)]
+        user = next((frame for frame in reversed(users) if not frame.function.endswith(COMPREHENSIONS)), frames[-1])
         call = self._call(frames[-1])
-        names = [(self._file(one.path), _clean(one.function)) for one in frames]
-        kinds = [kind for one in (*names, (f"[{call}]", "")) if (kind := kind_of(*one))]
-        kind = next((one for one in WHOLE if one in kinds), (kinds or [OTHER])[-1])
+        names = [(self._file(frame.path), _clean(frame.function)) for frame in frames]
+        kinds = [kind for pair in (*names, (f"[{call}]", "")) if (kind := kind_of(*pair))]
+        kind = next((kind for kind in WHOLE if kind in kinds), (kinds or [OTHER])[-1])
         if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
             kind = COMPUTE
         function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
@@ -234,8 +234,8 @@ class LineNames:
         """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
         place = frame.path, frame.line
         if place not in self._calls:
-            found = _CALL.findall(_text_of_line(*place))
-            self._calls[place] = found[0] if len(found) == 1 and kind_of(f"[{found[0]}]") else ""
+            calls = _CALL.findall(_text_of_line(*place))
+            self._calls[place] = calls[0] if len(calls) == 1 and kind_of(f"[{calls[0]}]") else ""
         return self._calls[place]
 
     def _file(self, path: str) -> str:
@@ -258,10 +258,10 @@ def _belongs_to_caller(frame: Frame) -> bool:
 def kind_of(file: str, function: str = "") -> str:
     """Return what a library's function does, by frames.toml; "" if it has no row."""
     if file.startswith("["):
-        rows = (one for one in _rows() if one.file[:1] == "[" and file[1:-1] in one.file[1:-1].split("|"))
+        rows = (row for row in _rows() if row.file[:1] == "[" and file[1:-1] in row.file[1:-1].split("|"))
     else:
-        rows = (one for one in _rows() if file.startswith(one.file) and re.fullmatch(one.function, function))
-    return next((one.kind for one in rows), "")
+        rows = (row for row in _rows() if file.startswith(row.file) and re.fullmatch(row.function, function))
+    return next((row.kind for row in rows), "")
 
 
 def is_library(path: str) -> bool:
@@ -272,7 +272,7 @@ def _of_library(path: str) -> str | None:
     """Return the name of a library's file without the folder of libraries; ``None`` for the user's own file."""
     if (packages := _LIBRARIES.match(path)) is not None:
         return path[packages.end() :]
-    folder = next((one for one in (*_STANDARD, str(Path(_OWN).parent)) if path.startswith(f"{one}/")), None)
+    folder = next((root for root in (*_STANDARD, str(Path(_OWN).parent)) if path.startswith(f"{root}/")), None)
     is_own = folder is not None and (folder in _STANDARD or path.startswith(f"{_OWN}/"))
     return path[len(folder) + 1 :] if folder is not None and is_own else None
 

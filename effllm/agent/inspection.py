@@ -183,13 +183,13 @@ def request_dump(rank: int, environ: Mapping[str, str]) -> bool:
 
 def newest_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
     """Return the newest dump since ``since_time_s`` that our user owns."""
-    found = []
+    dumps = []
     for path in paths:
         with suppress(OSError):
             about = path.lstat()
             if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_mtime >= since_time_s:
-                found.append((about.st_mtime, path))
-    return max(found)[1] if found else None
+                dumps.append((about.st_mtime, path))
+    return max(dumps)[1] if dumps else None
 
 
 def wait_for_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:

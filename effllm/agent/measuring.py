@@ -143,15 +143,15 @@ class Measuring:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S
         series = self.devices.series
-        if not any(max(one.num_kept, len(one.energy.readings)) > FOLD_FROM for one in series):
+        if not any(max(samples.num_kept, len(samples.energy.readings)) > FOLD_FROM for samples in series):
             return
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())
         edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
-        for one in series:
-            one.compact(edges_ns, until_ns)
+        for samples in series:
+            samples.compact(edges_ns, until_ns)
 
     def is_end_settled(self) -> bool:
         """Request the samples at the trainer's end; return whether all samples have been read."""
@@ -183,7 +183,7 @@ class Measuring:
         self.devices.take_samples()
         series = self.devices.series
         if series and series[0].newest_ns:
-            origin_ns = max(one.oldest_ns for one in series)  # the first time at which all devices have samples
+            origin_ns = max(samples.oldest_ns for samples in series)  # the first time at which all devices have samples
         slots = self._trainer.ring.read()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._trainer.ring.state()
@@ -257,20 +257,20 @@ class RankMemory:
     def take_events(self, time_s: float) -> Iterator[Event]:
         """Yield the events since the last call."""
         warned, self._warned = self._warned, []
-        for one in warned:
-            yield Event(time_s, one.kind, one.text)
+        for warning in warned:
+            yield Event(time_s, warning.kind, warning.text)
 
     def take(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
         """Return the memory and the values of the windows up to a window, for the report."""
         taken = sorted(number for number in self._values if is_last or number <= window)
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for number in taken:
             for name, value in self._values.pop(number).items():
                 is_count = name in ("allocator/retries", "allocator/out_of_memory")
-                found[name] = found.get(name, 0.0) + value if is_count else max(found.get(name, 0.0), value)
-        sizes = [found.pop(f"allocator/{name}", None) for name in Allocator.__struct_fields__]
+                values[name] = values.get(name, 0.0) + value if is_count else max(values.get(name, 0.0), value)
+        sizes = [values.pop(f"allocator/{name}", None) for name in Allocator.__struct_fields__]
         allocator = Allocator(*(size for size in sizes if size is not None)) if None not in sizes else None
-        return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in found.items()}
+        return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
     def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""
@@ -291,7 +291,7 @@ class RankMemory:
 
     def _capacity(self, series: Iterable[Series]) -> float | None:
         """Return the bytes of the device that torch's allocator can have; ``None`` if the device is not read."""
-        gpu = next((one for one in series if one.device.is_gpu and not one.device.shared), None)
+        gpu = next((samples for samples in series if samples.device.is_gpu and not samples.device.shared), None)
         last = self._watch.last
         if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
             return None
@@ -369,18 +369,18 @@ class InstrumentValues:
         taken = sorted(number for number in self._windows if is_last or number <= window)
         parts = [self._windows.pop(number) for number in taken]
         values = merged_by_name(
-            {names[index]: one.statistics() for index, one in part.items() if index < len(names)} for part in parts
+            {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in parts
         )
         if self._notices is None and not values.keys() <= FIGURES.keys():  # percentiles of these figures are not shown
             self._notices = [_NO_DIGEST] if digest_type() is None else []
-        for name, one in values.items():
-            if one.centroids:
-                self._run[name] = merged([self._run[name], one]) if name in self._run else one
+        for name, value in values.items():
+            if value.centroids:
+                self._run[name] = merged([self._run[name], value]) if name in self._run else value
         if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
             self._published_s = now_s
-            known = {name: [one.count, *percentiles(one.centroids).values()] for name, one in self._run.items()}
-            while known and not self._publish(known):  # no room: the first half or quarter of the names
-                known = dict(islice(known.items(), len(known) // 2))
+            rows = {name: [value.count, *percentiles(value.centroids).values()] for name, value in self._run.items()}
+            while rows and not self._publish(rows):  # no room: the first half or quarter of the names
+                rows = dict(islice(rows.items(), len(rows) // 2))
         return values
 
     def take_notice(self) -> str:

@@ -139,8 +139,8 @@ def py_spy_error(messages: bytes, scope: Path = Path("/proc/sys/kernel/yama/ptra
 
 def private_bytes(pid: int) -> float | None:
     """Return the private memory of a process: without files and libraries; ``None`` if it has ended."""
-    found = _PRIVATE.search(content(f"/proc/{pid}/status"))
-    return None if found is None else float(found[1]) * 1024
+    match = _PRIVATE.search(content(f"/proc/{pid}/status"))
+    return None if match is None else float(match[1]) * 1024
 
 
 def available_bytes(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -148,17 +148,17 @@ def available_bytes(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/
 
     The pages of files in a cgroup (version 2) count as available, because the kernel can drop them.
     """
-    found = []
-    if (known := _AVAILABLE.search(content(proc / "meminfo"))) is not None:
-        found.append(float(known[1]) * 1024)
+    available = []
+    if (match := _AVAILABLE.search(content(proc / "meminfo"))) is not None:
+        available.append(float(match[1]) * 1024)
     path = _GROUP.search(content(proc / str(pid) / "cgroup"))
     group = groups / path[1].lstrip("/") if path is not None else groups
     while group.is_relative_to(groups):
         limit, current = content(group / "memory.max").strip(), content(group / "memory.current").strip()
         if limit.isdigit() and current.isdigit():  # "max" without a limit
             files = sum(int(size) for size in _FILES.findall(content(group / "memory.stat")))
-            found.append(float(int(limit) - int(current) + files))
+            available.append(float(int(limit) - int(current) + files))
         if group == groups:
             break
         group = group.parent
-    return min(found, default=None)
+    return min(available, default=None)

@@ -78,7 +78,7 @@ class RankDevices:
             self._used = used
             self._stop(self._candidates)
             series = [track.series for track in self._tracks]
-            self._candidates = self._new_tracks([one.device.key if one is not None else "" for one in series])
+            self._candidates = self._new_tracks([old.device.key if old is not None else "" for old in series])
             for track in self._candidates:
                 track.sampler.start()
 
@@ -101,13 +101,13 @@ class RankDevices:
         """Replace the tracks by those of other GPUs as soon as these are open; return whether a track has changed."""
         if not self._candidates or any(track.sampler.is_opening for track in self._candidates):
             return False
-        found = [
+        tracks = [
             old if old is not None and new.sampler.unavailable == ALREADY_OPEN else new
             for old, new in zip_longest(self._tracks[: len(self._candidates)], self._candidates)
         ]
-        before, self._tracks, self._candidates = self._tracks, found, []
-        self._stop([track for track in before if track not in found])
-        return found != before
+        before, self._tracks, self._candidates = self._tracks, tracks, []
+        self._stop([track for track in before if track not in tracks])
+        return tracks != before
 
     @property
     def _all(self) -> list[DeviceTrack]:
@@ -121,14 +121,14 @@ class RankDevices:
     def has_all_gpus(self) -> bool:
         """Whether all GPUs of the rank are open, and none of them is simulated."""
         devices = [series.device for series in self.series]
-        return sum(one.is_gpu and not one.simulated for one in devices) >= len(self._tracks)
+        return sum(device.is_gpu and not device.simulated for device in devices) >= len(self._tracks)
 
     @property
     def torch_indices(self) -> dict[str, int]:
         """Key of each open GPU -> its index in torch, which counts the visible GPUs from 0."""
         indices = _visible_gpus(self._trainer.facts) or [_torch_index(self._trainer)]
         devices = [track.series.device if track.series is not None else None for track in self._tracks]
-        return {one.key: n for one, n in zip(devices, indices, strict=False) if one is not None and one.is_gpu}
+        return {device.key: n for device, n in zip(devices, indices, strict=False) if device and device.is_gpu}
 
     @property
     def unavailable(self) -> list[str]:
@@ -187,7 +187,7 @@ class RankDevices:
         gpus = _visible_gpus(self._trainer.facts)
         at: list[int | None] = [*gpus] or [None]
         first, *others = zip(at, [*open_keys, "", *("" for _ in gpus)], strict=False)
-        openers = [partial(self._open, *first), *(partial(self._open_other, *one) for one in others)]
+        openers = [partial(self._open, *first), *(partial(self._open_other, *other) for other in others)]
         return list(map(self._track, openers))
 
     def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
@@ -258,7 +258,7 @@ def _torch_index(trainer: Trainer) -> int:
     if facts.cuda_index is not None:
         return facts.cuda_index
     lists = [facts.visible_devices, facts.hip_visible_devices, facts.rocr_visible_devices]
-    return 0 if any(one is not None and "," not in one for one in lists) else trainer.place.local_rank
+    return 0 if any(text is not None and "," not in text for text in lists) else trainer.place.local_rank
 
 
 def _visible_gpus(facts: RankFacts) -> list[int]:

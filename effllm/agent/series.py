@@ -182,7 +182,7 @@ class Series:
         """
         self._since_ns = self._since_ns or start_ns
         # A reading may have begun in the window before.
-        self._outside = [one for one in self._outside if one[1] > start_ns - self._max_gap_ns]
+        self._outside = [span for span in self._outside if span[1] > start_ns - self._max_gap_ns]
         self._outside = union([*self._outside, *outside])
         sums = self._sums(start_ns, end_ns, self._outside)
         # A device that is read less often than windows end: what followed its last reading is in the next window.
@@ -190,10 +190,10 @@ class Series:
             late = self._sums(from_ns, to_ns, self._outside)
             sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
         self._until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
-        found = self._with_energy(sums, start_ns, end_ns, phases)
-        active = (one for one in reversed(self._samples) if one.time_ns <= end_ns and ACTIVITY in one.gauges)
-        self._active = next(active, self._active)
-        return found
+        window = self._with_energy(sums, start_ns, end_ns, phases)
+        last = (sample for sample in reversed(self._samples) if sample.time_ns <= end_ns and ACTIVITY in sample.gauges)
+        self._active = next(last, self._active)
+        return window
 
     def span(self, start_ns: int, end_ns: int) -> DeviceWindow:
         """Return the readings in a period of which the windows of the loop are independent."""

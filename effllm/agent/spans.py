@@ -48,8 +48,8 @@ class Spans:
     @property
     def moments_ns(self) -> list[int]:
         """Times at which a later answer may begin or end."""
-        known = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
-        return [*known, *self._chains.values()]
+        moments = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
+        return [*moments, *self._chains.values()]
 
     def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
         """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
@@ -65,8 +65,8 @@ class Spans:
                 self._chains[request.what] = request.end_ns
             self._pending.popleft()
         held_ns = min(self.moments_ns, default=None)
-        for one in devices.series:  # they keep the samples that a later answer may need
-            one.held_ns = held_ns
+        for series in devices.series:  # they keep the samples that a later answer may need
+            series.held_ns = held_ns
 
     def _answer(self, request: Slot, devices: RankDevices) -> None:
         self._write_devices(devices)
@@ -101,8 +101,8 @@ class Spans:
         )
 
     def _write_devices(self, devices: RankDevices) -> None:
-        known = {one.device.key: one.device for one in devices.series}
-        self._devices += [key for key in known if key not in self._devices]
+        by_key = {series.device.key: series.device for series in devices.series}
+        self._devices += [key for key in by_key if key not in self._devices]
         facts = [
             {
                 "name": device.name,
@@ -113,7 +113,7 @@ class Spans:
                 "energy_method": device.energy_method,
                 "not_measured": device.not_measured,
             }
-            if (device := known.get(key)) is not None
+            if (device := by_key.get(key)) is not None
             else {}
             for key in self._devices
         ]

@@ -147,7 +147,7 @@ class StackRecording:
     def _end(self, now_s: float, iterations_ns: Callable[[], Iterable[tuple[int, int]]]) -> HostSamples | None:
         assert self._process is not None
         code, is_late = self._process.poll(), now_s > self._limit_s
-        recording, messages = (os.pread(one.fileno(), MAX_BYTES, 0) for one in self._files)
+        recording, messages = (os.pread(file.fileno(), MAX_BYTES, 0) for file in self._files)
         self._kill()
         if is_late:
             return self._failed(f"py-spy took more than {LIMIT_S:.0f} s")
@@ -158,7 +158,7 @@ class StackRecording:
             stacks = stacks_of(recording, 0 if is_worker else self._trainer.facts.thread_id)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None  # the process has ended
-        torn = int(found[1]) if (found := _ERRORS.search(messages)) is not None else 0
+        torn = int(errors[1]) if (errors := _ERRORS.search(messages)) is not None else 0
         if is_worker:
             return self._samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), torn)
         self._folder = folder_of(stacks) or self._folder
@@ -211,10 +211,10 @@ class StackRecording:
 
 def _worker_of(pid: int) -> int:
     """Return the pid of the DataLoader worker with the most work; 0 without a worker."""
-    found: dict[int, float] = {}
+    cpu_s: dict[int, float] = {}
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):  # a fork server may be the parent
             with suppress(psutil.Error):
                 if child.name() == WORKER_NAME:
-                    found[child.pid] = sum(child.cpu_times()[:2])
-    return max(found, key=found.__getitem__, default=0)
+                    cpu_s[child.pid] = sum(child.cpu_times()[:2])
+    return max(cpu_s, key=cpu_s.__getitem__, default=0)

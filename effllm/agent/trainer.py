@@ -50,11 +50,11 @@ class Trainer:
 
     def take_address(self) -> FoundAddress:
         """Return a new result of the address search, or an empty record."""
-        found = self.ring.address() or FoundAddress()
-        if found.endpoint:
-            self._address = found
+        address = self.ring.address() or FoundAddress()
+        if address.endpoint:
+            self._address = address
             self.facts = self._with_address(self.facts)
-        return found
+        return address
 
     def take_facts(self) -> tuple[str, ...] | None:
         """Read the facts; return the new warnings of the trainer, or ``None`` if the facts have not changed."""
@@ -66,5 +66,5 @@ class Trainer:
         return facts.warnings[num_known:]
 
     def _with_address(self, facts: RankFacts) -> RankFacts:
-        found = self._address
-        return replace(facts, endpoint=found.endpoint, job=found.job) if found.endpoint else facts
+        address = self._address
+        return replace(facts, endpoint=address.endpoint, job=address.job) if address.endpoint else facts

@@ -120,10 +120,10 @@ def _without_falls(slot: ring.Slot, before: ring.Slot) -> ring.Slot:
     a negative number would be rejected with its frame.
     """
     totals = (slot.step_ns, slot.wait_ns, slot.generation_ns, *slot.phases_ns, *slot.counts)
-    known = (before.step_ns, before.wait_ns, before.generation_ns, *before.phases_ns, *before.counts)
-    if not any(map(lt, totals, known)):
+    old_totals = (before.step_ns, before.wait_ns, before.generation_ns, *before.phases_ns, *before.counts)
+    if not any(map(lt, totals, old_totals)):
         return slot
-    step_ns, wait_ns, generation_ns, *others = map(max, totals, known)
+    step_ns, wait_ns, generation_ns, *others = map(max, totals, old_totals)
     phases_ns, counts = others[: len(slot.phases_ns)], others[len(slot.phases_ns) :]
     return slot._replace(
         step_ns=step_ns, wait_ns=wait_ns, generation_ns=generation_ns, phases_ns=tuple(phases_ns), counts=tuple(counts)
@@ -213,9 +213,9 @@ class WindowCutter:
     @property
     def moments_ns(self) -> list[int]:
         """Past times at which a part of a later report may begin or end."""
-        known = [self._start_ns, self._first_start_ns, *self.edges_ns]
-        known += [self._newest.end_ns] if self._newest else []
-        return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
+        moments = [self._start_ns, self._first_start_ns, *self.edges_ns]
+        moments += [self._newest.end_ns] if self._newest else []
+        return moments + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
 
     def window_of(self, ordinal: int) -> int:
         return -(-(ordinal + self._offset) // self._log_interval)
@@ -302,8 +302,8 @@ class WindowCutter:
         if report.reset:
             self._reset_at = 0
         self._start_ns, self._first, self._totals, self._overrun_before = end_ns, last + 1, totals, overrun
-        for one in series:
-            one.forget_before(end_ns)
+        for samples in series:
+            samples.forget_before(end_ns)
         return report
 
     def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
@@ -330,12 +330,12 @@ class WindowCutter:
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         if len(self._durations_s) > 1:
-            for one in series:
-                one.energy.aliasing.set_durations(tuple(self._durations_s))
-        devices = tuple(self._device(one, end_ns, inside, phases_s) for one in series)
+            for samples in series:
+                samples.energy.aliasing.set_durations(tuple(self._durations_s))
+        devices = tuple(self._device(samples, end_ns, inside, phases_s) for samples in series)
         errors = [
-            one.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0)
-            for one, device in zip(series, devices, strict=True)
+            samples.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0)
+            for samples, device in zip(series, devices, strict=True)
         ]
         return devices, max((error for error in errors if error is not None), default=None)
 
