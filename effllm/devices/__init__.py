@@ -132,7 +132,7 @@ def open_gpu(name: str, site: Site) -> Reader:
             return open_device(gpu, site)
         except DeviceUnavailable as error:
             errors[gpu] = error
-    raise next((one for gpu, one in errors.items() if one.driver_works or _has_driver(gpu)), errors["nvml"])
+    raise next((error for gpu, error in errors.items() if error.driver_works or _has_driver(gpu)), errors["nvml"])
 
 
 def _has_driver(gpu: str) -> bool:

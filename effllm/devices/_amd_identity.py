@@ -56,10 +56,10 @@ def _without_ascii(plain: str) -> str:
 
 
 def _bus_of(text: str) -> tuple[int, int, int, int] | None:
-    found = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+):([0-9a-f]+)\.([0-9a-f]+)", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+):([0-9a-f]+)\.([0-9a-f]+)", text.strip().lower())
+    if match is None:
         return None
-    domain, bus, device, function = (int(part, 16) for part in found.groups())
+    domain, bus, device, function = (int(part, 16) for part in match.groups())
     return domain, bus, device, function
 
 
@@ -85,17 +85,17 @@ def list_processors(smi: Any) -> list[Processor]:
     HIP's order is the order of the driver's KFD nodes, not of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
     ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used; on most machines it is the same order.
     """
-    found = []
+    processors = []
     for handle in smi.amdsmi_get_processor_handles():
         with contextlib.suppress(*errors_of(smi)):  # GPUs that are hidden from this container, or lost
-            found.append(_identify(smi, handle))
-    found.sort(key=lambda one: one.bus)
+            processors.append(_identify(smi, handle))
+    processors.sort(key=lambda processor: processor.bus)
     for call, field in (("amdsmi_get_gpu_enumeration_info", "hip_id"), ("amdsmi_get_gpu_kfd_info", "node_id")):
-        answers = [number(ask(smi, call, one.handle).get(field), (32,)) for one in found]
+        answers = [number(ask(smi, call, processor.handle).get(field), (32,)) for processor in processors]
         places = [place for place in answers if place is not None]
-        if len(places) == len(found):
-            return [one for _, one in sorted(zip(places, found, strict=True), key=itemgetter(0))]
-    return found
+        if len(places) == len(processors):
+            return [processor for _, processor in sorted(zip(places, processors, strict=True), key=itemgetter(0))]
+    return processors
 
 
 def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
@@ -110,7 +110,7 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
     for entry in entries:
         if entry.isdecimal() and int(entry) < len(processors):
             shown.append(processors[int(entry)])
-        elif named := [one for one in processors if _plain(entry) in one.names]:
+        elif named := [processor for processor in processors if _plain(entry) in processor.names]:
             shown.append(named[0])
         else:
             break
@@ -142,8 +142,8 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
     bus = _bus_of(site.cuda_pci_bus_id)
     names = {_plain(site.cuda_uuid), _without_ascii(_plain(site.cuda_uuid))}
     for matching in (
-        [one for one in processors if bus is not None and one.bus[:3] == bus[:3]],
-        [one for one in processors if one.names & names],
+        [processor for processor in processors if bus is not None and processor.bus[:3] == bus[:3]],
+        [processor for processor in processors if processor.names & names],
     ):
         if matching:
             return matching[0]
@@ -156,7 +156,7 @@ def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
 
     The partitions of a GPU share sensors, and their bus ids differ only in the function number.
     """
-    return min((one for one in processors if one.bus[:3] == processor.bus[:3]), key=lambda one: one.bus)
+    return min((part for part in processors if part.bus[:3] == processor.bus[:3]), key=lambda part: part.bus)
 
 
 def is_second_die(smi: Any, processor: Processor) -> bool:
@@ -178,11 +178,11 @@ def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> P
     (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  If no bandwidth is reported, the preceding die on the PCI bus is used,
     as on the machines of ml-energy/zeus#203.
     """
-    others = [one for one in processors if one.is_half and one.bus != second.bus]
+    others = [die for die in processors if die.is_half and die.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"
-    widths = [number(ask(smi, call, second.handle, one.handle).get("max_bandwidth")) for one in others]
+    widths = [number(ask(smi, call, second.handle, die.handle).get("max_bandwidth")) for die in others]
     if any(widths):
-        joined = [one for one, width in zip(others, widths, strict=True) if (width or 0) >= _FOUR_LINKS_MB_PER_S]
+        joined = [die for die, width in zip(others, widths, strict=True) if (width or 0) >= _FOUR_LINKS_MB_PER_S]
     else:
-        joined = sorted((one for one in others if one.bus < second.bus), key=lambda one: one.bus)[-1:]
+        joined = sorted((die for die in others if die.bus < second.bus), key=lambda die: die.bus)[-1:]
     return joined[0] if joined and not is_second_die(smi, joined[0]) else None

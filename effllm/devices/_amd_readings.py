@@ -206,5 +206,5 @@ def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
     metrics = ask(smi, "amdsmi_get_gpu_metrics_info", handle)
     residencies = {reason: number(metrics.get(field), (64,)) for reason, field in _RESIDENCIES.items()}
     status = metrics.get("indep_throttle_status")
-    known = {reason: time for reason, time in residencies.items() if time is not None}
-    return known, status if isinstance(status, bool) else None
+    times = {reason: time for reason, time in residencies.items() if time is not None}
+    return times, status if isinstance(status, bool) else None

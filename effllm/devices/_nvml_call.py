@@ -33,9 +33,9 @@ def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
         return lambda: int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
-def repoint(handle: Any, found: Any) -> None:
-    """Overwrite a handle in place, so that every call prepared with the handle uses the found device."""
-    ctypes.memmove(ctypes.byref(handle), ctypes.byref(found), ctypes.sizeof(handle))
+def repoint(handle: Any, device: Any) -> None:
+    """Overwrite a handle in place, so that every call prepared with the handle uses this device."""
+    ctypes.memmove(ctypes.byref(handle), ctypes.byref(device), ctypes.sizeof(handle))
 
 
 def why(code: int, number: int) -> str:

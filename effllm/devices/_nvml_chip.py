@@ -111,9 +111,9 @@ def power_profiles(gpu: Any) -> str | None:
     """Return the enforced workload power profiles, such as "MAX_Q, TRAINING"; ``None`` if NVML does not report them."""
     # AttributeError: an nvidia-ml-py without this structure.
     with suppress(pynvml.NVMLError, AttributeError):
-        found = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
-        pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(gpu, ctypes.byref(found))
-        words = found.enforcedProfilesMask.mask
+        profiles = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
+        pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(gpu, ctypes.byref(profiles))
+        words = profiles.enforcedProfilesMask.mask
         enforced = [bit for bit in range(32 * len(words)) if words[bit // 32] >> bit % 32 & 1]
         return ", ".join(_PROFILES.get(bit, str(bit)) for bit in enforced)[:MAX_LETTERS] or "none"
     return None

@@ -61,14 +61,14 @@ def _uuids_in_bus_order(site: Site) -> list[str]:
     for name in _given_slices(site):
         with suppress(pynvml.NVMLError):  # a container may not read the GPU of its slice
             parents.add(text_of(pynvml.nvmlDeviceGetUUID(gpu_of(pynvml.nvmlDeviceGetHandleByUUID(name)))))
-    found = []
+    gpus = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         # GPUs that are broken or hidden by the container are skipped, as in CUDA.
         with suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             pci = pynvml.nvmlDeviceGetPciInfo(handle)
-            found.append(((pci.domain, pci.bus, pci.device), text_of(pynvml.nvmlDeviceGetUUID(handle))))
-    return [uuid for _, uuid in sorted(found) if uuid in parents or not parents]
+            gpus.append(((pci.domain, pci.bus, pci.device), text_of(pynvml.nvmlDeviceGetUUID(handle))))
+    return [uuid for _, uuid in sorted(gpus) if uuid in parents or not parents]
 
 
 def find(site: Site) -> Any:
@@ -78,14 +78,14 @@ def find(site: Site) -> Any:
     """
     # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
-        found = _find_by_torch(site)
+        handle = _find_by_torch(site)
     else:
         uuid = choose_uuid(site, _uuids_in_bus_order(site))
         try:
-            found = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
             raise DeviceUnavailable(f"CUDA_VISIBLE_DEVICES names {uuid}, and NVML lists no such device here") from error
-    return _first_slice(found, site) if _is_divided(found, site) else found
+    return _first_slice(handle, site) if _is_divided(handle, site) else handle
 
 
 def _is_divided(handle: Any, site: Site) -> bool:
@@ -113,7 +113,7 @@ def _first_slice(gpu: Any, site: Site) -> Any:
     for name in given if not slices else ():
         with suppress(pynvml.NVMLError):
             slices[name] = pynvml.nvmlDeviceGetHandleByUUID(name)
-    uuid = next((one for one in slices if one in given), next(iter(slices), None))
+    uuid = next((uuid for uuid in slices if uuid in given), next(iter(slices), None))
     if uuid is None:
         raise DeviceUnavailable(
             f"{_named(gpu)} is in MIG mode, or may not be read, and no slice is visible: set "
@@ -202,7 +202,7 @@ def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
     most, total_bytes = _capacity(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
     slices = _slices(gpu, most) | {own: handle}
-    shapes = {uuid: _shape(one) for uuid, one in slices.items()}
+    shapes = {uuid: _shape(part) for uuid, part in slices.items()}
     counts = {uuid: count for uuid, (count, _, _) in shapes.items()}
     if not all(counts.values()):
         return 1, len(slices), "number of slices"
@@ -223,12 +223,12 @@ def _capacity(gpu: Any) -> tuple[int, int]:
 
 
 def _slices(gpu: Any, most: int) -> dict[str, Any]:
-    found = {}
+    slices = {}
     for index in range(most):
         with suppress(pynvml.NVMLError):  # no slice has this index
-            one = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
-            found[text_of(pynvml.nvmlDeviceGetUUID(one))] = one
-    return found
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+            slices[text_of(pynvml.nvmlDeviceGetUUID(handle))] = handle
+    return slices
 
 
 def _shape(handle: Any) -> tuple[int, int | None, int]:

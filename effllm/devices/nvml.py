@@ -177,13 +177,13 @@ class NvmlReader:
         self._shut_down()
         try:
             pynvml.nvmlInit()
-            found = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
-            gpu = gpu_of(found) if self._slice else found
+            handle = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
+            gpu = gpu_of(handle) if self._slice else handle
         except pynvml.NVMLError:
             self._shut_down()  # the old handle is invalid after nvmlShutdown: no call may use it
             return False  # the caller reports the failures of the reading
         # The quantities found at the first opening are kept, because a restarting driver first rejects many calls.
-        repoint(self._handle, found)
+        repoint(self._handle, handle)
         repoint(self._gpu, gpu)
         self._watch.open()
         if self._gpm:
@@ -213,11 +213,11 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> N
     except (pynvml.NVMLError, DeviceUnavailable) as error:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-        found = error
-        if not isinstance(found, DeviceUnavailable):
-            found = DeviceUnavailable(f"NVML finds no readable GPU for local rank {site.local_rank}: {error}")
-        found.driver_works = True
-        raise found from error
+        failure = error
+        if not isinstance(failure, DeviceUnavailable):
+            failure = DeviceUnavailable(f"NVML finds no readable GPU for local rank {site.local_rank}: {error}")
+        failure.driver_works = True
+        raise failure from error
 
 
 class Gpm:

@@ -142,7 +142,7 @@ def similar_gpus(name: str) -> list[str]:
     """Return short names near to a name."""
     short = {" ".join(sorted(_typed_words(row.names[0]))): row.names[0] for row in ROWS}
     near = difflib.get_close_matches(" ".join(sorted(_typed_words(name))), short, 4, 0.3)
-    return [short[one] for one in near]
+    return [short[words] for words in near]
 
 
 def usable_bytes(row: Hardware) -> float:

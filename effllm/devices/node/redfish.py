@@ -249,14 +249,14 @@ def find_source(service: Service, path: str) -> tuple[Source, str]:
         if not links:
             raise ValueError(f"{path} is neither the root of the service nor one of its chassis")
     every = [(link, chassis) for link in links if (chassis := service.get(link)) is not None]
-    top = [one for one in every if is_named or not _path(_object(one[1].get("Links")), "ContainedBy")] or every
+    top = [pair for pair in every if is_named or not _path(_object(pair[1].get("Links")), "ContainedBy")] or every
     why_not: list[str] = []
-    found = [(*one, source) for one in top if (source := _best_source(service, one[1], why_not)) is not None]
-    if not found:
+    sources = [(*pair, source) for pair in top if (source := _best_source(service, pair[1], why_not)) is not None]
+    if not sources:
         raise ValueError("; ".join(["the service shows no power of a whole chassis", *why_not]))
-    link, chassis, source = found[0]
-    if len(found) > 1:
-        raise ValueError(f"the service shows the power of {len(found)} chassis: name one in the URL, such as {link}")
+    link, chassis, source = sources[0]
+    if len(sources) > 1:
+        raise ValueError(f"the service shows the power of {len(sources)} chassis: name one in the URL, such as {link}")
     names = (chassis.get("Manufacturer"), chassis.get("Model"))
     return source, " ".join(name for name in names if isinstance(name, str))
 
@@ -309,9 +309,9 @@ def _environment_w(service: Service, path: str) -> float:
 def _control_w(service: Service, path: str) -> float:
     """Return the largest power: some services list the chassis and also its parts, such as CPUs and memory."""
     controls = _objects((service.get(path) or {}).get("PowerControl"))
-    whole = [one for one in controls if one.get("PhysicalContext") == "Chassis"] or controls
-    known = [watts for one in whole if (watts := _watts(one.get("PowerConsumedWatts"))) is not None]
-    return _drawn(max(known, default=None))
+    whole = [control for control in controls if control.get("PhysicalContext") == "Chassis"] or controls
+    powers_w = [watts for control in whole if (watts := _watts(control.get("PowerConsumedWatts"))) is not None]
+    return _drawn(max(powers_w, default=None))
 
 
 def _watts(value: Any) -> float | None:
@@ -331,7 +331,7 @@ def _drawn(watts: float | None) -> float:
 def _members(service: Service, path: str) -> list[str]:
     """Return the paths of the members of a collection."""
     members = _objects((service.get(path) or {}).get("Members"))
-    return [one["@odata.id"] for one in members if isinstance(one.get("@odata.id"), str)]
+    return [member["@odata.id"] for member in members if isinstance(member.get("@odata.id"), str)]
 
 
 def _path(document: Document, name: str) -> str:
@@ -345,7 +345,7 @@ def _object(value: Any) -> Document:
 
 
 def _objects(value: Any) -> list[Document]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def open_reader(host: str, url: str, credentials_file: Path | None = None, limit_s: float = LIMIT_S) -> NodeReader:
