@@ -199,5 +199,5 @@ class CounterSteps:
         self._is_doubt_reported = False
 
 
-def _nearer(one: float, other: float, target: float | None) -> bool:
-    return target is not None and abs(one - target) < abs(other - target)
+def _nearer(value: float, other: float, target: float | None) -> bool:
+    return target is not None and abs(value - target) < abs(other - target)

@@ -163,8 +163,8 @@ class SensorTiming:
         open_ns = last[1] + self.clock.spread_ns + self._known.call_s / 2 / NS
         self._lag.add(self._readings.from_index(first), last[0], tick_ns, open_ns)
         self.sensor = self._known
-        if (found := self._lag.ticks) is not None:
-            lag_s, error_s = found[0] * tick_ns * NS, max(found[1] * tick_ns * NS, MIN_LAG_ERROR_S)
+        if (lag := self._lag.ticks) is not None:
+            lag_s, error_s = lag[0] * tick_ns * NS, max(lag[1] * tick_ns * NS, MIN_LAG_ERROR_S)
             if error_s < self._known.lag_error_s:
                 self.sensor = replace(self._known, lag_s=lag_s, lag_error_s=error_s)
 
