@@ -50,29 +50,29 @@ def profile(
     idle = watch(reader, clock, lambda share: progress("idle", share), idle_s)
     progress("calls", 0.0)
     calls = call_costs(reader, facts, clock)
-    found = SensorEvidence(reader.device, idle, others)
+    evidence = SensorEvidence(reader.device, idle, others)
     loader: TorchLoad | None = None
     try:
         progress("load", 0.0)
         loader = open_load()
-        stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
+        stretches = pattern((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
         loader.start(stretches)
         loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
         progress("estimates", 0.0)
-        found.under_load(loaded, loader.name)
+        evidence.under_load(loaded, loader.name)
     except LoadUnavailable as error:
-        found.unmeasured.append(f"lag, windows and the loaded GPU: {error}")
+        evidence.unmeasured.append(f"lag, windows and the loaded GPU: {error}")
     finally:
         if loader is not None:
             loader.close()
     progress("estimates", 1.0)
-    return found.profile(seconds, calls, facts)
+    return evidence.profile(seconds, calls, facts)
 
 
-def to_calibration(found: SensorProfile) -> Calibration | None:
-    if found.sensor.source not in (PROFILED, MEASURED):
+def to_calibration(result: SensorProfile) -> Calibration | None:
+    if result.sensor.source not in (PROFILED, MEASURED):
         return None
-    return Calibration(found.board.name, found.board.driver, found.date, found.sensor, found.measured_lag)
+    return Calibration(result.board.name, result.board.driver, result.date, result.sensor, result.measured_lag)
 
 
 class Known(Struct, frozen=True):
@@ -107,14 +107,14 @@ def known(reader: Reader, folder: Path) -> Known | None:
 
 
 def _scopes(uuid: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    scopes: dict[str, list[str]] = {}
     with suppress(pynvml.NVMLError):
         facts = Facts(uuid)
         for field in facts.fields():
             if field.answer == "ok":
-                found.setdefault(field.name, []).append(field.scope)
+                scopes.setdefault(field.name, []).append(field.scope)
         facts.close()
-    return found
+    return scopes
 
 
 def as_text(sensor: Known) -> list[tuple[str, list[str]]]:

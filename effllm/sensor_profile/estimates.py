@@ -131,9 +131,9 @@ def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -
     """Whether one reading changes at the same times as another."""
     times = [other.at_s for other in others]
     near = 0
-    for one in ones:
-        index = bisect.bisect_left(times, one.at_s)
-        near += any(abs(time_s - one.at_s) <= within_s for time_s in times[max(index - 1, 0) : index + 1])
+    for tick in ones:
+        index = bisect.bisect_left(times, tick.at_s)
+        near += any(abs(time_s - tick.at_s) <= within_s for time_s in times[max(index - 1, 0) : index + 1])
     return near >= 0.9 * len(ones)
 
 
@@ -164,16 +164,16 @@ def response(load: Load, readings: Readings) -> Response | None:
     """
     if len(readings) < MIN_READINGS or not load.times_s:
         return None
-    known = _thinned(np.array(readings), MAX_READINGS)
-    middle_s, window_s = _best(load, known)
-    middle_s, window_s, fit = _refined(load, known, middle_s, window_s)
+    points = _thinned(np.array(readings), MAX_READINGS)
+    middle_s, window_s = _best(load, points)
+    middle_s, window_s, fit = _refined(load, points, middle_s, window_s)
     if fit < MIN_FIT:
         return None
-    cuts = [part * len(known) // PARTS for part in range(PARTS + 1)]
-    without_part = (np.delete(known, slice(first, last), axis=0) for first, last in pairwise(cuts))
+    cuts = [part * len(points) // PARTS for part in range(PARTS + 1)]
+    without_part = (np.delete(points, slice(first, last), axis=0) for first, last in pairwise(cuts))
     spread = [_refined(load, readings, middle_s, window_s, 0.1)[:2] for readings in without_part]
-    middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
-    at_s, watts = known.T
+    middle_error_s, window_error_s = (max(_jackknife_95([pair[i] for pair in spread]), MIN_ERROR_S) for i in (0, 1))
+    at_s, watts = points.T
     rise_w, idle_w = statistics.linear_regression(load.share(at_s - middle_s, window_s).tolist(), watts.tolist())
     return Response(
         window_s=window_s,

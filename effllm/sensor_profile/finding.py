@@ -132,9 +132,9 @@ class SensorEvidence:
             self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
 
     def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
-        found = estimates.ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
-        if found is not None:
-            self._ratios[name] = found
+        ratio = estimates.ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
+        if ratio is not None:
+            self._ratios[name] = ratio
 
     # --- the result ---
 
@@ -190,7 +190,7 @@ class SensorEvidence:
         open_s = followed.middle_error_s
         if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             open_s += (followed.window_s - rhythm.period_s) / 2  # the lag does not correct the counter's smoothing
-        worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
+        worst = max((abs(ratio.value - 1) for ratio in self._ratios.values()), default=0.0)
         return replace(
             sensor,
             lag_s=lag_s,
@@ -202,9 +202,9 @@ class SensorEvidence:
 
     def _warn(self) -> None:
         off = {
-            name: found.value - 1
-            for name, found in self._ratios.items()
-            if found.low > 1 + DISAGREEMENT or found.high < 1 - DISAGREEMENT
+            name: ratio.value - 1
+            for name, ratio in self._ratios.items()
+            if ratio.low > 1 + DISAGREEMENT or ratio.high < 1 - DISAGREEMENT
         }
         if off:
             parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
@@ -219,10 +219,10 @@ def _analysed(record: Record) -> dict[str, _Reading]:
 
 
 def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Reading:
-    found = estimates.ticks_of(series)
-    if found is None:
+    timing = estimates.ticks_of(series)
+    if timing is None:
         return _Reading(None, [], [] if is_counter else series)
-    rhythm, ticks = found
+    rhythm, ticks = timing
     if is_counter:
         return _Reading(rhythm, ticks, estimates.steps_w(ticks, rhythm))
     return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)

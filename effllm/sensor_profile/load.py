@@ -72,9 +72,7 @@ class TorchLoad:
             environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:
             descriptors = [orders, answers]
-            self._process = spawn(
-                "effllm.sensor_profile.torch_child", [str(one) for one in descriptors], descriptors, environ
-            )
+            self._process = spawn("effllm.sensor_profile.torch_child", [*map(str, descriptors)], descriptors, environ)
         except OSError as error:
             raise LoadUnavailable(f"no process can be started: {error.strerror}") from error
         finally:

@@ -38,8 +38,8 @@ class Facts:
 
     def processes(self) -> int | None:
         """Return the number of compute processes on the GPU; ``None`` if NVML does not report it."""
-        found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
-        return found
+        count: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
+        return count
 
     def fields(self) -> list[FieldAnswer]:
         return [

@@ -125,7 +125,7 @@ class _Products:
             ),
             (float(COPY_BYTES), COPY_S, partial(there.copy_, here, non_blocking=True)),
         )
-        found = []
+        rates = []
         for amount, each_s, do in tasks:
             done, began_s = 0, time.monotonic()
             while (spent_s := time.monotonic() - began_s) < seconds / len(tasks):
@@ -135,8 +135,8 @@ class _Products:
                     do()
                 self._torch.cuda.synchronize()
                 done += count
-            found.append(amount * done / spent_s)
-        return found[0], found[1]
+            rates.append(amount * done / spent_s)
+        return rates[0], rates[1]
 
     def _work(self, end_s: float) -> bool:
         in_flight: deque[Any] = deque()
