@@ -113,7 +113,7 @@ def _stated(fields: Fields, value: Any) -> Any:
     """Return a constant of the table, or the first of its fields that the config states, or their default."""
     if not isinstance(value, list):
         return value
-    names = [one for one in value if isinstance(one, str)]
+    names = [name for name in value if isinstance(name, str)]
     default = value[-1] if len(names) < len(value) else None
     key = next((name for name in names if fields.get(name) is not None), names[-1])
     return flag(fields, key, default) if isinstance(default, bool) else whole(fields, key, default)

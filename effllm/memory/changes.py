@@ -48,39 +48,39 @@ class FittingChange:
     total: ByteRange
 
 
-def fitting_changes(found: MemoryEstimate, usable_bytes: float, *, keeps_gpus: bool = False) -> list[FittingChange]:
+def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: bool = False) -> list[FittingChange]:
     """Return the cheapest changes with which the upper limit of the interval fits; none contains another.
 
     Args:
-        found: the estimate of a plan that does not fit.
+        given: the estimate of a plan that does not fit.
         usable_bytes: memory of a GPU.
         keeps_gpus: whether the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
     """
-    if not found.shape.has_known_layers:
+    if not given.shape.has_known_layers:
         return []
-    changes = list(_serving_changes(found.plan) if not found.plan.is_training else _training_changes(found.plan))
-    changes += _splits(found.shape, found.plan, keeps_gpus)
+    changes = list(_serving_changes(given.plan) if not given.plan.is_training else _training_changes(given.plan))
+    changes += _splits(given.shape, given.plan, keeps_gpus)
     sets: list[frozenset[str]] = []
     fitting: list[FittingChange] = []
     for count in range(1, MAX_TOGETHER + 1):
         for chosen in combinations(changes, count):
-            names = frozenset(one.options for one in chosen)
-            changed = [pair for one in chosen for pair in (*one.settings.items(), *one.implied.items())]
+            names = frozenset(change.options for change in chosen)
+            changed = [pair for change in chosen for pair in (*change.settings.items(), *change.implied.items())]
             settings = dict(changed)
-            if len(settings) < len(changed) or any(one <= names for one in sets):
+            if len(settings) < len(changed) or any(subset <= names for subset in sets):
                 continue
-            plan = _same_batch(replace(found.plan, **settings), found.plan)
+            plan = _same_batch(replace(given.plan, **settings), given.plan)
             try:
-                total = estimate(found.shape, plan).total
+                total = estimate(given.shape, plan).total
             except ImpossiblePlan:
                 continue
             if total.high <= usable_bytes:
                 sets.append(names)
-                options, costs = _options(chosen, plan, found.plan, keeps_gpus), tuple(_costs(chosen, plan, found.plan))
-                fitting.append(FittingChange(" ".join(options), costs, sum(one.rank for one in chosen), plan, total))
+                options, costs = _options(chosen, plan, given.plan, keeps_gpus), tuple(_costs(chosen, plan, given.plan))
+                fitting.append(FittingChange(" ".join(options), costs, sum(pick.rank for pick in chosen), plan, total))
         if len(fitting) >= MAX_CHANGES:
             break
-    return sorted(fitting, key=lambda one: (one.rank, one.total.high))[:MAX_CHANGES]
+    return sorted(fitting, key=lambda change: (change.rank, change.total.high))[:MAX_CHANGES]
 
 
 def _same_batch(plan: MemoryPlan, before: MemoryPlan) -> MemoryPlan:
@@ -93,13 +93,13 @@ def _same_batch(plan: MemoryPlan, before: MemoryPlan) -> MemoryPlan:
 def _options(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan, keeps_gpus: bool) -> Iterator[str]:
     if keeps_gpus and plan.gpus > before.gpus:
         yield f"--gpus {plan.gpus}"
-    yield from (one.options for one in chosen)
+    yield from (change.options for change in chosen)
     if plan.accumulation != before.accumulation:
         yield f"--accumulation {plan.accumulation}"
 
 
 def _costs(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan) -> Iterator[str]:
-    yield from (one.cost for one in chosen if one.cost)
+    yield from (change.cost for change in chosen if change.cost)
     if plan.gpus > before.gpus:
         yield f"{plan.gpus // before.gpus} times as many GPUs"
     if plan.dp < before.dp and plan.is_training:

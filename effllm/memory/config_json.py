@@ -113,18 +113,18 @@ def _tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
     if _EITHER.fullmatch(kind):
         return flag(outer, key, False) or flag(inner, key, False)
     places = (inner,) if _INNER.fullmatch(kind) else (inner, outer)
-    return next((one[key] for one in places if one.get(key) is not None), None)
+    return next((place[key] for place in places if place.get(key) is not None), None)
 
 
 def _quantization(fields: Fields) -> list[str]:
     """Return a note if the weights of a config are quantized: the estimate is that of the unquantized model."""
     stated = [
-        one["quantization_config"] for one in configs(fields) if isinstance(one.get("quantization_config"), Mapping)
+        part["quantization_config"] for part in configs(fields) if isinstance(part.get("quantization_config"), Mapping)
     ]
     return [
-        f"the weights are quantized ({text(one, 'quant_method') or 'an unknown method'}), which is not read: the "
+        f"the weights are quantized ({text(config, 'quant_method') or 'an unknown method'}), which is not read: the "
         "estimate is without it; --base-bits 4 or 8 estimates quantized matrices, for a training together with --lora"
-        for one in stated[-1:]
+        for config in stated[-1:]
     ]
 
 
@@ -144,7 +144,7 @@ class KnownModel(msgspec.Struct, frozen=True):
     def notes(self) -> tuple[str, ...]:
         """Return the remarks of the row, and that its sizes were not compared."""
         unsure = "" if self.compared else "the sizes of this row were not compared with a source: check its config.json"
-        return tuple(one for one in (self.note, unsure) if one)
+        return tuple(note for note in (self.note, unsure) if note)
 
     @property
     def shape(self) -> ModelShape:
@@ -180,7 +180,7 @@ _VARIANT = r"[-_](instruct|chat|base|it|pt|hf|thinking|bf16|\d{4})$"
 def similar_names(name: str) -> list[str]:
     """Return the names of the table that are nearest to a name."""
     plain = {_plain(row.name): row.name for row in known_models()}
-    return [plain[one] for one in difflib.get_close_matches(_plain(name.split("/")[-1]), plain, 4, 0.5)]
+    return [plain[key] for key in difflib.get_close_matches(_plain(name.split("/")[-1]), plain, 4, 0.5)]
 
 
 def _plain(name: str) -> str:
@@ -189,8 +189,8 @@ def _plain(name: str) -> str:
 
 @cache
 def _by_name() -> dict[str, KnownModel]:
-    found: dict[str, KnownModel] = {}
+    models: dict[str, KnownModel] = {}
     for row in known_models():
         for name in (row.name, row.repository, row.repository.split("/")[-1], *row.aliases):
-            found.setdefault(_plain(name), row)
-    return found
+            models.setdefault(_plain(name), row)
+    return models

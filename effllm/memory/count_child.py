@@ -48,7 +48,7 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
         wanted = named or f"of the model_type {fields.get('model_type')}"
         raise NoAnswer(f"transformers {transformers.__version__} has no model {wanted}")
     # transformers 5 writes an infinity as {"__float__": "Infinity"}.
-    stated = json.loads(json.dumps(fields), object_hook=lambda one: float(one.get("__float__", 0)) or one)
+    stated = json.loads(json.dumps(fields), object_hook=lambda value: float(value.get("__float__", 0)) or value)
     config = build.config_class.from_dict(stated)  # type: ignore[attr-defined]
     with torch.device("meta"):
         return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def count(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     sizes = [max(stated(name) or 1, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
     tensors = Counter(tensors_of(model))
-    rows = [[one.group, one.name, one.rows, one.columns, one.count * times] for one, times in tensors.items()]
+    rows = [[kind.group, kind.name, kind.rows, kind.columns, kind.count * times] for kind, times in tensors.items()]
     experts = {"active_experts": stated(*ACTIVE), "experts": stated(*EXPERTS)}
     return {"version": transformers.__version__, **experts, "sizes": sizes, "tensors": rows}
 

@@ -66,12 +66,12 @@ UNKNOWN = ByteRange(0.0, math.inf, math.inf)  # of a part that cannot be estimat
 
 def total_of(parts: Iterable[ByteRange]) -> ByteRange:
     """Return the sum of independent parts: the distances of their limits add as squares."""
-    found = list(parts)
-    if UNKNOWN in found:
-        return ByteRange(math.fsum(one.low for one in found), math.inf, math.inf)
-    expected = math.fsum(one.expected for one in found)
-    below = math.sqrt(math.fsum((one.expected - one.low) ** 2 for one in found))
-    above = math.sqrt(math.fsum((one.high - one.expected) ** 2 for one in found))
+    ranges = list(parts)
+    if UNKNOWN in ranges:
+        return ByteRange(math.fsum(part.low for part in ranges), math.inf, math.inf)
+    expected = math.fsum(part.expected for part in ranges)
+    below = math.sqrt(math.fsum((part.expected - part.low) ** 2 for part in ranges))
+    above = math.sqrt(math.fsum((part.high - part.expected) ** 2 for part in ranges))
     return ByteRange(max(expected - below, 0.0), expected, expected + above)
 
 
@@ -133,7 +133,7 @@ class MemoryEstimate:
     reserved: ByteRange  # by torch's allocator: with fragmentation
 
     def part(self, name: str) -> MemoryPart:
-        return next(one for one in self.parts if one.name == name)
+        return next(part for part in self.parts if part.name == name)
 
 
 def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None = None) -> MemoryEstimate:
@@ -145,12 +145,12 @@ def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None 
     check_plan(plan, shape)
     plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
     parts_of = partial(_training_parts, measured=measured) if plan.is_training else _serving_parts
-    found = [moment for stage in stages(shape, plan) for moment in parts_of(shape, plan, stage)]
+    moments = [moment for stage in stages(shape, plan) for moment in parts_of(shape, plan, stage)]
     trained = float(elements(trained_tensors(plan, parameter_tensors(shape)))) if plan.is_training else 0.0
-    totals = [total_of(part.bytes for part in parts) for _, parts in found]
-    moment, parts = max(zip(totals, found, strict=True), key=lambda one: one[0].expected)[1]
+    totals = [total_of(part.bytes for part in parts) for _, parts in moments]
+    moment, parts = max(zip(totals, moments, strict=True), key=lambda pair: pair[0].expected)[1]
     total, counts = _largest(totals), count_parameters(shape)
-    allocated, reserved = (_largest([_of_torch(plan, one, out) for _, one in found]) for out in _OUTSIDE)
+    allocated, reserved = (_largest([_of_torch(plan, parts, out) for _, parts in moments]) for out in _OUTSIDE)
     return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
 
 
@@ -171,7 +171,7 @@ _OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
 
 def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
     """Return the sum of the parts in torch's allocator, at one moment."""
-    nccl, inside = nccl_buffers(plan), {one.name: one.bytes for one in parts if one.name not in outside}
+    nccl, inside = nccl_buffers(plan), {part.name: part.bytes for part in parts if part.name not in outside}
     own = ByteRange(*(size - other for size, other in zip(inside["communication buffers"], nccl, strict=True)))
     return total_of({**inside, "communication buffers": own}.values())
 
@@ -345,7 +345,7 @@ def _of_quantized_base(plan: MemoryPlan, held: list[ParameterTensor], again: flo
     if not plan.base_bits:
         return []
     size = plan.numbers.compute / plan.tp
-    layers = [one for one in held if one.name]
+    layers = [tensor for tensor in held if tensor.name]
     expected = 0.0 if plan.is_training else largest_matrix(layers) * size
     high = max(2 * largest_matrix(held) * size, expected) + again
     basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
@@ -408,5 +408,5 @@ def _working(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     if plan.attention == "eager":
         layer += tokens * plan.seq_length * shape.heads / plan.tp * (FULL + size)
     logits = shape.vocab / plan.tp * (size + FULL) if stage.is_last else 0.0
-    one = plan.micro_batch * logits
-    return ByteRange(plan.micro_batch * 2 * shape.hidden * size + one, layer + one, layer + tokens * logits)
+    sampled = plan.micro_batch * logits
+    return ByteRange(plan.micro_batch * 2 * shape.hidden * size + sampled, layer + sampled, layer + tokens * logits)

@@ -98,14 +98,14 @@ def _notes(model: Any, plan: MemoryPlan) -> Iterator[str]:
         yield "measured with tokens of text alone: images need further activations"
     if plan.attention != "eager" and inner._attn_implementation == "eager":
         yield "measured with eager attention, because this model has no other"
-    if any(hasattr(one, "is_concatenated") for one in model.modules()):
+    if any(hasattr(module, "is_concatenated") for module in model.modules()):
         yield f"measured with the {inner._experts_implementation} experts of transformers"
     if _is_recurrent(model):
         yield "measured without the kernels of mamba_ssm, causal_conv1d and fla: with them a step needs less"
 
 
 def _is_recurrent(model: Any) -> bool:
-    kinds = {type(one).__name__.lower() for one in model.modules()}
+    kinds = {type(module).__name__.lower() for module in model.modules()}
     return any(word in kind for kind in kinds for word in _RECURRENT)
 
 
@@ -124,7 +124,7 @@ def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
     if plan.lora_rank:
         from peft import LoraConfig, get_peft_model
 
-        names = [name for name, one in model.named_modules() if _is_adapted(name, one, model, plan)]
+        names = [name for name, module in model.named_modules() if _is_adapted(name, module, model, plan)]
         if not names:
             raise NoAnswer(f"no matrix has an adapter with --lora-targets {plan.lora_targets}: give all")
         model = get_peft_model(model, LoraConfig(r=plan.lora_rank, target_modules=names, lora_dropout=0.0))
@@ -155,16 +155,16 @@ def _make_fake(model: Any) -> None:
     """Replace the tensors on the meta device by fake ones; a tied weight stays one tensor."""
     made: dict[int, Any] = {}
 
-    def fake(one: Any) -> Any:
-        if id(one) not in made:
-            new = torch.empty(one.shape, dtype=one.dtype)
-            is_parameter = isinstance(one, torch.nn.Parameter)
-            made[id(one)] = one, torch.nn.Parameter(new, one.requires_grad) if is_parameter else new
-        return made[id(one)][1]
+    def fake(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            made[id(tensor)] = tensor, torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+        return made[id(tensor)][1]
 
     for module in model.modules():
         for held in (module._parameters, module._buffers, module.__dict__):
-            held.update({name: fake(one) for name, one in held.items() if isinstance(one, torch.Tensor)})
+            held.update({name: fake(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
 
 def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
@@ -174,10 +174,10 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
         "sgd": torch.optim.SGD,
         "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     }
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build[plan.optimizer](trained)
-    for one in trained:
-        one.grad = torch.empty_like(one)
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     words = torch.ones(plan.micro_batch, plan.seq_length, dtype=torch.long)
@@ -197,7 +197,7 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
             loss.backward()
             del loss
         end = len(storages.log)
-        gradients = storages.numbers_of(one.grad for one in trained if one.grad is not None)
+        gradients = storages.numbers_of(parameter.grad for parameter in trained if parameter.grad is not None)
         optimizer.step()
     live = storages.live_at_peak(end, without=other)
     return MeasuredStep(
@@ -211,8 +211,8 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
 
 
 def _tensors(optimizer: Any) -> Iterable[Any]:
-    states = [one for state in optimizer.state.values() for one in state.values()]
-    return [one for one in states if isinstance(one, torch.Tensor) and one.dim()]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
 
 
 class Storages(TorchDispatchMode):  # type: ignore[misc]
@@ -225,13 +225,13 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         self._numbers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.numbers_of(one for one in tree_leaves(found) if isinstance(one, torch.Tensor))
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.numbers_of(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
 
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Return the numbers of the storages of tensors, from 1 on; new ones are logged."""
-        return {self._number(one.untyped_storage()) for one in tensors}
+        return {self._number(tensor.untyped_storage()) for tensor in tensors}
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
@@ -255,12 +255,12 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         for at, number in enumerate(self.log[:end]):
             if abs(number) not in without:
                 live += self._sizes[number] if number > 0 else -self._sizes[-number]
-                most, peak = max((most, peak), (live, at + 1), key=lambda one: one[0])
+                most, peak = max((most, peak), (live, at + 1), key=lambda pair: pair[0])
         return self.live(peak) - without
 
     def live(self, end: int) -> set[int]:
         """Return the storages that live at a position of the log."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for number in self.log[:end]:
-            found ^= {abs(number)}
-        return found
+            numbers ^= {abs(number)}
+        return numbers

@@ -49,14 +49,14 @@ def read_script(text: str) -> dict[str, str]:
 
 def ambiguous(text: str) -> list[str]:
     """Return notes of sizes that have several values in a script, such as those of its branches."""
-    found: dict[str, list[str]] = {}
+    sizes: dict[str, list[str]] = {}
     for name, value in _arguments(text):
         if (name in _names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
-            found.setdefault(name, []).append(value)
+            sizes.setdefault(name, []).append(value)
     return [
         f"--{name} is {' and '.join(dict.fromkeys(values))} in the script, whose branches are not followed: "
         f"{values[-1]} is taken"
-        for name, values in found.items()
+        for name, values in sizes.items()
         if len(set(values)) > 1
     ]
 
@@ -174,37 +174,37 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     notes = []
     if "spec" in arguments:
         notes.append("--spec names layers of another module: the estimate has those of Megatron's GPT model")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, name in _names("plan").items():
         if (value := arguments.get(name, "")).startswith("$"):
             notes.append(f"--{name} is {value}, which has no value in the script: it is taken as not given")
         elif value:
-            found[key] = _number(arguments, name)
-    found["implementation"] = "megatron"
+            settings[key] = _number(arguments, name)
+    settings["implementation"] = "megatron"
     is_whole = "bf16" in arguments or "accumulate-allreduce-grads-in-fp32" in arguments  # gradients in 32 bits
     short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_whole else "fp16-master"
-    found["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
+    settings["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
-    found["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")
+    settings["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")
     if optimizer not in _OPTIMIZERS:
         notes.append(f"--optimizer {optimizer} is estimated as AdamW")
-    found["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
+    settings["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
     if _has(arguments, "use-megatron-fsdp", "use-custom-fsdp"):
-        found["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
+        settings["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
     elif "use-torch-fsdp2" in arguments:
-        found["zero"] = 3
-    if found.get("tp", 1) == 1:  # that of experts is 1, too
+        settings["zero"] = 3
+    if settings.get("tp", 1) == 1:  # that of experts is 1, too
         arguments.get("expert-tensor-parallel-size")
     elif "sequence-parallel" in arguments:
-        found["sequence_parallel"] = True
+        settings["sequence_parallel"] = True
     if "recompute-activations" in arguments:
-        found["checkpointing"] = "selective"
+        settings["checkpointing"] = "selective"
     if stated := arguments.get("recompute-granularity"):
-        found["checkpointing"] = "full" if stated == "full" else "selective"
+        settings["checkpointing"] = "full" if stated == "full" else "selective"
     processes, nodes = arguments.get("nproc-per-node", ""), arguments.get("nnodes", "1")
     if processes.isdigit() and nodes.isdigit():
-        found["gpus"] = int(processes) * int(nodes)
-    return found, notes
+        settings["gpus"] = int(processes) * int(nodes)
+    return settings, notes
 
 
 def _learned_positions(arguments: Arguments) -> int:
@@ -220,14 +220,14 @@ def _vocabulary(arguments: Arguments) -> int:
     if arguments.get("padded-vocab-size"):
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
-    known = TOKENIZERS.get(kind)
+    vocab = TOKENIZERS.get(kind)
     if row := find_model(arguments.get("tokenizer-model", "")):
-        known = row.shape.vocab
-    if not arguments.get("vocab-size") and known is None:
+        vocab = row.shape.vocab
+    if not arguments.get("vocab-size") and vocab is None:
         raise WrongModel(
             "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"
         )
-    size = _number(arguments, "vocab-size", known)
+    size = _number(arguments, "vocab-size", vocab)
     multiple = _number(arguments, "make-vocab-size-divisible-by", 128)
     multiple *= _number(arguments, "tensor-model-parallel-size", 1)
     return -(-size // multiple) * multiple

@@ -34,11 +34,11 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     if not named:
         raise NoAnswer("the config has no architectures, which name the class of the model")
     _check(fields)
-    found = ask("effllm.memory.count_child", "build", fields, DEADLINE_S)
-    tensors = tuple(ParameterTensor(*row) for row in found["tensors"])
-    notes = (f"parameters counted in {named} of transformers {found['version']}", *_left_out(fields))
-    experts = _experts(tensors, found["active_experts"], found["experts"])
-    return _unknown_layers(name, named, tensors, notes, *found["sizes"], experts=experts)
+    answer = ask("effllm.memory.count_child", "build", fields, DEADLINE_S)
+    tensors = tuple(ParameterTensor(*row) for row in answer["tensors"])
+    notes = (f"parameters counted in {named} of transformers {answer['version']}", *_left_out(fields))
+    experts = _experts(tensors, answer["active_experts"], answer["experts"])
+    return _unknown_layers(name, named, tensors, notes, *answer["sizes"], experts=experts)
 
 
 def stated_model(name: str, architecture: str, parameters: int, active: int | None) -> ModelShape:
@@ -54,18 +54,18 @@ def stated_model(name: str, architecture: str, parameters: int, active: int | No
     return _unknown_layers(name, architecture or "this model", tensors, notes, active_parameters=active)
 
 
-def with_counted(known: ModelShape, counted: ModelShape) -> ModelShape:
+def with_counted(model: ModelShape, counted: ModelShape) -> ModelShape:
     """Return the shape of a known architecture; with another number of parameters, the counted tensors are used."""
-    totals = [count_parameters(shape).total for shape in (known, counted)]
+    totals = [count_parameters(shape).total for shape in (model, counted)]
     if totals[0] == totals[1]:
-        return replace(known, notes=(*known.notes, *counted.notes))
-    notes = [note for note in known.notes if not note.startswith(ONLY_TEXT)]
-    more = f"the formulas of {known.architecture} give {totals[0]:,}"
-    return replace(known, tensors=counted.tensors, notes=(*notes, *counted.notes, more))
+        return replace(model, notes=(*model.notes, *counted.notes))
+    notes = [note for note in model.notes if not note.startswith(ONLY_TEXT)]
+    more = f"the formulas of {model.architecture} give {totals[0]:,}"
+    return replace(model, tensors=counted.tensors, notes=(*notes, *counted.notes, more))
 
 
 def _experts(tensors: tuple[ParameterTensor, ...], active: int | None, total: int | None) -> Experts | None:
-    has_experts = any(one.group == EXPERT for one in tensors)
+    has_experts = any(tensor.group == EXPERT for tensor in tensors)
     if not has_experts or active is None or total is None or not 1 <= active <= total:
         return None
     return Experts(total=total, active=active, intermediate=1, layers=1)
@@ -79,21 +79,21 @@ def _unknown_layers(
     layers: int = 1,
     hidden: int = 1,
     heads: int = 1,
-    **known: Any,
+    **attributes: Any,
 ) -> ModelShape:
-    known |= {"tied": True, "tensors": tensors, "notes": notes, "has_known_layers": False}
-    return ModelShape(name, architecture, layers, hidden, heads, 1, 1, 1, 1, **known)
+    attributes |= {"tied": True, "tensors": tensors, "notes": notes, "has_known_layers": False}
+    return ModelShape(name, architecture, layers, hidden, heads, 1, 1, 1, 1, **attributes)
 
 
 def _left_out(fields: Mapping[str, Any]) -> list[str]:
-    stated = {name: value for one in configs(fields) for name, value in one.items()}
+    stated = {name: value for config in configs(fields) for name, value in config.items()}
     return [f"{name} is {stated[name]}: transformers builds no such layers" for name in LEFT_OUT if stated.get(name)]
 
 
 def _check(fields: Mapping[str, Any]) -> None:
     """Refuse numbers of layers with which a model would not be built in any time."""
-    for one in configs(fields):
+    for config in configs(fields):
         for name in ALIASES["layers"]:
-            value = one.get(name)
+            value = config.get(name)
             if isinstance(value, (int, float)) and value > MAX_LAYERS:
                 raise WrongModel(f"{name} is {value}: a number from 1 to {MAX_LAYERS:,} is possible")

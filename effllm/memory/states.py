@@ -40,7 +40,7 @@ def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
         return list(shape.tensors)
     hidden, layers, experts = shape.hidden, shape.layers, shape.experts
     norms = shape.norms_per_layer * layers + shape.final_norm
-    found = [
+    tensors = [
         ParameterTensor(EMBEDDING, "", shape.vocab, hidden, 1),
         ParameterTensor(EMBEDDING, "", shape.positions, hidden, 1),
         ParameterTensor(HEAD, "", shape.vocab, hidden, 1 - shape.tied),
@@ -53,7 +53,7 @@ def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
         ParameterTensor(NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers),
         ParameterTensor(ATTENTION, "", shape.other_per_layer, 0, layers),
     ]
-    return [one for one in found if one.rows and one.count]
+    return [tensor for tensor in tensors if tensor.rows and tensor.count]
 
 
 def _attention(shape: ModelShape) -> Iterator[ParameterTensor]:
@@ -108,7 +108,7 @@ def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Return the parameters of the modules that transformers builds for a config."""
     tensors, experts = parameter_tensors(shape), shape.experts
     total = int(elements(tensors))
-    routed = int(elements([one for one in tensors if one.group == EXPERT]))
+    routed = int(elements([tensor for tensor in tensors if tensor.group == EXPERT]))
     if shape.active_parameters is not None or (routed and experts is None):
         return ParameterCounts(total, shape.active_parameters)
     idle = routed * (experts.total - experts.active) // experts.total if experts else 0
@@ -135,7 +135,7 @@ def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
 def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[ParameterTensor]:
     """Return the tensors of a rank of a stage, and how many of each it holds, before ZeRO divides them."""
     share = stage.layers / shape.layers
-    found = []
+    tensors = []
     for tensor in parameter_tensors(shape):
         held = tensor.count * share
         if tensor.group == EMBEDDING:
@@ -147,8 +147,8 @@ def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Para
         if tensor.group not in (NORM, ROUTER) and tensor.columns:
             held /= plan.tp
         if held:
-            found.append(replace(tensor, count=held))
-    return found
+            tensors.append(replace(tensor, count=held))
+    return tensors
 
 
 def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[ParameterTensor]:
@@ -159,11 +159,11 @@ def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[Param
     """
     if not plan.lora_rank:
         return held
-    rank, found = plan.lora_rank, []
-    for one in held:
-        if one.name in LORA_TARGETS[plan.lora_targets] and one.group not in (EXPERT, EMBEDDING, HEAD):
-            found += [replace(one, rows=rank), replace(one, columns=rank)]
-    return found
+    rank, adapters = plan.lora_rank, []
+    for tensor in held:
+        if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in (EXPERT, EMBEDDING, HEAD):
+            adapters += [replace(tensor, rows=rank), replace(tensor, columns=rank)]
+    return adapters
 
 
 def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -> list[ParameterTensor]:
@@ -179,7 +179,7 @@ def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -
 
 
 def elements(tensors: Iterable[ParameterTensor]) -> float:
-    return sum(one.all_elements for one in tensors)
+    return sum(tensor.all_elements for tensor in tensors)
 
 
 def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor]) -> float:
@@ -188,7 +188,7 @@ def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[Pa
     if plan.base_bits:
         quantized = quantized_elements(held)
         # The biases of quantized matrices have the precision of the products.
-        biases = sum(one.all_elements for one in held if one.name == "bias")
+        biases = sum(tensor.all_elements for tensor in held if tensor.name == "bias")
         other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
         base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
     else:
@@ -198,12 +198,12 @@ def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[Pa
 
 def quantized_elements(held: list[ParameterTensor]) -> float:
     """Return the weights of the quantized matrices: those of the layers, not the head, as transformers does it."""
-    return sum(one.all_elements for one in held if one.name and one.columns)
+    return sum(tensor.all_elements for tensor in held if tensor.name and tensor.columns)
 
 
 def largest_matrix(held: list[ParameterTensor]) -> int:
     """Return the elements of the largest matrix of a module; experts have one tensor together."""
-    return max((one.elements for one in held if one.columns and one.group != EXPERT), default=0)
+    return max((tensor.elements for tensor in held if tensor.columns and tensor.group != EXPERT), default=0)
 
 
 def double_quantization_saving(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
@@ -216,7 +216,7 @@ def unquantized_expert_bytes(plan: MemoryPlan, held: list[ParameterTensor]) -> f
 
     bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
     """
-    experts = [one for one in held if one.group == EXPERT]
+    experts = [tensor for tensor in held if tensor.group == EXPERT]
     return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
 
 
@@ -231,7 +231,7 @@ def state_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     """
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     master = 0 if plan.lora_rank else plan.numbers.master
-    return sum(one.count * (_states_of(plan.optimizer, one, size) + master * one.elements) for one in trained)
+    return sum(kind.count * (_states_of(plan.optimizer, kind, size) + master * kind.elements) for kind in trained)
 
 
 def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:

@@ -94,18 +94,18 @@ class _BlockWeights:
     def attach(self, block: LayerBlock, *groups: str) -> LayerBlock:
         plan, numbers = self.sizes.plan, self.sizes.plan.numbers
         layers = self._layers(groups[0])
-        held = [one for one in self.held if one.group in groups]
-        trained = [one for one in self.trained if one.group in groups]
+        held = [tensor for tensor in self.held if tensor.group in groups]
+        trained = [tensor for tensor in self.trained if tensor.group in groups]
         if HEAD in groups and self.sizes.shape.tied and not held:
-            held = [one for one in self.held if one.group == EMBEDDING][:1]
+            held = [tensor for tensor in self.held if tensor.group == EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         size = 4 if plan.lora_rank else numbers.gradients
-        cast = [one for one in held if one.columns and one.group != EXPERT]
+        cast = [tensor for tensor in held if tensor.columns and tensor.group != EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
         # FSDP gathers weights in the precision of the products, so autocast has nothing to cast.
         scale = numbers.compute / layers if numbers.autocast and plan.zero < 3 else 0.0
-        largest = max((one.elements for one in trained), default=0) / plan.tp
+        largest = max((tensor.elements for tensor in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
         return replace(
@@ -148,7 +148,7 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
     again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
-    norms = elements([one for one in weights.trained if one.group == NORM])
+    norms = elements([tensor for tensor in weights.trained if tensor.group == NORM])
     return LayerBlock(
         kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
     )
@@ -254,10 +254,10 @@ class StepCourse:
         return self
 
     def _at(self, extra: float, logits: float = 0.0) -> None:
-        found = StepMemory(self.live + extra, logits, self.gradients)
-        if found.total > self.peak.total:
-            self.peak = found
-        self.activations = max(self.activations, found.activations + logits)
+        memory = StepMemory(self.live + extra, logits, self.gradients)
+        if memory.total > self.peak.total:
+            self.peak = memory
+        self.activations = max(self.activations, memory.activations + logits)
 
     def _add_gradients(self, size: float) -> None:
         self.gradients += 0.0 if self.is_resident else size

@@ -75,7 +75,7 @@ class MemoryBlocks:
         points = self._judged()
         middle = len(points) // 2
         slopes = [_slopes(part) for part in (points[: middle + 1], points[middle:])]
-        early, late = (1000 * one[len(one) // 2] if one else 0.0 for one in slopes)
+        early, late = (1000 * half[len(half) // 2] if half else 0.0 for half in slopes)
         return early, late
 
     def newest_growth(self, iteration: float, used_bytes: float) -> float:

@@ -119,24 +119,24 @@ class LeakWatch:
         passed = self._last - self._first + 1
         if passed < MIN_LEAK_ITERATIONS or self._last < self._confirmed_from:
             return
-        found = self.blocks.trend()
-        if found is None or not self._is_leak(found):
+        trend = self.blocks.trend()
+        if trend is None or not self._is_leak(trend):
             self._confirmed_from = 0
         elif not self._confirmed_from:
             self._confirmed_from = self._first + int(CONFIRMED_AT * passed)
         else:
             self._is_reported = True
-            low, middle, high = (one / 1000 for one in (found.low_bytes, found.growth_bytes, found.high_bytes))
+            low, middle, high = (growth / 1000 for growth in (trend.low_bytes, trend.growth_bytes, trend.high_bytes))
             yield Warned(
                 LEAK,
                 f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
-                f"{_size(high)}), judged over {found.iterations:,.0f} iterations until iteration {self._last:,}"
-                + _until_full(found, available()),
+                f"{_size(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
+                + _until_full(trend, available()),
             )
 
-    def _is_leak(self, found: MemoryTrend) -> bool:
+    def _is_leak(self, trend: MemoryTrend) -> bool:
         early, late = self.blocks.halves()
-        return found.is_growing and found.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
+        return trend.is_growing and trend.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
 
 
 class DeviceWatch:
@@ -196,9 +196,9 @@ class DeviceWatch:
         soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
         return MemoryGrowth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
 
-    def is_near(self, found: MemoryGrowth) -> bool:
+    def is_near(self, growth: MemoryGrowth) -> bool:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
-        return found.iterations <= MAX_HORIZON * found.judged
+        return growth.iterations <= MAX_HORIZON * growth.judged
 
     def longest_step(self, positions: int) -> LongestStep | None:
         """Return the forecast for the longest possible micro-batch.
@@ -215,9 +215,9 @@ class DeviceWatch:
 
     def _largest(self) -> tuple[str, float]:
         """Return the part of the loop with the largest temporary bytes, and these bytes."""
-        known = {place: size for place, size in self._temporary.items() if place != STARTUP}
-        place = max(known, key=lambda one: known[one], default=STEPS)
-        return place, known.get(place, 0.0)
+        sizes = {place: size for place, size in self._temporary.items() if place != STARTUP}
+        place = max(sizes, key=lambda name: sizes[name], default=STEPS)
+        return place, sizes.get(place, 0.0)
 
     def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
         """Yield the new warnings at the end of a window.
@@ -229,10 +229,10 @@ class DeviceWatch:
         yield from self._leak.warnings()
         if capacity is None or self.last is None:
             return
-        found = None if "growth" in self._reported else self.growth(capacity)
-        if found is not None and self.is_near(found):
+        growth = None if "growth" in self._reported else self.growth(capacity)
+        if growth is not None and self.is_near(growth):
             self._reported.add("growth")
-            yield Warned(FORECAST, self._of_growth(found, capacity))
+            yield Warned(FORECAST, self._of_growth(growth, capacity))
         step = None if "length" in self._reported else self.longest_step(max_positions)
         if step is not None and step.peak_bytes > capacity:
             self._reported.add("length")
@@ -243,14 +243,14 @@ class DeviceWatch:
                 f"length as it did from {step.shortest:,.0f} to {step.longest:,.0f} positions",
             )
 
-    def _of_growth(self, found: MemoryGrowth, capacity: float) -> str:
-        at = "in a step" if found.place == STEPS else f"at a{'n' if found.place[:1] in 'aeiou' else ''} {found.place}"
+    def _of_growth(self, rise: MemoryGrowth, capacity: float) -> str:
+        at = "in a step" if rise.place == STEPS else f"at a{'n' if rise.place[:1] in 'aeiou' else ''} {rise.place}"
         last = self.last
         assert last is not None
         return (
-            f"GPU memory runs out in about {found.iterations:,.0f} iterations (95 %: {found.low:,.0f} to "
-            f"{found.high:,.0f}), {at}: the allocated memory grows by {_size(found.bytes_per_iteration)} per iteration "
-            f"({_size(found.low_bytes)} to {_size(found.high_bytes)}), judged over {found.judged:,.0f} iterations; "
+            f"GPU memory runs out in about {rise.iterations:,.0f} iterations (95 %: {rise.low:,.0f} to "
+            f"{rise.high:,.0f}), {at}: the allocated memory grows by {_size(rise.bytes_per_iteration)} per iteration "
+            f"({_size(rise.low_bytes)} to {_size(rise.high_bytes)}), judged over {rise.judged:,.0f} iterations; "
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
         )
 
@@ -267,12 +267,12 @@ class DeviceWatch:
         return "; ".join(parts)
 
 
-def _until_full(found: MemoryTrend, available: float | None) -> str:
+def _until_full(trend: MemoryTrend, available: float | None) -> str:
     """Return when the memory is full, for the text of a leak; empty if the available memory is unknown."""
     if available is None:
         return ""
     soonest, middle, latest = (
-        1000 * max(available, 0.0) / one for one in (found.high_bytes, found.growth_bytes, found.low_bytes)
+        1000 * max(available, 0.0) / growth for growth in (trend.high_bytes, trend.growth_bytes, trend.low_bytes)
     )
     return (
         f"; if only this process grows, the available {available / _GB:.2f} GB of the host are full in about "
@@ -280,5 +280,5 @@ def _until_full(found: MemoryTrend, available: float | None) -> str:
     )
 
 
-def _size(one: float) -> str:
-    return f"{one / 1e6:.3g} MB" if abs(one) >= 1e5 else f"{one / 1e3:.3g} kB"
+def _size(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if abs(size) >= 1e5 else f"{size / 1e3:.3g} kB"

@@ -31,16 +31,16 @@ def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
     """Return the settings of a YAML whose training runs in Megatron; none if it has no such key."""
     if not _is_of_megatron(fields):
         return {}
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: _whole(fields, *size) for name, size in training_systems()["names"]["megatron"].items()
     }
     granularity = fields.get("recompute_granularity")
-    return found | {
+    return settings | {
         "implementation": "megatron",
         "precision": "bf16-master" if is_short else "fp32",
         "zero": 1 if fields.get("use_distributed_optimizer") else 0,
         "checkpointing": {None: "none", "full": "full"}.get(granularity, "selective"),
-        "sequence_parallel": found["tp"] > 1 and bool(fields.get("sequence_parallel")),
+        "sequence_parallel": settings["tp"] > 1 and bool(fields.get("sequence_parallel")),
     }
 
 
@@ -105,9 +105,9 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
     """Read a YAML of a training, with the names of its system for numbers and choices."""
     names, training = training_systems()["names"][system], _READERS[system](fields)
     notes, has_adapters, short = training.notes, training.has_adapters, training.short
-    found: dict[str, Any] = {name: _first(fields, keys) for name, keys in names["numbers"].items()}
+    settings: dict[str, Any] = {name: _first(fields, keys) for name, keys in names["numbers"].items()}
     flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
-    found |= {
+    settings |= {
         "checkpointing": "full" if training.is_checkpointed else "none",
         "attention": _attention(fields.get(names["attention"]) or flags),
         "precision": f"{short}-mixed" if short and training.is_autocast and not has_adapters else short or "fp32",
@@ -118,46 +118,46 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
     if has_adapters:
         is_all = fields.get("lora_target_linear")
         key, default = names["lora_targets"]
-        found["lora_targets"] = "all" if is_all else _targets(fields, key, default, notes)
-        found |= {"lora_rank": _first(fields, names["lora_rank"]), "base_bits": training.base_bits}
+        settings["lora_targets"] = "all" if is_all else _targets(fields, key, default, notes)
+        settings |= {"lora_rank": _first(fields, names["lora_rank"]), "base_bits": training.base_bits}
     elif deepspeed is not None and short:
-        found["precision"] = "bf16-zero"
-    return found | (_megatron(fields, bool(short)) if system != "axolotl" else {}), notes
+        settings["precision"] = "bf16-zero"
+    return settings | (_megatron(fields, bool(short)) if system != "axolotl" else {}), notes
 
 
 def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
-    found: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
+    values: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
     notes: list[str] = []
     if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16"):
-        found["precision"] = f"{mixed}-mixed"
+        values["precision"] = f"{mixed}-mixed"
     elif mixed in ("no", False):  # YAML reads an unquoted no as false
-        found["precision"] = "fp32"
+        values["precision"] = "fp32"
     elif mixed is not None:
         notes.append(f"mixed_precision {mixed} is not estimated")
     layout = _mapping(fields, "parallelism_config")
     for key, name in (("tp_size", "tp"), ("cp_size", "cp")):
         if (size := _whole(layout, f"parallelism_config_{key}", 1)) > 1:
-            found[name] = size
+            values[name] = size
     if _whole(layout, "parallelism_config_dp_replicate_size", 1) > 1:
         notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
-        found |= _sharded({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
+        values |= _sharded({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
     elif kind == "DEEPSPEED":
         config = _mapping(fields, "deepspeed_config")
         stage = _whole(config, "zero_stage", 2, 0)
-        found |= {"zero": stage} if deepspeed is None else _sharded({}, deepspeed, notes)
-        found["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
+        values |= {"zero": stage} if deepspeed is None else _sharded({}, deepspeed, notes)
+        values["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
         if mixed in ("bf16", "fp16"):
-            found["precision"] = "bf16-zero"
+            values["precision"] = "bf16-zero"
     elif kind == "MEGATRON_LM":
         config = _mapping(fields, "megatron_lm_config")
-        found |= {name: _whole(config, f"megatron_lm_{name}_degree", 1) for name in ("tp", "pp")}
-        found |= {"implementation": "megatron", "zero": int(bool(config.get("megatron_lm_use_distributed_optimizer")))}
-        found["sequence_parallel"] = found["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
-        found |= {"checkpointing": "selective"} if config.get("megatron_lm_recompute_activations") else {}
-        found |= {"precision": "bf16-master"} if mixed in ("bf16", "fp16") else {}
-    return found, notes
+        values |= {name: _whole(config, f"megatron_lm_{name}_degree", 1) for name in ("tp", "pp")}
+        values |= {"implementation": "megatron", "zero": int(bool(config.get("megatron_lm_use_distributed_optimizer")))}
+        values["sequence_parallel"] = values["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
+        values |= {"checkpointing": "selective"} if config.get("megatron_lm_recompute_activations") else {}
+        values |= {"precision": "bf16-master"} if mixed in ("bf16", "fp16") else {}
+    return values, notes
 
 
 def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict
     if "offload" in words:
         notes.append("fsdp offload is not estimated: the estimate is without it")
     stages = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}
-    found: dict[str, Any] = {"zero": stages.get(strategy, 3)}
-    return found | ({"checkpointing": "full"} if of("activation_checkpointing", False) else {})
+    settings: dict[str, Any] = {"zero": stages.get(strategy, 3)}
+    return settings | ({"checkpointing": "full"} if of("activation_checkpointing", False) else {})
 
 
 def _attention(stated: Any) -> str:
@@ -200,10 +200,10 @@ def _attention(stated: Any) -> str:
 
 
 def _optimizer(fields: Fields, key: str, notes: list[str]) -> str:
-    stated, known = str(fields.get(key) or "adamw_torch"), training_systems()["optimizers"]
-    if stated not in known:
+    stated, optimizers = str(fields.get(key) or "adamw_torch"), training_systems()["optimizers"]
+    if stated not in optimizers:
         notes.append(f"{key} {stated} is estimated as AdamW")
-    return str(known.get(stated, "adamw"))
+    return str(optimizers.get(stated, "adamw"))
 
 
 def system_of(fields: Fields) -> tuple[str, str]:
@@ -223,17 +223,17 @@ def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> R
     """
     stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
     given = None if deepspeed is None else stages
-    found, notes = _trainer(system, stated, given) if system in _READERS else _accelerate(stated, given)
-    return found, [*notes, *left_out([*stated.unread(system), *stages.unread(system)])]
+    settings, notes = _trainer(system, stated, given) if system in _READERS else _accelerate(stated, given)
+    return settings, [*notes, *left_out([*stated.unread(system), *stages.unread(system)])]
 
 
 def _targets(fields: Fields, key: str, default: str, notes: list[str]) -> str:
     stated = fields.get(key) or default
     names = {str(name).strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
-    found = next((name for name, matrices in _TARGETS.items() if names <= matrices), "all")
-    if names not in ({"all"}, {"all-linear"}, _TARGETS[found]):
-        notes.append(f"{key} {', '.join(sorted(names))} is estimated as --lora-targets {found}")
-    return found
+    targets = next((name for name, matrices in _TARGETS.items() if names <= matrices), "all")
+    if names not in ({"all"}, {"all-linear"}, _TARGETS[targets]):
+        notes.append(f"{key} {', '.join(sorted(names))} is estimated as --lora-targets {targets}")
+    return targets
 
 
 def _mapping(fields: Fields, key: str) -> Fields:
