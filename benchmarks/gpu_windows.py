@@ -67,7 +67,7 @@ def windows(key: str, loader: TorchLoad, sensor: Sensor, counts: Mapping[float, 
             for pause_s in before_s:
                 measuring.window(length_s, pause_s)
         measuring.settle()
-        while (edges := loader.take()) is None:
+        while (edges := loader.take_edges()) is None:
             time.sleep(0.1)
     finally:
         measuring.close()

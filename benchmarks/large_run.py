@@ -50,7 +50,7 @@ class LargeRun:
             assert not self._aggregator.hello(hello, self._now(0.0))
             self._facts.learn(hello)
         self._facts.add_times(began_s)
-        facts = self._facts.take(1e9, 0.0, lambda: None) or {}
+        facts = self._facts.take_changed(1e9, 0.0, lambda: None) or {}
         self._store = RunFolder(folder, {**facts, "run_id": folder.name, "user": "alice"})
 
     def _now(self, at_s: float) -> Now:
@@ -66,9 +66,9 @@ class LargeRun:
                 self._aggregator.reports(Reports((_with_causes(row),)), self._now(end_s + 0.5))
         self._aggregator.tick(self._now(end_s + 1.0))
         self._aggregator.tick(self._now(end_s + 9.0))
-        for closed in self._aggregator.closed.take():
+        for closed in self._aggregator.closed.take_windows():
             self._store.write(closed.report, closed.kept)
-        if events := self._aggregator.events.take():
+        if events := self._aggregator.events.take_events():
             self._store.write_events(events)
 
     def write_summary(self) -> None:

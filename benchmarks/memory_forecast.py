@@ -44,7 +44,7 @@ def warnings_of(run: Run) -> list[tuple[int, Warned]]:
     """Return the warnings of a run, each with its iteration."""
     watch, found = DeviceWatch(), []
     for reading, is_end in run.readings():
-        found += [(reading.iteration, one) for one in watch.add(reading, is_window_end=is_end)]
+        found += [(reading.iteration, one) for one in watch.add_reading(reading, is_window_end=is_end)]
         if is_end:
             found += [(reading.iteration, one) for one in watch.warnings(run.capacity, run.max_positions)]
     return found
@@ -56,7 +56,7 @@ def growth(seed: int) -> Foretold:
     ends_at = run.ends_at
     assert ends_at is not None
     for reading, is_end in run.readings():
-        list(forecast.add(reading, is_window_end=is_end))
+        list(forecast.add_reading(reading, is_window_end=is_end))
         found = forecast.growth(run.capacity) if is_end else None
         if found is not None and forecast.is_near(found):
             lead = ends_at - reading.iteration
@@ -68,7 +68,7 @@ def plateau(seed: int) -> Stopped:
     """Return the first forecast of a run whose growth stops."""
     run, forecast = draw(PLATEAU, seed), DeviceWatch()
     for reading, is_end in run.readings():
-        list(forecast.add(reading, is_window_end=is_end))
+        list(forecast.add_reading(reading, is_window_end=is_end))
         found = forecast.growth(run.capacity) if is_end else None
         if found is not None and forecast.is_near(found):
             return Stopped(run.stops_at, reading.iteration)

@@ -54,7 +54,7 @@ class AuditedJob:
 
     def printed(self) -> list[str]:
         """Return the texts of the new events of the audit."""
-        return [event.text for event in self.aggregator.events.take() if event.kind in ("audit", "mfu")]
+        return [event.text for event in self.aggregator.events.take_events() if event.kind in ("audit", "mfu")]
 
     def summary(self) -> Any:
         return self.aggregator.summary(2000.0, False)

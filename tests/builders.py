@@ -42,7 +42,7 @@ class Loop:
         self.recorder = Recorder(*about, self.values, self._index_of)
 
     def value(self, name, value):
-        self.values.add(name, value)
+        self.values.add_value(name, value)
 
     def _index_of(self, name):
         self.names.append(name)

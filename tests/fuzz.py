@@ -65,10 +65,10 @@ def frames(data: bytes) -> None:
     for now_s in (3.0, 100.0, 10_000.0):
         aggregator.tick(Now(now_s, 1000.0 + now_s))
     aggregator.close_all()
-    for closed in aggregator.closed.take():
+    for closed in aggregator.closed.take_windows():
         values = {tag: value for tag, value in closed.report.values.items() if math.isfinite(value)}  # as sinks do
         assert _is_json(msgspec.structs.replace(closed.report, values=values))
-    for event in aggregator.events.take():
+    for event in aggregator.events.take_events():
         assert event.text.isprintable()
         assert _is_json(event)
     summary = aggregator.summary(1100.0, ended=True)
@@ -175,7 +175,7 @@ def _read_ring(reader: RingReader) -> None:
         for slot in reader.read():
             assert slot.kind in ring._WHAT
             assert min(slot.ordinal, slot.step_ns, slot.generation_ns, *slot.phases_ns, *slot.counts) >= 0
-            cutter.add(slot)
+            cutter.add_record(slot)
         reader.skip_torn()
     state, ordinal, _, what = reader.state()
     assert ring.STATE_NAMES[state]

@@ -24,7 +24,7 @@ class KnownLoad:
         self._start_s = time.monotonic()
         self._end_s = self._start_s + sum(stretches_s)
 
-    def take(self):
+    def take_edges(self):
         curve = self._curve
         if time.monotonic() < self._end_s:
             return None

@@ -128,7 +128,7 @@ class SensedGpu:
         self.power.switch(self._edges)
         self._end_ns = at_ns
 
-    def take(self):
+    def take_edges(self):
         return self._edges if self.clock.now_ns > self._end_ns else None
 
     def close(self):

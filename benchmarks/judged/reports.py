@@ -64,7 +64,7 @@ def _run(aggregator: Aggregator, job: Job, course: Course, *, is_last: bool) -> 
     for at_s, message in messages:
         while tick_s < at_s:
             aggregator.tick(_now(tick_s))
-            aggregator.closed.take()
+            aggregator.closed.take_windows()
             tick_s += TICK_S
         if isinstance(message, Reports):
             assert aggregator.reports(message, _now(at_s))

@@ -77,7 +77,7 @@ def _run(aggregator: Aggregator, found: Timeline, course: Course) -> None:
     for at_s, message in messages:
         while tick_s < at_s:
             aggregator.tick(_now(tick_s))
-            aggregator.closed.take()
+            aggregator.closed.take_windows()
             tick_s += TICK_S
         now = _now(at_s)
         if isinstance(message, Reports):

@@ -53,7 +53,7 @@ class Agent:
         self._notices = Notices(trainer, events)
         self._children = Children(trainer, self._poller, events, self._notices)
         self._connection = Connection(trainer, self._poller, self._notices)
-        self._devices = RankDevices(trainer, events.add)
+        self._devices = RankDevices(trainer, events.add_event)
         self._is_trainer_busy = self._can_be_woken = self._is_replaced = False
         self.is_measuring = False
 
@@ -115,7 +115,7 @@ class Agent:
         if line := measuring.values.take_notice():
             self._events.report("warning", line)
         for event in measuring.memory.take_events(time.time()):
-            self._events.add(event)
+            self._events.add_event(event)
         measuring.cut(now_s)
         self._children.look(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
         conversation.exchange_messages(now_s)
@@ -151,7 +151,7 @@ class Agent:
             for text in warnings:
                 self._events.report("warning", text)
             self._devices.follow()
-            conversation.add_facts()
+            conversation.request_hello()
         conversation.follow()
 
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:

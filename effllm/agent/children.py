@@ -171,7 +171,7 @@ class Children:
             secured=facts.secured,
             salt=facts.job,
         )
-        self._aggregator = AggregatorChild(orders, self._events.add, self._notices.no_metrics)
+        self._aggregator = AggregatorChild(orders, self._events.add_event, self._notices.no_metrics)
         self._aggregator.start()
         self._watch("aggregator", self._aggregator.descriptor)
 

@@ -139,7 +139,7 @@ class Conversation:
         if self._connection.follow():
             self._reset_link()
 
-    def add_facts(self) -> None:
+    def request_hello(self) -> None:
         """Send a new HELLO soon, because facts of the rank have changed."""
         self._has_new_facts = True
 

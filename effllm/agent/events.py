@@ -84,9 +84,9 @@ class AgentEvents:
         self._unsent: deque[Event] = deque()
 
     def report(self, kind: str, text: str) -> None:
-        self.add(Event(time.time(), kind, text))
+        self.add_event(Event(time.time(), kind, text))
 
-    def add(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add an event; if there are many equal events, most of them are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:

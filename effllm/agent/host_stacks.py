@@ -151,7 +151,7 @@ class LongIterations(NamedTuple):
     usual: float = 0.0  # their number per iteration that is not long
 
     @classmethod
-    def of(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
+    def long_among(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
         """Return those of iterations that are long.
 
         Args:
@@ -177,7 +177,7 @@ class LineNames:
         self._folder, self._kind = folder, kind
         self._calls: dict[tuple[str, int], str] = {}
 
-    def of(self, stacks: Stacks, in_long: Stacks | None = None, usual: float = 0.0) -> tuple[CodeLine, ...]:
+    def lines_of(self, stacks: Stacks, in_long: Stacks | None = None, usual: float = 0.0) -> tuple[CodeLine, ...]:
         """Return the lines with the most samples.
 
         Args:

@@ -171,11 +171,11 @@ class Measuring:
         values = self.values.take(
             report.window, self._trainer.facts.value_names, time.monotonic(), is_last=report.final
         )
-        allocator, of_memory = self.memory.take(report.window, is_last=report.final)
+        allocator, of_memory = self.memory.take_values(report.window, is_last=report.final)
         values = dict(islice({**values, **of_memory}.items(), MAX_NAMES))
         if values or allocator is not None:
             report = replace(report, values=values or None, allocator=allocator)
-        self.outbox.add(report)
+        self.outbox.add_report(report)
 
     def _origin(self) -> tuple[list[Slot], int]:
         """Return the existing records, and the start of the first window."""
@@ -196,14 +196,14 @@ class Measuring:
             if slot.kind == END_RECORD and self.status is None:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
             if slot.kind == MEMORY:
-                self.memory.add(slot)
+                self.memory.add_record(slot)
             elif slot.kind == SPAN:
                 self._has_spans = True
-                self._spans.add(slot)
+                self._spans.add_request(slot)
             elif slot.kind == VALUES:
-                self.values.add(slot, self.cutter.window_of(slot.ordinal))
+                self.values.add_record(slot, self.cutter.window_of(slot.ordinal))
             else:
-                self.cutter.add(slot)
+                self.cutter.add_record(slot)
 
 
 class RankMemory:
@@ -222,18 +222,17 @@ class RankMemory:
         self._host_last = 0
         self._others: deque[float] = deque(maxlen=OTHER_WINDOWS)  # bytes of the device that torch cannot have
         self._warned: list[Warned] = []
-        self._values: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
-        self._counted = (0.0, 0.0)  # retries and errors so far
+        self._unreported: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
 
-    def add(self, slot: ring.Slot) -> None:
+    def add_record(self, slot: ring.Slot) -> None:
         """Add a record of the kind MEMORY."""
         before = self._watch.last
         is_boundary = (slot.ordinal + self._offset) % self._log_interval == 0
         is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and is_boundary
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
         reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
-        self._warned += self._watch.add(reading, is_window_end=is_end)
-        self._note(slot, reading, before, is_end)
+        self._warned += self._watch.add_reading(reading, is_window_end=is_end)
+        self._keep_values(slot, reading, before, is_end)
         if is_end:
             self._last = slot.ordinal
 
@@ -260,23 +259,23 @@ class RankMemory:
         for warning in warned:
             yield Event(time_s, warning.kind, warning.text)
 
-    def take(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
-        """Return the memory and the values of the windows up to a window, for the report."""
-        taken = sorted(number for number in self._values if is_last or number <= window)
+    def take_values(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
+        """Remove and return the allocator's sizes, and its peaks and counts as statistics of one value."""
+        windows = sorted(number for number in self._unreported if is_last or number <= window)
         values: dict[str, float] = {}
-        for number in taken:
-            for name, value in self._values.pop(number).items():
+        for number in windows:
+            for name, value in self._unreported.pop(number).items():
                 is_count = name in ("allocator/retries", "allocator/out_of_memory")
                 values[name] = values.get(name, 0.0) + value if is_count else max(values.get(name, 0.0), value)
         sizes = [values.pop(f"allocator/{name}", None) for name in Allocator.__struct_fields__]
         allocator = Allocator(*(size for size in sizes if size is not None)) if None not in sizes else None
         return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
-    def _note(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
+    def _keep_values(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
         """Keep the values of a reading until the report of its window."""
         # After the end of a window, also a phase and an iteration that does not end belong to the next window.
         window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
-        values = self._values.setdefault(window, {})
+        values = self._unreported.setdefault(window, {})
         has_failed = before is not None and now.out_of_memory > before.out_of_memory
         if is_end or has_failed:
             values["allocator/allocated_bytes"] = now.allocated
@@ -350,7 +349,7 @@ class InstrumentValues:
         self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
         self._notices: list[str] | None = None  # lines for the user; None before the first value of an instrument
 
-    def add(self, slot: ring.Slot, window: int) -> None:
+    def add_record(self, slot: ring.Slot, window: int) -> None:
         """Add a record of the kind VALUES."""
         names = self._windows.get(window)
         if names is None:
@@ -366,8 +365,8 @@ class InstrumentValues:
 
     def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
         """Return the statistics by name of the values up to a window, or of all values if ``is_last``."""
-        taken = sorted(number for number in self._windows if is_last or number <= window)
-        parts = [self._windows.pop(number) for number in taken]
+        windows = sorted(number for number in self._windows if is_last or number <= window)
+        parts = [self._windows.pop(number) for number in windows]
         values = merged_by_name(
             {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in parts
         )

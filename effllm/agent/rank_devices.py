@@ -38,15 +38,14 @@ class RankDevices:
 
     def __init__(self, trainer: Trainer, report: Callable[[Event], None]) -> None:
         self._trainer, self._report = trainer, report
-        self.wake_descriptor = os.eventfd(
-            0, os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        )  # written when requested samples are complete
+        # Written when requested samples are complete.
+        self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._interval_s = trainer.config.collection_interval_s
         self._calibrations = cache_folder() / "calibration"
         self._tracks = self._new_tracks()
         self._node_tracks: list[DeviceTrack] = []
         self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
-        self._used = _used(trainer.facts)
+        self._gpu_choice = _gpu_choice(trainer.facts)
         # Before the first iteration, a training without a pause for the idle power allocates its memory.
         self._calibrate_at_s = 0.0 if trainer.config.baseline_seconds else time.monotonic() + WITHOUT_ITERATION_S
         self._has_begun = False  # as in `calibrate`
@@ -74,8 +73,8 @@ class RankDevices:
 
     def follow(self) -> None:
         """Open the GPUs that the training process uses, if they are others than it seemed before."""
-        if (used := _used(self._trainer.facts)) != self._used:
-            self._used = used
+        if (choice := _gpu_choice(self._trainer.facts)) != self._gpu_choice:
+            self._gpu_choice = choice
             self._stop(self._candidates)
             series = [track.series for track in self._tracks]
             self._candidates = self._new_tracks([old.device.key if old is not None else "" for old in series])
@@ -267,5 +266,5 @@ def _visible_gpus(facts: RankFacts) -> list[int]:
     return [index for index in facts.gpus if visible is None or index < len(visible.split(","))]
 
 
-def _used(facts: RankFacts) -> tuple[object, ...]:
+def _gpu_choice(facts: RankFacts) -> tuple[object, ...]:  # the GPUs are opened again if it changes
     return facts.cuda_uuid, facts.cuda_pci_bus_id, facts.gpus, facts.unclear_gpu

@@ -40,7 +40,7 @@ KEPT_CREDIT_S = 20.0
 MAX_INTERVAL_S = 30.0
 #: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
 #: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
-CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.05, 0.2, 0.1
+SLOWER_WEIGHT, FASTER_WEIGHT, MAX_COUNTED_S = 0.05, 0.2, 0.1
 
 #: Arguments: the opened device, a function that samples it, and a function that waits until a monotonic time.
 Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None]], Sensor]
@@ -58,21 +58,21 @@ class DriverTime:
         self._num_full = self._num_energy = 0
         self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
 
-    def add(self, took_s: float, *, is_gpu: bool, energy_only: bool) -> None:
+    def add_reading(self, took_s: float, *, is_gpu: bool, energy_only: bool) -> None:
         """Add a reading of ``took_s`` seconds.
 
-        The average duration is used, because other processes on the core delay about one reading in a hundred.
+        The average counts, not the maximum: other processes on the core delay about one reading in a hundred.
         """
-        took_s = max(took_s - (OWN_S if is_gpu else OTHER_S), 0.0)
-        took_s = min(took_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
+        driver_s = max(took_s - (OWN_S if is_gpu else OTHER_S), 0.0)
+        driver_s = min(driver_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         if energy_only:
             self._num_energy += 1
-            self.energy_s += (took_s - self.energy_s) * max(CALL_RISE, 1 / self._num_energy)
+            self.energy_s += (driver_s - self.energy_s) * max(SLOWER_WEIGHT, 1 / self._num_energy)
             return
         self._num_full += 1
         if self._num_full > 1:  # the first reading of a driver may take long
-            weight = CALL_RISE if took_s > self.full_s else CALL_FALL
-            self.full_s += (took_s - self.full_s) * max(weight, 1 / (self._num_full - 1))
+            weight = SLOWER_WEIGHT if driver_s > self.full_s else FASTER_WEIGHT
+            self.full_s += (driver_s - self.full_s) * max(weight, 1 / (self._num_full - 1))
 
     def affordable(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
         """Return the number of readings at an edge, at most ``wanted``, for which the budget has time.
@@ -308,7 +308,7 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         ended_s = time.monotonic()
-        self.driver.add(ended_s - began_s, is_gpu=reader.device.is_gpu, energy_only=energy_only)
+        self.driver.add_reading(ended_s - began_s, is_gpu=reader.device.is_gpu, energy_only=energy_only)
         if not energy_only:
             self._full_ns = int(ended_s / NS)
         self._samples.put(sample)

@@ -81,7 +81,7 @@ class Series:
         self._max_gap_ns = max(self._max_gap_ns, int(max_gap_s / NS))
         self.energy.allow_gap(max_gap_s)
 
-    def add(self, sample: Sample) -> None:
+    def add_sample(self, sample: Sample) -> None:
         """Append a sample; a sample that is not newer than the last is dropped."""
         if sample.time_ns <= self.newest_ns:
             return

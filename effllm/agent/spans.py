@@ -36,7 +36,7 @@ class Spans:
         self._devices: list[str] = []  # keys of the devices; a device keeps its position
         self._written: dict[str, Any] = {}
 
-    def add(self, request: Slot) -> None:
+    def add_request(self, request: Slot) -> None:
         """Add a request; an empty span begins a chain and has no answer."""
         self._pending.append(request)
 

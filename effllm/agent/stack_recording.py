@@ -164,7 +164,7 @@ class StackRecording:
         self._folder = folder_of(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
-        long = LongIterations.of([*iterations_ns(), *running], self._began_ns)
+        long = LongIterations.long_among([*iterations_ns(), *running], self._began_ns)
         in_long = stacks_of(recording, self._trainer.facts.thread_id, long.within_us)
         waits = sum(with_frame(stacks, WAIT_FOR_WORKER).values())
         if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):
@@ -179,7 +179,7 @@ class StackRecording:
             self._trainer.rank,
             sum(stacks.values()),
             torn,
-            names.of(stacks, in_long, usual),
+            names.lines_of(stacks, in_long, usual),
             stacks=names.folded(stacks),
             is_worker=self._pid != self._trainer.pid,
         )

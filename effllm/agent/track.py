@@ -47,7 +47,7 @@ class DeviceTrack:
                 self.series = Series(self.sampler.device, self._max_gap_s)
                 is_new = True
             if isinstance(item, Sample) and self.series is not None:
-                self.series.add(item)
+                self.series.add_sample(item)
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
                 is_new = True

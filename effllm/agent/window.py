@@ -42,22 +42,22 @@ class IterationValues:
         self._times: deque[tuple[int, float, float, float]] = deque()  # ordinal; seconds of step, wait and own time
         self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
 
-    def add(self, slot: ring.Slot) -> None:
+    def add_record(self, slot: ring.Slot) -> None:
         """Add a record of the ring; records without such values are ignored."""
         if slot.kind == ring.LOSS and not slot.what:  # what = 1: the record has no loss
             self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.PROFILE:
             self._profiles.append((slot.ordinal, _profile(slot)))
         elif slot.kind == ring.DEVICE_TIME:
-            self._on_device.add(slot)
+            self._on_device.add_totals(slot)
         elif slot.kind == ring.OWN_TIME:
-            self._own_on_device.add(slot)
+            self._own_on_device.add_totals(slot)
 
     def add_times(self, slot: ring.Slot, step_s: float, wait_s: float) -> None:
         """Add the times of an iteration, without phases; its own time is 0 if it is not known."""
         self._times.append((slot.ordinal, step_s, wait_s, slot.number * NS))
 
-    def take(self, first: int, last: int) -> dict[str, Any]:
+    def take_fields(self, first: int, last: int) -> dict[str, Any]:
         """Return the fields of `RankReport` with the values of the iterations from ``first`` to ``last``.
 
         Late profiles of earlier windows are included. Late losses of earlier windows are dropped.
@@ -73,8 +73,8 @@ class IterationValues:
         while self._times and self._times[0][0] <= last:
             times.append(self._times.popleft()[1:])
         own_s = [seconds for *_, seconds in times if seconds > 0]
-        device_steps, device_step_s = self._on_device.take(last)
-        device_own_steps, device_own_step_s = self._own_on_device.take(last)
+        device_steps, device_step_s = self._on_device.take_totals(last)
+        device_own_steps, device_own_step_s = self._own_on_device.take_totals(last)
         return {
             "loss": losses[-1][1] if losses and math.isfinite(losses[-1][1]) else None,
             "losses_not_finite": len(not_finite),
@@ -102,10 +102,10 @@ class TimedIterations:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds
         self._taken = (0, 0.0)
 
-    def add(self, slot: ring.Slot) -> None:
+    def add_totals(self, slot: ring.Slot) -> None:
         self._totals.append((slot.ordinal, slot.number, slot.value))
 
-    def take(self, last: int) -> tuple[int, float]:
+    def take_totals(self, last: int) -> tuple[int, float]:
         """Return the number and the seconds of iterations up to ``last`` that no earlier call returned."""
         count, seconds = self._taken
         while self._totals and self._totals[0][0] <= last:
@@ -165,7 +165,7 @@ class WindowCutter:
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
         # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self._origin_ns = origin_ns
-        self._first = 1
+        self._first_ordinal = 1
         self._totals, self._overrun_before = _NO_TOTALS, 0
         self._newest: ring.Slot | None = None  # the last iteration
         self._newest_totals = _NO_TOTALS
@@ -220,11 +220,11 @@ class WindowCutter:
     def window_of(self, ordinal: int) -> int:
         return -(-(ordinal + self._offset) // self._log_interval)
 
-    def add(self, slot: ring.Slot) -> None:
+    def add_record(self, slot: ring.Slot) -> None:
         if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
             # The first iteration or phase began before the agent's first window.
             self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)
-        self._values.add(slot)
+        self._values.add_record(slot)
         if slot.kind in (ring.ITERATION, ring.PHASE, ring.END):
             slot = _without_falls(slot, self._newest_totals)
         if slot.kind == ring.ITERATION and slot.ordinal <= self.last_ordinal:
@@ -271,10 +271,10 @@ class WindowCutter:
     def _report(
         self, last: int, end_ns: int, totals: ring.Slot, overrun: int, series: Sequence[Series], final: bool
     ) -> RankReport:
-        start_ns, first, before = self._start_ns, self._first, self._totals
+        start_ns, first, totals_at_start = self._start_ns, self._first_ordinal, self._totals
         phases_s = self._phases_s(totals, end_ns)
         self._sequence += 1
-        counts: Iterable[Any] = map(sub, totals.counts, before.counts)
+        counts: Iterable[Any] = map(sub, totals.counts, totals_at_start.counts)
         devices, aliasing_error = self._devices(series, end_ns, phases_s, last - first + 1)
         report = RankReport(
             agent=self._agent,
@@ -287,41 +287,42 @@ class WindowCutter:
             start_time_s=self.unix_s(start_ns),
             end_time_s=self.unix_s(end_ns),
             wall_s=(end_ns - start_ns) * NS,
-            busy_s=(totals.step_ns - before.step_ns) * NS,
-            wait_s=(totals.wait_ns - before.wait_ns) * NS,
+            busy_s=(totals.step_ns - totals_at_start.step_ns) * NS,
+            wait_s=(totals.wait_ns - totals_at_start.wait_ns) * NS,
             phases_s=phases_s,
-            generation_s=(totals.generation_ns - before.generation_ns) * NS,
+            generation_s=(totals.generation_ns - totals_at_start.generation_ns) * NS,
             devices=devices,
             final=final,
             reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
             iterations_overrun=overrun - self._overrun_before,
             aliasing_error=aliasing_error,
-            **self._values.take(first, last),
+            **self._values.take_fields(first, last),
             **dict(zip(FIELDS, counts, strict=True)),
         )
         if report.reset:
             self._reset_at = 0
-        self._start_ns, self._first, self._totals, self._overrun_before = end_ns, last + 1, totals, overrun
+        self._start_ns, self._first_ordinal, self._totals, self._overrun_before = end_ns, last + 1, totals, overrun
         for samples in series:
             samples.forget_before(end_ns)
         return report
 
     def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
         """Return the seconds of each phase; time outside of iterations and marked phases is startup or shutdown."""
-        before, start_ns = self._totals, self._start_ns
-        phases = zip(MARKED_PHASES, totals.phases_ns, before.phases_ns, strict=True)
+        totals_at_start, start_ns = self._totals, self._start_ns
+        phases = zip(MARKED_PHASES, totals.phases_ns, totals_at_start.phases_ns, strict=True)
         phases_ns = {name: now_ns - then_ns for name, now_ns, then_ns in phases}
-        iterations_ns = totals.step_ns - before.step_ns + totals.wait_ns - before.wait_ns
-        rest_ns = max(end_ns - start_ns - iterations_ns - sum(phases_ns.values()), 0)
-        startup_ns = self._startup_ns(start_ns, end_ns, rest_ns) if self._first == 1 else 0
-        phases_ns |= {STARTUP: startup_ns, SHUTDOWN: rest_ns - startup_ns}
+        iterations_ns = totals.step_ns - totals_at_start.step_ns + totals.wait_ns - totals_at_start.wait_ns
+        outside_ns = max(end_ns - start_ns - iterations_ns - sum(phases_ns.values()), 0)
+        startup_ns = self._startup_ns(start_ns, end_ns, outside_ns) if self._first_ordinal == 1 else 0
+        # Between two iterations all time is a wait or a phase, so there is a shutdown only in the last window.
+        phases_ns |= {STARTUP: startup_ns, SHUTDOWN: outside_ns - startup_ns}
         return {name: ns * NS for name, ns in phases_ns.items() if ns}
 
-    def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
+    def _startup_ns(self, start_ns: int, end_ns: int, outside_ns: int) -> int:
         if not self.last_ordinal:
-            return rest_ns  # before the end of the first iteration, all of this time is startup
+            return outside_ns  # before the end of the first iteration, all of this time is startup
         marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
-        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
+        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), outside_ns)
 
     def _devices(
         self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int

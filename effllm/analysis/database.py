@@ -44,11 +44,9 @@ MIN_RUNS = 50
 MAX_NEW_ROWS, MAX_NEW_SHARE = 20, 0.02
 #: Maximum number of files; the oldest file is removed.
 MAX_FILES = 32
-
 #: Files of lines are copied into one file, because DuckDB needs 1 to 5 ms for each file; this is the size at which the
 #: copy is read.
 MAX_COPY_BYTES = 256 * 2**20
-
 #: Settings of DuckDB: no extension is loaded from the network.
 SETTINGS = {
     "autoinstall_known_extensions": "false",
@@ -248,44 +246,46 @@ class Database:
                 else:
                     files.append(_LineFile(folder, run_id, path))
         # A line of a hostile run must not name another run, so the name of the field is a secret.
-        key = f"run_{secrets.token_hex(8)}"
+        index_field = f"run_{secrets.token_hex(8)}"
         values = ", ".join(f"{value(column)} AS {quoted(column.name)}" for column in table.columns)
         valid = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in ("folder", *table.required))
         execute = self.connection.execute
         while files:
-            counts: list[int] = []
-            with _temporary(_numbered(files, key, counts)) as copy:
+            line_counts: list[int] = []
+            with _temporary(_lines_with_file_index(files, index_field, line_counts)) as copy:
                 # Lists of the folders instead of a join, because a join changes the order of the lines.
                 execute(
-                    f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, {key} AS file, "
-                    f"($1::VARCHAR[])[{key} + 1] AS folder, ($2::VARCHAR[])[{key} + 1] AS run_id "
-                    f"FROM {read_json(copy, {**table.fields(), key: WHOLE})})",
+                    f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, "
+                    f"{index_field} AS file, ($1::VARCHAR[])[{index_field} + 1] AS folder, "
+                    f"($2::VARCHAR[])[{index_field} + 1] AS run_id "
+                    f"FROM {read_json(copy, {**table.fields(), index_field: WHOLE})})",
                     [[file.folder for file in files], [file.run_id for file in files]],
                 )
             execute(f"INSERT INTO {table.name} SELECT * EXCLUDE (file) FROM lines WHERE {valid}")
             counted = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
             execute("DROP TABLE lines")
-            for number, (file, count) in enumerate(zip(files, counts, strict=False)):
+            for number, (file, count) in enumerate(zip(files, line_counts, strict=False)):
                 if invalid := count - counted.get(number, 0):
                     reason = f"{invalid} incomplete or invalid line{'s' * (invalid > 1)}"
                     self.skipped.append(Skipped(file.path, reason))
-            files = files[len(counts) :]
+            files = files[len(line_counts) :]
 
 
-def _numbered(files: Sequence[_LineFile], key: str, counts: list[int]) -> Iterator[bytes]:
-    """Yield the lines of the first files, each with the index of its file; add the number of lines of each file."""
+def _lines_with_file_index(files: Sequence[_LineFile], index_field: str, line_counts: list[int]) -> Iterator[bytes]:
+    """Yield the lines of the first files, each with the index of its file; append the number of lines of each file."""
     size = 0
     for index, file in enumerate(files):
         if size > MAX_COPY_BYTES:
             return
-        begin = b'{"%b":%d,' % (key.encode(), index)
-        counts.append(0)
+        begin = b'{"%b":%d,' % (index_field.encode(), index)
+        line_counts.append(0)
         for line in lines_of(file.path):
             if not line.isspace():
-                is_object = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
-                whole = b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_object else b"null\n"
+                is_usable = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
+                # null: the caller counts it as an invalid line
+                whole = b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_usable else b"null\n"
                 size += len(whole)
-                counts[-1] += 1
+                line_counts[-1] += 1
                 yield whole
 
 

@@ -69,7 +69,7 @@ class RankMeans(Struct):
         """Mean utilization of the rank's first device."""
         return quotient(self.utilization_seconds, self.utilization_covered_s)
 
-    def add(self, line: RankRow) -> None:
+    def add_report(self, line: RankRow) -> None:
         """Add a report."""
         self.host, self.device = line.host or self.host, line.device or self.device
         self.reports += 1
@@ -97,7 +97,7 @@ class RankTimes:
         self.has_own = False
         self._each, self._windows = 1, 0
 
-    def add(self, line: RankRow) -> None:
+    def add_report(self, line: RankRow) -> None:
         """Add a report; the reports of a window follow each other."""
         steps = line.iteration_last - line.iteration_first + 1
         if steps <= 0 or line.rank >= MAX_TIMED_RANKS:
@@ -136,9 +136,9 @@ class RankReports:
     def __init__(self) -> None:
         self.ranks: dict[int, RankMeans] = {}
         self.times = RankTimes()
-        self.first_iteration: int | None = None
-        self.last_iteration: int | None = None
-        self.skipped = 0
+        self.first_window_end: int | None = None
+        self.last_window_end: int | None = None
+        self.skipped_lines = 0
         self.unread_bytes = 0  # of older reports
 
     def read(self, folder: Path) -> None:
@@ -150,12 +150,12 @@ class RankReports:
         lines = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
         for line in lines:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
-                self.ranks.setdefault(line.rank, RankMeans()).add(line)
-                self.times.add(line)
-                self.last_iteration = line.iteration_shown or line.iteration_last
-                if self.first_iteration is None:
-                    self.first_iteration = self.last_iteration
-        self.skipped, self.unread_bytes = lines.skipped, lines.unread_bytes
+                self.ranks.setdefault(line.rank, RankMeans()).add_report(line)
+                self.times.add_report(line)
+                self.last_window_end = line.iteration_shown or line.iteration_last
+                if self.first_window_end is None:
+                    self.first_window_end = self.last_window_end
+        self.skipped_lines, self.unread_bytes = lines.skipped, lines.unread_bytes
 
 
 class EventExtract:
@@ -163,7 +163,7 @@ class EventExtract:
 
     def __init__(self, limit: int) -> None:
         self.counts: Counter[str] = Counter()  # of the read events, by kind
-        self.skipped = 0
+        self.skipped_lines = 0
         self.unread_bytes = 0
         self.stalls: deque[Event] = deque(maxlen=MAX_STALLS)
         self._problems: deque[Event] = deque(maxlen=limit)
@@ -189,7 +189,7 @@ class EventExtract:
             (self._problems if is_problem(event.kind) else self._others).append(event)
             if event.kind in STALLS:
                 self.stalls.append(event)
-        self.skipped, self.unread_bytes = lines.skipped, lines.unread_bytes
+        self.skipped_lines, self.unread_bytes = lines.skipped, lines.unread_bytes
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
@@ -232,8 +232,8 @@ class RecordedRun:
                 reader.read(folder)
             except OSError as error:
                 self.problems.append(f"{name} cannot be read: {error.strerror or error}")
-            if reader.skipped:
-                self.problems.append(f"{name}: {reader.skipped:,} incomplete or invalid lines were left out")
+            if reader.skipped_lines:
+                self.problems.append(f"{name}: {reader.skipped_lines:,} incomplete or invalid lines were left out")
         try:
             self.stacks, self.stack_files = read_stacks(folder, max_stacks)
         except OSError as error:

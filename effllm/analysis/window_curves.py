@@ -121,7 +121,7 @@ class WindowCurves:
     """The curves of a run over its iterations, by tag, with the number of lines that cannot be read."""
 
     def __init__(self, tags: Iterable[str]) -> None:
-        self.skipped = 0
+        self.skipped_lines = 0
         self.is_simulated = False  # whether a window had simulated devices
         self.last_spread: dict[str, Spread] = {}  # distributions of the last window that has any
         self.curves = {tag: Curve() for tag in tags}
@@ -143,7 +143,7 @@ class WindowCurves:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.
             if not (line.correction or line.iteration_last < line.iteration_first):
                 self._add(line)
-        self.skipped = lines.skipped
+        self.skipped_lines = lines.skipped
 
     def _add(self, line: CurveLine) -> None:
         self.is_simulated |= line.simulated

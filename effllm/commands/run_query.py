@@ -88,9 +88,10 @@ def _print_text(result: Answer) -> None:
     print(f"({'1 row' if len(rows) == 1 else count})")
 
 
-def _tables(headers: list[str], cells: list[list[str]], numbers: list[bool]) -> Iterator[list[str]]:
+def _tables(headers: list[str], cells: list[list[str]], are_numbers: list[bool]) -> Iterator[list[str]]:
     """Yield tables of at most `WIDTH` columns; further columns follow in further tables."""
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    pad = [str.rjust if is_number else str.ljust for is_number in are_numbers]
     start = 0
     while start < len(headers):
         end, used = start + 1, widths[start]
@@ -99,10 +100,8 @@ def _tables(headers: list[str], cells: list[list[str]], numbers: list[bool]) -> 
             end += 1
         part = range(start, end)
         lines = [headers, ["-" * width for width in widths], *cells]
-        yield [
-            "  ".join(row[at].rjust(widths[at]) if numbers[at] else row[at].ljust(widths[at]) for at in part).rstrip()
-            for row in lines
-        ] + [""] * (end < len(headers))
+        texts = ["  ".join(pad[at](row[at], widths[at]) for at in part).rstrip() for row in lines]
+        yield texts + [""] * (end < len(headers))
         start = end
 
 

@@ -178,7 +178,7 @@ class _SimulatedPeer:
         self.bye_seen_s = 0.0
         self._confirmed = 0  # sequence number of the newest confirmed report
 
-    def take(self) -> None:
+    def handle_messages(self) -> None:
         for message in self.link.receive():
             if isinstance(message, Ack):
                 self.outbox.acknowledged(message.sequence)
@@ -268,7 +268,7 @@ class SimulatedRanks:
                 waiting[-1].link.connect()
             now_s = time.monotonic()
             for peer in waiting:
-                peer.take()
+                peer.handle_messages()
                 if peer.rejected:
                     self._write(Progress(rejected=peer.rejected))
                     raise SystemExit(1)
@@ -282,7 +282,7 @@ class SimulatedRanks:
     def _start(self) -> float:
         while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
             for peer in self._peers:
-                peer.take()
+                peer.handle_messages()
                 peer.heartbeat(time.monotonic(), 0)
         return float(os.read(self._part.input_descriptor, 100))
 
@@ -295,8 +295,9 @@ class SimulatedRanks:
                 lag_s = lags_s[peer.rank.rank]
                 self._wait(start_s + part.interval_s + lag_s)
                 now_s = time.monotonic()
-                peer.take()
-                peer.outbox.add(peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s))
+                peer.handle_messages()
+                row = peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s)
+                peer.outbox.add_report(row)
                 self._sent += peer.send_reports()
                 peer.heartbeat(now_s, window * part.log_interval)
                 if number % CHECK_EVERY == 0:
@@ -313,7 +314,7 @@ class SimulatedRanks:
         first = self._peers[0]
         if first.rank.rank != 0:
             return
-        first.take()
+        first.handle_messages()
         if first.seen > self._seen:
             self._seen = first.seen
             self._write(Progress(seen=self._seen // self._part.log_interval, at_s=time.monotonic()))
@@ -323,7 +324,7 @@ class SimulatedRanks:
         waiting = list(self._peers)
         while waiting and time.monotonic() < until_s:
             for number, peer in enumerate(waiting):
-                peer.take()
+                peer.handle_messages()
                 self._sent += peer.send_reports()
                 peer.heartbeat(time.monotonic(), self._part.windows * self._part.log_interval)
                 if not peer.bye_sent and not peer.outbox.unsent():

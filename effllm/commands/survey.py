@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -25,7 +26,7 @@ from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
-from effllm.sensor_profile import Known, known
+from effllm.sensor_profile import Known, measured_or_cached_sensor
 from effllm.trainer.preflight import usable
 
 READS, READS_APART_S = 15, 0.02
@@ -38,6 +39,17 @@ class Cost(Struct, frozen=True):
     core_share: float | None = None  # share of a core for device reads at the configured interval
     interval_s: float | None = None
     stamps_us: float | None = None  # time that the training thread needs to record an iteration's times
+
+
+class DeviceSurvey(NamedTuple):
+    """The results of the tests of the device."""
+
+    sources: dict[str, InputSource]
+    finding: Finding
+    device: Device | None = None
+    read_ms: float | None = None
+    read_cpu_s: float | None = None
+    sensor: Known | None = None
 
 
 class Survey(Struct, frozen=True):
@@ -63,7 +75,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     """
     findings = [*survey_host.python(), *survey_host.settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
-    opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
+    sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
     node, node_findings = _node_power(config, opened)
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
@@ -72,43 +84,31 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
+    core_share = None if read_cpu_s is None else read_cpu_s / config.collection_interval_s
     stamps_us, memory = survey_host.shared_memory(config)
     gpus = survey_gpus.states()
     if has_load:
         survey_gpus.load(gpus)
-    findings += [about, *_driver(), *survey_gpus.findings(gpus), *node_findings]
+    findings += [finding, *_driver(), *survey_gpus.findings(gpus), *node_findings]
     if scope.complaint:
         findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
     elif scope.label:
         findings.append(Finding("power scope", OK, scope.label))
-    findings += [
-        *survey_host.sinks(config),
-        survey_host.run_folder(config),
-        survey_host.loopback(),
-        *survey_host.endpoint(config),
-        survey_host.security(config),
-    ]
-    findings.append(memory)
+    findings += [*survey_host.sinks(config), survey_host.run_folder(config), survey_host.loopback()]
+    findings += [*survey_host.endpoint(config), survey_host.security(config), memory]
     return Survey(
-        measured=not any(finding.state == BROKEN for finding in findings),
+        measured=all(finding.state != BROKEN for finding in findings),
         device=opened,
         metrics=[measurable(name, sources) for name in METRICS],
         findings=findings,
-        cost=Cost(
-            read_ms=read_ms,
-            core_share=None if read_cpu_s is None else read_cpu_s / config.collection_interval_s,
-            interval_s=config.collection_interval_s,
-            stamps_us=stamps_us,
-        ),
+        cost=Cost(read_ms, core_share, interval_s=config.collection_interval_s, stamps_us=stamps_us),
         sensor=sensor,
         hardware=find(opened.name) if opened and opened.is_gpu else None,
         gpus=gpus,
     )
 
 
-def _device(
-    config: Config, environ: Mapping[str, str]
-) -> tuple[Device | None, dict[str, InputSource], float | None, float | None, Known | None, Finding]:
+def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
     site = Site(
         trainer_pid=os.getpid(),
         host=platform.node(),
@@ -122,15 +122,16 @@ def _device(
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample any available device"
         sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
-        return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
+        return DeviceSurvey(sources, Finding("device", BROKEN, f"{config.device}: {error}", advice))
     samples, failures, wall_s, cpu_s = _read(reader)
-    sensor = known(reader, cache_folder() / "calibration")
+    sensor = measured_or_cached_sensor(reader, cache_folder() / "calibration")
     reader.close()
     device = reader.device
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
     no_gpu = "".join(f"; no {sentence}" for sentence in device.not_measured if sentence.startswith("GPU: "))
-    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}{no_gpu}")
-    return device, _sources(device, samples, failures), 1e3 * statistics.median(wall_s), cpu_s, sensor, about
+    finding = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}{no_gpu}")
+    sources, read_ms = _sources(device, samples, failures), 1e3 * statistics.median(wall_s)
+    return DeviceSurvey(sources, finding, device, read_ms, cpu_s, sensor)
 
 
 def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
@@ -246,9 +247,8 @@ def _driver() -> Iterator[Finding]:
         yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
         return
     try:
-        driver, library = (
-            text_of(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion)
-        )
+        versions = (pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetNVMLVersion())
+        driver, library = map(text_of, versions)
         yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
     except pynvml.NVMLError as error:
         yield Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")

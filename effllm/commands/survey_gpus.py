@@ -171,13 +171,13 @@ def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:
             continue
         peers = [peer for peer in gpus if peer.name == gpu.name and peer is not gpu]
         wrong = list(_wrong(gpu, peers))
-        text = ", ".join([gpu.name, gpu.uuid, *_facts(gpu)])
+        text = ", ".join([gpu.name, gpu.uuid, *_gpu_facts(gpu)])
         if wrong:
             text += f": {'; '.join(fault for fault, _ in wrong)}"
         yield Finding(name, DIFFERS if wrong else OK, text, "; ".join(dict.fromkeys(advice for _, advice in wrong)))
 
 
-def _facts(gpu: GpuState) -> Iterator[str]:
+def _gpu_facts(gpu: GpuState) -> Iterator[str]:
     if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
         yield f"{gpu.sm_clock_mhz:,} of {gpu.sm_clock_max_mhz:,} MHz"
     if gpu.temperature_c is not None:

@@ -208,7 +208,7 @@ class FolderSource:
         self._files.events.refresh()
         is_new = False
         while lines := self._files.events.after(self._events_end, MAX_LINES):
-            self._history.add(event for _, line in lines if (event := _decoded(_event, line)) is not None)
+            self._history.add_events(event for _, line in lines if (event := _decoded(_event, line)) is not None)
             self._events_end = end_of(lines)
             is_new = True
             if time.monotonic() > until_s:

@@ -9,8 +9,7 @@ This file shows how the joules of a window come about; the others of this packag
 3. `EnergyLedger.energy` subtracts the totals at both edges of a window, and adds up the errors: of both edges, of the
    inside (`power_spread`), and of the board's gain.
 
-docs/energy.md describes the error model, docs/decisions/energy.md the trace on which each
-refinement earns its place.
+docs/energy.md describes the error model, docs/decisions/energy.md the trace on which each refinement earns its place.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class EnergyLedger:
             return  # the read failed; the counter's next reading includes the missing energy
         if power_w is not None:
             is_repeated = self.timing.is_repeated(sample.time_ns)
-            self._powers.add(sample.time_ns, power_w, self.timing.sensor.tick_s, is_repeated=is_repeated)
+            self._powers.add_power(sample.time_ns, power_w, self.timing.sensor.tick_s, is_repeated=is_repeated)
         step = self._steps.step(sample, counter_j, power_w)
-        self.readings.add(sample.time_ns, power_w, step)
+        self.readings.add_reading(sample.time_ns, power_w, step)
         if counter_j is not None:
             self._steps.entered(sample.time_ns, counter_j)
 
@@ -80,6 +79,7 @@ class EnergyLedger:
         return self.timing.is_settled(edge_ns, self._steps.max_gap_ns)
 
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
+        """Return the energy of a span with its error; the levels at its edges are fixed, so adjacent spans add up."""
         readings = self.readings
         if len(readings) < 2 or end_ns <= start_ns:
             return NOT_MEASURED
@@ -88,25 +88,25 @@ class EnergyLedger:
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return NOT_MEASURED
-        covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
+        covered_s = (to_ns - from_ns - (readings.holes_until_ns(to_ns) - readings.holes_until_ns(from_ns))) * NS
         # Both levels are also computed for a hole, so that no joule is reported twice.
-        start, end = self._levels.energy_level_at(from_ns), self._levels.energy_level_at(to_ns)
+        start, end = self._levels.fixed_level_at(from_ns), self._levels.fixed_level_at(to_ns)
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
         # If the times of both edges have the same error, both edges are shifted by the same time.  Only the difference
         # between their powers then changes the energy.  An additional error of one edge shifts only this edge.
-        both_s2 = min(start.shift_s2, end.shift_s2)
+        common_shift_s2 = min(start.shift_s2, end.shift_s2)
         # Even if power is equal at both edges of this span, it may differ at the edges of the run.  In a fast wave, the
         # power at an edge also differs from the power next to it.
-        spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
-        rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
-        before_j2, after_j2 = readings.variances_j2(from_ns), readings.variances_j2(to_ns)
+        edge_power_variance_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
+        common_shift_j2 = common_shift_s2 * max((end.power_w - start.power_w) ** 2 / 2, edge_power_variance_w2)
+        before_j2, after_j2 = readings.variance_until_j2(from_ns), readings.variance_until_j2(to_ns)
         return EnergyAmount(
             joules=joules,
             covered_s=covered_s,
-            start_j2=start.variance_j2 + rise_j2 + (start.shift_s2 - both_s2) * start.power_w**2,
-            end_j2=end.variance_j2 + rise_j2 + (end.shift_s2 - both_s2) * end.power_w**2,
+            start_j2=start.variance_j2 + common_shift_j2 + (start.shift_s2 - common_shift_s2) * start.power_w**2,
+            end_j2=end.variance_j2 + common_shift_j2 + (end.shift_s2 - common_shift_s2) * end.power_w**2,
             inside_j2=after_j2 - before_j2 + self.aliasing.variance_j2(covered_s),
             gain_j=self.timing.sensor.gain_error * joules,
             estimated_j=max(end.estimated_j - start.estimated_j, 0.0),

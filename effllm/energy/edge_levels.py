@@ -50,8 +50,8 @@ class EdgeLevels:
         self.edges_ns = edges_ns
         self._levels = {edge_ns: self._levels[edge_ns] for edge_ns in edges_ns}
 
-    def energy_level_at(self, time_ns: int) -> Level:
-        """Return the level at a time; later calls for the same time return the same level."""
+    def fixed_level_at(self, time_ns: int) -> Level:
+        """Return the level at a time, which is fixed by the first call: later levels are not below earlier ones."""
         if time_ns not in self._levels:
             self._timing.update_lag(time_ns)
             anchors = self._anchors(time_ns)

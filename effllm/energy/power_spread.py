@@ -50,7 +50,7 @@ class PowerSpread:
         self._tick_s = 0.1
         self.min_w, self.max_w = math.inf, 0.0
 
-    def add(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
+    def add_power(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
         """Add a reading of power.
 
         Args:

@@ -68,7 +68,7 @@ class Readings:
     def index_after(self, time_ns: int) -> int:
         return bisect.bisect_right(self._points, time_ns, key=_time_ns)
 
-    def add(self, time_ns: int, power_w: float | None, step: Step) -> None:
+    def add_reading(self, time_ns: int, power_w: float | None, step: Step) -> None:
         total_j = estimated_j = variances_j2 = 0.0
         holes_ns = 0
         if self._points:
@@ -145,7 +145,7 @@ class Readings:
         span_ns = self._points[second].time_ns - self._points[first].time_ns
         return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
 
-    def holes_ns(self, time_ns: int) -> int:
+    def holes_until_ns(self, time_ns: int) -> int:
         point = self._points[min(self.index_from(time_ns), len(self._points) - 1)]
         return point.holes_ns - (0 if point.method else max(point.time_ns - time_ns, 0))
 
@@ -154,7 +154,7 @@ class Readings:
         point = self._points[min(index, len(self._points) - 1)]
         return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.estimated else 0.0)
 
-    def variances_j2(self, time_ns: int) -> float:
+    def variance_until_j2(self, time_ns: int) -> float:
         index = self.index_from(time_ns)
         if index >= len(self._points):
             return self._points[-1].variances_j2

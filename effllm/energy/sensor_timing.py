@@ -61,7 +61,7 @@ class CounterLag:
             return 0.0, self._high  # most counters are not late
         return (self._low + self._high) / 2, (self._high - self._low) / 2
 
-    def add(self, points: Iterable[Point], last_ns: float, tick_ns: float, open_ns: float) -> None:
+    def add_points(self, points: Iterable[Point], last_ns: float, tick_ns: float, open_ns: float) -> None:
         """Narrow the bounds by the reads around one edge.
 
         Args:
@@ -161,7 +161,7 @@ class SensorTiming:
         tick_ns = self.clock.tick_ns
         first = max(self._readings.index_from(round(last[0] - tick_ns)), 1)
         open_ns = last[1] + self.clock.spread_ns + self._known.call_s / 2 / NS
-        self._lag.add(self._readings.from_index(first), last[0], tick_ns, open_ns)
+        self._lag.add_points(self._readings.from_index(first), last[0], tick_ns, open_ns)
         self.sensor = self._known
         if (lag := self._lag.ticks) is not None:
             lag_s, error_s = lag[0] * tick_ns * NS, max(lag[1] * tick_ns * NS, MIN_LAG_ERROR_S)

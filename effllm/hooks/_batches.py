@@ -50,16 +50,16 @@ class LateSums:
     was not measured.
 
     Args:
-        num_sums: number of values in each call of `add`.
+        num_sums: number of values in each call of `add_numbers`.
     """
 
     def __init__(self, num_sums: int) -> None:
         self._num_sums = num_sums
-        self._known = [0] * num_sums
+        self._arrived = [0] * num_sums  # sums of the numbers that have arrived since the last call of `take_sums`
         self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
-        self._spare: list[Any] = []
+        self._free_buffers: list[Any] = []  # pinned memory of finished copies, used again
 
-    def add(self, values: Sequence[Any]) -> bool:
+    def add_numbers(self, values: Sequence[Any]) -> bool:
         """Add numbers, or tensors of one number each, without a wait for a GPU.
 
         Returns:
@@ -71,7 +71,7 @@ class LateSums:
         on_devices: dict[Any, dict[int, Any]] = {}
         for place, (value, kind) in enumerate(zip(values, types, strict=True)):
             if kind == "cpu":
-                self._known[place] += int(value)
+                self._arrived[place] += int(value)
             else:
                 on_devices.setdefault(value.device, {})[place] = value
         for device, on_device in on_devices.items():
@@ -82,15 +82,15 @@ class LateSums:
         torch: Any = sys.modules["torch"]
         zero = torch.zeros_like(next(iter(on_device.values())))
         row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
-        buffer = self._spare.pop() if self._spare else pinned(self._num_sums)
+        buffer = self._free_buffers.pop() if self._free_buffers else pinned(self._num_sums)
         buffer.copy_(row, non_blocking=True)
         self._coming.append((recorded_event(device), buffer))
 
-    def take(self) -> list[int]:
+    def take_sums(self) -> list[int]:
         """Return the sums of the numbers that have arrived since the last call."""
         while self._coming and self._coming[0][0].query():
             self._read()
-        sums, self._known = self._known, [0] * self._num_sums
+        sums, self._arrived = self._arrived, [0] * self._num_sums
         return sums
 
     def take_rest(self) -> list[int]:
@@ -98,13 +98,13 @@ class LateSums:
         while self._coming:
             self._coming[0][0].synchronize()
             self._read()
-        return self.take()
+        return self.take_sums()
 
     def _read(self) -> None:
         _, buffer = self._coming.popleft()
         for place, value in enumerate(buffer.tolist()):
-            self._known[place] += value
-        self._spare.append(buffer)
+            self._arrived[place] += value
+        self._free_buffers.append(buffer)
 
 
 class LazyNumber:
@@ -152,7 +152,7 @@ class Batches:
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
         self.vocabulary: int | None = None  # of the model, if it is known and a language model
-        self._at_exit = functools.partial(Guard("the count of the last iterations"), self._count_rest)
+        self._at_exit = functools.partial(Guard("the count of the last iterations"), self._add_arrived_at_exit)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
@@ -161,25 +161,25 @@ class Batches:
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # handlers run in reverse order: this one runs before the session's handler
 
-    def add(self, inputs: Any, counts_samples: bool = True) -> None:
+    def add_batch(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""
-        seen = inputs if isinstance(inputs, Batch) else batch_of(inputs, self.vocabulary)
-        if seen.source and seen.source != self._source:
-            self._new = seen
-        self._processed += seen.tokens_processed
-        self._steps.micro_batch(seen.tokens_processed)
-        self.has_packed = seen.source == PACKED
-        samples = seen.samples if counts_samples else 0
-        if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
+        counts = inputs if isinstance(inputs, Batch) else counts_of_batch(inputs, self.vocabulary is not None)
+        if counts.source and counts.source != self._source:
+            self._new = counts
+        self._processed += counts.tokens_processed
+        self._steps.micro_batch(counts.tokens_processed)
+        self.has_packed = counts.source == PACKED
+        samples = counts.samples if counts_samples else 0
+        if not self._late.add_numbers((samples, counts.tokens, counts.tokens_loss)):
             # Counts on this accelerator cannot be read without a wait, so all positions count as tokens.
-            self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
+            self._late.add_numbers((samples if isinstance(samples, int) else 1, counts.tokens_processed, 0))
 
     def end(self, at_ns: int | None = None) -> None:
         """End the iteration with the sums; if `effllm.count` was called, its counts are used instead.
 
         For ``at_ns`` see `Steps.end`.
         """
-        samples, tokens, tokens_loss = self._late.take()
+        samples, tokens, tokens_loss = self._late.take_sums()
         processed, self._processed = self._processed, 0
         is_counted_here = not get_metrics_collector().has_counted
         if self._new is not None and is_counted_here:
@@ -195,52 +195,52 @@ class Batches:
         atexit.unregister(self._at_exit)
         samples, tokens, tokens_loss = self._late.take_rest()
         if self._source:
-            self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+            self._steps.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
-    def _count_rest(self) -> None:
+    def _add_arrived_at_exit(self) -> None:
         """Add the counts that the GPU has computed since the last iteration's end; do not wait for other counts."""
-        samples, tokens, tokens_loss = self._late.take()
-        if self._source and self._processed == 0:
-            self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+        samples, tokens, tokens_loss = self._late.take_sums()
+        if self._source and self._processed == 0:  # otherwise counts of an iteration that has not ended are included
+            self._steps.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
-    def _learn(self, seen: Batch) -> None:
-        is_first, self._source = not self._source, seen.source
-        facts: dict[str, Any] = {"token_source": seen.source}
+    def _learn(self, counts: Batch) -> None:
+        is_first, self._source = not self._source, counts.source
+        facts: dict[str, Any] = {"token_source": counts.source}
         flops = None
-        if is_first and seen.width and self._parameters is not None:
-            facts["sequence_length"] = seen.width
-            if flops_of_token := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
+        if is_first and counts.width and self._parameters is not None:
+            facts["sequence_length"] = counts.width
+            if flops_of_token := _COUNTING(flops_per_token, self._model(), self._parameters, counts.width):
                 convention = convention_of(self._model())
                 facts["flops_convention"] = f"{convention}; sequence length: width of the first batch"
                 flops = flops_of_token[0]
         self._steps.learn(flops_per_token=flops, facts=facts)
 
 
-def batch_of(inputs: Any, vocabulary: int | None = None) -> Batch:
+def counts_of_batch(inputs: Any, is_language_model: bool = False) -> Batch:
     """Return the counts of a batch of any type; if it has no text, only the samples of its first tensor.
 
     Args:
         inputs: the batch.
-        vocabulary: of a language model; then the ids of a batch need no name.
+        is_language_model: whether the ids of a batch need no name.
     """
-    batches = map(read_batch, _named(inputs, _DEPTH))
-    seen = next((batch for batch in batches if batch is not None and batch.source), None) or read_batch(inputs)
-    if (seen is None or not seen.source) and vocabulary is not None:
-        seen = _of_ids(inputs) or seen
-    if seen is None or not seen.source:
+    batches = map(read_batch, _mappings_in(inputs, _DEPTH))
+    counts = next((batch for batch in batches if batch is not None and batch.source), None) or read_batch(inputs)
+    if (counts is None or not counts.source) and is_language_model:
+        counts = _of_ids(inputs) or counts
+    if counts is None or not counts.source:
         first = next(_tensors(inputs, _DEPTH), None)
-        seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
-    return seen
+        counts = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+    return counts
 
 
-def _named(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+def _mappings_in(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield the tensors with names in a batch: a mapping, also one in another one, or the fields of an object."""
     is_object = depth == _DEPTH and not hasattr(inputs, "numel")  # objects in a batch may refer to anything
     members = inputs if isinstance(inputs, Mapping) else getattr(inputs, "__dict__", {}) if is_object else {}
     if members:
         yield members
     for member in members.values() if depth else ():
-        yield from _named(member, depth - 1)
+        yield from _mappings_in(member, depth - 1)
 
 
 def _of_ids(inputs: Any) -> Batch | None:

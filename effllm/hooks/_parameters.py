@@ -216,7 +216,7 @@ class FlopsByWidth:
         )
         self._tokens = self._weighted = 0
 
-    def add(self, tokens: int, weighted: int) -> None:
+    def add_tokens(self, tokens: int, weighted: int) -> None:
         self._tokens += tokens
         self._weighted += weighted
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from effllm.hooks._batches import Batches, batch_of
+from effllm.hooks._batches import Batches, counts_of_batch
 from effllm.hooks._layout import DDP, FSDP, SINGLE, is_sharded_over_all_ranks
 from effllm.hooks._parameters import model_of, parameters_of, size_of
 from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
@@ -229,7 +229,7 @@ class BatchCounter:
             self._ahead = [*self._ahead, *chain(*self._fresh.values())][-MAX_AHEAD:]
             self._fresh = {}
         kept = self._fresh.setdefault(id(loader), [])
-        kept.append(batch_of(batch, self.batches.vocabulary))  # the batch itself is not kept
+        kept.append(counts_of_batch(batch, self.batches.vocabulary is not None))  # the batch itself is not kept
         del kept[:-MAX_AHEAD]
 
     def backward(self) -> None:
@@ -239,7 +239,7 @@ class BatchCounter:
             trained = [self._ahead.pop()]
         if self._is_on and self._steps.recorder is not None:
             for batch in trained:
-                self.batches.add(batch)
+                self.batches.add_batch(batch)
 
 
 class Rounds:

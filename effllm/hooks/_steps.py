@@ -152,10 +152,10 @@ class Steps:
         if (recorder := self.recorder) is not None:
             recorder.waited(spent_ns)
 
-    def add(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+    def add_late_counts(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their step."""
         if (recorder := self.recorder) is not None:
-            recorder.add(samples, tokens, tokens_loss)
+            recorder.add_late_counts(samples, tokens, tokens_loss)
 
     def learn(
         self,
@@ -227,7 +227,7 @@ class Steps:
         for name, value in figures.items():
             number = float(value) if type(value) in (int, float) else math.nan
             if 0 < number < math.inf:
-                PENDING.add(name, number)
+                PENDING.add_value(name, number)
 
     def finish(self, status: str = "completed") -> None:
         """End the metrics, and remove this framework as the owner."""

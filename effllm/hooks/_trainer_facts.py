@@ -95,7 +95,7 @@ class TrainerFigures:
         self._total: tuple[float, int] | None = None  # tokens and steps at the last log with more tokens
         self._to_date = (0.0, 0.0)  # tokens and seconds since the start of the training
 
-    def take(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def take_figures(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Return the figures of a log after this step, by names in `FIGURES`."""
         figures: dict[str, Any] = {TOKENS_PER_S_PER_GPU: logs.get(AXOLOTL)}
         total = next(filter(None, (_number(logs, name) for name in TOTALS)), None)

@@ -87,7 +87,7 @@ class _DeepSpeedLoop:
             self._train()
             if self._counts_data:
                 inputs = inputs_of(engine.module, call.args[1:], call.kwargs)
-                self._batches.add(inputs, self._counts_samples)
+                self._batches.add_batch(inputs, self._counts_samples)
 
     def backward_begins(self, call: Call) -> None:
         """Stamp the sync point before gradients are summed; under ZeRO-3, ranks wait for each other earlier."""

@@ -170,7 +170,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             step, epoch = asked
             self._last_epoch = epoch
             for block in (self.total, self._since_log, self._interval):
-                block.add(readings, span.start_ns, span.end_ns)
+                block.add_span(readings, span.start_ns, span.end_ns)
             metrics = self.monitor.metrics(readings, span.start_ns, span.end_ns, step, epoch)
             done = Block(readings, 1, span.start_ns, span.end_ns)
             self._num_steps += 1

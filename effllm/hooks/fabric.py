@@ -114,7 +114,7 @@ class _FabricLoop:
             self._steps.start()
         if _alive(self._counted) is model:
             is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
-            self._batches.add(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
+            self._batches.add_batch(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
 
     def stepped(self, _token: Any, call: Call, _result: Any) -> None:
         """End the iteration if this optimizer leads; a step that a gradient scaler skips counts too."""

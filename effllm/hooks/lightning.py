@@ -177,7 +177,7 @@ class LightningTraining:
         self._ended = step != self._step
         end_ns = time.monotonic_ns()
         if self._counts_data:
-            self._batches.add(batch)
+            self._batches.add_batch(batch)
         if not self._ended:
             self._idle_since_ns = end_ns
             return

@@ -82,9 +82,7 @@ def attach(module: ModuleType) -> None:
     around(module, "train_step", guard, before=training.step_starts, after=training.step_ended)
     is_marked = {
         "setup_model_and_optimizer": around(module, "setup_model_and_optimizer", guard, after=training.model_is_built),
-        "training_log": around(
-            module, "training_log", guard, before=training.is_about_to_log, after=training.has_logged
-        ),
+        "training_log": around(module, "training_log", guard, before=training.before_log, after=training.after_log),
     }
     around(module, "print_rank_last", guard, before=training.prints)
     for name, phase in PHASES.items():
@@ -127,7 +125,7 @@ class _Training:
         self._reports = self._reports_loss = False
         self._replicas, self._replica = 1, 0
         self._ended: tuple[int, int, int] | None = None  # end time and counts of a step that is not recorded yet
-        self._loss: LazyNumber | None = None
+        self._loss_to_report: LazyNumber | None = None
         self._skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
@@ -231,7 +229,7 @@ class _Training:
             (ended_ns, processed, samples), self._ended = self._ended, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
 
-    def is_about_to_log(self, call: Call) -> None:
+    def before_log(self, call: Call) -> None:
         """Read the arguments of Megatron's log: tokens of packed sequences; at the end of a window, also the loss."""
         if not self._steps.is_owner:
             return
@@ -243,7 +241,7 @@ class _Training:
         # If Megatron skips iterations, its iteration number is larger than the number of counted iterations.
         if collector.should_log(self._first_iteration + recorder.ordinal):
             loss = _loss(call.get("loss_dict"))
-            self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
+            self._loss_to_report = LazyNumber(int(iteration), loss) if loss is not None else None
 
     def prints(self, call: Call) -> None:
         """Read the throughput in a line that Megatron passes to its last rank's output; every rank has the line."""
@@ -253,14 +251,14 @@ class _Training:
             if tflops >= MIN_TFLOPS:
                 self._steps.figures({TFLOPS_PER_GPU: tflops})
 
-    def has_logged(self, *_: Any) -> None:
+    def after_log(self, *_: Any) -> None:
         if self._steps.is_owner:
             self._report_loss()
 
     def _report_loss(self) -> None:
-        if self._loss is not None and (value := self._loss.read()) is not None:
-            self._steps.loss(self._loss.iteration, value)
-            self._loss = None
+        if self._loss_to_report is not None and (value := self._loss_to_report.read()) is not None:
+            self._steps.loss(self._loss_to_report.iteration, value)
+            self._loss_to_report = None
 
     def _real_tokens(self, of_all: Any) -> int | None:
         """Return this rank's share of the whole job's token count; 0 if this rank does not report data."""

@@ -91,7 +91,7 @@ def _failed_step(training: Any) -> None:
 
 def _before_log(call: Call) -> Any:
     if _training is not None and call.args[0] is _training.processor:
-        _training.take()
+        _training.add_new_counts()
         return _training
     return None
 
@@ -160,7 +160,7 @@ class TitanTraining:
     def start(self) -> None:
         _STEPS.start()
 
-    def take(self) -> None:
+    def add_new_counts(self) -> None:
         """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
@@ -172,7 +172,7 @@ class TitanTraining:
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:
-        self.take()
+        self.add_new_counts()
         _STEPS.waited(int(self._wait_s * 1e9))
         tokens = self._tokens if self._counts_data else 0
         self._tokens, self._wait_s = 0, 0.0
@@ -180,7 +180,7 @@ class TitanTraining:
 
     def cancel(self) -> None:
         """Drop the tokens and waits of a step that did not end."""
-        self.take()
+        self.add_new_counts()
         self._tokens, self._wait_s = 0, 0.0
 
     def log(self, step: int, values: dict[str, float]) -> None:

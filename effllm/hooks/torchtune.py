@@ -106,7 +106,7 @@ class _TorchtuneLoop:
             self._is_running = True
             self._steps.start()
         if self._counts_data:
-            self._batches.add(_read(batch, recipe))
+            self._batches.add_batch(_read(batch, recipe))
 
     def profiler_stepped(self, _token: Any, call: Call, _result: Any) -> None:
         if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):

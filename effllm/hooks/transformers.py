@@ -227,20 +227,20 @@ class TrainerRun:
         samples = batch.samples if self._counts_samples else 0
         weighted = batch.tokens * (batch.width or 0)
         sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._counts else (samples, 0, 0, 0)
-        if not self._late.add(sums):
+        if not self._late.add_numbers(sums):
             self._has_unknown = True
-            self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
+            self._late.add_numbers((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
     def see_loss(self, loss: Any) -> None:
         """Count a loss that is NaN or infinite, if the Trainer will log a mean of other losses in its place."""
         is_replaced = getattr(getattr(self.trainer, "args", None), "logging_nan_inf_filter", False)
         if is_replaced and hasattr(loss, "dim") and loss.dim() == 0:
-            self._not_finite.add([loss.detach() * 0 != 0])
+            self._not_finite.add_numbers([loss.detach() * 0 != 0])
 
     def end_step(self, args: Any, state: Any) -> None:
         """Record the end of a step, and whether a loss was not finite: on a GPU, perhaps a loss of an earlier step."""
         self._end_step(args, state)
-        if self._not_finite.take()[0]:
+        if self._not_finite.take_sums()[0]:
             _STEPS.loss(state.global_step, float("nan"))
 
     def _end_step(self, args: Any, state: Any) -> None:
@@ -252,10 +252,10 @@ class TrainerRun:
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end(tokens, samples if self._counts_samples else 0)
             return
-        samples, tokens, tokens_loss, weighted = self._late.take()
+        samples, tokens, tokens_loss, weighted = self._late.take_sums()
         processed, self._processed = self._processed, 0
         _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
-        self._flops.add(tokens, weighted)
+        self._flops.add_tokens(tokens, weighted)
         if self._flops.has_changed(WIDTH_TOLERANCE):
             self._report_flops()
 
@@ -263,8 +263,8 @@ class TrainerRun:
         """Add the counts that arrived from the GPU after the last step, and end the metrics."""
         if status == "completed":
             samples, tokens, tokens_loss, weighted = self._late.take_rest()
-            _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
-            self._flops.add(tokens, weighted)
+            _STEPS.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+            self._flops.add_tokens(tokens, weighted)
             if self._flops.has_changed(0.0):
                 self._report_flops()
         _STEPS.finish(status)
@@ -329,7 +329,7 @@ def _is_checkpointing(args: Any) -> bool:
 
 def _log(state: Any, logs: dict[str, Any]) -> None:
     if _training is not None and _training.compares_tokens and state.is_world_process_zero:
-        _STEPS.figures(_training.figures.take(logs, state.global_step))
+        _STEPS.figures(_training.figures.take_figures(logs, state.global_step))
     _STEPS.loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
         logs.update(_STEPS.logged())

@@ -11,7 +11,7 @@ from typing import Any
 from effllm.trainer.value_buffer import PENDING
 
 #: Record a value by its name; without an active run, the call only reads one attribute.
-record = PENDING.add
+record = PENDING.add_value
 
 _TEXT = (str, bytes)  # a tuple: with cold caches, ``str | bytes`` in a call takes 3 us
 #: Floats represent all whole numbers below this number.

@@ -231,7 +231,7 @@ class RobustGPUMonitor:
 
     def _read(self) -> None:
         spans = self._chain.take() if self._chain is not None else []
-        chosen = self._devices.positions(self._facts) if spans else []
+        chosen = self._devices.positions(self._device_facts) if spans else []
         for span in spans:
             readings = SpanReadings.of(part for part in span.parts if part.device in chosen)
             if span.number in self._baseline_numbers:
@@ -313,12 +313,12 @@ class RobustGPUMonitor:
     @property
     def device_name(self) -> str:
         """Names of the measured devices; empty before the first answer."""
-        return self._devices.names(self._facts)
+        return self._devices.names(self._device_facts)
 
     def summary(self) -> dict[str, Any]:
         """Return the total, the baseline, the devices and the markers, for a JSON file."""
         return {
-            "devices": [self._facts[n] for n in self._devices.positions(self._facts)],
+            "devices": [self._device_facts[n] for n in self._devices.positions(self._device_facts)],
             **amounts(self.total, self.baseline),
             "baseline_power_w": self.baseline.power_w,
             "baseline_error_w": self.baseline.error_w,
@@ -328,14 +328,14 @@ class RobustGPUMonitor:
         }
 
     @property
-    def _facts(self) -> list[dict[str, Any]]:
+    def _device_facts(self) -> list[dict[str, Any]]:
         return self._chain.devices if self._chain is not None else []
 
     def warn_if_unmeasured(self) -> None:
         """Warn once with the reason, if spans were answered and no energy was measured."""
         if self._spans and not self.total.is_measured:
             unavailable = self._chain.unavailable if self._chain is not None else []
-            self._warn(f"energy is not measured: {self._devices.reason(self._facts, unavailable)}")
+            self._warn(f"energy is not measured: {self._devices.reason(self._device_facts, unavailable)}")
 
 
 def unix_s(monotonic_ns: int) -> float:

@@ -41,7 +41,7 @@ class Block:
     start_ns: int = 0
     end_ns: int = 0
 
-    def add(self, readings: SpanReadings, start_ns: int, end_ns: int) -> None:
+    def add_span(self, readings: SpanReadings, start_ns: int, end_ns: int) -> None:
         """Add the readings of a step's span; the caller leaves out spans that a marker ended."""
         self.readings = self.readings.then(readings)
         self.start_ns = self.start_ns or start_ns

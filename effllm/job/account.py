@@ -110,7 +110,7 @@ class Account(GpuReadings):
             self.holes += sign
             return
         self.energy_windows += sign
-        self.energy.add(window, (_JOB,), structs_of([amount], EnergyAmount), sign)
+        self.energy.add_window(window, (_JOB,), structs_of([amount], EnergyAmount), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
         at = self.ranks.find(rows.ranks)

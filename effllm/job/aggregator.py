@@ -159,12 +159,12 @@ class Aggregator:
                 break
             if not self._statements.accepts(number, rank, row, now.unix_s):
                 continue
-            rank.take(sequence, row.final)
+            rank.record_report(sequence, row.final)
             if rank.gaps > rank.lost:
                 self._statements.lose_gaps(number, rank, now.unix_s)
             rank.iteration = row.iteration_last
             self.stalls.row(row, now_s)
-            windows.add(row, now_s)
+            windows.add_report(row, now_s)
         if windows.has_late(now_s) and not is_large(self.ledger.world_size):
             self._take_late(now)
         if windows.may_close():
@@ -193,7 +193,7 @@ class Aggregator:
         """Add the lines of code of a recording."""
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
             self._hear(message.rank, rank, now)
-            self.ledger.host_lines.add(message)
+            self.ledger.host_lines.add_samples(message)
             if message.stacks and len(self._recorded) < MAX_RECORDED:
                 about = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
                 self._recorded.append(RecordedStacks(*about, message.samples, message.torn, message.stacks))

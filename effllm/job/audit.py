@@ -71,7 +71,7 @@ class FigureSums(Struct):
         self.count += window.counts.samples if name == SAMPLES_PER_S else window.counts.tokens
         self.over += window.counts.iterations if name == TOKENS_PER_ITERATION else window.loop.time_s
 
-    def add(self, name: str, values: ValueStatistics, since: FigureSums) -> None:
+    def add_values(self, name: str, values: ValueStatistics, since: FigureSums) -> None:
         """Add logged values of a figure, with the counts since the figure was logged before."""
         mean = values.total / values.count
         if 0 < mean < MAX_FIGURE and (name == TOKENS_PER_ITERATION or excess_of_mean(values) <= MAX_EXCESS):
@@ -125,7 +125,7 @@ class CountSums(Table):
 
     NAMES = (*TOKEN_COUNTS, "iterations")
 
-    def add(self, rows: Rows) -> None:
+    def add_reports(self, rows: Rows) -> None:
         """Add reports; each report may be added only once."""
         counts = np.array([rows.token_counts[name] for name in TOKEN_COUNTS], np.float64)
         at = self.find(rows.ranks)
@@ -150,7 +150,7 @@ class AuditWatch:
     """
 
     def __init__(self, state: AuditState, record: Record) -> None:
-        self._state, self._record = state, record
+        self._state, self._record_once = state, record
         # Counts of all ranks since the last figure, by its name.  The first figure only starts the counts, because the
         # start of its interval is not known.
         self._since: dict[str, FigureSums] = {}
@@ -160,20 +160,20 @@ class AuditWatch:
         state = self._state
         state.windows += 1
         if text := broken_counts(state.counts, rows, job, has_gaps=has_gaps):
-            self._doubt(TOKENS, text, rows[-1].end_time_s)
+            self._set_doubt(TOKENS, text, rows[-1].end_time_s)
 
     def close(self, rows: Rows, report: ClusterReport, job: KnownJob, peak_source: str) -> None:
         """Check the values of a window, and compare the figures of the framework."""
         for kind, text in impossible_shares(report.last, peak_source):
-            self._record(Event(report.time_s, kind, text), kind)
+            self._record_once(Event(report.time_s, kind, text), kind)
         if text := above_tensor_activity(report.run, job):
-            self._doubt(FLOPS, text, report.time_s)
+            self._set_doubt(FLOPS, text, report.time_s)
         if self._since or not FIGURES.keys().isdisjoint(rows.values):
             self._compare(rows, report)
 
-    def _doubt(self, what: str, text: str, time_s: float) -> None:
-        self._state.doubts[what] = text
-        self._record(Event(time_s, "audit", text), what)
+    def _set_doubt(self, doubted_input: str, text: str, time_s: float) -> None:
+        self._state.doubts[doubted_input] = text
+        self._record_once(Event(time_s, "audit", text), doubted_input)
 
     def _compare(self, rows: Rows, report: ClusterReport) -> None:
         # The framework's figure includes the ranks whose reports are missing.
@@ -188,7 +188,7 @@ class AuditWatch:
                 continue
             if name in self._since and not report.final:
                 sums = self._state.figures.setdefault(name, FigureSums())
-                sums.add(name, rows.values[name], self._since[name])
+                sums.add_values(name, rows.values[name], self._since[name])
             self._since[name] = FigureSums()
 
 

@@ -13,8 +13,6 @@ from msgspec import Struct
 _SAME = {"megatron-core": "megatron.core", "megatron-lm": "megatron", "torch": "", "fabric": "lightning"}
 #: Facts of run.json -> names of layouts in this table; the first one in use is the place of most communication.
 _SIZES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "expert_parallel": "EP"}
-
-
 #: Below this number of iterations, the time of single iterations is no evidence.
 MIN_ITERATIONS = 20
 
@@ -60,15 +58,15 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
     Raises:
         KeyError: the cause has no action.
     """
-    rows, name = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
-    name = _SAME.get(name, name)
-    kinds = list(_kinds(facts))
-    split, whole = (
-        [f" {kind}" for kind in kinds if (kind in _SIZES.values()) == is_split] for is_split in (True, False)
+    actions, framework = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
+    framework, job_kinds = _SAME.get(framework, framework), list(_kinds(facts))
+    model_parallel_keys, other_keys = (
+        [f" {kind}" for kind in job_kinds if (kind in _SIZES.values()) == is_split] for is_split in (True, False)
     )
-    # A framework's action for its replicas of the model is wrong for the parts of one.
-    keys = [*(f"{name} {kind}" for kind in kinds), *split, name, *whole]
-    return next((rows[key] for key in keys if key in rows), rows[""])
+    # The order: framework and kind, model-parallel kind, framework, other kind, "".  A framework's action for its
+    # replicas of the model is wrong for the parts of one.
+    keys = [*(f"{framework} {kind}" for kind in job_kinds), *model_parallel_keys, framework, *other_keys]
+    return next((actions[key] for key in keys if key in actions), actions[""])
 
 
 def _kinds(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.stragglers import Stragglers, Straggling
 from effllm.job.health.watches import EnergyWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
-from effllm.job.joining import joined
+from effllm.job.joining import with_earlier_part
 from effllm.job.ledger import Ledger, Waited
 from effllm.job.merged import Merged, merge_devices
 from effllm.job.pacing import is_large
@@ -55,7 +55,7 @@ class Closed(NamedTuple):
 
 
 class ClosedWindows:
-    """The last closed windows of a job, and their reports until `take` returns them.
+    """The last closed windows of a job, and their reports until `take_windows` returns them.
 
     Args:
         config: the job's settings.
@@ -81,7 +81,7 @@ class ClosedWindows:
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
 
-    def take(self) -> list[Closed]:
+    def take_windows(self) -> list[Closed]:
         """Return the windows that closed since the last call, in order."""
         closed, self._closed = self._closed, []
         return closed
@@ -172,7 +172,7 @@ class ClosedWindows:
         """Return earlier and late reports of a window; a late report may be a further part of a joined report."""
         rows = {row.rank: row for row in earlier}
         for rank, row in late.items():
-            rows[rank] = joined(rows.get(rank), row) if self._config.min_window_s else row
+            rows[rank] = with_earlier_part(rows.get(rank), row) if self._config.min_window_s else row
         return Rows.by_rank(rows, self._roster.everyone)
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
@@ -238,7 +238,7 @@ class ClosedWindows:
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
         if not correction and not window.warming:
             job, progress = report.job, self._ledger.progress
-            progress.add(Mark(report.iteration, job.loop.time_s, energy.total_joules(job)))
+            progress.add_mark(Mark(report.iteration, job.loop.time_s, energy.total_joules(job)))
             report = replace(report, forecast=progress.forecast(report.total_iterations, job))
         self._ledger.reports += 1
         self.last_report = report
@@ -254,7 +254,7 @@ class ClosedWindows:
         if merged is not None and rows.has_one_device_each and len(merged) == len(rows):
             is_measured = not np.isnan(merged.wall.energy[:, JOULES]).any() and (merged.span_s > 0).all()
             coverage = merged.energy_coverage if is_measured else None
-        kept = KeptReports.of(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
+        kept = KeptReports.chosen_from(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
         return Closed(report, rows, kept)
 
 
@@ -263,7 +263,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class EventLog:
-    """Counts events in the ledger, and stores the events for the file and the console until `take` is called.
+    """Counts events in the ledger, and stores the events for the file and the console until `take_events` is called.
 
     Args:
         ledger: the job's state.
@@ -298,7 +298,7 @@ class EventLog:
         """Add events with the counts of suppressed events, once a minute and at the end."""
         self._events += self._limit.roll(now_s)
 
-    def take(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """Return the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events

@@ -157,7 +157,7 @@ class EnergyTotals(Table):
         self._edges: dict[int, Array] = {}  # by boundary: variances on both sides, nan if not known
         self._newest = 0
 
-    def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
+    def add_window(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
         """Add a window, or with a sign of -1 subtract it.
 
         Args:

@@ -42,7 +42,7 @@ class Progress(Struct):
     every: int = 1  # so many windows have one mark
     windows: int = 0  # since the last mark
 
-    def add(self, mark: Mark) -> None:
+    def add_mark(self, mark: Mark) -> None:
         """Add the end of a window; if the iterations or the energy begin again, so do the marks."""
         before = self.newest
         if before is not None and (mark.iteration < before.iteration or (mark.joules or 0.0) < (before.joules or 0.0)):

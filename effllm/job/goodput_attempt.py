@@ -84,7 +84,7 @@ class Redone(Struct, array_like=True):
     around_s: float = 0.0
     max_around_s: float = 0.0
 
-    def add(self, span: Span, ordinal: float) -> None:
+    def add_span(self, span: Span, ordinal: float) -> None:
         """Add the iterations of a span from ``ordinal`` on; its phases may all be between them."""
         count = span.last - span.first + 1
         share = min(max((span.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
@@ -318,7 +318,7 @@ class Attempt(Struct):
             return
         redone = Redone()
         for span in self.spans:
-            redone.add(span, number - self.offset)
+            redone.add_span(span, number - self.offset)
         self.redone, self.redone_from = redone, number
 
     def _unreported_s(self, end_s: float) -> float:

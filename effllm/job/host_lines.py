@@ -51,7 +51,7 @@ class HostLines(Struct):
     counts: dict[str, dict[int, int]] = {}  # kind, line and function as JSON -> rank -> samples
     long: dict[str, int] = {}  # the same key -> samples in long iterations
 
-    def add(self, message: HostSamples) -> None:
+    def add_samples(self, message: HostSamples) -> None:
         self.failed = message.failed or self.failed
         rank = message.rank
         if not message.samples or (rank not in self.by_rank and len(self.by_rank) >= MAX_RANKS):

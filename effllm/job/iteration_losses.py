@@ -163,7 +163,7 @@ class Places(Struct):
     worst: int = 0
     newest: list[int] = []
 
-    def add(self, number: int, seconds: float) -> None:
+    def add_place(self, number: int, seconds: float) -> None:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
         self.newest = [*self.newest[1 - MAX_PLACES :], number]
         if seconds > self.worst_s:
@@ -236,7 +236,7 @@ class IterationLosses(Struct):
             map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False
         ):
             if wait_s > WAIT * usual_s:
-                self.waits.add(window.first_shown + at, weight * wait_s)
+                self.waits.add_place(window.first_shown + at, weight * wait_s)
             is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
             self.is_after_long = is_one
             if not is_one:  # a rank may end a long iteration after the others, which then wait in the next one
@@ -246,7 +246,7 @@ class IterationLosses(Struct):
                 warmup_s += weight * (time_s - usual_s)
             else:
                 slow_s += weight * (time_s - usual_s)
-                self.long.add(window.first_shown + at, time_s)
+                self.long.add_place(window.first_shown + at, time_s)
         return Lost(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
 
     def summary(self) -> SlowIterations | None:

@@ -53,7 +53,7 @@ class WindowJoiner:
         self._since_s: float | None = None  # receipt of the first report of the open joined window
         self._waiting: dict[int, list[RankReport]] = {}  # reports of one joined window, by rank
 
-    def add(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
+    def add_report(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
         """Add a report; return the joined reports that are complete now.
 
         Args:
@@ -92,14 +92,14 @@ class WindowJoiner:
             ready += self._end(statistics.median_low(self._long.values()), now_s)
         return ready
 
-    def whole(self, row: RankReport) -> int:
-        """Return the number of the newest joined window if it has ended, and the report is its rank's whole part; or 0.
+    def number_if_single(self, row: RankReport) -> int:
+        """Return the joined window that is this one window, if it ended last and no report of the rank waits; else 0.
 
-        In a large job nearly all reports are such reports; `add` would return them unchanged.
+        In a large job nearly all reports are such reports; `add_report` would return them unchanged.
         """
         ends = self._ends
-        is_whole = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
-        return self._number if is_whole and row.rank not in self._waiting else 0
+        is_single = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
+        return self._number if is_single and row.rank not in self._waiting else 0
 
     def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
         """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
@@ -111,7 +111,7 @@ class WindowJoiner:
             ready += self._end(statistics.median_low(newest), now_s)
         return ready
 
-    def take(self, number: int) -> list[Joined]:
+    def take_incomplete(self, number: int) -> list[Joined]:
         """Return the incomplete joined reports of a window that closes now."""
         ranks = [rank for rank, rows in self._waiting.items() if self._number_of(rows[0].window) <= number]
         return [self._joined(rank, number) for rank in ranks]
@@ -176,8 +176,8 @@ def largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def joined(earlier: RankReport | None, row: RankReport) -> RankReport:
-    """Return a report, joined with the earlier report of its rank in the same window, if there is one."""
+def with_earlier_part(earlier: RankReport | None, row: RankReport) -> RankReport:
+    """Return a report, joined with the earlier report of its rank in the same window if there is any."""
     return row if earlier is None else join((earlier, row), row.window)
 
 

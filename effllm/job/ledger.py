@@ -74,7 +74,7 @@ class RankState(Struct):
         if message.core_wait_s is not None:
             self.core_wait_s = max(self.core_wait_s or 0.0, message.core_wait_s)
 
-    def take(self, sequence: int, final: bool = False) -> None:
+    def record_report(self, sequence: int, final: bool = False) -> None:
         """Record a report, and the number of missing reports before it."""
         self.is_over = self.is_over or final
         missing = sequence - self.last_sequence - 1
@@ -85,7 +85,7 @@ class RankState(Struct):
 
     def reject(self, sequence: int) -> None:
         """Count a report as lost that is not added to any sum."""
-        self.take(sequence)
+        self.record_report(sequence)
         self.gaps += 1
         self.lost = max(self.lost, self.gaps)
 
@@ -103,7 +103,7 @@ class Spent(Struct):
     unfinished: int = 0  # ranks without a last report
     uncounted: int = 0  # ranks without the report of their last iteration
 
-    def add(self, rank: RankState) -> None:
+    def add_agent(self, rank: RankState) -> None:
         """Add the cost of a rank's replaced agent."""
         self.reports_lost += rank.lost
         self.unfinished += not rank.is_over
@@ -181,7 +181,7 @@ class Ledger(Struct):
         """Return the state for the next attempt: the sums stay, the ranks are reset."""
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
-            self.spent.add(rank)
+            self.spent.add_agent(rank)
         absent = max(self.world_size - len(self.ranks), 0)
         self.spent.unfinished += absent
         self.spent.uncounted += absent
@@ -217,7 +217,7 @@ class Ledger(Struct):
             account.add_rows(rows, has_hang)
         add_to(self.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})
         self.goodput.attempt.count_rows(window, rows)
-        self.audit.counts.add(rows)
+        self.audit.counts.add_reports(rows)
         if rows.values:
             self.values = merged_by_name((self.values, rows.values))
 
@@ -234,7 +234,7 @@ class Ledger(Struct):
         for account in self.accounts(window):
             account.add_devices(merged, sign)
             account.add_energy(window, energy, rows, min_coverage, sign)
-        self.devices.add(window, energy.owners, energy.amounts, sign)
+        self.devices.add_window(window, energy.owners, energy.amounts, sign)
         if window <= self.warm_until:
             self.warmup_j += sign * energy.iterations_j
         add_to(self.classes_j, {"iterations": energy.iterations_j, **energy.phases_j}, sign)

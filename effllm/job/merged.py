@@ -96,7 +96,7 @@ class GpuReadings(Struct):
     power_peak_w: float | None = None
     throttled_by_s: dict[str, float] = {}  # clocks event reason -> seconds; reasons may overlap
 
-    def add(self, window: DeviceWindow) -> None:
+    def add_window(self, window: DeviceWindow) -> None:
         for name, gauge in window.gauges.items():
             sums = self.gauges.get(name)
             if sums is None:
@@ -273,7 +273,7 @@ def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]
     readings = GpuReadings()
     for window in windows:
         if expected[window.device].is_gpu:
-            readings.add(window)
+            readings.add_window(window)
     return Merged(
         names=list(by_key),
         devices=list(map(expected.__getitem__, by_key)),

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
-from effllm.job.joining import Joined, WindowJoiner, joined
+from effllm.job.joining import Joined, WindowJoiner, with_earlier_part
 from effllm.job.ledger import Ledger
 from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
@@ -75,7 +75,7 @@ class OpenWindows:
     # --- inputs ---
 
     def has_room(self, rank: int, num_bytes: int) -> bool:
-        """Return whether a rank may have one more open report; if so, the report is counted, and `add` must follow."""
+        """Return whether a rank may have one more open report; if so, it is counted, and `add_report` must follow."""
         held = self._held.get(rank)
         if held is None:
             held = self._held[rank] = _Held()
@@ -85,15 +85,15 @@ class OpenWindows:
         held.num_bytes += num_bytes
         return True
 
-    def add(self, row: RankReport, now_s: float) -> None:
+    def add_report(self, row: RankReport, now_s: float) -> None:
         if self._joiner is None:
             self._enter(row, now_s)
-        elif (number := self._joiner.whole(row)) > 0:
+        elif (number := self._joiner.number_if_single(row)) > 0:
             self._enter(row if row.window == number else replace(row, window=number), now_s)
         else:
             held, num_ranks = self._held[row.rank], self._ledger.world_size - self._presence.num_away
             is_full = 2 * held.num_rows >= self._history_size or 2 * held.num_bytes >= MAX_PENDING_BYTES
-            self._enter_joined(self._joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
+            self._enter_joined(self._joiner.add_report(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
         """Advance the time: reports that have waited too long are joined without missing reports."""
@@ -115,7 +115,7 @@ class OpenWindows:
                 opened = self._windows[window] = OpenWindow(window, now_s)
                 self._oldest = self._windows[min(self._windows)]
             rows = opened.rows
-        rows[number] = row if self._joiner is None else joined(rows.get(number), row)
+        rows[number] = row if self._joiner is None else with_earlier_part(rows.get(number), row)
 
     def _enter_joined(self, ready: Iterable[Joined], now_s: float) -> None:
         for number, passed, row, num_rows in ready:
@@ -169,7 +169,7 @@ class OpenWindows:
         number = window.number
         if self._joiner is not None:
             self._ledger.joined_until = self._joiner.end_of(number)
-            self._enter_joined(self._joiner.take(number), self._closed_s)  # reports of late ranks
+            self._enter_joined(self._joiner.take_incomplete(number), self._closed_s)  # reports of late ranks
         self._ledger.closed = number
         del self._windows[number]
         self._oldest = self._windows[min(self._windows)] if self._windows else None

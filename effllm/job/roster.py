@@ -95,7 +95,7 @@ class Roster:
         is_new = earlier is None or earlier.agent != message.agent
         if is_new:
             if earlier is not None:
-                state.spent.add(earlier)
+                state.spent.add_agent(earlier)
             state.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
         before, self.hellos[message.rank] = self.hellos.get(message.rank), message
         if before is not None and not is_new:

@@ -48,7 +48,7 @@ class _End(NamedTuple):
 
 
 #: What is said of a job that ended so, and the next action.
-_FAILED = {
+_END_TEXTS = {
     "failed": _End("an exception of the script", "the log of this rank has the exception"),
     "killed": _End("no exception: a signal, or the end of the machine", "dmesg, and the log of the scheduler"),
 }
@@ -60,7 +60,7 @@ _REPORTED = {
     "xid": "an Xid error of a GPU",
     "ecc": "memory errors of a GPU",
 }
-_GROWS = frozenset(("memory_leak", "memory_forecast"))
+_MEMORY_GROWTH_KINDS = frozenset(("memory_leak", "memory_forecast"))
 #: Names of causes in texts, where the name differs from the cause.
 _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
@@ -135,8 +135,8 @@ def verdict_of(
     evidence = *(_evidence(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _out_of_memory(summary.out_of_memory, facts, evidence)
-    if summary.status in _FAILED and ends.get(summary.status):
-        return _failed(summary, ends[summary.status], evidence, bool(reported))
+    if summary.status in _END_TEXTS and ends.get(summary.status):
+        return _failed_verdict(summary, ends[summary.status], evidence, bool(reported))
     unreported = seconds_of(waterfall, "unreported") / waterfall.device_seconds
     if reported and reported[0].share >= unreported:
         return _accuse(reported[0], summary, facts, unit, evidence, seen)
@@ -198,15 +198,17 @@ def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
     return Verdict(HEALTHY, text, why, "nothing to do", None, HIGH, evidence)
 
 
-def _failed(summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_loss: bool) -> Verdict:
+def _failed_verdict(
+    summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_reported_loss: bool
+) -> Verdict:
     """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
     named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
     text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
-    reported = [f"{_REPORTED[kind]} was reported" for kind in _REPORTED if summary.events.get(kind)]
-    largest = f"largest loss: {evidence[0].claim}" if evidence and has_loss else ""
-    why = "; ".join(filter(None, [*reported, largest])) or _FAILED[summary.status].why
-    action = "events.jsonl: memory_leak, memory_forecast" if _GROWS & summary.events.keys() else ""
-    return Verdict(FAILED, text, why, action or _FAILED[summary.status].next, None, HIGH, evidence)
+    event_reasons = [f"{_REPORTED[kind]} was reported" for kind in _REPORTED if summary.events.get(kind)]
+    largest = f"largest loss: {evidence[0].claim}" if evidence and has_reported_loss else ""
+    why = "; ".join(filter(None, [*event_reasons, largest])) or _END_TEXTS[summary.status].why
+    action = "events.jsonl: memory_leak, memory_forecast" if _MEMORY_GROWTH_KINDS & summary.events.keys() else ""
+    return Verdict(FAILED, text, why, action or _END_TEXTS[summary.status].next, None, HIGH, evidence)
 
 
 def _profile_action(summary: Summary, profile_every: int) -> str:

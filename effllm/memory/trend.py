@@ -67,7 +67,7 @@ class MemoryBlocks:
         middle = slopes[len(slopes) // 2]
         return MemoryTrend(1000 * middle, 1000 * low, 1000 * high, points[-1][0] - points[0][0], _is_steady(points))
 
-    def halves(self) -> tuple[float, float]:
+    def early_and_late_growth(self) -> tuple[float, float]:
         """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown.
 
         If the later growth is smaller, a cache fills up.

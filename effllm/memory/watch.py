@@ -135,7 +135,7 @@ class LeakWatch:
             )
 
     def _is_leak(self, trend: MemoryTrend) -> bool:
-        early, late = self.blocks.halves()
+        early, late = self.blocks.early_and_late_growth()
         return trend.is_growing and trend.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
 
 
@@ -151,7 +151,7 @@ class DeviceWatch:
         self._longest = 0.0  # positions of the longest micro-batch so far
         self._reported: set[str] = set()  # causes of the reported forecasts
 
-    def add(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
+    def add_reading(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
         """Add a reading; yield an event after an out-of-memory error.
 
         The readings at the ends of windows are compared with each other.
@@ -179,7 +179,7 @@ class DeviceWatch:
             return None
         if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
             return None
-        early, late = self._leak.blocks.halves()
+        early, late = self._leak.blocks.early_and_late_growth()
         newest = self._leak.blocks.newest_growth(last.iteration, last.allocated)
         if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
             return None

@@ -177,19 +177,19 @@ def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict
     if not stated and not config:
         return {}
 
-    def of(name: str, default: Any) -> Any:
+    def fsdp_value(name: str, default: Any) -> Any:
         return config.get(f"fsdp_{name}", config.get(name, default))
 
     named = [word for word in map(str, words) if word.endswith(("_shard", "_op", "_zero2"))]
-    default = of("reshard_after_forward", *named[:1] or ["FULL_SHARD"])
-    strategy = str(of("sharding_strategy", default)).upper()
+    default = fsdp_value("reshard_after_forward", *named[:1] or ["FULL_SHARD"])
+    strategy = str(fsdp_value("sharding_strategy", default)).upper()
     if strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
         notes.append(f"{strategy} is estimated as FULL_SHARD between all GPUs: a rank of several nodes needs more")
     if "offload" in words:
         notes.append("fsdp offload is not estimated: the estimate is without it")
     stages = {"SHARD_GRAD_OP": 2, "2": 2, "FALSE": 2, "NO_SHARD": 0, "3": 0}
     settings: dict[str, Any] = {"zero": stages.get(strategy, 3)}
-    return settings | ({"checkpointing": "full"} if of("activation_checkpointing", False) else {})
+    return settings | ({"checkpointing": "full"} if fsdp_value("activation_checkpointing", False) else {})
 
 
 def _attention(stated: Any) -> str:

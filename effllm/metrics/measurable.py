@@ -55,7 +55,6 @@ _COMPLETE = ClusterTotals(
 
 #: Fields of `ClusterTotals` or of its groups, with their values if an input is missing.
 Lack = dict[str, Any]
-
 GAUGES: dict[str, Lack] = {
     "power": {"devices": {"power_peak_w": None, "power_histogram_s": {}}},
     "power limit": {"constants": {"power_limit_w": None}},
@@ -157,7 +156,7 @@ def needs_of(name: str) -> list[str]:
     ['iterations', 'tokens', 'parameters']
     """
     formula = METRICS[name].formula
-    return [need for need, lack in NEEDS.items() if formula(_without(lack)) is None]
+    return [need for need, lack in NEEDS.items() if formula(_totals_without(lack)) is None]
 
 
 class DependentTag(NamedTuple):
@@ -179,9 +178,10 @@ def dependent_tags(inputs: frozenset[str]) -> dict[str, DependentTag]:
     return tags
 
 
-def _without(lack: Lack) -> ClusterTotals:
+def _totals_without(lack: Lack) -> ClusterTotals:
     changed = {
-        name: replace(getattr(_COMPLETE, name), **no) if isinstance(no, dict) else no for name, no in lack.items()
+        group: replace(getattr(_COMPLETE, group), **missing) if isinstance(missing, dict) else missing
+        for group, missing in lack.items()
     }
     return replace(_COMPLETE, **changed)
 

@@ -75,7 +75,7 @@ def by_default_route() -> str:
     return ""
 
 
-def of(name: str) -> str:
+def address_of(name: str) -> str:
     """Return the address of an interface, or a given address unchanged; empty for an unknown interface."""
     try:
         return str(ipaddress.ip_address(name.strip("[]")))
@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 def is_here(name: str) -> bool:
     """Whether this host has an interface of this name, or this address."""
-    address = of(name)
+    address = address_of(name)
     if not address:
         return False
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:

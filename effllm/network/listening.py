@@ -38,7 +38,7 @@ def own_address(place: Place, config: Config) -> str:
             )
         return loopback
     if config.interface:
-        address = interface.of(config.interface)
+        address = interface.address_of(config.interface)
         if not address:
             raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface}: this host has no such interface")
         if interface.is_wildcard(address):

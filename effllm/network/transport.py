@@ -124,7 +124,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: RankReport) -> None:
+    def add_report(self, row: RankReport) -> None:
         """Append a report.  A full outbox drops the oldest report, and counts it as lost if the report was never sent.
 
         A sent report may have arrived; if it has not, the aggregator detects the gap.

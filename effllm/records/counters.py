@@ -19,7 +19,7 @@ class Counters:
     tokens_processed: int = 0  # all positions
     tokens_loss: int = 0  # positions with a label
     samples: int = 0
-    # The next fields change less often: `RingWriter.take` packs these fields.
+    # The next fields change less often: `RingWriter.replace_totals` packs these fields.
     generated_tokens: int = 0  # without prompts
     prompt_tokens: int = 0  # prompts of generated text
     counts_rejected: int = 0  # calls whose counts were not whole numbers of at least 0

@@ -54,7 +54,7 @@ class RankFacts:
     cuda_pci_bus_id: str = ""  # PCI bus id of this GPU
     gpus: tuple[int, ...] = ()  # GPUs of a process that uses several, as positions in CUDA_VISIBLE_DEVICES
     visible_gpus: int = 0  # number of GPUs that torch sees; 0 if this is not known
-    unclear_gpu: str = ""  # why it is not known which of several GPUs the process uses
+    unclear_gpu: str = ""  # the reason why it is not known which of several GPUs the process uses
     baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
     thread_id: int = 0  # of the training loop, as `threading.get_ident`; 0 while it is not known
     recorder_pair_s: float | None = None  # time of the two calls at the start and the end of an iteration

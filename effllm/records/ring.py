@@ -155,9 +155,9 @@ class RingWriter:
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         _HEADER.pack_into(self._map, 0, MAGIC, slots, _SLOT_BYTES, _FACTS_BYTES)
-        self.take((0,) * _PHASES, 0, Counters())
+        self.replace_totals((0,) * _PHASES, 0, Counters())
 
-    def take(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
+    def replace_totals(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
         """Replace the totals that rarely change; every later record contains these totals.
 
         Args:

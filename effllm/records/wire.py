@@ -118,7 +118,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=6):
     attempt: int
     run_folder: str = ""
     again: bool = False  # whether a frame was dropped: then HELLO and all unacknowledged reports are sent again
-    report_every_s: Amount = 0.0  # additional pause between two frames of reports
+    report_every_s: Amount = 0.0  # minimum period of frames of reports, not a pause in addition
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):

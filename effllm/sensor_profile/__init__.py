@@ -91,7 +91,7 @@ class Known(Struct, frozen=True):
     scopes: dict[str, list[str]] = {}  # scopes that the driver supports, by field
 
 
-def known(reader: Reader, folder: Path) -> Known | None:
+def measured_or_cached_sensor(reader: Reader, folder: Path) -> Known | None:
     """Return a GPU's sensor: from the cache, else measured now in two seconds and not cached.
 
     The result is ``None`` if the device is no GPU, or has no energy sensor.

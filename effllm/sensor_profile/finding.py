@@ -284,7 +284,7 @@ def watch(
         if now_ns >= shown_ns:
             progress(min((now_ns - began_ns) * NS / seconds, 1.0))
             shown_ns = now_ns + round(0.1 / NS)
-            if until is not None and (edges := until.take()) is not None:
+            if until is not None and (edges := until.take_edges()) is not None:
                 return record._replace(edges=edges)
         if until is None and now_ns >= began_ns + seconds / NS:
             return record

@@ -85,7 +85,7 @@ class TorchLoad:
         return self
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        """Start alternating load and pause with these durations; `take` has the result.
+        """Start alternating load and pause with these durations; `take_edges` has the result.
 
         Raises:
             LoadUnavailable: the process has ended.
@@ -116,7 +116,7 @@ class TorchLoad:
         except OSError as error:
             raise LoadUnavailable("the process that loads the GPU has ended") from error
 
-    def take(self) -> list[LoadEdge] | None:
+    def take_edges(self) -> list[LoadEdge] | None:
         """Return the actual edges of the load after the load has ended, else ``None``.
 
         Raises:

@@ -42,11 +42,11 @@ class JobEnd:
         pidfd = self._orders.trainer_descriptor
         return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
-    def makes_room(self, message: Supersede) -> bool:
-        """Whether this aggregator must end for the next attempt of its job: only if its own trainer has ended."""
-        orders = self._orders
-        is_ours = bool(orders.restart_id) and message.restart_id == orders.restart_id and message.job != orders.job
-        return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
+    def must_end_for(self, message: Supersede) -> bool:
+        """Whether the next attempt replaces this aggregator: only if its own trainer has ended, or there is none."""
+        own = self._orders
+        is_next_attempt = bool(own.restart_id) and message.restart_id == own.restart_id and message.job != own.job
+        return is_next_attempt and (own.trainer_descriptor < 0 or self.has_trainer_ended())
 
     def give_up_lost(self, now_s: float) -> None:
         """At the end of the job, mark ranks as lost whose agents have had no connection for `GONE_AFTER_S`.
@@ -81,10 +81,10 @@ class JobEnd:
             reaches_rejected: returns whether the agent of a rejected job is connected; it disconnects when it has read
                 the reason.
         """
-        left = self._presence.gone - {0 if self._orders.by_agent else -1}
+        connected = self._presence.gone - {0 if self._orders.by_agent else -1}
         until_s = time.monotonic() + DISCONNECT_S
         while time.monotonic() < until_s:
-            left = {rank for rank in left if self._reaches(rank)}
-            if not (left or reaches_rejected()):
+            connected = {rank for rank in connected if self._reaches(rank)}
+            if not (connected or reaches_rejected()):
                 break
             time.sleep(DISCONNECT_LOOK_S)

@@ -188,13 +188,13 @@ class Acknowledgement:
     def hand_out(self, now: Now) -> None:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
-        has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
+        has_closed, is_slow = self._put(aggregator.closed.take_windows()), is_large(aggregator.ledger.world_size)
         if has_closed and (is_slow or len(self._unsaved) > 1):  # the newest values are sent before the acknowledgement
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
         aggregator.settle(now)
-        self._put(aggregator.closed.take())
+        self._put(aggregator.closed.take_windows())
         self._pace.kept(now.mono_s)
         self.save_state()
 

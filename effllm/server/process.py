@@ -77,7 +77,7 @@ class Inbox(Generic[Item]):
         self._items.put(item)
         os.eventfd_write(self.descriptor, 1)
 
-    def take(self) -> Iterator[Item]:
+    def take_items(self) -> Iterator[Item]:
         """Yield the items, oldest first, until the queue is empty."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
@@ -246,7 +246,7 @@ class Server:
         return refused
 
     def _supersede(self, message: Supersede) -> None:
-        self._is_stopping = self._is_stopping or self._end.makes_room(message)
+        self._is_stopping = self._is_stopping or self._end.must_end_for(message)
 
     def _collect(self) -> None:
         """Collect cycles, but search the objects of ten thousand HELLOs only once, because the search takes 0.25 s."""
@@ -268,12 +268,12 @@ class Server:
     def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:
         ledger = self._aggregator.ledger
         self._facts.add_times(first_start_s(ledger), ledger.goodput.end_time_s if is_over else None)
-        facts = self._facts.take(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
+        facts = self._facts.take_changed(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.update_facts(facts)
 
     def _hand_out(self) -> None:
-        for item in self._inbox.take():
+        for item in self._inbox.take_items():
             if isinstance(item, Event):
                 self._aggregator.events.record(item)
             elif isinstance(item, SlowFacts):
@@ -281,7 +281,7 @@ class Server:
             else:
                 self._acknowledgement.saved(item)
         self._acknowledgement.hand_out(Now.read())
-        if events := self._aggregator.events.take():
+        if events := self._aggregator.events.take_events():
             self._outputs.write_events(events)
         self._messages.request_stacks()
         self._messages.request_recordings()

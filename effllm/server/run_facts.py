@@ -53,7 +53,7 @@ class RunFacts:
         self._git = Git(Path.cwd(), command[0] if isinstance(command, list) and command else "")
         self._is_of_job = orders.by_agent  # the folder of `effllm serve` is not that of the training
         self._has_git = self._is_changed = False
-        self.has_new_rank = False  # whether a rank has joined since the last `take`
+        self.has_new_rank = False  # whether a rank has joined since the last `take_changed`
         self._num_bytes = 0  # size of the facts sent by ranks
         self._taken_s = float("-inf")
 
@@ -144,7 +144,7 @@ class RunFacts:
         look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
         return f"measuring {text}" + (f"; to look: {look}" if look else "")
 
-    def take(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
+    def take_changed(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
         """Return the facts if they have changed, at most once in ``every_s`` seconds, else ``None``."""
         if not self._is_changed or now_s - self._taken_s < every_s:
             return None

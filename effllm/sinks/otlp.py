@@ -131,7 +131,7 @@ class Otlp:
             groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
         data = MetricsData([ResourceMetrics(of, [ScopeMetrics(SCOPE, some, "")], "") for of, some in groups if some])
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:
-            raise self._failures.failed(self._reason.take())
+            raise self._failures.failed(self._reason.take_text())
         self._failures.succeeded()
 
     def _of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
@@ -226,6 +226,6 @@ class _LastError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._text = record.getMessage()
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         text, self._text = self._text, ""
         return text or "the receiver did not accept the values"

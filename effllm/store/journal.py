@@ -125,7 +125,7 @@ class Journal:
 
     def _append(self, text: bytes) -> bool:
         """Write lines; return ``False`` if they belong to the next file, which is now open."""
-        size = self._without_torn_line()
+        size = self._remove_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
         if not size and text.startswith(b'{"'):  # the version is written once per file
@@ -139,7 +139,7 @@ class Journal:
             raise
         return True
 
-    def _without_torn_line(self) -> int:
+    def _remove_torn_line(self) -> int:
         """Remove a partial last line of a killed writer; return the size of the file."""
         begin = size = os.fstat(self._descriptor).st_size
         tail = b""

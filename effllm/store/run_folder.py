@@ -140,7 +140,7 @@ class RunFolder:
     def write(self, report: ClusterReport, reports: KeptReports | Sequence[RankReport]) -> None:
         """Append one window and the reports of its ranks; in worlds above 256 ranks only the reports of outliers."""
         if not isinstance(reports, KeptReports):
-            reports = KeptReports.of(reports, report.coverage.ranks_expected)
+            reports = KeptReports.chosen_from(reports, report.coverage.ranks_expected)
         if report.correction or not self._written.has_window(report, reports.start_time_s):
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
             if has_totals:
@@ -316,7 +316,7 @@ class KeptReports(NamedTuple):
     start_time_s: float | None  # earliest start of all reports; None without reports
 
     @classmethod
-    def of(
+    def chosen_from(
         cls,
         rows: Sequence[RankReport],
         num_ranks: int,

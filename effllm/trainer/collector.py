@@ -67,7 +67,7 @@ class MetricsCollector:
         """Start the agent of this rank; does nothing if the agent runs or metrics are off."""
         with self.lifecycle.one_thread():
             if not self.is_collecting:
-                self._counted.take()
+                self._counted.take_counts()
                 self.lifecycle.start()
 
     def stop_collection(self, status: str = "completed") -> None:
@@ -140,7 +140,7 @@ class MetricsCollector:
         """See `effllm.count`."""
         if not self.is_collecting:
             return
-        if not self._counted.add(tokens, samples, tokens_processed, tokens_loss, loss):
+        if not self._counted.add_counts(tokens, samples, tokens_processed, tokens_loss, loss):
             self.warn("effllm.count takes counts of at least 0, not tensors on a GPU; this call is ignored")
             if (recorder := self.lifecycle.recorder) is not None:
                 recorder.reject_counts()
@@ -153,7 +153,7 @@ class MetricsCollector:
         ``samples`` is used if no call of `count` had samples.
         """
         if (recorder := self.lifecycle.recorder) is not None:
-            counts, loss = self._counted.take()
+            counts, loss = self._counted.take_counts()
             counts[1] = counts[1] or samples
             recorder.end(*counts)
             if loss is not None:

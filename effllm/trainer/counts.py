@@ -15,7 +15,7 @@ FEW_BITS = 30  # counts of at most this many bits cannot make a total overflow
 class RunningCounts(Counters):
     """Totals of a loop's counts."""
 
-    def add(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
+    def add_counts(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
         """Add the counts of an iteration; ``False`` if a count is invalid: then no count is added."""
         if not type(tokens_processed) is type(samples) is type(tokens) is type(tokens_loss) is int or (
             (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # or negative
@@ -40,7 +40,7 @@ class Counted:
         self._loss: Any = None
         self.has_any = False  #: whether a count is more than 0
 
-    def add(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> bool:
+    def add_counts(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> bool:
         """Add the arguments of `effllm.count`; ``False`` if a count is invalid: then nothing is added."""
         all_tokens = tokens if tokens_processed is None else tokens_processed
         own_tokens = tokens_processed if tokens is None else tokens
@@ -53,7 +53,7 @@ class Counted:
             self._loss = loss
         return True
 
-    def take(self) -> tuple[list[int], Any]:
+    def take_counts(self) -> tuple[list[int], Any]:
         """Return and reset the counts and the loss."""
         counts, loss = self._counts, self._loss
         self._counts, self._loss, self.has_any = [0, 0, 0, 0], None, False
@@ -179,7 +179,7 @@ class Generations:
         if tokens is None:
             tokens, prompt_tokens = inside
         if not self._open:
-            self.add(tokens, time.monotonic_ns() - self._start_ns, prompt_tokens)
+            self.add_generation(tokens, time.monotonic_ns() - self._start_ns, prompt_tokens)
             if self._is_phase:
                 self._phase_end()
         elif (counts := counts_of(tokens, prompt_tokens)) is not None:
@@ -188,7 +188,7 @@ class Generations:
         else:
             self._warn_of_counts()
 
-    def add(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
+    def add_generation(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
         """Count a completed generation; its time stays in the step or phase that includes it.
 
         If another hook may count the same generation, call `start` and `end` around it instead.

@@ -197,10 +197,10 @@ def record_request(
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
     if DECLARED.is_owner:
         recorder.start(_now=lambda: start_ns)
-        recorder.generations.add(generated_tokens, now_ns - start_ns, prompt_tokens)
+        recorder.generations.add_generation(generated_tokens, now_ns - start_ns, prompt_tokens)
         recorder.end(0, samples, _now=lambda: now_ns)
     elif took_s is not None:
-        recorder.generations.add(generated_tokens, int(took_s * 1e9), prompt_tokens)
+        recorder.generations.add_generation(generated_tokens, int(took_s * 1e9), prompt_tokens)
 
 
 def _seconds(value: Any) -> float | None:

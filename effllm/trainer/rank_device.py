@@ -55,7 +55,7 @@ class RankDevice:
         if state == self._known:
             return False
         self._known = state
-        self._declared.set(**self._facts(used, contexts))
+        self._declared.set(**self._device_facts(used, contexts))
         return True
 
     def run(self, act: Callable[[], _T]) -> _T | None:
@@ -78,7 +78,7 @@ class RankDevice:
             return (current,)
         return tuple(contexts) if len(contexts) == 1 else ()
 
-    def _facts(self, used: tuple[int, ...], contexts: list[int]) -> dict[str, Any]:
+    def _device_facts(self, used: tuple[int, ...], contexts: list[int]) -> dict[str, Any]:
         facts: dict[str, Any] = {"cuda_index": None, "cuda_uuid": "", "cuda_pci_bus_id": "", "unclear_gpu": ""}
         facts["visible_gpus"] = self._cuda.device_count()
         if not used:

@@ -58,10 +58,10 @@ class Phases:
     def cut(self, at_ns: int, *, is_inside: bool) -> int:
         """Add the open phase up to ``at_ns`` to the totals; return the start of the added part."""
         start_ns, self._start_ns = self._start_ns, at_ns
-        self.add(self.index, at_ns - start_ns, is_inside=is_inside)
+        self.add_time(self.index, at_ns - start_ns, is_inside=is_inside)
         return start_ns
 
-    def add(self, index: int, spent_ns: int, *, is_inside: bool) -> None:
+    def add_time(self, index: int, spent_ns: int, *, is_inside: bool) -> None:
         self.total_ns[index] += spent_ns
         if is_inside:
             self.inside_ns += spent_ns
@@ -186,7 +186,7 @@ class Recorder:
             counters.samples += samples
         else:
             tokens = tokens_processed if tokens is None else tokens
-            if not counters.add(tokens_processed, samples, tokens, tokens_loss):
+            if not counters.add_counts(tokens_processed, samples, tokens, tokens_loss):
                 self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
                 self.reject_counts()
         self._values.limit = 1  # values between two iterations are written at once
@@ -243,9 +243,9 @@ class Recorder:
             if self._again_ns:
                 self._again_ns += spent_ns
 
-    def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+    def add_late_counts(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
-        if self.is_on and not self._counters.add(0, samples, tokens, tokens_loss):
+        if self.is_on and not self._counters.add_counts(0, samples, tokens, tokens_loss):
             self._once("counts added after an iteration must be whole numbers of at least 0; these counts are ignored")
             self.reject_counts()
 
@@ -312,7 +312,7 @@ class Recorder:
         if self.is_on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
-            self._phases.add(index, end_ns - start_ns, is_inside=True)
+            self._phases.add_time(index, end_ns - start_ns, is_inside=True)
             self._write_totals()
             self.put(ring.PHASE, index, 0, start_ns, end_ns, 0.0)
 
@@ -325,7 +325,7 @@ class Recorder:
 
     def _write_totals(self) -> None:
         if self.is_on:
-            self._writer.take(self._phases.total_ns, self.generations.total_ns, self._counters)
+            self._writer.replace_totals(self._phases.total_ns, self.generations.total_ns, self._counters)
 
     def loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the last completed iteration, with the caller's number of this iteration."""

@@ -30,15 +30,15 @@ MAX_KNOWN_NAMES = 1000
 class ValueBuffer:
     """The values of instruments that are not yet in the ring, oldest first.
 
-    In a training loop the caches are cold: each function and each object that a call uses takes microseconds.  So `add`
-    only appends, and one record of several values takes less time than a record of each.  Any thread may call `add`.
-    Only the thread of the training loop writes, because two threads would write into the same slot of the ring.
+    In a training loop the caches are cold: each function and each object that a call uses takes microseconds.  So
+    `add_value` only appends, and one record of several values takes less time than a record of each.  Any thread may
+    call it.  Only the thread of the training loop writes: two threads would write into the same slot of the ring.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, float]] = []
         self._due: Callable[[], None] | None = None
-        self.limit = 1  #: at this number of values, `add` calls the recorder
+        self.limit = 1  #: at this number of values, `add_value` calls the recorder
 
     def connect(
         self,
@@ -70,7 +70,7 @@ class ValueBuffer:
         if self._due == due:
             self._due, self._pending = None, []
 
-    def add(self, name: str, value: float) -> None:
+    def add_value(self, name: str, value: float) -> None:
         """Record a value for the run folder; does nothing while no recorder is connected.
 
         Args:

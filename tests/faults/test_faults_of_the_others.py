@@ -417,7 +417,7 @@ def test_zeus_3_only_readings_of_the_open_window_are_kept():
     one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
     kept = []
     for second in range(2000):
-        one.add(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
+        one.add_sample(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
         if second % 10 == 9:
             one.forget_before(second * NS + 1)
             kept.append(len(one._samples) + len(one.energy.readings))
@@ -645,7 +645,7 @@ def test_perun_report_size_does_not_grow_with_samples():
         one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
         for i in range(samples):
             at_ns = i * 10 * NS // samples + 1
-            one.add(Sample(at_ns, 1e9, 0.5, 300.0, 300.0 * at_ns / NS))
+            one.add_sample(Sample(at_ns, 1e9, 0.5, 300.0, 300.0 * at_ns / NS))
         return len(msgspec.msgpack.encode(one.window(1, 10 * NS - NS // samples, {})))
 
     assert row_bytes(10_000) <= row_bytes(20) + 20

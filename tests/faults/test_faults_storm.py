@@ -53,7 +53,7 @@ class FakeAgent:
             final=window == WINDOWS,
         )
         devices = tuple(msgspec.structs.replace(device, device=f"GPU-{self.rank}") for device in row.devices)
-        self.outbox.add(msgspec.structs.replace(row, devices=devices))
+        self.outbox.add_report(msgspec.structs.replace(row, devices=devices))
         self.max_waiting = max(self.max_waiting, len(self.outbox))
 
     def talk(self, ended):

@@ -94,9 +94,9 @@ class Week:
             aggregator.reports(reports(rows[0]), Now(self.now_s, self.now_s))
             aggregator.reject(self.now_s, f"garbage {number}")
         aggregator.tick(Now(self.now_s, self.now_s))
-        for closed in aggregator.closed.take():
+        for closed in aggregator.closed.take_windows():
             self.store.write(closed.report, closed.rows)
-        for event in aggregator.events.take():
+        for event in aggregator.events.take_events():
             self.events += 1
             self.store.write_events([event])
         aggregator.stalls.take_asked()
@@ -153,7 +153,7 @@ MAX_LISTED_ITEMS = 3 * WEEK // 100
 def test_full_outbox_counts_only_unsent_reports_as_lost(is_sent, lost):
     outbox = Outbox(1000)
     for number in range(1, 20_001):
-        outbox.add(row(window=number, devices=()))
+        outbox.add_report(row(window=number, devices=()))
         if is_sent:
             outbox.sent(1)
             if number % 7 == 0:
@@ -221,11 +221,11 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
             loop.start(MADE_NS + number * NS)
             loop.end(MADE_NS + number * NS + NS // 2, 100)
             for slot in loop.slots():
-                cutter.add(slot)
+                cutter.add_record(slot)
             for track in tracks:
                 track.take_samples()
                 track.ask(cutter.ended.end_ns)
-            outbox.add(cutter.cut([track.series for track in tracks if track.series]))
+            outbox.add_report(cutter.cut([track.series for track in tracks if track.series]))
             outbox.sent(1)
             if number % 1000 == 0:
                 bytes_used.append(tracemalloc.get_traced_memory()[0])

@@ -435,7 +435,7 @@ def step(batches, is_one=False):
 def test_ids_without_names_are_counted_only_if_the_labels_are_the_ids():
     import torch
 
-    from effllm.hooks._batches import batch_of
+    from effllm.hooks._batches import counts_of_batch
 
     x = torch.arange(18).reshape(3, 6)
     shifted = torch.cat([x[:, 1:], torch.full((3, 1), -100)], 1)
@@ -451,20 +451,20 @@ def test_ids_without_names_are_counted_only_if_the_labels_are_the_ids():
         ((x, mask, shifted, x), 0),
         ((x.float(), x), 0),
     ):
-        assert int(batch_of(batch, 50).tokens) == tokens, batch
+        assert int(counts_of_batch(batch, is_language_model=True).tokens) == tokens, batch
 
 
 def test_fields_of_an_object_and_nested_names_are_names():
     import torch
 
-    from effllm.hooks._batches import batch_of
+    from effllm.hooks._batches import counts_of_batch
 
     class Fields:
         def __init__(self):
             self.input_ids, self.attention_mask = torch.ones(3, 6).long(), torch.ones(3, 6).long().tril()
 
     for batch in (Fields(), {"text": vars(Fields()), "image": torch.ones(3, 4)}):
-        assert (int(batch_of(batch).tokens), batch_of(batch).samples) == (6, 3)
+        assert (int(counts_of_batch(batch).tokens), counts_of_batch(batch).samples) == (6, 3)
 
 
 LANGUAGE = """

@@ -185,8 +185,8 @@ class SameGpu:
         self._gpu._edges = []
         self._gpu.start(stretches_s)
 
-    def take(self):
-        return self._gpu.take()
+    def take_edges(self):
+        return self._gpu.take_edges()
 
 
 # --- windows ---

@@ -273,7 +273,7 @@ def test_unusable_torch_is_reported_in_one_sentence(stand_in_torch, text, why):
 
 
 def edges_of(load):
-    while (edges := load.take()) is None:
+    while (edges := load.take_edges()) is None:
         time.sleep(0.01)
     return edges
 

@@ -747,7 +747,7 @@ def lag_after(edges, lag_s, power_w, seed=0):
             Point(round(s * NS), sensor.counter_j(s), power_w(sensor, s), COUNTER, False, 0.0, 0, 0.0, 0.0)
             for s in reads_s
         ]
-        lag.add(points, tick_s * NS, 0.1 * NS, OPEN_S * NS)
+        lag.add_points(points, tick_s * NS, 0.1 * NS, OPEN_S * NS)
     return tuple(0.1 * ticks for ticks in lag.ticks) if lag.ticks else None
 
 

@@ -179,8 +179,8 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     recorded.iterate(5)
     for slot in recorded.reader.read():
         if slot.kind == MEMORY:
-            memory.add(slot)
-    (first, of_first), (second, of_second) = (memory.take(window, is_last=False) for window in (1, 2))
+            memory.add_record(slot)
+    (first, of_first), (second, of_second) = (memory.take_values(window, is_last=False) for window in (1, 2))
 
     assert first == second == Allocator(3.0 * GB, 4.0 * GB, 0.5 * GB)
     of_first, of_second = ({name: one.total for name, one in values.items()} for values in (of_first, of_second))

@@ -130,9 +130,9 @@ def test_late_sums_and_numbers_arrive_without_a_wait_for_the_gpu(torch):
     for _ in range(20):
         busy = busy @ busy * 1e-4
     began_s = time.perf_counter()
-    assert sums.add((torch.tensor(40, device="cuda"), torch.tensor(2)))
+    assert sums.add_numbers((torch.tensor(40, device="cuda"), torch.tensor(2)))
     number = LazyNumber(1, torch.tensor(0.5, device="cuda"))
-    early = sums.take()
+    early = sums.take_sums()
     waited_s = time.perf_counter() - began_s
     device_began_s = time.perf_counter()
     torch.cuda.synchronize()

@@ -230,7 +230,7 @@ def test_text_from_a_rank_becomes_one_line_without_escapes():
     forged = Event(1.0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed")
     aggregator.agent_event(AgentEvent("agent-0", 0, forged), Now(1.0, 1001.0))
 
-    assert aggregator.events.take()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
+    assert aggregator.events.take_events()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
 
 def test_limit_on_events_of_one_rank_does_not_affect_other_ranks():
@@ -240,7 +240,7 @@ def test_limit_on_events_of_one_rank_does_not_affect_other_ranks():
     aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), Now(1.0, 1001.0))
     aggregator.reject(1001.0, "no frame")
 
-    texts = [event.text for event in aggregator.events.take()]
+    texts = [event.text for event in aggregator.events.take_events()]
     assert sum(text.startswith("rank 0: ") for text in texts) == MAX_PER_MINUTE
     assert texts[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 

@@ -482,12 +482,12 @@ def generate(loop, from_ns, to_ns, *counts, is_phase=False):
 
 def test_every_record_contains_totals_of_generated_tokens_and_time(loop):
     loop.start(2000)
-    loop.recorder.generations.add(120, 300, 40)
+    loop.recorder.generations.add_generation(120, 300, 40)
     loop.end(3000)
-    loop.recorder.generations.add(80, 200)
+    loop.recorder.generations.add_generation(80, 200)
     loop.start(3500)
     loop.end(4000)
-    loop.recorder.generations.add(1, 1)
+    loop.recorder.generations.add_generation(1, 1)
     loop.recorder.finish()
 
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
@@ -503,9 +503,9 @@ def test_invalid_generation_count_is_ignored_with_one_warning(bad, place):
     counts = [7, 8, 9]
     counts[place] = bad
     with looping() as loop:
-        loop.recorder.generations.add(*counts)
-        loop.recorder.generations.add(*counts)
-        loop.recorder.generations.add(7, 8, 9)
+        loop.recorder.generations.add_generation(*counts)
+        loop.recorder.generations.add_generation(*counts)
+        loop.recorder.generations.add_generation(7, 8, 9)
         loop.start(2000)
         loop.end(3000)
         slot = loop.iterations()[0]
@@ -521,7 +521,7 @@ def test_gpu_tensor_is_not_read_for_the_count_of_a_generation(loop):
         def __int__(self):
             raise AssertionError("this would synchronize")
 
-    loop.recorder.generations.add(OnGpu(), 5)
+    loop.recorder.generations.add_generation(OnGpu(), 5)
     generate(loop, 1100, 1200, OnGpu())
     loop.start(2000)
     loop.end(3000)
@@ -873,7 +873,7 @@ def test_buffer_writes_as_many_values_at_once_as_a_record_has_room_for():
 
 def test_value_is_ignored_before_and_after_a_recorder():
     unused = value_buffer.ValueBuffer()
-    unused.add("loss", 1.0)
+    unused.add_value("loss", 1.0)
     with looping() as loop:
         loop.recorder.finish()
         loop.value("loss", 1.0)

@@ -64,7 +64,7 @@ def test_records_are_read_once_and_in_order(writer, reader):
 
 def test_every_field_of_a_record_is_read(writer, reader):
     counts = (6, 7, 8, 2**62, *range(10, 6 + len(FIELDS)))
-    writer.take((3, 4, 5, 9), 11, counters(*counts))
+    writer.replace_totals((3, 4, 5, 9), 11, counters(*counts))
     writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
 
     assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts, ())]
@@ -79,7 +79,7 @@ def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns):
     counted = counters(*frequent, *rare[5:])
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
-    writer.take(rare[:4], rare[4], counted)
+    writer.replace_totals(rare[:4], rare[4], counted)
 
     writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counted, own_ns)
     assert reader.state() == (ring.BETWEEN, ordinal, end_ns, 0)

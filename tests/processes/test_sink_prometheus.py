@@ -41,7 +41,7 @@ class Values:
         self.values = prometheus.MetricsPage(lambda: self.identity, time.monotonic)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
-        self.write = self.values.take
+        self.write = self.values.set_report
         self.event = lambda event: self.values.count(event.kind, event.count)
 
     def page(self):
@@ -182,7 +182,7 @@ def test_old_values_are_removed_and_totals_are_kept():
     now_s = 1000.0
     values = prometheus.MetricsPage(lambda: Identity(run_id="mine"), lambda: now_s)
     report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
-    values.take(report)
+    values.set_report(report)
 
     def names():
         return {sample.name for family in values.collect() for sample in family.samples}
@@ -193,7 +193,7 @@ def test_old_values_are_removed_and_totals_are_kept():
     assert names() >= {"efficientllm_fresh", "efficientllm_report_age_seconds", "efficientllm_tokens_total"}
     assert not names() & {"efficientllm_aec_watts", "efficientllm_ranks_reporting", "efficientllm_loss"}
 
-    values.take(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
+    values.set_report(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
     now_s += 1800.0
     assert "efficientllm_aec_watts" in names(), "values are fresh for three windows of ten minutes"
     now_s += 0.1

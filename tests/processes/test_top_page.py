@@ -81,7 +81,7 @@ def test_named_stragglers_of_the_page_are_a_problem(serve):
 def test_page_without_named_stragglers_has_no_problem(serve):
     frame = read(f"http://127.0.0.1:{serve(make_report(100, straggler=None)).port}")
 
-    assert (frame.problems, frame.ranks.with_reason()) == ([], [])
+    assert (frame.problems, frame.ranks.lines_with_reason()) == ([], [])
 
 
 def test_page_without_a_report_has_no_values(serve):

@@ -33,7 +33,7 @@ def worst_of(run):
     """Return the worst rank of a finished run: which rank is named depends on the load of the machine."""
     source = FolderSource(run)
     source.refresh()
-    return source.frame(0.0).ranks.with_reason()[0]
+    return source.frame(0.0).ranks.lines_with_reason()[0]
 
 
 @pytest.fixture

@@ -69,8 +69,8 @@ def test_event_storm_is_limited_to_100_events_and_a_count(tmp_path):
     events = AgentEvents(0)
     events.log.attach(tmp_path)
     for number in range(100_000):
-        events.add(Event(1000.0, "ecc", f"{number} errors", count=10))
-    events.add(Event(1000.0, "xid", "Xid 79"))
+        events.add_event(Event(1000.0, "ecc", f"{number} errors", count=10))
+    events.add_event(Event(1000.0, "xid", "Xid 79"))
     events.end()
     sent = taken(events)
     events.log.close()
@@ -85,7 +85,7 @@ def test_events_above_the_limit_are_counted_during_an_outage(monkeypatch):
     monkeypatch.setattr("effllm.records.events.MINUTE_S", 0.0)  # each event is in a separate minute
     events = AgentEvents(0)
     for _ in range(1000):
-        events.add(Event(1000.0, "ecc", "1 error"))
+        events.add_event(Event(1000.0, "ecc", "1 error"))
     events.end()
 
     sent = taken(events)

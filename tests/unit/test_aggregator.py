@@ -67,10 +67,10 @@ class Job:
             self.aggregator.tick(Now(self.now_s, self.now_s + 1000.0))
 
     def closed(self):
-        return [one.report for one in self.aggregator.closed.take()]
+        return [one.report for one in self.aggregator.closed.take_windows()]
 
     def events(self, kind=None):
-        return [event for event in self.aggregator.events.take() if kind in (None, event.kind)]
+        return [event for event in self.aggregator.events.take_events() if kind in (None, event.kind)]
 
     def summary(self, ended=False):
         return self.aggregator.summary(self.now_s + 1000.0, ended)
@@ -307,7 +307,7 @@ def test_values_of_a_late_or_repeated_report_are_counted_once():
 def test_correction_has_only_the_report_of_the_late_rank():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
-    (correction,) = job.aggregator.closed.take()
+    (correction,) = job.aggregator.closed.take_windows()
 
     assert [one.rank for one in correction.rows] == [1]
 
@@ -996,7 +996,7 @@ def test_only_reports_of_closed_windows_are_acknowledged():
     job.send(row(0, 1), row(0, 2), row(0, 3))
     job.send(row(1, 1))
 
-    (closed,) = job.aggregator.closed.take()
+    (closed,) = job.aggregator.closed.take_windows()
     assert [one.rank for one in closed.rows] == [0, 1]
     assert job.aggregator.open.safe() == {0: 1, 1: 1}
 
@@ -1010,7 +1010,7 @@ def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
     assert aggregator.hello(hello(0, 1, job="second job", agent="new"), Now(0.0, 2000.0)) == ""
     aggregator.reports(reports(row(0, 1, agent="new"), row(0, 2, agent="new")), Now(0.0, 2000.0))
 
-    closed = [one.report for one in aggregator.closed.take()]
+    closed = [one.report for one in aggregator.closed.take_windows()]
     assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
     assert [report.run.counts.tokens for report in closed] == [2000, 3000]
     assert [report.job.counts.tokens for report in closed] == [5000, 6000]
@@ -1519,7 +1519,7 @@ def test_reports_that_arrive_are_not_counted_as_lost():
     outbox, job = Outbox(2), Job(1).join()
     arriving = []
     for window in range(1, 6):  # no report is acknowledged, and each report is sent immediately
-        outbox.add(row(0, window, final=window == 5))
+        outbox.add_report(row(0, window, final=window == 5))
         arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
         outbox.sent(1)
     job.send(*arriving, lost=outbox.lost)

@@ -30,7 +30,7 @@ def test_job_of_the_screen_benchmark_has_its_planted_ranks_first(tmp_path):
     while source.has_more:  # on a busy machine, one call reads only a part of the events
         source.refresh()
     source.refresh_hosts()
-    worst = source.frame(time.time()).ranks.with_reason()
+    worst = source.frame(time.time()).ranks.lines_with_reason()
 
     assert [(line.rank, line.reason) for line in worst[:2]] == [(4242, "lost"), (2000, "straggler")]
     assert {line.rank for line in worst if line.reason == "straggler"} == {1377, *range(2000, 2008)}

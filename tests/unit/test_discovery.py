@@ -316,4 +316,4 @@ def test_loopback_and_wildcard_addresses_are_recognized_in_any_form():
     assert not interface.is_wildcard("10.0.0.1")
     assert interface.towards("127.0.0.1") == ""
     if socket.has_ipv6:
-        assert interface.of("::1") == "::1"
+        assert interface.address_of("::1") == "::1"

@@ -27,7 +27,7 @@ def amount(joules=1000.0, start=9.0, end=16.0, inside=4.0, gain=0.05, estimated=
 
 def enter(sums, number, *amounts, sign=1):
     """Add a window of one or more devices."""
-    sums.add(number, [f"GPU-{at}" for at in range(len(amounts))], fields_of(amounts, AMOUNT), sign)
+    sums.add_window(number, [f"GPU-{at}" for at in range(len(amounts))], fields_of(amounts, AMOUNT), sign)
 
 
 def summed(*windows, sums=None):

@@ -55,7 +55,7 @@ def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(),
     """Add a sample every four seconds from 10 s on; return the largest number of kept samples."""
     most, at_s = 0, 10.0
     while at_s <= until_s:
-        one.add(device.sample(at_s, counter(at_s)))
+        one.add_sample(device.sample(at_s, counter(at_s)))
         if folding and int(at_s) // FOLD_EVERY_S != int(at_s - 4) // FOLD_EVERY_S:
             one.compact(edges_ns, round(at_s * NS))
         most = max(most, one.num_kept)
@@ -127,7 +127,7 @@ def test_gaps_stay_gaps():
     plain, folding = series(energy_method="instant power"), series(energy_method="instant power")
     for one in (plain, folding):
         for at_s in (*range(10, 1000), *range(1600, 3000)):
-            one.add(device.sample(float(at_s)))
+            one.add_sample(device.sample(float(at_s)))
             if one is folding and at_s % 30 == 0:
                 one.compact(edges_ns, at_s * NS)
     found = folding.integrals(12 * NS, 2999 * NS)
@@ -139,7 +139,7 @@ def test_gaps_stay_gaps():
 def test_integrals_split_a_folded_block_in_proportion_to_time():
     one = series(energy_method=None)
     for at_s in range(10, 1011):
-        one.add(Sample(at_s * NS, memory_bytes=1000.0))
+        one.add_sample(Sample(at_s * NS, memory_bytes=1000.0))
     one.compact([10 * NS], 1010 * NS)
     assert one.num_kept < 50
 
@@ -150,7 +150,7 @@ def test_integrals_split_a_folded_block_in_proportion_to_time():
 def test_folded_block_shorter_than_a_gap_is_counted_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
-        one.add(Sample(at_s * NS, memory_bytes=1000.0))
+        one.add_sample(Sample(at_s * NS, memory_bytes=1000.0))
     one.compact([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # only samples at 21-23 and 45-49 s are over 10 s from an edge
 
     assert one.num_kept == 51 - 1 - 3
@@ -175,8 +175,8 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
                         loop.end(round(at_s * NS) - 100, 100, 2)
                     loop.start(round(at_s * NS))
                 for slot in loop.slots():
-                    cutter.add(slot)
-                one.add(device.sample(at_s))
+                    cutter.add_record(slot)
+                one.add_sample(device.sample(at_s))
                 if folding and at_s % 30 == 0:
                     one.compact([*cutter.moments_ns, 32 * NS], round(at_s * NS))
                 at_s += 1.0
@@ -184,7 +184,7 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
                 loop.end(5_990 * NS + ordinal * 2 * NS, 100, 2)
                 loop.start(5_990 * NS + ordinal * 2 * NS + 10)
             for slot in loop.slots():
-                cutter.add(slot)
+                cutter.add_record(slot)
             rows.append(cutter.cut([one]))
             assert one.num_kept < (200 if folding else 6_000)
     plain, folded = rows

@@ -67,7 +67,7 @@ def test_few_windows_have_no_interval():
 def test_nothing_is_foretold_without_the_length_or_the_rate(total, marks):
     progress = Progress()
     for at in range(marks):
-        progress.add(Mark(10 * at, 5.0 * at, None))
+        progress.add_mark(Mark(10 * at, 5.0 * at, None))
 
     assert progress.forecast(total, complete_totals()) == {}
 
@@ -75,7 +75,7 @@ def test_nothing_is_foretold_without_the_length_or_the_rate(total, marks):
 def test_long_job_keeps_few_marks_and_its_rate():
     progress = Progress()
     for at in range(10_000):
-        progress.add(Mark(at, 2.0 * at, 600.0 * at))
+        progress.add_mark(Mark(at, 2.0 * at, 600.0 * at))
     found = progress.forecast(20_000, complete_totals())
 
     assert len(progress.marks) <= MAX_MARKS
@@ -89,7 +89,7 @@ def test_energy_co2_and_cost_of_the_whole_run_grow_with_its_rate():
     whole = complete_totals()
     progress = Progress()
     for at in range(1, 11):
-        progress.add(Mark(10 * at, 5.0 * at, whole.energy.joules * at / 10))
+        progress.add_mark(Mark(10 * at, 5.0 * at, whole.energy.joules * at / 10))
     found = progress.forecast(200, whole)
 
     assert found["end_energy_joules"].value == pytest.approx(2 * whole.energy.joules)
@@ -104,7 +104,7 @@ def test_energy_co2_and_cost_of_the_whole_run_grow_with_its_rate():
 def test_energy_is_foretold_from_the_windows_after_the_last_unknown_one(unknown, is_foretold):
     progress = Progress()
     for at in range(1, 11):
-        progress.add(Mark(10 * at, 5.0 * at, None if at in unknown else 100.0 * at))
+        progress.add_mark(Mark(10 * at, 5.0 * at, None if at in unknown else 100.0 * at))
 
     assert ("end_energy_joules" in progress.forecast(200, complete_totals())) is is_foretold
 
@@ -113,10 +113,10 @@ def test_energy_is_foretold_from_the_windows_after_the_last_unknown_one(unknown,
 def test_marks_begin_again_with_the_iterations_or_the_energy(again):
     progress = Progress()
     for at in range(1, 11):
-        progress.add(Mark(10 * at, 5.0 * at, 100.0 * at))
-    progress.add(again)
+        progress.add_mark(Mark(10 * at, 5.0 * at, 100.0 * at))
+    progress.add_mark(again)
     assert progress.forecast(200, complete_totals()) == {}
-    progress.add(again._replace(iteration=again.iteration + 10, time_s=again.time_s + 1.0))
+    progress.add_mark(again._replace(iteration=again.iteration + 10, time_s=again.time_s + 1.0))
 
     assert progress.forecast(again.iteration + 20, complete_totals())["remaining_seconds"].value == pytest.approx(1.0)
 
@@ -124,7 +124,7 @@ def test_marks_begin_again_with_the_iterations_or_the_energy(again):
 def test_window_without_a_new_iteration_or_time_changes_nothing():
     progress = Progress()
     for mark in (Mark(10, 5.0, None), Mark(20, 10.0, None), Mark(20, 11.0, None), Mark(30, 10.0, None)):
-        progress.add(mark)
+        progress.add_mark(mark)
 
     assert [one.iteration for one in progress.marks] == [10, 20]
 

@@ -78,7 +78,7 @@ def test_second_report_of_a_rank_in_a_window_replaces_the_first():
         aggregator.reports(reports(again), Now(1.0, 1.0))
     aggregator.reports(reports(row(1, 1, devices=(read("GPU-1", 55.0),))), Now(1.0, 1.0))
 
-    (closed,) = aggregator.closed.take()
+    (closed,) = aggregator.closed.take_windows()
 
     assert closed.report.last.devices.temperature_max_c == 61.0
     assert closed.report.last.devices.power_histogram_s == {60: 10.0, 55: 10.0}

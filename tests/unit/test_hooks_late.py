@@ -90,32 +90,32 @@ def stacking(monkeypatch):
 
 def test_numbers_and_cpu_tensors_are_read_at_once(gpu):
     sums, events, _ = gpu
-    sums.add((3, torch.tensor(4)))
-    sums.add((1, 1))
+    sums.add_numbers((3, torch.tensor(4)))
+    sums.add_numbers((1, 1))
 
-    assert sums.take() == [4, 5]
-    assert sums.take() == [0, 0]
+    assert sums.take_sums() == [4, 5]
+    assert sums.take_sums() == [0, 0]
     assert events == []
 
 
 def test_gpu_sums_are_read_after_their_event_without_waiting(gpu):
     sums, events, _ = gpu
-    sums.add((2, OnDevice(10)))
-    assert sums.take() == [2, 0]
+    sums.add_numbers((2, OnDevice(10)))
+    assert sums.take_sums() == [2, 0]
 
-    sums.add((2, OnDevice(20)))
+    sums.add_numbers((2, OnDevice(20)))
     events[0].has_happened = True
 
-    assert sums.take() == [2, 10]
+    assert sums.take_sums() == [2, 10]
     assert not any(event.was_waited_for for event in events)
 
 
 def test_sums_without_a_finished_event_are_read_at_the_end(gpu):
     sums, events, _ = gpu
     for value in (1, 2, 3):
-        sums.add((1, OnDevice(value)))
+        sums.add_numbers((1, OnDevice(value)))
     events[0].has_happened = True
-    known = sums.take()
+    known = sums.take_sums()
 
     rest = sums.take_rest()
 
@@ -125,20 +125,20 @@ def test_sums_without_a_finished_event_are_read_at_the_end(gpu):
 
 def test_numbers_of_each_gpu_have_an_event_of_this_gpu(gpu):
     sums, events, _ = gpu
-    sums.add((OnDevice(1, GPUS[1]), OnDevice(2, GPUS[0])))
+    sums.add_numbers((OnDevice(1, GPUS[1]), OnDevice(2, GPUS[0])))
 
     assert [event.device for event in events] == [GPUS[1], GPUS[0]]
     events[0].has_happened = True
-    assert sums.take() == [1, 0]
+    assert sums.take_sums() == [1, 0]
     assert sums.take_rest() == [0, 2]
 
 
 def test_memory_is_reused(gpu):
     sums, events, buffers = gpu
     for value in range(100):
-        sums.add((OnDevice(value), 0))
+        sums.add_numbers((OnDevice(value), 0))
         events[-1].has_happened = True
-        sums.take()
+        sums.take_sums()
 
     assert len(buffers) == 1
 
@@ -146,5 +146,5 @@ def test_memory_is_reused(gpu):
 def test_tensor_on_an_unknown_device_is_not_counted():
     sums = LateSums(1)
 
-    assert not sums.add((OnDevice(1, UNKNOWN),))
-    assert sums.take() == [0]
+    assert not sums.add_numbers((OnDevice(1, UNKNOWN),))
+    assert sums.take_sums() == [0]

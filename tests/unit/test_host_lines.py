@@ -11,7 +11,7 @@ from effllm.records.wire import HostSamples
 
 def summary(*lines, rank=0, torn=0):
     found = HostLines()
-    found.add(HostSamples("agent", rank, sum(one.samples for one in lines), torn, lines))
+    found.add_samples(HostSamples("agent", rank, sum(one.samples for one in lines), torn, lines))
     return found.summary()
 
 
@@ -131,9 +131,9 @@ def test_only_the_additional_samples_of_long_iterations_count_for_them():
 
 def test_waits_for_dataloader_workers_name_the_line_of_a_worker():
     found = HostLines()
-    found.add(HostSamples("agent", 0, 100, 0, (CodeLine("data", "<module> (train.py:3)", "select", 100),)))
+    found.add_samples(HostSamples("agent", 0, 100, 0, (CodeLine("data", "<module> (train.py:3)", "select", 100),)))
     worker = CodeLine("worker", "tokenize (data.py:9)", "", 80), CodeLine("worker", "pad (data.py:30)", "", 20)
-    found.add(HostSamples("agent", 0, 100, 0, worker, is_worker=True))
+    found.add_samples(HostSamples("agent", 0, 100, 0, worker, is_worker=True))
 
     summary = found.summary()
     assert (summary.samples, summary.by_rank) == (100, {0: 100})
@@ -145,7 +145,7 @@ def test_waits_for_dataloader_workers_name_the_line_of_a_worker():
 def test_recordings_add_up_and_ranks_are_limited():
     found = HostLines()
     for rank in range(MAX_RANKS + 4):
-        found.add(HostSamples("agent", rank, 10, 1, (CodeLine("data", "load (data.py:7)", "", 10),)))
+        found.add_samples(HostSamples("agent", rank, 10, 1, (CodeLine("data", "load (data.py:7)", "", 10),)))
 
     summary = found.summary()
     assert (summary.samples, summary.torn, len(summary.by_rank)) == (10 * MAX_RANKS, MAX_RANKS, MAX_RANKS)
@@ -156,7 +156,7 @@ def test_recordings_add_up_and_ranks_are_limited():
 
 def test_reason_of_a_failed_recording_is_kept_without_samples():
     found = HostLines()
-    found.add(HostSamples("agent", 0, failed="py-spy is not installed"))
+    found.add_samples(HostSamples("agent", 0, failed="py-spy is not installed"))
 
     assert (found.summary(), found.failed) == (None, "py-spy is not installed")
 
@@ -187,7 +187,7 @@ def of_ranks(*shares, samples=200):
             CodeLine("other", "log_grads (train.py:120)", "", count),
             CodeLine("backward", "step (train.py:9)", "backward", samples - count),
         )
-        found.add(HostSamples("agent", rank, samples, 0, lines))
+        found.add_samples(HostSamples("agent", rank, samples, 0, lines))
     return found.summary()
 
 

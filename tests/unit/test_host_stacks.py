@@ -46,7 +46,7 @@ def recording(*spells, thread=LOOP):
 
 def lines(*spells, folder="/job"):
     stacks = stacks_of(json.dumps(recording(*spells)).encode(), LOOP)
-    return [(one.kind, one.line, one.function, one.samples) for one in LineNames(folder).of(stacks)]
+    return [(one.kind, one.line, one.function, one.samples) for one in LineNames(folder).lines_of(stacks)]
 
 
 MAIN = ("<module>", "/job/train.py", 9)
@@ -156,7 +156,7 @@ def long_ones(durations_ms, began_ms=0.0):
     """Return the long iterations of a loop whose iterations follow each other."""
     edges = [0, *itertools.accumulate(durations_ms)]
     spans = [(round(1e6 * start), round(1e6 * end)) for start, end in itertools.pairwise(edges)]
-    return LongIterations.of(spans, round(1e6 * began_ms))
+    return LongIterations.long_among(spans, round(1e6 * began_ms))
 
 
 def test_long_iterations_are_those_of_several_medians_during_the_recording():
@@ -170,7 +170,7 @@ def test_only_more_samples_than_in_other_iterations_count_for_long_ones():
     content = json.dumps(recording((work, 0.9), (pause, 0.5), (work, 0.1))).encode()
     in_long = stacks_of(content, LOOP, [(0.9e6, 1.5e6)])
 
-    found = LineNames("/job").of(stacks_of(content, LOOP), in_long, 1 / 9)
+    found = LineNames("/job").lines_of(stacks_of(content, LOOP), in_long, 1 / 9)
     assert [(one.line, one.samples, one.long) for one in found] == [
         ("work (a.py:9)", RATE_HZ, 0),
         ("pause (a.py:2)", RATE_HZ // 2, RATE_HZ // 2),

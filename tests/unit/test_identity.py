@@ -30,7 +30,7 @@ def facts_of(tags="", folder="/runs/mine", **facts):
 
 
 def taken(facts):
-    return facts.take(0.0, float("-inf"), lambda: None)
+    return facts.take_changed(0.0, float("-inf"), lambda: None)
 
 
 @pytest.mark.parametrize("launcher", [{}, TORCHRUN, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}])

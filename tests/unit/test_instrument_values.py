@@ -25,7 +25,7 @@ def slot(value, index=0, ordinal=1, number=0):
 def statistics_of(numbers):
     taken = InstrumentValues()
     for number in numbers:
-        taken.add(slot(number), 1)
+        taken.add_record(slot(number), 1)
     return taken.take(1, ["loss"], 0.0, is_last=False)["loss"]
 
 
@@ -66,8 +66,8 @@ def test_unit_is_read_from_the_end_of_the_name():
 
 def test_values_are_in_the_report_of_their_window():
     taken = InstrumentValues()
-    taken.add(slot(1.0), 1)
-    taken.add(slot(2.0), 2)
+    taken.add_record(slot(1.0), 1)
+    taken.add_record(slot(2.0), 2)
 
     assert taken.take(1, ["loss"], 0.0, is_last=False)["loss"].total == 1.0
     assert taken.take(5, ["loss"], 0.0, is_last=False)["loss"].total == 2.0
@@ -77,8 +77,8 @@ def test_values_are_in_the_report_of_their_window():
 def test_missing_percentile_library_is_reported_once(monkeypatch):
     monkeypatch.setattr(measuring, "digest_type", lambda: None)
     taken = InstrumentValues()
-    taken.add(slot(1.0), 1)
-    taken.add(slot(2.0), 1)
+    taken.add_record(slot(1.0), 1)
+    taken.add_record(slot(2.0), 1)
     found = summaries(taken.take(1, ["loss"], 0.0, is_last=False))["loss"]
 
     assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
@@ -89,7 +89,7 @@ def test_missing_percentile_library_is_reported_once(monkeypatch):
 def test_overwritten_values_are_counted_in_one_line():
     taken = InstrumentValues()
     for number in (1, 2, 6):
-        taken.add(slot(1.0, number=number), 1)
+        taken.add_record(slot(1.0, number=number), 1)
 
     assert taken.take_notice().startswith("3 values of instruments are missing")
     assert taken.take_notice() == ""
@@ -108,7 +108,7 @@ def test_rank_of_a_percentile_of_a_run_has_a_bounded_error(shape, per_window, er
     numbers, published = [draw(number) for number in range(20_000)], []
     taken = InstrumentValues(lambda known: published.append(known) or True)
     for at, number in enumerate(numbers):
-        taken.add(slot(number), at // per_window)
+        taken.add_record(slot(number), at // per_window)
         if at % per_window == per_window - 1:
             taken.take(at // per_window, ["loss"], float(at), is_last=False)
     ordered, (count, *found) = sorted(numbers), published[-1]["loss"]
@@ -124,7 +124,7 @@ def test_published_percentiles_cover_the_whole_run():
     taken = InstrumentValues(lambda known: published.append(known) or len(known) < 2)
     for window in (1, 2):
         for index in (0, 1):
-            taken.add(slot(float(window), index), window)
+            taken.add_record(slot(float(window), index), window)
         taken.take(window, ["loss", "reward"], float(window), is_last=False)
 
     assert [list(known) for known in published] == [["loss", "reward"], ["loss"]] * 2, "without room: half of the names"
@@ -134,7 +134,7 @@ def test_published_percentiles_cover_the_whole_run():
 
 def test_value_is_left_out_before_its_name_is_known():
     taken = InstrumentValues()
-    taken.add(slot(1.0, index=1), 1)
+    taken.add_record(slot(1.0, index=1), 1)
 
     assert taken.take(1, ["loss"], 0.0, is_last=False) == {}
 

@@ -56,7 +56,7 @@ class Job:
         self.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 10), Now(self.now_s, 1000.0 + self.now_s))
 
     def closed(self):
-        return self.aggregator.closed.take()
+        return self.aggregator.closed.take_windows()
 
 
 def test_windows_are_joined_only_if_the_interval_is_unset():
@@ -279,12 +279,12 @@ def test_only_the_whole_part_of_a_rank_passes_the_joiner_at_once():
     joiner = WindowJoiner(1.0)
 
     def add(rank, window, window_s):
-        joiner.add(short(rank, window, window_s), 1, 0, is_full=False, now_s=0.0)
+        joiner.add_report(short(rank, window, window_s), 1, 0, is_full=False, now_s=0.0)
 
     add(0, 1, 0.6)
     add(1, 1, 0.6)
     add(0, 2, 0.6)  # windows 1 and 2 are one joined window
-    assert joiner.whole(short(2, 2, 0.6)) == 0  # the report of window 1 is missing
+    assert joiner.number_if_single(short(2, 2, 0.6)) == 0  # the report of window 1 is missing
     add(0, 3, 1.0)
-    assert joiner.whole(short(2, 3, 1.0)) == 2
-    assert joiner.whole(short(1, 3, 1.0)) == 0  # a report of window 1 waits
+    assert joiner.number_if_single(short(2, 3, 1.0)) == 2
+    assert joiner.number_if_single(short(1, 3, 1.0)) == 0  # a report of window 1 waits

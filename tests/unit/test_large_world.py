@@ -31,7 +31,7 @@ def report(aggregator, window, ranks, now_s, **changes):
 
 
 def closed_reports(aggregator):
-    return [one.report for one in aggregator.closed.take()]
+    return [one.report for one in aggregator.closed.take_windows()]
 
 
 # --- the pace -----------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_late_reports_are_merged_and_joules_are_counted_once():
     assert job.energy.joules == pytest.approx(3 * 1000.0 * RANKS)
     assert job.energy.counts.tokens == job.counts.tokens
     assert aggregator.open.safe()[0] == 3
-    late = [event for event in aggregator.events.take() if event.kind == "late"]
+    late = [event for event in aggregator.events.take_events() if event.kind == "late"]
     assert len(late) == 2
     assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
@@ -200,7 +200,7 @@ def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(covered_s)
         wall = full(10.0 if rank != 7 else covered_s)
         aggregator.reports(reports(row(rank, devices=(device_window(f"GPU-{rank}", wall=wall),))), Now(1.0, 1.0))
 
-    (closed,) = aggregator.closed.take()
+    (closed,) = aggregator.closed.take_windows()
     assert [one.rank for one in closed.kept.rows] == ([7] if covered_s < 10.0 else [])
     assert closed.kept.start_time_s == closed.rows[0].start_time_s
 
@@ -211,5 +211,5 @@ def test_rank_without_a_device_has_a_gap_beside_a_rank_with_two():
         keys = {6: (), 7: ("GPU-6", "GPU-7")}.get(rank, (f"GPU-{rank}",))
         aggregator.reports(reports(row(rank, devices=tuple(map(device_window, keys)))), Now(1.0, 1.0))
 
-    (closed,) = aggregator.closed.take()
+    (closed,) = aggregator.closed.take_windows()
     assert [one.rank for one in closed.kept.rows] == [6]

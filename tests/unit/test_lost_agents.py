@@ -79,6 +79,6 @@ def test_end_of_a_job_does_not_wait_for_lost_ranks():
     assert aggregator.finished(8.0)
     assert aggregator.presence.is_deserted
     assert aggregator.summary(1008.0, ended=True).status == "ended"
-    assert [event.text for event in aggregator.events.take() if event.kind == "rank_lost"] == [
+    assert [event.text for event in aggregator.events.take_events() if event.kind == "rank_lost"] == [
         "rank 1 is lost: its agent ended without a BYE"
     ]

@@ -20,7 +20,7 @@ def warned(watch, readings, capacity, max_positions=0):
     """Return the iteration, kind and text of each warning; each reading ends a window."""
     found = []
     for one in readings:
-        new = [*watch.add(one, is_window_end=True), *watch.warnings(capacity, max_positions)]
+        new = [*watch.add_reading(one, is_window_end=True), *watch.warnings(capacity, max_positions)]
         found += [(one.iteration, each.kind, each.text) for each in new]
     return found
 
@@ -66,11 +66,11 @@ def test_forecast_names_the_evaluation_with_the_largest_peak():
     for number in range(1, 190):
         used = 10 * GB + number * 50 * MB
         peak = max(peak, used + 2 * GB)
-        list(watch.add(reading(number, used, peak), is_window_end=True))
+        list(watch.add_reading(reading(number, used, peak), is_window_end=True))
         text += "".join(one.text for one in watch.warnings(32 * GB))
         if number % 20 == 10:
             peak = used + 12 * GB
-            list(watch.add(reading(number, used, peak, after="evaluation"), is_window_end=False))
+            list(watch.add_reading(reading(number, used, peak, after="evaluation"), is_window_end=False))
 
     assert "at an evaluation" in text
 
@@ -189,9 +189,9 @@ def test_out_of_memory_event_has_peaks_retries_and_fragmentation():
         reading(10, 10 * GB, 36 * GB, after="evaluation", reserved=38 * GB),
     ]
     for one in before:
-        assert list(watch.add(one, is_window_end=False)) == []
+        assert list(watch.add_reading(one, is_window_end=False)) == []
     failed = reading(14, 10 * GB, 36 * GB, reserved=38 * GB, fragmented=3 * GB, retries=5.0, out_of_memory=1.0)
-    (found,) = watch.add(failed, is_window_end=False)
+    (found,) = watch.add_reading(failed, is_window_end=False)
 
     assert found.kind == OUT_OF_MEMORY
     assert found.text == (
@@ -202,4 +202,4 @@ def test_out_of_memory_event_has_peaks_retries_and_fragmentation():
 
 
 def test_errors_before_the_first_reading_are_no_event():
-    assert list(DeviceWatch().add(reading(0, GB, GB, out_of_memory=2.0), is_window_end=False)) == []
+    assert list(DeviceWatch().add_reading(reading(0, GB, GB, out_of_memory=2.0), is_window_end=False)) == []

@@ -75,7 +75,7 @@ def test_each_window_has_the_overhead_as_metrics():
     aggregator.hello(hello(0, 1), Now(0.0, 1000.0))
     aggregator.ledger.note_own(0.5, 0)
     aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001), Now(10.0, 1010.0))
-    ((report, *_),) = aggregator.closed.take()
+    ((report, *_),) = aggregator.closed.take_windows()
 
     # The ratios are shares of the ten seconds of one rank.
     assert report.values["health/agent_cpu_ratio"] == 0.1

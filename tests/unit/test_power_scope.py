@@ -184,7 +184,7 @@ class Cluster:
                 if one.key not in without
             )
             self.aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
-        [closed] = self.aggregator.closed.take()
+        [closed] = self.aggregator.closed.take_windows()
         return closed.report
 
     def summary(self):
@@ -225,7 +225,7 @@ def test_gauges_of_gpus_do_not_include_sensors_of_the_node():
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
     aggregator.reports(reports(row(0, 1, devices=(one, supply))), Now(0.0, 1000.0))
 
-    report = aggregator.closed.take()[0].report
+    report = aggregator.closed.take_windows()[0].report
     assert report.coverage.memory == report.coverage.utilization == 1.0
     assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
     assert (report.run.devices.power_peak_w, report.run.devices.power_histogram_s) == (500.0, {50: 10.0})
@@ -265,7 +265,7 @@ def test_scope_is_the_widest_measured_in_the_first_window(covered_s, label, cove
     late = device_window("psu:node0", wall=Integrals(EnergyAmount(1000.0, covered_s)))
     aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), Now(0.0, 1000.0))
 
-    report = aggregator.closed.take()[0].report
+    report = aggregator.closed.take_windows()[0].report
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
@@ -302,7 +302,7 @@ def test_late_node_without_the_scope_counts_as_a_gap_in_energy():
     send(aggregator, 0, 2, "GPU-0", "psu:node0")
     send(aggregator, 1, 2, "GPU-1")
 
-    report = aggregator.closed.take()[-1].report
+    report = aggregator.closed.take_windows()[-1].report
     assert (report.power_scope, report.coverage.energy) == ("node-psu", pytest.approx(0.5))
 
 
@@ -342,6 +342,6 @@ def test_node_sensor_counts_as_a_gap_after_its_rank_has_left():
     for rank in (1, 2):
         send(aggregator, rank, 2, *(device.key for device in nodes[rank][1:]))
 
-    reports_of = [closed.report for closed in aggregator.closed.take()]
+    reports_of = [closed.report for closed in aggregator.closed.take_windows()]
     assert [report.coverage.energy for report in reports_of] == [1.0, 0.5]
     assert [report.power_scope for report in reports_of] == ["node-psu", "node-psu"]

@@ -150,7 +150,7 @@ def test_idle_values_are_measured_if_there_is_no_load():
 
 def test_failed_load_is_closed():
     class Broken(SensedGpu):
-        def take(self):
+        def take_edges(self):
             raise LoadUnavailable("it has ended")
 
     gpu = Broken(tick_s=0.1)

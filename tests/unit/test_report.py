@@ -175,7 +175,7 @@ def test_times_of_ranks_are_own_times_if_there_are_any_and_windows_are_added_up(
     times = RankTimes()
     for window in range(1, 4 * MAX_COLUMNS + 1):
         for rank in (0, 1):
-            times.add(rank_line(rank, 10 * window, 0.2, own_s=0.1 * (1 + rank)))
+            times.add_report(rank_line(rank, 10 * window, 0.2, own_s=0.1 * (1 + rank)))
 
     assert times.has_own
     assert MAX_COLUMNS / 2 <= len(times.columns) <= MAX_COLUMNS
@@ -188,7 +188,7 @@ def test_heat_map_has_the_full_colour_for_a_slow_rank():
     run = SimpleNamespace(ranks=SimpleNamespace(times=RankTimes()))
     for window in (1, 2):
         for rank in range(4):
-            run.ranks.times.add(rank_line(rank, 10 * window, 0.2 if rank == 3 and window == 2 else 0.1))
+            run.ranks.times.add_report(rank_line(rank, 10 * window, 0.2 if rank == 3 and window == 2 else 0.1))
 
     drawn = heat_map(run)
     assert drawn.count("<rect") == 8

@@ -77,7 +77,9 @@ class Agent:
         )
 
     def ask(self, number, start_s, end_s, chain=1):
-        self.spans.add(SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS))
+        self.spans.add_request(
+            SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS)
+        )
 
     def run_to(self, second, has_windows=True):
         """Take samples each second, answer requests, and fold samples; with windows, drop those that none needs."""
@@ -85,7 +87,7 @@ class Agent:
             power_w, at = float(self.second - START_S), self.second
             joules = (power_w**2) / 2
             gauges = {"temperature_c": power_w}
-            self.series[0].add(Sample(at * NS, 1e9, 0.5, power_w, joules, gauges=gauges))
+            self.series[0].add_sample(Sample(at * NS, 1e9, 0.5, power_w, joules, gauges=gauges))
             self.spans.answer(self.devices, float(at))
             if has_windows:
                 self.series[0].forget_before(at * NS)

@@ -23,7 +23,7 @@ def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
         assert aggregator.hello(hello(rank, world_size, devices=devices(rank)), Now(0.0, 0.0)) == ""
     for one in rows:
         aggregator.reports(reports(one), Now(1.0, 1.0))
-    (closed,) = aggregator.closed.take()
+    (closed,) = aggregator.closed.take_windows()
     return closed.report
 
 
@@ -115,7 +115,7 @@ def test_correction_has_no_spread():
     aggregator.tick(Now(100.0, 100.0))
     aggregator.reports(reports(row(1)), Now(101.0, 101.0))
 
-    first, correction = [one.report for one in aggregator.closed.take()]
+    first, correction = [one.report for one in aggregator.closed.take_windows()]
 
     assert first.spread["step_seconds"].count == 1
     assert correction.correction

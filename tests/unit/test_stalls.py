@@ -47,7 +47,7 @@ class Job:
         self.aggregator.stack(Stack(f"agent-{rank}", rank, **given), Now(now_s, UNIX_S + now_s))
 
     def events(self) -> list[tuple[str, str]]:
-        reported = [(event.kind, event.text) for event in self.aggregator.events.take()]
+        reported = [(event.kind, event.text) for event in self.aggregator.events.take_events()]
         return [event for event in reported if event[0] not in ("joined", "not_measured", "mfu")]
 
     def summary(self, ended: bool = True):

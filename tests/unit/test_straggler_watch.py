@@ -36,10 +36,10 @@ class Job:
         return self
 
     def closed(self):
-        return [one.report for one in self.aggregator.closed.take()]
+        return [one.report for one in self.aggregator.closed.take_windows()]
 
     def events_of(self, *kinds):
-        return [event for event in self.aggregator.events.take() if event.kind in kinds]
+        return [event for event in self.aggregator.events.take_events() if event.kind in kinds]
 
     def summary(self):
         return self.aggregator.summary(2000.0, ended=True)

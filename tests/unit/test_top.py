@@ -195,25 +195,28 @@ def coverage(**changes):
 def test_healthy_ranks_have_no_reason():
     found = table([row(rank) for rank in range(8)], coverage=coverage(), straggler=None)
 
-    assert found.with_reason() == []
+    assert found.lines_with_reason() == []
     assert found.is_whole
 
 
 def test_rank_with_a_longer_data_wait_than_the_median_is_listed():
     rows = [row(rank, wait_s=1.0 if rank == 5 else 0.2) for rank in range(8)]
 
-    [worst] = table(rows, coverage=coverage(), straggler=None).with_reason()
+    [worst] = table(rows, coverage=coverage(), straggler=None).lines_with_reason()
 
     assert (worst.rank, worst.reason, worst.text) == (5, "data_wait", "data wait 20 %, usual 5 %")
 
 
 def test_wait_of_all_ranks_is_no_reason_of_a_rank():
-    assert table([row(rank, wait_s=4.0) for rank in range(8)], coverage=coverage(), straggler=None).with_reason() == []
+    assert (
+        table([row(rank, wait_s=4.0) for rank in range(8)], coverage=coverage(), straggler=None).lines_with_reason()
+        == []
+    )
 
 
 def test_lost_rank_is_before_a_straggler():
     history = EventHistory()
-    history.add([Event(NOW_S, "joined", "rank 6 joined", 6), Event(NOW_S, "rank_lost", "rank 6 is lost", 6)])
+    history.add_events([Event(NOW_S, "joined", "rank 6 joined", 6), Event(NOW_S, "rank_lost", "rank 6 is lost", 6)])
     verdict = StragglerVerdict((2,), "node0", "", 1, 0.119, 7, "own time", "slow host")
 
     found = table(
@@ -222,7 +225,7 @@ def test_lost_rank_is_before_a_straggler():
         coverage=coverage(),
         stragglers=(verdict,),
         straggler=Straggler(2, 1.119, 1.0),
-    ).with_reason()
+    ).lines_with_reason()
 
     assert [(line.rank, line.reason) for line in found] == [(6, "lost"), (2, "straggler")]
     assert found[1].text == "straggler +11.9 % by own time: slow host"
@@ -231,7 +234,9 @@ def test_lost_rank_is_before_a_straggler():
 def test_step_time_alone_is_named_as_step_time():
     spread = {name: Spread(8, 0.4, 0.4, 0.4, 0.4, 0.5) for name in SPREADS}
 
-    [worst] = table([row(0), row(1, busy_s=5.0)], coverage=coverage(), straggler=None, spread=spread).with_reason()
+    [worst] = table(
+        [row(0), row(1, busy_s=5.0)], coverage=coverage(), straggler=None, spread=spread
+    ).lines_with_reason()
 
     assert (worst.rank, worst.reason, worst.text) == (1, "step_time", "step time +25 % of the median")
 
@@ -240,7 +245,7 @@ def test_median_of_outliers_is_not_the_usual_temperature():
     hot = {"temperature_c": {"mean": 90.0, "covered_s": 4.0, "least": 90.0, "most": 90.0}}
     rows = [row(0), msgspec.convert({**msgspec.to_builtins(row(1)), "gauges": hot}, RankRow)]
 
-    assert table(rows, coverage=coverage(), straggler=None).with_reason() == []
+    assert table(rows, coverage=coverage(), straggler=None).lines_with_reason() == []
 
 
 def test_wrong_number_of_ranks_is_bounded():
@@ -266,7 +271,7 @@ def test_hosts_are_ordered_by_their_worst_rank():
 
     hosts = found.ordered("reason", "", True)
 
-    assert [(one.host, one.ranks, one.with_reason, one.worst.rank) for one in hosts] == [
+    assert [(one.host, one.ranks, one.num_with_reason, one.worst.rank) for one in hosts] == [
         ("node1", 8, 1, 13),
         ("node0", 8, 0, 0),
     ]
@@ -284,8 +289,8 @@ def test_filter_matches_a_rank_number_exactly_and_hosts_by_a_part():
 
 def test_rank_that_is_back_is_not_lost_and_a_new_attempt_starts_anew():
     history = EventHistory()
-    history.add([Event(1.0, "rank_lost", "", 3, attempt=1), Event(2.0, "back", "", 3, attempt=1)])
-    history.add([Event(3.0, "rank_lost", "", 4, attempt=1), Event(9.0, "joined", "", 4, attempt=2)])
+    history.add_events([Event(1.0, "rank_lost", "", 3, attempt=1), Event(2.0, "back", "", 3, attempt=1)])
+    history.add_events([Event(3.0, "rank_lost", "", 4, attempt=1), Event(9.0, "joined", "", 4, attempt=2)])
 
     assert history.states(1.5).lost == {3}
     assert history.states(2.5).lost == set()
@@ -295,7 +300,7 @@ def test_rank_that_is_back_is_not_lost_and_a_new_attempt_starts_anew():
 
 def test_rank_that_left_after_an_error_has_failed():
     history = EventHistory()
-    history.add([Event(1.0, "left", "rank 1 left: completed", 1), Event(1.0, "left", "rank 2 left: failed", 2)])
+    history.add_events([Event(1.0, "left", "rank 1 left: completed", 1), Event(1.0, "left", "rank 2 left: failed", 2)])
 
     assert history.states(2.0).failed == {2: "left: failed"}
 
@@ -305,7 +310,7 @@ def test_rank_that_left_after_an_error_has_failed():
 
 def test_status_between_two_summaries_is_taken_from_the_events():
     history = EventHistory()
-    history.add([Event(1.0, "stalled", "no rank has made progress for 31 s")])
+    history.add_events([Event(1.0, "stalled", "no rank has made progress for 31 s")])
 
     assert status_of("running", False, history.states(2.0), 1.0) == "stalled"
     assert status_of("running", False, history.states(0.5), 1.0) == "running"

@@ -252,7 +252,7 @@ def test_time_between_samples_above_five_intervals_is_a_gap(tracked):
     track.take_samples()
     first_ns = track.series.newest_ns
     for at_s in (0.9, 1.8, 2.9):  # a gap is longer than five times the minimum interval of 0.2 s
-        track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
+        track.series.add_sample(Sample(first_ns + round(at_s * NS), power_w=100.0))
 
     found = track.series.integrals(first_ns, first_ns + round(2.9 * NS))
     assert found.energy.covered_s == pytest.approx(1.8)
@@ -264,7 +264,7 @@ def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     track.take_samples()
     first_ns = track.series.newest_ns
     assert not track.note_baseline(first_ns, first_ns + 2 * NS), "the baseline time has not ended"
-    track.series.add(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
+    track.series.add_sample(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
 
     assert track.note_baseline(first_ns, first_ns + 2 * NS)
     assert track.series.device.baseline_w == pytest.approx(60.0)
@@ -278,7 +278,7 @@ def test_slow_device_causes_no_gaps_between_samples(tracked):
 
     track.take_samples()
     for second in (10, 20):
-        track.series.add(Sample(begin_ns + second * NS, power_w=100.0))
+        track.series.add_sample(Sample(begin_ns + second * NS, power_w=100.0))
 
     covered = track.series.integrals(begin_ns, begin_ns + 20 * NS)
     assert (covered.energy.joules, covered.energy.covered_s) == (pytest.approx(2000.0), pytest.approx(20.0))

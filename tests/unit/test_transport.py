@@ -270,7 +270,7 @@ def sequences(outbox):
 def test_a_full_frame_is_well_below_the_limit():
     outbox = Outbox(1000)
     for sequence in range(1, 101):
-        outbox.add(crowded_row(sequence))
+        outbox.add_report(crowded_row(sequence))
 
     sizes = []
     while rows := outbox.unsent():
@@ -284,7 +284,7 @@ def test_a_full_frame_is_well_below_the_limit():
 def test_frames_are_filled_and_a_large_report_is_sent_alone(monkeypatch):
     outbox = Outbox(1000)
     for sequence in range(1, 401):
-        outbox.add(row(sequence=sequence))
+        outbox.add_report(row(sequence=sequence))
     assert len(outbox.unsent()) == MAX_ROWS
 
     monkeypatch.setattr(transport, "MAX_ROWS_BYTES", 10)
@@ -308,7 +308,7 @@ def test_report_is_sent_without_the_defaults_at_its_end(changes):
 def test_full_outbox_drops_the_oldest_report_and_counts_the_loss():
     outbox = Outbox(2)
     for sequence in (1, 2, 3):
-        outbox.add(row(sequence=sequence))
+        outbox.add_report(row(sequence=sequence))
 
     assert sequences(outbox) == [2, 3]
     assert (outbox.lost, len(outbox)) == (1, 2)
@@ -317,10 +317,10 @@ def test_full_outbox_drops_the_oldest_report_and_counts_the_loss():
 def test_sent_report_that_is_dropped_is_not_counted_as_lost():
     outbox = Outbox(2)
     for sequence in (1, 2, 3, 4):
-        outbox.add(row(sequence=sequence))
+        outbox.add_report(row(sequence=sequence))
         outbox.sent(1)
     outbox.send_again()  # a new connection: the reports may have arrived over the old connection
-    outbox.add(row(sequence=5))
+    outbox.add_report(row(sequence=5))
 
     assert (outbox.lost, sequences(outbox)) == (0, [4, 5])
 
@@ -329,7 +329,7 @@ def test_sent_report_that_is_dropped_is_not_counted_as_lost():
 def test_unconfirmed_reports_are_resent_on_a_new_connection_only():
     outbox = Outbox(10)
     for sequence in (1, 2, 3):
-        outbox.add(row(sequence=sequence))
+        outbox.add_report(row(sequence=sequence))
     outbox.sent(2)
     assert sequences(outbox) == [3]
 
@@ -353,7 +353,7 @@ class OutboxMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 80))
     def add(self, count):
         for _ in range(count):
-            self.outbox.add(row(sequence=self.next))
+            self.outbox.add_report(row(sequence=self.next))
             self.waiting.append(self.next)
             self.next += 1
             if len(self.under_way) + len(self.waiting) > self.MOST:

@@ -45,7 +45,7 @@ class Job:
         return next((part for part in found.parts if part.name == "unused"), None)
 
     def texts(self):
-        return [event.text for event in self.aggregator.events.take() if event.kind == "gpus_unused"]
+        return [event.text for event in self.aggregator.events.take_events() if event.kind == "gpus_unused"]
 
 
 def test_unused_gpus_count_from_the_start_of_the_attempt():

@@ -146,7 +146,7 @@ def iterate(recorder, count, cuda=None, length_ms=100):
 def rows(slots, finish=True):
     cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
     for slot in slots:
-        cutter.add(slot)
+        cutter.add_record(slot)
     found = []
     while (row := cutter.cut([])) is not None:
         found.append(row)
@@ -191,10 +191,10 @@ def test_profile_that_arrives_after_a_cut_is_in_the_next_window():
     cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
     for slot in slots:
         if slot.kind == ring.ITERATION and slot.ordinal <= 2:
-            cutter.add(slot)
+            cutter.add_record(slot)
     assert cutter.cut([]).profile is None
     for slot in [*late, *(slot for slot in slots if slot.kind == ring.ITERATION and slot.ordinal > 2)]:
-        cutter.add(slot)
+        cutter.add_record(slot)
 
     assert cutter.cut([]).profile.iterations == 1
 

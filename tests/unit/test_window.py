@@ -20,7 +20,7 @@ GAP_S = 5.0
 def series(*samples, gap_s=GAP_S):
     one = Series(gpu(), gap_s)
     for sample in samples:
-        one.add(sample)
+        one.add_sample(sample)
     return one
 
 
@@ -32,7 +32,7 @@ def cut_all(slots, samples, end_ns, **arguments):
     """Return the reports of a whole run, with the windows of its only device."""
     one, all_series = cutter(**arguments), [series(*samples)]
     for slot in slots:
-        one.add(slot)
+        one.add_record(slot)
     rows = []
     while (cut := one.cut(all_series)) is not None:
         rows.append(cut)
@@ -113,7 +113,7 @@ def test_readings_rarer_than_windows_cover_all_time_once():
     arrives |= {11: Sample(21 * NS // 2, GIB, utilization=0.6)}
     for end in range(1, 13):
         if end in arrives:
-            one.add(arrives[end])
+            one.add_sample(arrives[end])
         windows.append(one.window((end - 1) * NS, end * NS, {}).wall)
         one.forget_before(end * NS)
 
@@ -126,7 +126,7 @@ def test_late_reading_covers_no_phase_of_an_earlier_window():
     one = series(Sample(NS // 2, utilization=0.9), gap_s=30.0)
     one.window(0, NS, {})
     one.window(NS, 3 * NS, {}, [(NS, 2 * NS)])
-    one.add(Sample(7 * NS // 2, utilization=0.4))
+    one.add_sample(Sample(7 * NS // 2, utilization=0.4))
 
     wall = one.window(3 * NS, 4 * NS, {}).wall
     assert wall.utilization_covered_s == pytest.approx(0.5 + 1.0 + 0.5)
@@ -391,11 +391,11 @@ def test_cutter_keeps_no_data_of_cut_windows():
         def iterations(count):
             for _ in range(count):
                 iterate(loop, 1)
-                device.add(Sample(loop.now_ns, 1.0, 0.5, 100.0, 0.0))
+                device.add_sample(Sample(loop.now_ns, 1.0, 0.5, 100.0, 0.0))
                 loop.recorder.loss(1, 3.0)
                 loop.phase("evaluation", loop.now_ns, loop.now_ns + NS)
                 for slot in loop.slots():
-                    one.add(slot)
+                    one.add_record(slot)
                 assert one.cut([device]) is not None
 
         tracemalloc.start()
@@ -525,7 +525,7 @@ def test_reports_made_during_a_run_equal_reports_made_at_its_end(run, log_interv
     live, rows = cutter(log_interval), []
     one = series(*samples)
     for slot in slots:
-        live.add(slot)
+        live.add_record(slot)
         if (cut := live.cut([one])) is not None:
             rows.append(cut)
     rows.append(live.cut_rest([one], end_ns))
@@ -602,7 +602,7 @@ def test_power_cap_is_a_separate_reason_and_not_a_slowdown():
     series = Series(gpu(), 5.0)
     reasons = [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)]
     for second, throttled_by in enumerate(reasons):
-        series.add(Sample(time_ns=(second + 1) * 10**9, power_w=100.0, throttled_by=throttled_by))
+        series.add_sample(Sample(time_ns=(second + 1) * 10**9, power_w=100.0, throttled_by=throttled_by))
 
     window = series.window(10**9, 4 * 10**9, {})
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
@@ -612,7 +612,7 @@ def test_single_reading_of_a_hardware_slowdown_is_no_throttling():
     series = Series(gpu(), 5.0)
     reasons = [(), ("hw_slowdown",), (), ("hw_slowdown", "hw_thermal"), ("hw_slowdown",), ("reliability",)]
     for second, throttled_by in enumerate(reasons):
-        series.add(Sample(time_ns=(second + 1) * 10**9, throttled_by=throttled_by))
+        series.add_sample(Sample(time_ns=(second + 1) * 10**9, throttled_by=throttled_by))
 
     window = series.window(10**9, 6 * 10**9, {})
     assert window.throttled_s == {"hw_thermal": 1.0, "any": 2.0, "hw_slowdown": 1.0, "reliability": 1.0}
@@ -622,7 +622,7 @@ def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
     """Clocks of 2, 2, 1, 1 and 1 GHz at seconds 1 to 5, over a reference of 2 GHz; the GPU is idle until second 4."""
     series = Series(gpu(sm_clock_reference_hz=2e9), 5.0)
     for second, (clock_hz, busy) in enumerate([(2e9, 1.0), (2e9, 1.0), (1e9, 1.0), (1e9, 0.0), (1e9, 1.0)], 1):
-        series.add(Sample(time_ns=second * 10**9, utilization=busy, gauges={"sm_clock_hz": clock_hz}))
+        series.add_sample(Sample(time_ns=second * 10**9, utilization=busy, gauges={"sm_clock_hz": clock_hz}))
 
     whole = series.window(10**9, 5 * 10**9, {}).gauges[CLOCK_RATIO]
     phase = (15 * 10**8, 2 * 10**9)
@@ -637,7 +637,7 @@ def with_readings(readings):
     series = Series(gpu(), 5.0)
     for second, (activity, clock_ghz) in enumerate(readings, 1):
         gauges = {"sm_clock_hz": clock_ghz * 1e9, "tensor_activity_ratio": activity}
-        series.add(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
+        series.add_sample(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
     return series
 
 
@@ -670,7 +670,7 @@ def test_long_reading_is_no_sample_of_the_iterations():
     series.allow_gap(100.0)
     for second in (2, 32):
         gauges = {"sm_clock_hz": 2e9, "tensor_activity_ratio": 0.8}
-        series.add(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
+        series.add_sample(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
 
     assert series.window(10**9, 32 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
 
@@ -697,7 +697,7 @@ def test_folded_readings_keep_their_tensor_clock_unless_they_are_of_an_evaluatio
 def test_device_without_a_reference_clock_has_no_clock_ratio():
     series = Series(gpu(), 5.0)
     for second in (1, 2):
-        series.add(Sample(time_ns=second * 10**9, gauges={"sm_clock_hz": 1e9}))
+        series.add_sample(Sample(time_ns=second * 10**9, gauges={"sm_clock_hz": 1e9}))
 
     assert series.window(10**9, 2 * 10**9, {}).gauges.keys() == {"sm_clock_hz"}
 
@@ -705,6 +705,6 @@ def test_device_without_a_reference_clock_has_no_clock_ratio():
 def test_power_above_the_last_bin_is_counted_in_the_last_bin():
     series = Series(gpu(), 5.0)
     for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
-        series.add(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
+        series.add_sample(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
 
     assert series.window(10**9, 4 * 10**9, {}).power_histogram_s == {399: 3.0}

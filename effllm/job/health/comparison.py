@@ -71,7 +71,7 @@ class _Level:
         """Return the means of ranks in the blocks (ranks x blocks); a missing rank has the median of its block."""
         return np.stack([_of_ranks(block, ranks) for block in self.blocks], axis=1)
 
-    def add(self, block: _Block) -> None:
+    def add_block(self, block: _Block) -> None:
         self.blocks.append(block)
         self._usual_s = None
 
@@ -102,7 +102,7 @@ class _Spells:
         self._peers_s = np.zeros(len(ranks))
         self._blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
 
-    def add(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
+    def add_block(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
         """Add a block; return the ranks that are slow again and again, if a spell has begun."""
         if block.iteration_s <= 0:
             return []
@@ -170,7 +170,7 @@ class RankComparison:
         fresh, by_rank = [False] * LEVELS, dict[int, Slow]()
         for block in self._blocks(values, weights, iterations_s, shown):
             self._enter(0, block, fresh)
-            by_rank |= {slow.rank: slow for slow in self._spells.add(block, self._base_s)}
+            by_rank |= {slow.rank: slow for slow in self._spells.add_block(block, self._base_s)}
         for number, level in enumerate(self._levels):
             if fresh[number]:
                 by_rank = {slow.rank: slow for slow in self._look(number, level)} | by_rank
@@ -199,7 +199,7 @@ class RankComparison:
 
     def _enter(self, number: int, block: _Block, fresh: list[bool]) -> None:
         level = self._levels[number]
-        level.add(block)
+        level.add_block(block)
         fresh[number] = True
         if number + 1 < LEVELS:
             above = self._levels[number + 1]

@@ -248,7 +248,7 @@ class Reasons:
                 del self._readings[over]
             self._readings.setdefault(unit, ComparedReadings())
 
-    def of(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
+    def reason_of(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
         """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far.
 
         Args:

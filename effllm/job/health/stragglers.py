@@ -286,7 +286,7 @@ class Stragglers:
             if matrix is not None:
                 removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
                 seconds = slow.excess_s * before + float(matrix.lost_to_data(removed) @ matrix.weights)
-            reason = self._reasons.of(named.verdict, slow)
+            reason = self._reasons.reason_of(named.verdict, slow)
             assert reason is not None
             named.verdict = replace(named.verdict, why=reason.text)
             self._add_cost(
@@ -311,7 +311,7 @@ class Stragglers:
         self._reasons.open(rows, self._named)
         for unit, named in for_work.items():
             share = excess[unit] / whole_s if whole_s else 0.0
-            reason = self._reasons.of(named.verdict, next(iter(named.slow.values())))
+            reason = self._reasons.reason_of(named.verdict, next(iter(named.slow.values())))
             if reason is not None:
                 named.verdict = replace(named.verdict, why=reason.text, differences=reason.kinds)
             waits_s = share * straggling_s * others

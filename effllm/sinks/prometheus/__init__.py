@@ -110,7 +110,7 @@ class Prometheus:
         self.port: int = server.server_port
 
     def write(self, report: ClusterReport) -> None:
-        self._page.take(report)
+        self._page.set_report(report)
 
     def event(self, event: Event) -> None:
         """Count an event, with the number of events in its line."""
@@ -145,7 +145,7 @@ class MetricsPage(Collector):
         self._is_stalled = False
         self._events = dict.fromkeys(ALERTED, 0)  # 0 from the start, so that increase() includes the first event
 
-    def take(self, report: ClusterReport) -> None:
+    def set_report(self, report: ClusterReport) -> None:
         with self._lock:
             self._report, self._since_s = report, self._clock()
 

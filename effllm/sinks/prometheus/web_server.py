@@ -51,7 +51,7 @@ def read_access(options: Mapping[str, Any]) -> Access:
         SinkUnavailable: unknown interface, unusable file, or an address of the network without TLS and token.
     """
     name, cert, key, token_file = (options[option] for option in ("interface", "tls_cert", "tls_key", "token_file"))
-    address = interface.of(name)
+    address = interface.address_of(name)
     if not address or interface.is_wildcard(address) or not interface.is_here(address):
         raise SinkUnavailable(f"prometheus:interface={name} is neither an interface nor an address of this host")
     if bool(cert) != bool(key):

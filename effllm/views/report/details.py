@@ -86,7 +86,8 @@ def ranks(run: RecordedRun) -> Child:
     rows = [_rank_row(rank, sums, longest_s) for rank, sums in shown]
     what = "the slowest ranks first" if has_all else "the ranks that were most often an outlier first"
     about = [
-        f"Means over the windows that end in the iterations {reports.first_iteration:,} to {reports.last_iteration:,}.",
+        f"Means over the windows that end in the iterations {reports.first_window_end:,} to "
+        f"{reports.last_window_end:,}.",
         *_rank_limits(run, world),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:

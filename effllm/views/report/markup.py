@@ -74,18 +74,18 @@ def table(
         rows: the cells of each row; a row of one cell is the name of the group of the next rows.
         texts: indices of the columns with text; the cells of the other columns are numbers.
     """
-    sides = [None if at in texts else "number" for at in range(len(header))]
-    head = [element("th", name, scope="col", class_=side) for name, side in zip(header, sides, strict=True)]
-    body = [_row(row, sides) for row in rows]
+    classes = [None if at in texts else "number" for at in range(len(header))]
+    head = [element("th", name, scope="col", class_=kind) for name, kind in zip(header, classes, strict=True)]
+    body = [_row(row, classes) for row in rows]
     whole = element("table", element("caption", caption), element("thead", element("tr", head)), element("tbody", body))
     return element("div", whole, class_="frame", tabindex=0, role="group", aria_label=caption)
 
 
-def _row(cells: Sequence[Child], sides: Sequence[str | None]) -> Markup:
+def _row(cells: Sequence[Child], classes: Sequence[str | None]) -> Markup:
     first, *others = cells
     if not others:
-        return element("tr", element("th", first, scope="rowgroup", colspan=len(sides)), class_="group")
-    values = [element("td", cell, class_=side) for cell, side in zip(others, sides[1:], strict=True)]
+        return element("tr", element("th", first, scope="rowgroup", colspan=len(classes)), class_="group")
+    values = [element("td", cell, class_=kind) for cell, kind in zip(others, classes[1:], strict=True)]
     return element("tr", element("th", first, scope="row"), values)
 
 

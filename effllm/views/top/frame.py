@@ -153,7 +153,7 @@ def document(frame: TopFrame) -> dict[str, Any]:
     verdict = msgspec.to_builtins(frame.verdict)
     if verdict is not None:
         verdict.pop("evidence", None)  # effllm inspect --json
-    worst = frame.ranks.with_reason()
+    worst = frame.ranks.lines_with_reason()
     return {
         "schema_version": DOCUMENT_VERSION,
         "run": run,

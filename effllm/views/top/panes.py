@@ -102,7 +102,8 @@ def _who(line: RankLine | HostLine, host_width: int) -> str:
 
 
 def _host_text(line: HostLine) -> str:
-    return f"{line.with_reason} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if line.with_reason else ""
+    num = line.num_with_reason
+    return f"{num} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if num else ""
 
 
 def _number(line: RankLine | HostLine, column: str) -> str:

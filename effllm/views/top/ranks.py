@@ -20,7 +20,6 @@ from effllm.records.rank import Event
 from effllm.store.reader import RankRow
 
 GB = 1e9
-
 #: Reason -> meaning, the worst first.
 REASONS: dict[str, str] = {
     "lost": "no heartbeat of the rank's agent for 15 s",
@@ -36,10 +35,7 @@ REASONS: dict[str, str] = {
 }
 _PLACES = {name: place for place, name in enumerate(REASONS)}
 NO_REASON = len(REASONS)
-
 MIN_THROTTLED, MIN_WAIT, MIN_STEP, MIN_MEASURED, HOTTER_C = 0.2, 0.05, 0.05, 0.999, 8.0
-
-
 #: Maximum number of lines: a file or a page with a wrong number of ranks must not fill the memory.
 MAX_RANKS = 10**6
 
@@ -78,7 +74,7 @@ class HostLine(NamedTuple):
 
     host: str
     ranks: int
-    with_reason: int
+    num_with_reason: int
     worst: RankLine
     step_s: float | None  # largest
     wait_ratio: float | None  # largest
@@ -114,22 +110,22 @@ class RankTable:
         """Return the lines in an order, only those that contain a text; an order is computed once."""
         key = sort, text, by_host
         if key not in self._orders:
-            self._orders[key] = self._by_host(sort, text) if by_host else self._by_rank(sort, text)
+            self._orders[key] = self._host_lines(sort, text) if by_host else self._rank_lines(sort, text)
         return self._orders[key]
 
-    def with_reason(self) -> list[RankLine]:
-        return [line for line in self._by_rank("reason", "") if line.reason]
+    def lines_with_reason(self) -> list[RankLine]:
+        return [line for line in self._rank_lines("reason", "") if line.reason]
 
-    def _by_rank(self, sort: str, text: str) -> list[RankLine]:
+    def _rank_lines(self, sort: str, text: str) -> list[RankLine]:
         ranks = {line.rank for line in self.known}
         lines = sorted(self.known, key=_key(sort))
         others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.count) if rank not in ranks)
         lines = sorted([*lines, *others], key=_key(sort)) if sort in ("rank", "host") else [*lines, *others]
         return [line for line in lines if _contains(line, text)] if text else lines
 
-    def _by_host(self, sort: str, text: str) -> list[HostLine]:
+    def _host_lines(self, sort: str, text: str) -> list[HostLine]:
         of_host: dict[str, list[RankLine]] = {}
-        for line in self._by_rank("reason", ""):
+        for line in self._rank_lines("reason", ""):
             of_host.setdefault(line.host or "unknown host", []).append(line)
         hosts = [_host_line(host, lines) for host, lines in of_host.items()]
         if text:
@@ -151,7 +147,7 @@ def _host_key(sort: str) -> Callable[[HostLine], Any]:
     if sort in ("rank", "host"):
         return lambda line: line.host if sort == "host" else line.worst.rank
     if sort == "reason":
-        return lambda line: (line.worst.place, -line.with_reason, -line.worst.size, line.host)
+        return lambda line: (line.worst.place, -line.num_with_reason, -line.worst.size, line.host)
     return lambda line: (getattr(line, _COLUMN[sort]) is None, -(getattr(line, _COLUMN[sort]) or 0.0), line.host)
 
 
@@ -295,7 +291,6 @@ def _why(row: RankRow) -> str:
 
 
 # --- the events of a run, and the state of its ranks after those up to a moment ---
-
 #: Maximum number of events that are kept for the screen; the oldest are dropped.
 MAX_EVENTS = 20_000
 #: Events of single ranks that a job of many ranks has in large numbers: they change states, but are not shown.
@@ -324,7 +319,7 @@ class EventHistory:
         self._changes: list[Event] = []  # that change the state of a rank or of the job
         self._states: dict[tuple[int, float], RankStates] = {}
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add_events(self, events: Iterable[Event]) -> None:
         for event in events:
             if event.kind not in NOT_SHOWN:
                 self._shown.append(event)

@@ -22,7 +22,6 @@ from effllm.views.top.view_state import RANKS, SPEEDS, TopView
 
 CELL = 20  # width of a value with its name
 MAX_COLUMNS = 6
-
 MIN_WIDTH, MIN_HEIGHT = 20, 6
 LARGE = (120, 40)  # from this size on, curves are charts
 MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
@@ -95,8 +94,7 @@ def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str 
     ``notice`` is a line about the source, such as a disk that does not answer; ``bars`` are the letters of curves.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
-        small: list[Line] = [clipped([("terminal too small", PLAIN)], width)]
-        return small[:height]
+        return [clipped([("terminal too small", PLAIN)], width)][:height]
     head = head_lines(frame, width, height, bars)
     foot = list(_foot(frame, view, width, notice))
     room = max(height - len(head) - len(foot), 0)
@@ -107,8 +105,7 @@ def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str 
 
 def page_of(frame: TopFrame, width: int, height: int, view: TopView) -> int:
     """Return the number of lines of the pane that the screen shows, without the header of the pane."""
-    head = len(head_lines(frame, width, height))
-    room = height - head - len(list(_foot(frame, view, width, "")))
+    room = height - len(head_lines(frame, width, height)) - len(list(_foot(frame, view, width, "")))
     return max((table_height(room) if view.pane == RANKS else room) - 1, 1)
 
 
@@ -125,20 +122,26 @@ def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> li
     return lines
 
 
+class TitlePart(NamedTuple):
+    """A part of the first line."""
+
+    text: str
+    style: int
+    drop_order: int  # the part with the highest number is left out first
+
+
 def _title(frame: TopFrame, width: int) -> Line:
-    parts = list(_title_parts(frame))
-    while sum(cell_len(text) + 2 for text, _, _ in parts) > width and len(parts) > 2:
-        parts.remove(max(parts, key=lambda part: part[2]))
-    used = sum(cell_len(text) + 2 for text, _, _ in parts[1:])
-    name, style, _ = parts[0]
-    line = [(fit(name, min(cell_len(name), max(width - used, 8))), style)]
-    for text, style, _ in parts[1:]:
-        line += [("  ", PLAIN), (text, style)]
-    return line
+    shown = [TitlePart(*part) for part in _title_parts(frame)]
+    while sum(cell_len(part.text) + 2 for part in shown) > width and len(shown) > 2:
+        shown.remove(max(shown, key=lambda part: part.drop_order))
+    name, *others = shown
+    width_of_others = sum(cell_len(part.text) + 2 for part in others)
+    line = [(fit(name.text, min(cell_len(name.text), max(width - width_of_others, 8))), name.style)]
+    return line + [cell for part in others for cell in (("  ", PLAIN), (part.text, part.style))]
 
 
 def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
-    """Yield the parts of the first line: text, style, and a number; the highest number is left out first."""
+    """Yield the fields of each `TitlePart` of the first line."""
     head, seen = frame.head, frame.coverage
     yield one_line(head.name), BOLD, 0
     status = one_line(head.status).replace("_", " ")
