@@ -175,7 +175,7 @@ class Children:
         self._aggregator.start()
         self._watch("aggregator", self._aggregator.descriptor)
 
-    def has_answer(self) -> None:
+    def note_answer(self) -> None:
         """Record that an aggregator has answered this agent."""
         if self._aggregator is not None:
             self._aggregator.has_served = True

@@ -245,7 +245,7 @@ class Conversation:
             if not link.send(wire.Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait_s())):
                 self._next_frame_s = now_s + SEND_AGAIN_S
                 return
-            self._outbox.sent(len(rows))
+            self._outbox.mark_sent(len(rows))
             self._next_frame_s = now_s + max(REPORT_EVERY_S, self._welcome.report_every_s if self._welcome else 0.0)
             self._next_heartbeat_s = now_s + self._heartbeat_s  # a report also shows that the agent is alive
 
@@ -254,7 +254,7 @@ class Conversation:
         while (event := self._events.unsent()) is not None:
             if not link.send(wire.AgentEvent(agent, rank, event)):
                 break
-            self._events.sent()
+            self._events.remove_sent()
         if (finding := self._children.finding) is not None:
             ordinal = self._trainer.ring.state()[1]
             if link.send(wire.Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
@@ -278,7 +278,7 @@ class Conversation:
             self._begin(message)
         elif isinstance(message, wire.Ack):
             before = len(self._outbox)
-            self._outbox.acknowledged(message.sequence)
+            self._outbox.drop_acknowledged(message.sequence)
             if len(self._outbox) < before:  # not a repeated acknowledgement, which only tests the connection
                 self._acknowledged_s = time.monotonic()
             if message.report:
@@ -296,7 +296,7 @@ class Conversation:
     def _begin(self, welcome: wire.Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
-        self._children.has_answer()
+        self._children.note_answer()
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))

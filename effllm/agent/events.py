@@ -100,7 +100,7 @@ class AgentEvents:
             self._roll(time.monotonic())
             return self._unsent[0] if self._unsent else None
 
-    def sent(self) -> None:
+    def remove_sent(self) -> None:
         """Remove the oldest event after it was sent."""
         with self._lock:
             self._unsent.popleft()

@@ -197,7 +197,7 @@ class LineNames:
             counts[self._line(frames)] += samples
         return counts
 
-    def folded(self, stacks: Stacks) -> dict[str, int]:
+    def stack_texts(self, stacks: Stacks) -> dict[str, int]:
         """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
         counts: Counter[str] = Counter()
         for frames, samples in stacks.items():

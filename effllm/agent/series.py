@@ -186,7 +186,7 @@ class Series:
         self._outside = union([*self._outside, *outside])
         sums = self._sums(start_ns, end_ns, self._outside)
         # A device that is read less often than windows end: what followed its last reading is in the next window.
-        for from_ns, to_ns in _without(self._outside, self._until_ns or start_ns, start_ns):
+        for from_ns, to_ns in _parts_outside(self._outside, self._until_ns or start_ns, start_ns):
             late = self._sums(from_ns, to_ns, self._outside)
             sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
         self._until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
@@ -315,10 +315,10 @@ class Series:
                     yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
 
 
-def _without(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
+def _parts_outside(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a period that are not in any of the intervals, which are in order.
 
-    >>> list(_without([(2, 4), (8, 9)], 1, 8))
+    >>> list(_parts_outside([(2, 4), (8, 9)], 1, 8))
     [(1, 2), (4, 8)]
     """
     for start_ns, end_ns in outside:

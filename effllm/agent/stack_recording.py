@@ -180,7 +180,7 @@ class StackRecording:
             sum(stacks.values()),
             torn,
             names.lines_of(stacks, in_long, usual),
-            stacks=names.folded(stacks),
+            stacks=names.stack_texts(stacks),
             is_worker=self._pid != self._trainer.pid,
         )
 

@@ -181,7 +181,7 @@ class _SimulatedPeer:
     def handle_messages(self) -> None:
         for message in self.link.receive():
             if isinstance(message, Ack):
-                self.outbox.acknowledged(message.sequence)
+                self.outbox.drop_acknowledged(message.sequence)
                 self._confirmed = max(self._confirmed, message.sequence)
                 self.seen = message.iteration
             elif isinstance(message, Welcome):
@@ -215,7 +215,7 @@ class _SimulatedPeer:
         while rows := self.outbox.unsent():
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
                 break
-            self.outbox.sent(len(rows))
+            self.outbox.mark_sent(len(rows))
             self.heartbeat_s = time.monotonic()  # reports also count as heartbeats
             count += len(rows)
         return count

@@ -142,7 +142,7 @@ class OwnTimes:
                 del self._windows[key]
         return bool(lines)
 
-    def until(self, attempt: int, window: int) -> RankTimes:
+    def times_until(self, attempt: int, window: int) -> RankTimes:
         """Return the times of the windows up to one, the oldest first."""
         return [self._windows[key] for key in sorted(self._windows) if key <= (attempt, window)]
 
@@ -278,7 +278,7 @@ class FolderSource:
             waterfall=summary.waterfall if summary is not None else None,
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
             points=[point for point in self._tail if point is not None and is_point(point)],
-            rank_times=self._times.until(shown.attempt, shown.window) if shown is not None else (),
+            rank_times=self._times.times_until(shown.attempt, shown.window) if shown is not None else (),
             ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
             events=self._history.newest(until_s, MAX_EVENTS),
             notes=notes,

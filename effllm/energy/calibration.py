@@ -266,7 +266,7 @@ def _near_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: 
     """Return times before, in and after the expected time of the counter's first change after ``from_s``."""
     for (after_ns, before_j), (until_ns, joules) in pairwise(readings):
         (clock.did_not_move if before_j == joules else clock.moved)(after_ns, until_ns)
-    due = clock.before(from_s * 1e9 + clock.tick_ns)
+    due = clock.last_tick_before(from_s * 1e9 + clock.tick_ns)
     if due is None:
         return []
     middle_s, reach_s = due[0] / 1e9, max((due[1] + clock.spread_ns) / 1e9, MIN_APART_S)

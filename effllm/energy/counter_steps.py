@@ -101,7 +101,7 @@ class CounterSteps:
             return HOLE
         return Step(INSTANT if sample.power_w is not None else AVERAGE, *by_power, True)
 
-    def entered(self, time_ns: int, counter_j: float) -> None:
+    def note_counter(self, time_ns: int, counter_j: float) -> None:
         if self._last_counter is None or counter_j != self._last_counter[1]:
             self._moved = self._base(time_ns, counter_j)
         self._last_counter = (time_ns, counter_j)

@@ -68,7 +68,7 @@ class EnergyLedger:
         step = self._steps.step(sample, counter_j, power_w)
         self.readings.add_reading(sample.time_ns, power_w, step)
         if counter_j is not None:
-            self._steps.entered(sample.time_ns, counter_j)
+            self._steps.note_counter(sample.time_ns, counter_j)
 
     def take_events(self, time_s: float) -> list[Event]:
         """Return the events since the last call, with the unix time ``time_s`` of the newest sample."""

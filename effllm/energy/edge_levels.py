@@ -75,7 +75,7 @@ class EdgeLevels:
         The result is ``None`` if the times of ticks are unknown, or the level of one of the two nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
-        last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
+        last = clock.last_tick_before(time_ns + sensor.lag_s / NS) if clock is not None else None
         if clock is None or last is None:
             return None
         tick_ns, anchors = clock.tick_ns, {}
@@ -84,7 +84,7 @@ class EdgeLevels:
         for index, point in enumerate(self._readings.from_index(low), low):
             if point.time_ns > last[0] + 4 * tick_ns:
                 break
-            at = clock.certain_before(point.time_ns)
+            at = clock.certain_tick_before(point.time_ns)
             if at is None or (point.method != COUNTER and index > 0):
                 continue
             tick = round((at[0] - last[0]) / tick_ns)
@@ -100,7 +100,7 @@ class EdgeLevels:
         clock, lag_s = self._timing.clock, self._timing.sensor.lag_s
         assert clock is not None
         tick_s = clock.tick_ns * NS
-        last = clock.before(time_ns + lag_s / NS)
+        last = clock.last_tick_before(time_ns + lag_s / NS)
         assert last is not None
         since_s = (time_ns + lag_s / NS - last[0]) * NS
         before_w = _mean_w(anchors, -1, 0, tick_s)

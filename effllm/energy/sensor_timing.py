@@ -143,7 +143,7 @@ class SensorTiming:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
         open_ns = self.sensor.lag_error_s / NS if self._lag is not None else 0.0
-        last = self.clock.certain_before(shown_ns)
+        last = self.clock.certain_tick_before(shown_ns)
         tick = last[0] if last is not None and open_ns < shown_ns - last[0] < tick_ns - open_ns else None
         if tick is None or self._held_ns is None:
             is_repeated = time_ns - self._fresh_ns < SURE_TICK * tick_ns
@@ -155,7 +155,7 @@ class SensorTiming:
 
     def update_lag(self, time_ns: int) -> None:
         """Update the counter's lag from the readings around a time; new readings may also contradict it."""
-        last = self.clock.before(time_ns) if self.clock is not None else None
+        last = self.clock.last_tick_before(time_ns) if self.clock is not None else None
         if self._lag is None or self.clock is None or last is None:
             return
         tick_ns = self.clock.tick_ns
@@ -178,7 +178,7 @@ class SensorTiming:
 
     def shift_s2(self, time_ns: int) -> float:
         """Return the variance of the times of readings, from the current errors of lag and phase."""
-        last = self.clock.before(time_ns) if self.clock is not None else None
+        last = self.clock.last_tick_before(time_ns) if self.clock is not None else None
         phase_s = last[1] * NS if last is not None else 0.0
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
@@ -202,7 +202,7 @@ class SensorTiming:
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # the counter then shows the energy at the edge
-        last = self.clock.before(shown_ns)
+        last = self.clock.last_tick_before(shown_ns)
         tick_ns = self.clock.tick_ns
         if last is None:  # the ticks' times are unknown: dense reads find them
             return [shown_ns + round(tick_ns * part / 8) for part in range(18)]
@@ -224,7 +224,7 @@ class SensorTiming:
         if self.clock is None or self.method != COUNTER:
             return newest_ns + self.reach_ns(max_gap_ns) >= edge_ns + self._late_ns()
         edge_ns += max(round(self.sensor.lag_s / NS), 0)
-        last = self.clock.before(edge_ns)
+        last = self.clock.last_tick_before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 

@@ -162,7 +162,7 @@ class TickClock:
         if after_ns != self._read_ns:
             self._still_ns = after_ns
         self._read_ns = until_ns
-        predicted = self.before(until_ns + round(self.tick_ns / 2))
+        predicted = self.last_tick_before(until_ns + round(self.tick_ns / 2))
         if predicted is None or until_ns - self._still_ns >= 0.9 * self._min_ns:
             return
         low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
@@ -175,7 +175,7 @@ class TickClock:
         elif until_ns >= low_ns:  # the tick comes after this read
             self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
 
-    def before(self, time_ns: float) -> tuple[float, float] | None:
+    def last_tick_before(self, time_ns: float) -> tuple[float, float] | None:
         """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` if uncertain."""
         if math.isnan(self._low_ns):
             return None
@@ -185,9 +185,9 @@ class TickClock:
             return None
         return self.reference_ns + count * self.tick_ns, half_ns
 
-    def certain_before(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the result of `before`, or ``None`` if the time is within the bounds of a tick."""
-        last = self.before(time_ns)
+    def certain_tick_before(self, time_ns: float) -> tuple[float, float] | None:
+        """Return the result of `last_tick_before`, or ``None`` if the time is within the bounds of a tick."""
+        last = self.last_tick_before(time_ns)
         if last is None:
             return None
         middle_ns, half_ns = last

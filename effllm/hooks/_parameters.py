@@ -229,7 +229,7 @@ class FlopsByWidth:
         """Whether the mean width differs from the last reported width by more than the share ``tolerance``."""
         return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
 
-    def at(self, width: float) -> tuple[float, float]:
+    def report_width(self, width: float) -> tuple[float, float]:
         """Return the FLOPs of a token at this width, in total and forward; it is the reported width from now on."""
         self._width = width
         return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width

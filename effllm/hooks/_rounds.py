@@ -84,7 +84,7 @@ class EvalMode:
         if not is_training:
             self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
             if not self._was_in_last:
-                recorder.may_evaluate()
+                recorder.publish_evaluation()
             return
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():

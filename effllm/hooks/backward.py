@@ -47,7 +47,7 @@ def attach_ddp(module: ModuleType) -> None:
     """See each model, and its broadcast of buffers, in ``torch.nn.parallel.distributed``."""
     kind: Any = getattr(module, "DistributedDataParallel", None)
     plain = getattr(kind, "_sync_buffers", None)
-    if not callable(plain) or not around(kind, "__init__", _GUARD, after=_made):
+    if not callable(plain) or not around(kind, "__init__", _GUARD, after=_keep_model):
         raise Unknown("DistributedDataParallel has no _sync_buffers: the own time of ranks under DDP is not measured")
     kind._sync_buffers = _between_marks(plain, _buffers_begin)
 
@@ -62,7 +62,7 @@ def attach_scaler(module: ModuleType) -> None:
     @functools.wraps(plain)
     def scale(self: Any, outputs: Any) -> Any:
         result = plain(self, outputs)
-        _LOSS_GUARD(_was_scaled, outputs, result)
+        _LOSS_GUARD(_keep_scaled_loss, outputs, result)
         return result
 
     kind.scale = never_compiled(scale)  # not `around`: its wrappers share their code, and others may be compiled
@@ -102,7 +102,7 @@ def _collector() -> Any:
     return get_metrics_collector()
 
 
-def _made(_token: Any, call: Call, _result: Any) -> None:
+def _keep_model(_token: Any, call: Call, _result: Any) -> None:
     _models.add(call.args[0])
 
 
@@ -111,7 +111,7 @@ def _backward_begins(args: tuple[Any, ...]) -> Any:
     recorder = _recorder()
     if recorder is not None:
         _is_inside = True
-        _LOSS_GUARD(_LOSS.seen, recorder, args[0] if args else None)
+        _LOSS_GUARD(_LOSS.keep_newest, recorder, args[0] if args else None)
         if (steps := sys.modules.get("effllm.hooks._steps")) is not None:
             _BATCH_GUARD(steps.backward)
         if any(model.require_backward_grad_sync and model.require_forward_param_sync for model in _models):
@@ -135,7 +135,7 @@ def _ended(recorder: Any) -> None:
     recorder.work_again()
 
 
-def _was_scaled(loss: Any, result: Any) -> None:
+def _keep_scaled_loss(loss: Any, result: Any) -> None:
     global _scaled
     if hasattr(result, "grad_fn") and hasattr(loss, "detach"):
         _scaled = weakref.ref(result), loss.detach()
@@ -161,7 +161,7 @@ class _Loss:
         self._has_scale = False  # whether the scale of losses is known
         self._recorded = 0  # number of the newest iteration whose loss was recorded
 
-    def seen(self, recorder: Any, tensor: Any) -> None:
+    def keep_newest(self, recorder: Any, tensor: Any) -> None:
         """Read the loss that has arrived, and take the loss of the last iteration of a window."""
         if recorder is not self._recorder:
             self.__init__()  # type: ignore[misc]

@@ -18,14 +18,14 @@ _GUARD = Guard("MLflow's run")
 def attach(module: ModuleType) -> None:
     """Hook ``mlflow.tracking.fluent``, and the copy of its function in ``mlflow``."""
     original = getattr(module, "start_run", None)
-    around(module, "start_run", _GUARD, after=_has_started)
+    around(module, "start_run", _GUARD, after=_record_run)
     package = sys.modules.get("mlflow")
     if original is not None and getattr(package, "start_run", None) is original:  # mlflow was imported before this hook
         package.start_run = module.start_run  # type: ignore[union-attr]
-        _GUARD(_has_started, None, None, module.active_run())
+        _GUARD(_record_run, None, None, module.active_run())
 
 
-def _has_started(_before: Any, _call: Call | None, run: Any) -> None:
+def _record_run(_before: Any, _call: Call | None, run: Any) -> None:
     """Record the id and the tracking URI of a run as facts; only rank 0's facts are used."""
     if run is None:
         return

@@ -272,7 +272,7 @@ class TrainerRun:
     def _report_flops(self) -> None:
         """Replace the FLOPs of a token by the value at the mean width of the batches so far."""
         width = self._flops.mean_width
-        flops, forward = self._flops.at(width)
+        flops, forward = self._flops.report_width(width)
         more = forward if _is_checkpointing(getattr(self.trainer, "args", None)) else 0.0
         convention = f"{CONVENTION}; sequence length: mean width of the batches, over the tokens of one rank"
         facts = {"sequence_length": round(width, 1), "flops_convention": convention}

@@ -137,12 +137,12 @@ class Account(GpuReadings):
             counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
             loop=LoopTimes(
                 time_s=time_s,
-                slowest_step_s=_at(ranks["busy_s"], slowest),
-                slowest_iterations=int(_at(ranks["iterations"], slowest)),
+                slowest_step_s=_value_at(ranks["busy_s"], slowest),
+                slowest_iterations=int(_value_at(ranks["iterations"], slowest)),
                 wait_s=_largest(ranks["wait_s"][is_longest]),
                 generation_s=_largest(ranks["generation_s"]),
-                device_steps=int(_at(ranks["device_steps"], slowest_device)),
-                device_step_s=_at(ranks["device_step_s"], slowest_device),
+                device_steps=int(_value_at(ranks["device_steps"], slowest_device)),
+                device_step_s=_value_at(ranks["device_step_s"], slowest_device),
             ),
             energy=self._energy(),
             devices=DeviceTotals(
@@ -251,5 +251,5 @@ def _slowest(seconds: Array, steps: Array) -> int:
     return int(mean_s.argmax())
 
 
-def _at(column: Array, row: int) -> float:
+def _value_at(column: Array, row: int) -> float:
     return float(column[row]) if row >= 0 else 0.0

@@ -42,7 +42,6 @@ SHARE, POINTS = 0.15, 0.02
 MIN_READINGS = 20
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.NEEDS`.
 TOKENS, FLOPS = "tokens", "FLOPs"
-
 Record = Callable[[Event, str], None]
 
 

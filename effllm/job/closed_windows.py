@@ -96,7 +96,7 @@ class ClosedWindows:
         """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
         rows = Rows.by_rank(by_rank, self._roster.everyone)
-        window = self._weighed(number, rows)
+        window = self._weigh_window(number, rows)
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
         ledger.count_rows(number, rows)
         self._count_devices(window)
@@ -161,7 +161,9 @@ class ClosedWindows:
         self._judge_losses(late.rows, time_s)
         if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
-            window = self._weighed(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
+            window = (
+                self._weigh_window(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
+            )
             self._recent[number] = window
             self._count_devices(window)
         if self.last_report:
@@ -183,12 +185,12 @@ class ClosedWindows:
             replace(row, devices=tuple(one for one in row.devices if one.device not in keys)) for row in rows.values()
         ]
         both = recent.rows.merge(Rows(more))
-        return self._weighed(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
+        return self._weigh_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
 
     def _devices_of(self, rows: Rows, ranks: Sequence[int]) -> Merged:
         return merge_devices(rows, self._roster.expected(ranks), self._roster.sitting(ranks))
 
-    def _weighed(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
+    def _weigh_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
         """Return a window with its devices and its energy, whose first scope becomes that of the job."""
         roster, ranks = self._roster, rows.ranks
         merged = self._devices_of(rows, ranks) if merged is None else merged
@@ -242,13 +244,13 @@ class ClosedWindows:
             report = replace(report, forecast=progress.forecast(report.total_iterations, job))
         self._ledger.reports += 1
         self.last_report = report
-        self._closed.append(self._kept(report, window if late is None else late))
+        self._closed.append(self._closed_window(report, window if late is None else late))
         if not correction:
             self._audit.close(window.rows, report, self._roster.job.known, self._roster.job.peak_source)
             self._energy.close(window.rows, report)
             self._waste.close(report)
 
-    def _kept(self, report: ClusterReport, window: Window) -> Closed:
+    def _closed_window(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.rows, window.merged
         coverage = None
         if merged is not None and rows.has_one_device_each and len(merged) == len(rows):

@@ -80,7 +80,7 @@ def window_energy(
     """
     lacking = absent + scope.lacking + (0 if scope.choice == NODE_PSU else blind)
     rows = expected.positions(merged)
-    owners, shown = _shown(merged, expected, rows, expected.within(scope))
+    owners, shown = _shown(merged, expected, rows, expected.mask_of(scope))
     gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.wall.energy, merged.iterations.energy
     there = shown >= 0

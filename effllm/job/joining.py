@@ -20,7 +20,6 @@ from effllm.records.values import merged_by_name
 
 MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
 MAX_ENDS = 1024  # maximum number of stored ends of joined windows, which late reports need
-
 Name = TypeVar("Name", int, str)
 
 

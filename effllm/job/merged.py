@@ -69,7 +69,7 @@ class Expected(dict[str, Device]):
     def _found(self) -> tuple[list[str], Positions]:
         return [], np.full(len(self), -1)
 
-    def within(self, scope: Scope) -> NDArray[np.bool_]:
+    def mask_of(self, scope: Scope) -> NDArray[np.bool_]:
         """Return the mask of the devices in a scope, in the order of the keys."""
         return np.array([key in scope.keys for key in self.order], bool)
 

@@ -28,10 +28,10 @@ class Pace:
         self._kept_s = float("-inf")
         self._ending_s: float | None = None  # time at which the first rank left
 
-    def closed(self, windows: int) -> None:
+    def count_closed(self, windows: int) -> None:
         self._windows += windows
 
-    def kept(self, now_s: float) -> None:
+    def note_saved(self, now_s: float) -> None:
         self._windows, self._kept_s = 0, now_s
 
     def is_due(self, now_s: float, world_size: int, is_ending: bool) -> bool:

@@ -250,10 +250,10 @@ class StepCourse:
         for layer in reversed(self.layers):
             self._backward(layer)
         self._add_gradients(self.first.gradients)
-        self._at(self.first.backward)
+        self._record_peak(self.first.backward)
         return self
 
-    def _at(self, extra: float, logits: float = 0.0) -> None:
+    def _record_peak(self, extra: float, logits: float = 0.0) -> None:
         memory = StepMemory(self.live + extra, logits, self.gradients)
         if memory.total > self.peak.total:
             self.peak = memory
@@ -265,29 +265,29 @@ class StepCourse:
     def _forward(self, layer: Sequence[LayerBlock]) -> None:
         before = self.live
         for block in layer:
-            self._at(block.kept + block.casts + block.forward)
+            self._record_peak(block.kept + block.casts + block.forward)
             self.live += block.kept + block.casts
         if self.is_checkpointed:
             # The cache of autocast keeps the casts until the end of the forward pass.
             self.live = before + self.input_bytes + sum(block.cached for block in layer)
 
     def _loss(self, final: LayerBlock, last: LayerBlock) -> None:
-        self._at(final.kept + final.forward)
+        self._record_peak(final.kept + final.forward)
         self.live += final.kept
-        self._at(0.0, last.kept + last.casts + last.forward)
+        self._record_peak(0.0, last.kept + last.casts + last.forward)
         if self.is_checkpointed:
             self.live -= sum(block.cached for layer in self.layers for block in layer)
-        self._at(0.0, last.kept + last.casts + last.backward)
+        self._record_peak(0.0, last.kept + last.casts + last.backward)
         self._add_gradients(last.gradients)
-        self._at(last.largest if self.is_resident else 0.0, last.kept / 2)
-        self._at(final.backward)
+        self._record_peak(last.largest if self.is_resident else 0.0, last.kept / 2)
+        self._record_peak(final.backward)
         self.live -= final.kept
 
     def _backward(self, layer: Sequence[LayerBlock]) -> None:
         if self.is_checkpointed:
             self.live += _kept(layer) - self.input_bytes
         for block in reversed(layer):
-            self._at(block.backward + (block.largest if self.is_resident else 0.0))
+            self._record_peak(block.backward + (block.largest if self.is_resident else 0.0))
             self._add_gradients(block.gradients)
             self.live -= block.kept + block.casts
 

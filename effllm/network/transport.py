@@ -150,13 +150,13 @@ class Outbox:
             rows.append(encoded)
         return rows
 
-    def sent(self, count: int) -> None:
+    def mark_sent(self, count: int) -> None:
         """Mark ``count`` more reports as in flight."""
         self._sent = min(self._sent + count, len(self._rows))
         if self._sent:
             self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1][0])
 
-    def acknowledged(self, sequence: int) -> None:
+    def drop_acknowledged(self, sequence: int) -> None:
         """Drop the reports up to ``sequence``: the aggregator has stored them."""
         while self._rows and self._rows[0][0] <= sequence:
             self._rows.popleft()

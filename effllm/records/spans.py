@@ -61,7 +61,7 @@ class SpanPart(NamedTuple):
         is_shared = self.joules == self.joules and later.joules == later.joules and self.end_ns == later.start_ns
         merged: dict[str, Any] = {}
         for names, combine in ((_SUMS, sum), (_MIN, min), (_MAX, max)):
-            merged |= {name: _known(combine, getattr(self, name), getattr(later, name)) for name in names}
+            merged |= {name: _combine_known(combine, getattr(self, name), getattr(later, name)) for name in names}
         merged["inside_j2"] += 0.0 if is_shared else self.end_j2 + later.start_j2
         return later._replace(start_ns=self.start_ns, start_j2=self.start_j2, **merged)
 
@@ -74,7 +74,7 @@ _MIN, _MAX = ("power_min_w",), ("power_max_w", "temperature_max_c", "memory_max_
 NORMAL_95 = 1.96  # half-width of a 95 % interval of a normal distribution, in standard deviations
 
 
-def _known(combine: Callable[..., float], *values: float) -> float:
+def _combine_known(combine: Callable[..., float], *values: float) -> float:
     """Combine the values that are not nan; return nan if all values are nan."""
     numbers = [value for value in values if value == value]
     return combine(numbers) if numbers else NAN

@@ -43,7 +43,7 @@ class JobEnd:
         return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
     def must_end_for(self, message: Supersede) -> bool:
-        """Whether the next attempt replaces this aggregator: only if its own trainer has ended, or there is none."""
+        """Whether the next attempt replaces this aggregator: only if its trainer has ended, or it has no trainer."""
         own = self._orders
         is_next_attempt = bool(own.restart_id) and message.restart_id == own.restart_id and message.job != own.job
         return is_next_attempt and (own.trainer_descriptor < 0 or self.has_trainer_ended())

@@ -195,7 +195,7 @@ class Acknowledgement:
             return
         aggregator.settle(now)
         self._put(aggregator.closed.take_windows())
-        self._pace.kept(now.mono_s)
+        self._pace.note_saved(now.mono_s)
         self.save_state()
 
     def save_state(self) -> None:
@@ -218,7 +218,7 @@ class Acknowledgement:
     def _put(self, closed: Sequence[Closed]) -> bool:
         if closed:
             self._write(closed)
-            self._pace.closed(len(closed))
+            self._pace.count_closed(len(closed))
         return bool(closed)
 
     def _acknowledge(self, sequences: Sequences) -> None:

@@ -299,7 +299,7 @@ class Recorder:
             state = ring.STEP if is_inside else ring.BETWEEN if self._end_ns else ring.STARTUP
             self._writer.state(state, self.ordinal + is_inside, time.monotonic_ns())
 
-    def may_evaluate(self) -> None:
+    def publish_evaluation(self) -> None:
         """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
         if self.is_on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)

@@ -173,7 +173,7 @@ class Session:
         self._ring.close()
         self.board.close()
         if self._waker is not None:
-            self._waker.started()
+            self._waker.close_agents_end()
 
     def _stay_idle(self, seconds: float) -> None:
         """Wait for the configured time; the agent measures the idle power of the device in this time."""

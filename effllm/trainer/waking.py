@@ -31,7 +31,7 @@ class Waker:
         status = os.fstat(self._socket.fileno())
         return status.st_dev, status.st_ino
 
-    def started(self) -> None:
+    def close_agents_end(self) -> None:
         """Close this process's copy of the agent's end; the agent's death then ends `is_agent_ending`."""
         if self.agents_end >= 0:
             os.close(self.agents_end)
@@ -61,7 +61,7 @@ class Waker:
 
     def close(self) -> None:
         """Close the socket, if its number is still that of the socket."""
-        self.started()
+        self.close_agents_end()
         try:
             if self._inode() == self._identity:
                 self._socket.close()

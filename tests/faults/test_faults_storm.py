@@ -84,13 +84,13 @@ class FakeAgent:
             if isinstance(message, Welcome):
                 self.is_welcome = True
             elif isinstance(message, Ack):
-                self.outbox.acknowledged(message.sequence)
+                self.outbox.drop_acknowledged(message.sequence)
             elif isinstance(message, ByeSeen):
                 self.is_over = self.is_over or not len(self.outbox)
         while self.is_welcome and (rows := self.outbox.unsent()):
             if not self.link.send(Reports(tuple(rows), self.outbox.lost, 0.0)):
                 return
-            self.outbox.sent(len(rows))
+            self.outbox.mark_sent(len(rows))
         while self.is_welcome and self.events:
             if not self.link.send(self.events[-1]):
                 return

@@ -155,7 +155,7 @@ def test_full_outbox_counts_only_unsent_reports_as_lost(is_sent, lost):
     for number in range(1, 20_001):
         outbox.add_report(row(window=number, devices=()))
         if is_sent:
-            outbox.sent(1)
+            outbox.mark_sent(1)
             if number % 7 == 0:
                 outbox.send_again()
 
@@ -226,7 +226,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
                 track.take_samples()
                 track.ask(cutter.ended.end_ns)
             outbox.add_report(cutter.cut([track.series for track in tracks if track.series]))
-            outbox.sent(1)
+            outbox.mark_sent(1)
             if number % 1000 == 0:
                 bytes_used.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()

@@ -61,7 +61,7 @@ def taken(events):
     found = []
     while (event := events.unsent()) is not None:
         found.append(event)
-        events.sent()
+        events.remove_sent()
     return found
 
 

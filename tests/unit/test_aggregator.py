@@ -1521,7 +1521,7 @@ def test_reports_that_arrive_are_not_counted_as_lost():
     for window in range(1, 6):  # no report is acknowledged, and each report is sent immediately
         outbox.add_report(row(0, window, final=window == 5))
         arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
-        outbox.sent(1)
+        outbox.mark_sent(1)
     job.send(*arriving, lost=outbox.lost)
     summary = job.summary(ended=True)
 

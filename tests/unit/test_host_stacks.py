@@ -68,7 +68,7 @@ def test_folded_stacks_begin_with_their_kind_and_keep_the_innermost_functions():
     events = recording(((MAIN,), 1.0), ((MAIN, ("f0", "/job/a;b.py", 0)), 2.0), (tuple(long), 3.0))
     stacks = stacks_of(json.dumps(events).encode(), LOOP)
 
-    *short, whole = sorted(LineNames("/job").folded(stacks).items(), key=lambda one: one[1])
+    *short, whole = sorted(LineNames("/job").stack_texts(stacks).items(), key=lambda one: one[1])
     assert short == [("other;<module> (train.py:9)", 50), ("other;<module> (train.py:9);f0 (a b.py:0)", 100)]
     assert whole[1] == 150
     assert len(whole[0]) <= MAX_STACK + len("other;")
@@ -79,7 +79,11 @@ def test_stacks_of_a_recording_have_a_limited_size(monkeypatch):
     monkeypatch.setattr(host_stacks, "MAX_STACKS_BYTES", 60)
     stacks = {((Frame("f", f"/job/{i}.py", 1)),): i for i in range(1, 10)}
 
-    assert LineNames("/job").folded(stacks) == {"other;f (9.py:1)": 9, "other;f (8.py:1)": 8, "other;f (7.py:1)": 7}
+    assert LineNames("/job").stack_texts(stacks) == {
+        "other;f (9.py:1)": 9,
+        "other;f (8.py:1)": 8,
+        "other;f (7.py:1)": 7,
+    }
 
 
 def test_only_the_thread_of_the_loop_is_counted():

@@ -40,38 +40,38 @@ def closed_reports(aggregator):
 def test_a_small_world_is_acknowledged_after_every_window():
     pace = Pace(1000)
     assert not pace.is_due(0.0, 8, is_ending=False)
-    pace.closed(1)
+    pace.count_closed(1)
     assert pace.is_due(0.0, 8, is_ending=False)
-    pace.kept(0.0)
+    pace.note_saved(0.0)
     assert not pace.is_due(100.0, 8, is_ending=False)
 
 
 def test_world_of_10000_ranks_is_acknowledged_every_10_seconds():
     pace = Pace(1000)
-    pace.closed(1)
+    pace.count_closed(1)
     assert pace.is_due(0.0, 10_000, is_ending=False), "the first"
-    pace.kept(0.0)
-    pace.closed(1)
+    pace.note_saved(0.0)
+    pace.count_closed(1)
     assert [pace.is_due(at_s, 10_000, is_ending=False) for at_s in (1.0, 9.9, 10.0)] == [False, False, True]
 
 
 def test_reports_are_acknowledged_every_second_while_the_job_ends():
     pace = Pace(1000)
-    pace.kept(0.0)
-    pace.closed(1)
+    pace.note_saved(0.0)
+    pace.count_closed(1)
     assert not pace.is_due(4.0, 10_000, is_ending=False)
     assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (5.0, 5.9, 6.0)] == [False, False, True]
-    pace.kept(6.0)
-    pace.closed(1)
+    pace.note_saved(6.0)
+    pace.count_closed(1)
     assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (6.9, 7.0)] == [False, True]
 
 
 def test_fast_windows_leave_seven_eighths_of_the_buffers_free():
     pace = Pace(1000)
-    pace.kept(0.0)
-    pace.closed(124)
+    pace.note_saved(0.0)
+    pace.count_closed(124)
     assert not pace.is_due(0.1, 10_000, is_ending=False)
-    pace.closed(1)
+    pace.count_closed(1)
     assert pace.is_due(0.1, 10_000, is_ending=False)
 
 

@@ -50,7 +50,7 @@ class Counter:
 
     def off_ns(self, time_ns):
         """Return the distance from the clock's last tick before this time to the nearest true tick."""
-        middle_ns, _ = self.clock.before(time_ns)
+        middle_ns, _ = self.clock.last_tick_before(time_ns)
         near = self.number(middle_ns)
         return min(abs(middle_ns - self.tick_ns(number)) for number in (near, near + 1))
 
@@ -62,7 +62,7 @@ def reads_of_an_agent(counter, edges_ns):
         while next_ns < edge_ns:
             counter.read(next_ns)
             next_ns += NS
-        known = clock.before(edge_ns)
+        known = clock.last_tick_before(edge_ns)
         if known is None:
             times = [edge_ns + i * TICK_NS // 8 for i in range(18)]
         else:
@@ -75,14 +75,14 @@ def reads_of_an_agent(counter, edges_ns):
 
 def test_counter_change_between_two_near_reads_locks_the_clock():
     clock = TickClock(0.1, 1e-5)
-    assert clock.before(START_NS) is None
+    assert clock.last_tick_before(START_NS) is None
 
     clock.moved(START_NS, START_NS + 10_000_000)
 
     # The tick is within an interval of 10 ms; its estimate is the middle of the interval.  Over two ticks the period's
     # error adds 2 * 10 us.
-    assert clock.before(START_NS + 10_000_000) == (START_NS + 5_000_000, 5_000_000)
-    assert clock.before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
+    assert clock.last_tick_before(START_NS + 10_000_000) == (START_NS + 5_000_000, 5_000_000)
+    assert clock.last_tick_before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
 
 
 def test_reads_further_apart_than_a_tick_are_ignored():
@@ -91,7 +91,7 @@ def test_reads_further_apart_than_a_tick_are_ignored():
     clock.moved(START_NS, START_NS + NS)
 
     assert math.isnan(clock.reference_ns)
-    assert clock.before(START_NS + NS) is None
+    assert clock.last_tick_before(START_NS + NS) is None
 
 
 def test_counter_change_between_distant_reads_does_not_lock_the_clock():
@@ -99,8 +99,8 @@ def test_counter_change_between_distant_reads_does_not_lock_the_clock():
 
     clock.moved(START_NS, START_NS + 60_000_000)
 
-    assert clock.before(START_NS + NS) is None
-    assert clock.certain_before(START_NS + NS) is None
+    assert clock.last_tick_before(START_NS + NS) is None
+    assert clock.certain_tick_before(START_NS + NS) is None
 
 
 def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
@@ -109,7 +109,7 @@ def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
 
     clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is after 106 ms
 
-    assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
+    assert clock.last_tick_before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
 
 def test_unchanged_counter_after_a_possible_tick_is_ignored():
@@ -119,7 +119,9 @@ def test_unchanged_counter_after_a_possible_tick_is_ignored():
 
     clock.did_not_move(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was due at 100 to 110 ms
 
-    assert clock.before(START_NS + NS + 120_000_000) == pytest.approx((START_NS + NS + 105_000_000, 5_000_000))
+    assert clock.last_tick_before(START_NS + NS + 120_000_000) == pytest.approx(
+        (START_NS + NS + 105_000_000, 5_000_000)
+    )
 
 
 def test_phase_is_known_to_200_us_after_30_edges():
@@ -129,7 +131,7 @@ def test_phase_is_known_to_200_us_after_30_edges():
     reads_of_an_agent(counter, [START_NS + (5 + 10 * i) * NS + i * 7_340_000 for i in range(30)])
 
     assert clock.conflicts == 0
-    assert clock.before(START_NS + 300 * NS)[1] < 200_000
+    assert clock.last_tick_before(START_NS + 300 * NS)[1] < 200_000
     assert counter.off_ns(START_NS + 300 * NS) < 200_000
 
 
@@ -167,7 +169,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
 
     for at_ns in read_near_ticks(counter, reads):
         for ahead in (0, 1, 7, 100):  # a clock with the right phase and a wrong period fails here
-            known = clock.before(at_ns + ahead * TICK_NS)
+            known = clock.last_tick_before(at_ns + ahead * TICK_NS)
             if known is not None:
                 assert counter.off_ns(at_ns + ahead * TICK_NS) <= known[1] + 2
 
@@ -182,7 +184,7 @@ def test_time_of_the_last_certain_tick_is_within_its_error(reads, phase, off, mo
 
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
-        stated = clock.certain_before(moment_ns)
+        stated = clock.certain_tick_before(moment_ns)
         if stated is not None:  # `stated` must be the last true tick
             assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
@@ -192,7 +194,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
     clock.moved(START_NS, START_NS + 10_000_000)
     tick_ns = START_NS + 305_000_000  # ± 5 ms
 
-    stated = [ms for ms in range(-20, 100) if clock.certain_before(tick_ns + ms * 1_000_000) is not None]
+    stated = [ms for ms in range(-20, 100) if clock.certain_tick_before(tick_ns + ms * 1_000_000) is not None]
 
     assert stated == [*range(-20, -5), *range(6, 95)]
 
@@ -204,7 +206,7 @@ def test_reads_that_fit_two_ticks_do_not_change_the_clock():
 
     clock.moved(START_NS + 15_000_000, START_NS + 95_000_000)
 
-    assert clock.before(START_NS + 150_000_000) == pytest.approx((START_NS + 100_000_000, 20_000_000))
+    assert clock.last_tick_before(START_NS + 150_000_000) == pytest.approx((START_NS + 100_000_000, 20_000_000))
     assert clock.conflicts == 0
 
 
@@ -215,13 +217,13 @@ def test_clock_unread_for_hours_unlocks_and_locks_again():
     clock = TickClock(0.1, 1e-5)
     counter = Counter(clock, TICK_NS * (1 - 1e-5), 40_000_000)
     reads_of_an_agent(counter, [START_NS + i * 10 * NS for i in range(1, 40)])
-    assert clock.before(START_NS + 390 * NS) is not None
+    assert clock.last_tick_before(START_NS + 390 * NS) is not None
     later_ns = START_NS + 200 * 3600 * NS
 
-    assert clock.before(later_ns) is None
-    assert clock.certain_before(later_ns) is None
+    assert clock.last_tick_before(later_ns) is None
+    assert clock.certain_tick_before(later_ns) is None
     counter.read(*(later_ns + i * 12_000_000 for i in range(20)))
-    assert clock.before(later_ns + 300_000_000) is not None
+    assert clock.last_tick_before(later_ns + 300_000_000) is not None
     assert counter.off_ns(later_ns + 300_000_000) < 6_000_000
 
 
@@ -234,9 +236,9 @@ def test_jittering_ticks_are_conflicts_and_widen_the_bounds(jitter_ns):
 
     assert clock.conflicts > 0
     after_ns = START_NS + 1900 * NS
-    middle_ns, half_ns = clock.before(after_ns)
+    middle_ns, half_ns = clock.last_tick_before(after_ns)
     assert counter.off_ns(after_ns) <= half_ns + 2 * jitter_ns
-    refused = sum(clock.certain_before(middle_ns + i * TICK_NS / 200) is None for i in range(200))
+    refused = sum(clock.certain_tick_before(middle_ns + i * TICK_NS / 200) is None for i in range(200))
     assert 200 * jitter_ns / TICK_NS < refused < 100
 
 
@@ -244,11 +246,11 @@ def test_clock_recovers_from_a_counter_that_froze_once():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
-    tick_ns = round(clock.before(START_NS + 100 * NS)[0])
+    tick_ns = round(clock.last_tick_before(START_NS + 100 * NS)[0])
     clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no change of the counter, although a tick was due
 
     def refused(at_ns):
-        return sum(clock.certain_before(at_ns + i * TICK_NS / 200) is None for i in range(200))
+        return sum(clock.certain_tick_before(at_ns + i * TICK_NS / 200) is None for i in range(200))
 
     assert clock.conflicts == 1
     reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
@@ -266,7 +268,7 @@ def test_clock_follows_temperature_drift_for_days():
     reads_of_an_agent(counter, edges_ns)
 
     assert clock.conflicts <= 2
-    assert clock.before(edges_ns[-1])[1] < 1_000_000
+    assert clock.last_tick_before(edges_ns[-1])[1] < 1_000_000
     assert counter.off_ns(edges_ns[-1]) < 1_000_000
 
 

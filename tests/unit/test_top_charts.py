@@ -98,9 +98,9 @@ def test_own_times_are_read_once_and_grow_with_the_file(tmp_path):
     times = OwnTimes(files)
 
     assert times.refresh() and not times.refresh()
-    assert times.until(1, 1) == [{0: 0.5, 1: 0.2}]
+    assert times.times_until(1, 1) == [{0: 0.5, 1: 0.2}]
     with path.open("a") as file:
         file.write(line(2, 0))
     files.refresh()
     assert times.refresh()
-    assert times.until(1, 1) == [{0: 0.5, 1: 0.2}] and times.until(1, 2)[1] == {0: 0.5}
+    assert times.times_until(1, 1) == [{0: 0.5, 1: 0.2}] and times.times_until(1, 2)[1] == {0: 0.5}

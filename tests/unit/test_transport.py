@@ -275,7 +275,7 @@ def test_a_full_frame_is_well_below_the_limit():
     sizes = []
     while rows := outbox.unsent():
         sizes.append(len(encode(reports(*rows))))
-        outbox.sent(len(rows))
+        outbox.mark_sent(len(rows))
 
     assert len(sizes) > 2
     assert max(sizes) < 0.6 * MAX_BYTES
@@ -318,7 +318,7 @@ def test_sent_report_that_is_dropped_is_not_counted_as_lost():
     outbox = Outbox(2)
     for sequence in (1, 2, 3, 4):
         outbox.add_report(row(sequence=sequence))
-        outbox.sent(1)
+        outbox.mark_sent(1)
     outbox.send_again()  # a new connection: the reports may have arrived over the old connection
     outbox.add_report(row(sequence=5))
 
@@ -330,10 +330,10 @@ def test_unconfirmed_reports_are_resent_on_a_new_connection_only():
     outbox = Outbox(10)
     for sequence in (1, 2, 3):
         outbox.add_report(row(sequence=sequence))
-    outbox.sent(2)
+    outbox.mark_sent(2)
     assert sequences(outbox) == [3]
 
-    outbox.acknowledged(1)
+    outbox.drop_acknowledged(1)
     outbox.send_again()
 
     assert sequences(outbox) == [2, 3]
@@ -362,7 +362,7 @@ class OutboxMachine(RuleBasedStateMachine):
     @rule()
     def send(self):
         count = len(self.outbox.unsent())
-        self.outbox.sent(count)
+        self.outbox.mark_sent(count)
         self.under_way += self.waiting[:count]
         self.newest_sent = max([self.newest_sent, *self.under_way[-1:]])
         del self.waiting[:count]
@@ -370,7 +370,7 @@ class OutboxMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 120))
     def acknowledge(self, back):
         sequence = max(self.next - 1 - back, 0)
-        self.outbox.acknowledged(sequence)
+        self.outbox.drop_acknowledged(sequence)
         self.under_way = [one for one in self.under_way if one > sequence]
         self.waiting = [one for one in self.waiting if one > sequence]
 
