@@ -256,7 +256,7 @@ class Conversation:
                 break
             self._events.remove_sent()
         if (finding := self._children.finding) is not None:
-            ordinal = self._trainer.ring.state()[1]
+            ordinal = self._trainer.ring.state().ordinal
             if link.send(wire.Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
         samples = self._children.host_samples

@@ -112,7 +112,7 @@ class Measuring:
         self._spans.answer(self.devices, now_s)
         while (ended := self.cutter.ended) is not None:
             is_settled = self.devices.is_settled(ended.end_ns)
-            _, ordinal, _, _ = self._trainer.ring.state()
+            ordinal = self._trainer.ring.state().ordinal
             moved_on = ordinal > ended.ordinal or self.cutter.last_ordinal > ended.ordinal or self.status is not None
             waited_s = now_s - ended.end_ns * 1e-9
             if not is_settled and waited_s > PAY_AFTER_S:
@@ -147,7 +147,7 @@ class Measuring:
             return
         until_ns = time.monotonic_ns()
         self._add(self._trainer.ring.read())
-        edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state()[2]]
+        edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state().since_ns]
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for samples in series:
@@ -168,9 +168,8 @@ class Measuring:
         self._send(self.cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _send(self, report: RankReport) -> None:
-        values = self.values.take(
-            report.window, self._trainer.facts.value_names, time.monotonic(), is_last=report.final
-        )
+        names = self._trainer.facts.value_names
+        values = self.values.take(report.window, names, time.monotonic(), is_last=report.final)
         allocator, of_memory = self.memory.take_values(report.window, is_last=report.final)
         values = dict(islice({**values, **of_memory}.items(), MAX_NAMES))
         if values or allocator is not None:
@@ -218,8 +217,7 @@ class RankMemory:
     def __init__(self, pid: int, log_interval: int, offset: int) -> None:
         self._pid, self._log_interval, self._offset = pid, log_interval, offset
         self._watch, self._host = DeviceWatch(), LeakWatch("private memory of the training process")
-        self._last = 0  # ordinal of the newest read window end
-        self._host_last = 0
+        self._last = self._host_last = 0  # ordinals of the newest window end that was read, and of the last `look`
         self._others: deque[float] = deque(maxlen=OTHER_WINDOWS)  # bytes of the device that torch cannot have
         self._warned: list[Warned] = []
         self._unreported: dict[int, dict[str, float]] = {}  # number of the window -> name -> value

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -25,7 +26,6 @@ ALREADY_OPEN = "the device is already open"  # a reason without an event
 STALE_AFTER_S = 5.0
 #: Maximum number of requests during a hanging read; the oldest requests are dropped without a sample.
 MAX_REQUESTS = 64
-
 #: The time in calls of the driver, as shares of a core: of full readings, of readings at window edges, and of power
 #: readings of GPUs without an energy counter.
 FULL_SHARE, EDGE_SHARE, POWER_SHARE = 0.001, 0.0005, 0.0005
@@ -41,9 +41,14 @@ MAX_INTERVAL_S = 30.0
 #: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
 #: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
 SLOWER_WEIGHT, FASTER_WEIGHT, MAX_COUNTED_S = 0.05, 0.2, 0.1
-
 #: Arguments: the opened device, a function that samples it, and a function that waits until a monotonic time.
 Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None]], Sensor]
+
+
+class _RequestedTime(NamedTuple):
+    time_ns: int
+    is_first: bool  # whether it begins its request
+    is_last: bool  # whether it ends its request
 
 
 class DriverTime:
@@ -142,7 +147,7 @@ class Sampler:
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         # The thread sleeps in this queue's get(): an event with a timeout takes 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due: list[tuple[int, bool, bool]] = []  # requested times, and whether each begins or ends its request
+        self._due: list[_RequestedTime] = []  # a heap
         self._stopped = False
         self._failing: dict[str, str] = {}
         self.driver = DriverTime()
@@ -271,9 +276,9 @@ class Sampler:
         if not (due or is_time):
             return None
         is_rested = now_ns - self._full_ns >= self.driver.full_s / FULL_SHARE / NS
-        is_full = is_time or (is_rested and any(is_first for _, is_first, _ in due))
+        is_full = is_time or (is_rested and any(requested.is_first for requested in due))
         sample = self._read(reader, energy_only=not is_full)
-        if any(is_last for _, _, is_last in due):
+        if any(requested.is_last for requested in due):
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
 
@@ -318,21 +323,21 @@ class Sampler:
 
     def _sleep_until(self, next_ns: int) -> int:
         """Sleep until ``next_ns``, the next requested time or a new request; return the current time."""
-        until_ns = min(self._due[0][0], next_ns) if self._due else next_ns
+        until_ns = min(self._due[0].time_ns, next_ns) if self._due else next_ns
         sleep_s = (until_ns - time.monotonic_ns()) * NS
         try:
             while True:
                 times = self._requests.get(sleep_s > 0, sleep_s)
                 sleep_s = 0.0
                 for at_ns in times:
-                    heapq.heappush(self._due, (at_ns, at_ns == times[0], at_ns == times[-1]))
+                    heapq.heappush(self._due, _RequestedTime(at_ns, at_ns == times[0], at_ns == times[-1]))
         except queue.Empty:
             return time.monotonic_ns()
 
-    def _due_at(self, now_ns: int) -> list[tuple[int, bool, bool]]:
+    def _due_at(self, now_ns: int) -> list[_RequestedTime]:
         """Remove the requested times that have passed, and return them."""
         due = []
-        while self._due and self._due[0][0] <= now_ns:
+        while self._due and self._due[0].time_ns <= now_ns:
             due.append(heapq.heappop(self._due))
         return due
 

@@ -172,10 +172,8 @@ class WindowCutter:
         self._open: deque[tuple[ring.Slot, int]] = deque()  # ended windows without a report: last iteration, overrun
         self._phases: list[Phase] = []
         self._values = IterationValues()
-        self._first_start_ns = 0
         self._shown_minus_ordinal = offset
-        self._reset_at = 0
-        self._sequence = 0
+        self._first_start_ns = self._reset_at = self._sequence = 0
         self._seen = 0  # number of iterations with a read record
         self._overrun = 0  # number of iterations with an overwritten record
         self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait

@@ -26,14 +26,11 @@ MEMORY = 11  # the state of torch's allocator; a record of values, with indices 
 MAX_CHAINS = 16  # limit of the chains of consecutive spans in one ring
 #: Final statuses of a loop; the record END has an index into this tuple.
 STATUSES = ("completed", "failed", "killed", "interrupted")
-
 #: Values of `Slot.what` in a PROFILE that are not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
 _KINDS = 12  # length of timeline.KINDS
-
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
-
 MAX_VALUE_NAMES = 200  # records.rank.MAX_NAMES
 MAX_VALUES = 12  # in one record
 _PHASES = 4  # length of records.rank.MARKED_PHASES: a record has a total of each phase
@@ -58,7 +55,6 @@ _WHAT = {
     VALUES: (1, MAX_VALUES + 1),
     MEMORY: (len(MEMORY_FIELDS), len(MEMORY_FIELDS) + 1),
 }
-
 _HEADER = struct.Struct("<8sIII")
 # Fields that change in every iteration are native longs: from 2**30 on, CPython 3.11 needs three times as long for "q".
 _STATUS = struct.Struct("@llll")  # state, ordinal, since_ns, what (index of the phase)
@@ -73,6 +69,15 @@ _ADDRESS_AT = _FACTS_AT + _FACTS_BYTES
 _ADDRESS_BYTES = 4 * 1024
 _SLOTS_AT = _ADDRESS_AT + _ADDRESS_BYTES
 _SLOT_BYTES = 192
+
+
+class RingState(NamedTuple):
+    """The position of the training thread."""
+
+    state: int  # index into STATE_NAMES
+    ordinal: int
+    since_ns: int
+    phase: int  # index into records.rank.MARKED_PHASES
 
 
 class Slot(NamedTuple):
@@ -113,10 +118,8 @@ _SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_RARE.size}sI")
 _VALUES_SPLIT = _OFTEN.size - 16
 _VALUES = struct.Struct(f"@{MAX_VALUES}d{MAX_VALUES}h{max(_VALUES_SPLIT + _RARE.size - 10 * MAX_VALUES, 0)}x")
 _VALUES_OFTEN = struct.Struct(f"@LL{_VALUES_SPLIT}s")  # sequence, ordinal, first part of the values
-if (
-    _VALUES.size != _VALUES_SPLIT + _RARE.size or _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8
-):  # pragma: no cover - a mistake in this file, or no 64-bit machine
-    raise AssertionError(_SEALED.size)
+if _VALUES.size != _VALUES_SPLIT + _RARE.size or _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8:  # pragma: no cover
+    raise AssertionError(_SEALED.size)  # a mistake in this file, or no 64-bit machine
 
 
 def ring_bytes(slots: int) -> int:
@@ -273,7 +276,7 @@ class RingReader:
         self._next = 1
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
-        self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
+        self._valid_state = RingState(STARTUP, 0, 0, 0)
         self.overrun = 0  # number of records that were overwritten before they were read, or are not valid
 
     def read(self) -> list[Slot]:
@@ -321,21 +324,18 @@ class RingReader:
             totals[:_PHASES], totals[_PHASES], (*frequent, *totals[_PHASES + 1 :]),
         )  # fmt: skip
 
-    def state(self) -> tuple[int, int, int, int]:
-        """Return (state, ordinal, since_ns, phase), from two equal consecutive reads or from the last of four reads.
-
-        If these values are not valid, the last valid values are returned.
-        """
-        look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+    def state(self) -> RingState:
+        """Return the last valid state, from two equal consecutive reads or from the last of four reads."""
+        look = RingState(*_STATUS.unpack_from(self._map, _STATUS_AT))
         for _ in range(3):
-            again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+            again = RingState(*_STATUS.unpack_from(self._map, _STATUS_AT))
             if again == look:
                 break
             look = again
-        state, ordinal, since_ns, what = look
-        if 0 <= state < len(STATE_NAMES) and 0 <= what < _PHASES and ordinal >= 0 and since_ns >= 0:
-            self._look = look
-        return self._look
+        is_state = 0 <= look.state < len(STATE_NAMES) and 0 <= look.phase < _PHASES
+        if is_state and look.ordinal >= 0 and look.since_ns >= 0:
+            self._valid_state = look
+        return self._valid_state
 
     def facts(self) -> RankFacts | None:
         """Return the facts if they are complete and have changed since the last call, else ``None``."""
