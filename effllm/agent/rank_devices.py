@@ -19,7 +19,7 @@ from effllm.agent.trainer import Trainer
 from effllm.config.settings import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
-from effllm.energy.calibration import calibrate, known, turn_s
+from effllm.energy.calibration import cached_or_assumed, calibrate, turn_s
 from effllm.records.facts import RankFacts
 from effllm.records.rank import Device, Event, Sample, Sensor
 
@@ -221,7 +221,7 @@ class RankDevices:
         if reader.device.key == open_key:
             reader.close()
             raise DeviceUnavailable(ALREADY_OPEN)
-        reader.device = replace(reader.device, sensor=known(reader.device, self._calibrations))
+        reader.device = replace(reader.device, sensor=cached_or_assumed(reader.device, self._calibrations))
         return reader
 
     def _calibrate(self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None]) -> Sensor:

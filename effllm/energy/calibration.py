@@ -113,7 +113,7 @@ def calibrate(
     return sensor
 
 
-def known(device: Device, folder: Path) -> Sensor:
+def cached_or_assumed(device: Device, folder: Path) -> Sensor:
     """Return the sensor before its calibration: from the cache, else from the hardware table."""
     kept = load(folder, device.name, device.driver) if device.is_gpu and not device.simulated else None
     return kept.with_source() if kept is not None and device.energy_method == COUNTER else assumed(device)

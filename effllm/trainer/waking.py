@@ -24,7 +24,7 @@ class Waker:
     def __init__(self) -> None:
         self._socket, other = socketpair()
         self._socket.setblocking(False)
-        self.agents_end = other.detach()  #: descriptor for the agent, until `started`
+        self.agents_end = other.detach()  #: descriptor for the agent, until `close_agents_end`
         self._identity = self._inode()
 
     def _inode(self) -> tuple[int, int]:
