@@ -21,7 +21,7 @@ BUDGETS = {
     "commands": 6_570,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
-    "energy": 1_769,  # a calibration has a budget, and its few reads are made where they help most
+    "energy": 1_782,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 5_019,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_504,  # no event and no read on a GPU that the process does not use
     "job": 9_242,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code

@@ -81,8 +81,10 @@ class EnergyLedger:
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
         """Return the energy of a span with its error; the levels at its edges are fixed, so adjacent spans add up."""
         readings = self.readings
-        if len(readings) < 2 or end_ns <= start_ns:
+        if not readings or end_ns <= start_ns:
             return NOT_MEASURED
+        if len(readings) == 1:
+            return self._energy_of_one_reading(start_ns, end_ns)
         # The last reading is valid until the sensor's next update.
         last_ns = readings[-1].time_ns + self.timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
@@ -111,6 +113,17 @@ class EnergyLedger:
             gain_j=self.timing.sensor.gain_error * joules,
             estimated_j=max(end.estimated_j - start.estimated_j, 0.0),
         )
+
+    def _energy_of_one_reading(self, start_ns: int, end_ns: int) -> EnergyAmount:
+        """Return the energy by the only reading so far: a node's power supplies are read every ten seconds."""
+        point = self.readings[0]
+        reach_ns = self.timing.reach_ns(self._steps.max_gap_ns)
+        from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + reach_ns)
+        if to_ns <= from_ns or point.power_w is None:
+            return NOT_MEASURED
+        covered_s = (to_ns - from_ns) * NS
+        joules = point.power_w * covered_s
+        return EnergyAmount(joules, covered_s, gain_j=self.timing.sensor.gain_error * joules)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that are not needed for spans after ``time_ns``."""
