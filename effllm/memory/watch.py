@@ -70,7 +70,7 @@ class MemoryGrowth(NamedTuple):
     judged: float  # number of iterations that were judged
 
 
-class LongestStep(NamedTuple):
+class ForetoldStep(NamedTuple):
     """The forecast for the longest possible micro-batch.
 
     The temporary bytes of a step are taken as linear in the positions.  They are more if a model stores attention
@@ -200,7 +200,7 @@ class DeviceWatch:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
         return growth.iterations <= MAX_HORIZON * growth.judged
 
-    def longest_step(self, positions: int) -> LongestStep | None:
+    def step_of_length(self, positions: int) -> ForetoldStep | None:
         """Return the forecast for the longest possible micro-batch.
 
         ``None`` if a micro-batch of this length has been measured, or if those so far have too similar lengths.
@@ -211,7 +211,7 @@ class DeviceWatch:
         if self.last is None or positions <= self._longest or not is_near:
             return None
         slope, intercept = statistics.linear_regression(lengths, [temporary for _, temporary in self._steps])
-        return LongestStep(self.last.allocated + intercept + slope * positions, shortest, longest)
+        return ForetoldStep(self.last.allocated + intercept + slope * positions, shortest, longest)
 
     def _largest(self) -> tuple[str, float]:
         """Return the part of the loop with the largest temporary bytes, and these bytes."""
@@ -233,7 +233,7 @@ class DeviceWatch:
         if growth is not None and self.is_near(growth):
             self._reported.add("growth")
             yield Warned(FORECAST, self._of_growth(growth, capacity))
-        step = None if "length" in self._reported else self.longest_step(max_positions)
+        step = None if "length" in self._reported else self.step_of_length(max_positions)
         if step is not None and step.peak_bytes > capacity:
             self._reported.add("length")
             yield Warned(

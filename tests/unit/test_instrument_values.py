@@ -15,6 +15,7 @@ from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
 from effllm.records.values import merged, merged_by_name, summaries
 from effllm.store.summary_text import summary_text
+from effllm.trainer import value_buffer
 from effllm.trainer.declared import Declared
 
 
@@ -193,3 +194,7 @@ def test_largest_number_of_longest_names_fits_into_the_ring():
     assert writer.write_facts(declared.facts)
     assert ring.RingReader(writer.descriptor).facts().value_names == declared.facts.value_names
     writer.close()
+
+
+def test_buffer_writes_as_many_values_together_as_a_record_of_the_ring_has():
+    assert value_buffer.MAX_VALUES == ring.MAX_VALUES
