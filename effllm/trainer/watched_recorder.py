@@ -13,8 +13,9 @@ from typing import Any
 
 from effllm.records import ring
 from effllm.records.timeline import KINDS
+from effllm.trainer.counts import PHASES
 from effllm.trainer.rank_device import RankDevice
-from effllm.trainer.recorder import PHASES, Recorder
+from effllm.trainer.recorder import Recorder
 from effllm.trainer.torch_profile import Profiled, TorchProfile
 
 #: While the device is more than this many iterations behind the host, no iteration is measured.
