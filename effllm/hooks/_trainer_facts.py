@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from effllm.hooks._layout import DDP, FSDP, SINGLE, zero_facts
+from effllm.hooks._layout import DDP, FSDP, SINGLE, precision_of, zero_facts
 from effllm.hooks._parameters import unwrapped
 from effllm.records.framework_figures import TOKENS_PER_ITERATION, TOKENS_PER_S, TOKENS_PER_S_PER_GPU
 
@@ -153,3 +153,11 @@ def _longest(trainer: Any) -> int | None:
             return int(max(lengths))
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return None
+
+
+def precision(args: Any, model: Any) -> str | None:
+    """Return the precision of a Trainer's autocast; without autocast, the type of the model's weights."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    kinds = (weight.dtype for weight in model.parameters() if weight.is_floating_point()) if model is not None else ()
+    return next(map(precision_of, kinds), None)

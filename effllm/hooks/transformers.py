@@ -17,7 +17,6 @@ from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import Unknown
 from effllm.hooks._batches import LateSums
-from effllm.hooks._layout import precision_of
 from effllm.hooks._parameters import (
     CONVENTION,
     FlopsByWidth,
@@ -34,6 +33,7 @@ from effllm.hooks._trainer_facts import (
     layout_facts,
     max_positions,
     mesh_text,
+    precision,
     tensor_parallel,
 )
 from effllm.hooks._wrap import Call, Guard, around
@@ -308,7 +308,7 @@ class TrainerRun:
             "per_device_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "logging_steps": args.logging_steps,
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
+            "precision": precision(args, self._model),
             **layout_facts(self.trainer, args),
             "device_mesh": mesh_text(self.trainer),
             "tensor_parallel": tensor_parallel(self.trainer),
@@ -316,11 +316,6 @@ class TrainerRun:
             "sequence_parallel": getattr(sizes, "sp_size", None),
         }
         return {name: value for name, value in facts.items() if value is not None}
-
-
-def _type_of_weights(model: Any) -> str | None:
-    kinds = (weight.dtype for weight in model.parameters() if weight.is_floating_point()) if model is not None else ()
-    return next(map(precision_of, kinds), None)
 
 
 def _is_checkpointing(args: Any) -> bool:
@@ -380,8 +375,7 @@ def _train_ended(token: Any, *_: Any, status: str = "completed") -> None:
 
 
 def _micro_batch(call: Call) -> Any:
-    training = _training_of(call)
-    if training is None:
+    if (training := _training_of(call)) is None:
         return None
     training.depth += 1
     if training.depth == 1:
