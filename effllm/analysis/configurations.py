@@ -12,7 +12,7 @@ from effllm.analysis.compared_metrics import ComparedMetric, compared_metrics
 from effllm.analysis.comparison import ALPHA
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.analysis.sides import ComparedRun, Side
-from effllm.metrics.contract import model_compression_ratio
+from effllm.metrics.table import model_compression_ratio
 from effllm.records.facts import float_or_none
 from effllm.records.plain_text import one_line
 

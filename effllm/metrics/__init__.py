@@ -9,7 +9,7 @@ the definitions for a cluster.
 
 # All outputs list the metrics in the order of these imports.
 # isort: off
-from effllm.metrics import contract, energy, throughput, health
+from effllm.metrics import table, energy, throughput, health
 
 # isort: on
 from effllm.metrics.table import METRICS, Formula, Metric, describe, errors, evaluate, evaluate_run, headline, metric
@@ -18,7 +18,6 @@ __all__ = [
     "METRICS",
     "Formula",
     "Metric",
-    "contract",
     "describe",
     "energy",
     "errors",
@@ -27,5 +26,6 @@ __all__ = [
     "headline",
     "health",
     "metric",
+    "table",
     "throughput",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from effllm.metrics.contract import al_seconds
-from effllm.metrics.table import counted_quotient, metric, quotient
+from effllm.metrics.table import al_seconds, counted_quotient, metric, quotient
 from effllm.records.job import ClusterTotals
 
 

@@ -62,7 +62,7 @@ def test_latency_is_the_largest_mean_step_time_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.loop.slowest_step_s, totals.loop.slowest_iterations) == (12.0, 10)
-    assert metrics.contract.al_seconds(totals) == pytest.approx(1.2)
+    assert metrics.table.al_seconds(totals) == pytest.approx(1.2)
 
 
 def test_each_token_and_sample_is_counted_once():
@@ -178,7 +178,7 @@ def test_window_below_min_coverage_is_not_in_the_energy_of_the_run():
     # In the second window, 14 of the 20 seconds of the two devices are covered.
     assert (totals.energy.joules, totals.energy.time_s, totals.energy.counts.tokens) == (2000.0, 10.0, 2000)
     assert (totals.energy.is_complete, totals.energy.measured_j) == (False, 2000.0 + 1000.0 + 400.0)
-    assert metrics.contract.aec_watts(totals) == 200.0
+    assert metrics.table.aec_watts(totals) == 200.0
     assert metrics.energy.total_joules(totals) is None
 
 
@@ -256,7 +256,7 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
     windows, ranks = cluster
 
     totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
-    power_w, per_token = metrics.contract.aec_watts(totals), metrics.energy.joules_per_token(totals)
+    power_w, per_token = metrics.table.aec_watts(totals), metrics.energy.joules_per_token(totals)
 
     if totals.energy.joules is None:
         assert power_w is None
@@ -430,12 +430,12 @@ def test_inference_throughput_uses_the_longest_generation_time():
     # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of each window's
     # largest time would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
-    assert metrics.contract.it_tokens_per_sec(totals) == 500.0
+    assert metrics.table.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
 
 
 def test_inference_throughput_has_no_value_without_generation():
-    assert metrics.contract.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
+    assert metrics.table.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
 def sampled(values, peak):
