@@ -14,9 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from effllm.job.closed_windows import Closed
 from effllm.job.health.stalls import StackFile
+from effllm.records.device_state import DeviceState
 from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import Summary
-from effllm.records.rank import Event
+from effllm.records.rank import Event, RankReport
 from effllm.sinks import RunInfo, Sink, SinkUnavailable, WriteFailed, open_sink
 from effllm.store import run_folder
 from effllm.store.ledger_file import FIRST_LINE_S, LINE_AFTER_S, LedgerFile, ledger_line
@@ -32,9 +33,17 @@ class Outputs:
 
     Args:
         run: the run; its ``log`` receives warnings.
+        prepare: is called before windows are written.
+        device_states: returns the newest states of the devices from the reports of the newest window.
     """
 
-    def __init__(self, run: RunInfo) -> None:
+    def __init__(
+        self,
+        run: RunInfo,
+        prepare: Callable[[], None],
+        device_states: Callable[[Sequence[RankReport]], tuple[DeviceState, ...]],
+    ) -> None:
+        self._prepare, self._device_states, self._devices = prepare, device_states, run.devices
         self._last_summary: Summary | None = None  # set when the job has ended
         run = dataclasses.replace(run, summary=lambda: self._last_summary)
         self._sinks = {
@@ -70,6 +79,9 @@ class Outputs:
 
     def write(self, closed: Sequence[Closed]) -> None:
         """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
+        self._prepare()
+        if self._devices.is_wanted:
+            self._devices.newest = self._device_states(closed[-1].rows)
         # The writers do not refer to all reports of ten thousand ranks: memory that is freed at once is used again.
         kept_of = [(window.report, window.kept) for window in closed]
 

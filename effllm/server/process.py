@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
@@ -26,7 +27,6 @@ from effllm.config.settings import Config, secret_path, unknown_variables
 from effllm.config.spawn import NO_RESOURCES, is_shortage
 from effllm.config.switches import this_process
 from effllm.job.aggregator import Aggregator
-from effllm.job.closed_windows import Closed
 from effllm.job.device_states import device_states
 from effllm.job.pacing import is_large, keep_every_s, pause_s
 from effllm.job.reporting import first_start_s
@@ -101,7 +101,6 @@ class Server:
         self._heard_until_s = time.monotonic()
         self._has_learned = False
         self.has_begun = False  #: whether a rank has joined
-        self._devices = DeviceFeed(not WITH_DEVICES.isdisjoint(self._config.sink_options()))
         self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
     def run(self) -> str:
@@ -162,15 +161,16 @@ class Server:
         facts = self._facts.begin(folder)
         charts = _event_files(config, folder, facts)
         run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
-        run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=self._devices)
-        self._outputs = Outputs(run)
+        devices = DeviceFeed(not WITH_DEVICES.isdisjoint(config.sink_options()))
+        run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=devices)
+        self._outputs = Outputs(run, self._write_new_ranks, partial(device_states, aggregator))
         self._messages = Messages(
             self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
         )
         self._acknowledgement = Acknowledgement(
             aggregator,
             config.history_size,
-            self._write,
+            self._outputs.write,
             self._save_state if self._outputs.has_store else None,
             self._messages.acknowledge,
         )
@@ -290,12 +290,9 @@ class Server:
         if recorded := self._aggregator.take_recorded():
             self._outputs.write_recorded(recorded)
 
-    def _write(self, closed: Sequence[Closed]) -> None:
+    def _write_new_ranks(self) -> None:
         # The rows of a rank contain its host, which the run folder reads from the rank's facts.
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
-        if closed and self._devices.is_wanted:
-            self._devices.newest = device_states(self._aggregator, closed[-1].rows)
-        self._outputs.write(closed)
 
     def _save_state(self, state: bytes, sequences: Sequences) -> None:
         self._outputs.save_state(state, lambda: self._inbox.put(sequences))
