@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import Struct
 
 from effllm import metrics
+from effllm.job.account import TOKEN_COUNTS, Rows
 from effllm.job.energy_account import ROUNDING
-from effllm.job.rows import TOKEN_COUNTS, Rows
 from effllm.metrics.measurable import dependent_tags
 from effllm.records.columns import Table
 from effllm.records.framework_figures import (

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
+from effllm.job.account import Account, Rows
 from effllm.job.audit import AuditWatch
 from effllm.job.energy_account import window_energy
 from effllm.job.forecast import Mark
@@ -19,20 +20,20 @@ from effllm.job.goodput_attempt import DATA, SLOW
 from effllm.job.health.stragglers import Stragglers, Straggling
 from effllm.job.health.watches import EnergyWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
-from effllm.job.joining import with_earlier_part
+from effllm.job.joining import add_to, with_earlier_part
 from effllm.job.ledger import Ledger, Waited
-from effllm.job.merged import Merged, merge_devices
+from effllm.job.merged import Merged, has_one_device_each, merge_devices
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
 from effllm.job.reporting import Window, report_of
 from effllm.job.roster import Roster
-from effllm.job.rows import Rows
-from effllm.metrics import energy
+from effllm.metrics.energy import total_joules
 from effllm.records.energy import JOULES
 from effllm.records.events import KINDS, EventLimit
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
+from effllm.records.values import merged_by_name
 from effllm.store.run_folder import KeptReports
 
 MIN_DEADLINE_S = 5.0
@@ -98,8 +99,8 @@ class ClosedWindows:
         rows = Rows.by_rank(by_rank, self._roster.everyone)
         window = self._weigh_window(number, rows)
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
-        ledger.count_rows(number, rows)
-        self._count_devices(window)
+        count_rows(ledger, number, rows)
+        count_devices(ledger, window, config.min_coverage)
         ledger.advance(rows)
         self._judge_losses(rows, rows[-1].end_time_s)
         # The reports have a thousand times as many objects as their sums.
@@ -117,7 +118,7 @@ class ClosedWindows:
         ledger.memory_pressure.close(rows)
         self._report(window)
         if any(map(attrgetter("reset"), rows)):
-            ledger.reset_run(number)
+            ledger.run, ledger.run_after = Account(), number  # the run-to-date values start again
 
     def _note_lost(self, rows: Rows) -> None:
         """Move the time that ranks lost in iterations from the steps to its classes."""
@@ -157,15 +158,15 @@ class ClosedWindows:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {_numbers(ranks)}"
             self._events.record(Event(time_s, "late", text))
         window = late = Window(number, Rows.by_rank(rows))
-        self._ledger.count_rows(number, late.rows)
+        count_rows(self._ledger, number, late.rows)
         self._judge_losses(late.rows, time_s)
         if recent := self._recent.get(number):
-            self._count_devices(recent, sign=-1)
+            count_devices(self._ledger, recent, self._config.min_coverage, sign=-1)
             window = (
                 self._weigh_window(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
             )
             self._recent[number] = window
-            self._count_devices(window)
+            count_devices(self._ledger, window, self._config.min_coverage)
         if self.last_report:
             window.warming = self.last_report.warming_up
             self._report(window, late)
@@ -207,11 +208,6 @@ class ClosedWindows:
         roster.settle(scope)
         return Window(number, rows, merged, measured)
 
-    def _count_devices(self, window: Window, sign: int = 1) -> None:
-        if window.merged is not None and window.energy is not None:
-            minimum = self._config.min_coverage
-            self._ledger.count_devices(window.number, window.rows, window.merged, window.energy, minimum, sign)
-
     # --- reports ---
 
     def _judge_losses(self, rows: Rows, time_s: float) -> None:
@@ -240,7 +236,7 @@ class ClosedWindows:
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
         if not correction and not window.warming:
             job, progress = report.job, self._ledger.progress
-            progress.add_mark(Mark(report.iteration, job.loop.time_s, energy.total_joules(job)))
+            progress.add_mark(Mark(report.iteration, job.loop.time_s, total_joules(job)))
             report = replace(report, forecast=progress.forecast(report.total_iterations, job))
         self._ledger.reports += 1
         self.last_report = report
@@ -253,11 +249,39 @@ class ClosedWindows:
     def _closed_window(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.rows, window.merged
         coverage = None
-        if merged is not None and rows.has_one_device_each and len(merged) == len(rows):
+        if merged is not None and len(merged) == len(rows) and has_one_device_each(rows):
             is_measured = not np.isnan(merged.wall.energy[:, JOULES]).any() and (merged.span_s > 0).all()
             coverage = merged.energy_coverage if is_measured else None
         kept = KeptReports.chosen_from(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
         return Closed(report, rows, kept)
+
+
+def count_rows(ledger: Ledger, window: int, rows: Rows) -> None:
+    """Add the times and counts of reports to all sums of a job, each report only once."""
+    attempt = ledger.goodput.attempt
+    has_hang = attempt.place_hangs(window, int(rows.numbers["iteration_first"].min()))
+    for account in ledger.accounts(window):
+        account.add_rows(rows, has_hang)
+    add_to(ledger.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})
+    attempt.count_rows(window, rows)
+    ledger.audit.counts.add_reports(rows)
+    if rows.values:
+        ledger.values = merged_by_name((ledger.values, rows.values))
+
+
+def count_devices(ledger: Ledger, window: Window, min_coverage: float, sign: int = 1) -> None:
+    """Add a window's devices and energy; with a sign of -1 subtract them, before a late report is added."""
+    number, merged, energy = window.number, window.merged, window.energy
+    if merged is None or energy is None:
+        return
+    for account in ledger.accounts(number):
+        account.add_devices(merged, sign)
+        account.add_energy(number, energy, window.rows, min_coverage, sign)
+    ledger.devices.add_window(number, energy.owners, energy.amounts, sign)
+    if number <= ledger.warm_until:
+        ledger.warmup_j += sign * energy.iterations_j
+    add_to(ledger.classes_j, {"iterations": energy.iterations_j, **energy.phases_j}, sign)
+    ledger.goodput.attempt.count_energy(number, energy.iterations_j, energy.phases_j, sign)
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 import msgspec
 from msgspec import Struct
 
+from effllm.job.account import Rows
 from effllm.job.goodput_tiles import Tiles
-from effllm.job.rows import Rows
 from effllm.records.job import AttemptSummary
 from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
 

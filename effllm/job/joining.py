@@ -21,6 +21,7 @@ from effllm.records.values import merged_by_name
 MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
 MAX_ENDS = 1024  # maximum number of stored ends of joined windows, which late reports need
 Name = TypeVar("Name", int, str)
+Number = TypeVar("Number", int, float)
 
 
 class Joined(NamedTuple):
@@ -161,6 +162,11 @@ class WindowJoiner:
         rows = self._waiting.pop(rank)
         number = self._number_of(rows[0].window) if number is None else number
         return Joined(rank, number, join(rows, number), len(rows))
+
+
+def add_to(sums: dict[Name, Number], more: Mapping[Name, Number], sign: int = 1) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + sign * value
 
 
 def summed(parts: Iterable[Mapping[Name, float]]) -> dict[Name, float]:

@@ -8,16 +8,14 @@ from operator import attrgetter
 import msgspec
 from msgspec import Struct
 
-from effllm.job.account import Account
+from effllm.job.account import Account, Rows
 from effllm.job.audit import AuditState
-from effllm.job.energy_account import EnergyTotals, WindowEnergy
+from effllm.job.energy_account import EnergyTotals
 from effllm.job.forecast import Progress
 from effllm.job.goodput import Goodput
 from effllm.job.host_lines import HostLines
 from effllm.job.iteration_losses import IterationLosses
 from effllm.job.memory_pressure import MemoryPressure
-from effllm.job.merged import Merged
-from effllm.job.rows import Rows, add_to
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import (
@@ -30,7 +28,6 @@ from effllm.records.job import (
     version_error,
 )
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, ValueStatistics
-from effllm.records.values import merged_by_name
 from effllm.records.wire import Bye, Reports
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
@@ -205,40 +202,6 @@ class Ledger(Struct):
         if warming:
             self.run_after = self.warm_until = window
         return warming
-
-    def reset_run(self, window: int) -> None:
-        """Restart the run-to-date values after a window."""
-        self.run, self.run_after = Account(), window
-
-    def count_rows(self, window: int, rows: Rows) -> None:
-        """Add the times and counts of reports, each report only once."""
-        has_hang = self.goodput.attempt.place_hangs(window, int(rows.numbers["iteration_first"].min()))
-        for account in self.accounts(window):
-            account.add_rows(rows, has_hang)
-        add_to(self.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})
-        self.goodput.attempt.count_rows(window, rows)
-        self.audit.counts.add_reports(rows)
-        if rows.values:
-            self.values = merged_by_name((self.values, rows.values))
-
-    def count_devices(
-        self,
-        window: int,
-        rows: Rows,
-        merged: Merged,
-        energy: WindowEnergy,
-        min_coverage: float,
-        sign: int = 1,
-    ) -> None:
-        """Add a window's devices and energy; with a sign of -1 subtract them, before a late report is added."""
-        for account in self.accounts(window):
-            account.add_devices(merged, sign)
-            account.add_energy(window, energy, rows, min_coverage, sign)
-        self.devices.add_window(window, energy.owners, energy.amounts, sign)
-        if window <= self.warm_until:
-            self.warmup_j += sign * energy.iterations_j
-        add_to(self.classes_j, {"iterations": energy.iterations_j, **energy.phases_j}, sign)
-        self.goodput.attempt.count_energy(window, energy.iterations_j, energy.phases_j, sign)
 
     def iteration_s(self) -> float:
         """Return the mean time of an iteration so far; 0 without iterations."""

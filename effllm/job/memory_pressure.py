@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from effllm.job.rows import Rows
+from effllm.job.account import Rows
 from effllm.records.rank import ValueStatistics
 from effllm.records.verdict import MemoryPressureLoss, OutOfMemory
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from effllm.job.joining import largest
+from effllm.job.joining import add_to, largest
 from effllm.job.power_scope import Scope
-from effllm.job.rows import Rows, add_to
 from effllm.records.columns import Array, Positions, fields_of, means, structs_of
 from effllm.records.energy import COVERED_S, JOULES, MIN_COVERED_S, NOT_MEASURED, EnergyAmount
 from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankReport
@@ -227,7 +227,7 @@ class Merged(Struct, dict=True, eq=False):
         return int(self.is_measured[there[there >= 0]].sum())
 
 
-def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]]) -> Merged:
+def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
@@ -286,9 +286,13 @@ def merge_devices(rows: Rows, expected: Expected, members: Mapping[str, set[int]
     )
 
 
-def _one_each(rows: Rows, expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
+def has_one_device_each(rows: Sequence[RankReport]) -> bool:
+    return set(map(len, map(attrgetter("devices"), rows))) == {1}
+
+
+def _one_each(rows: Sequence[RankReport], expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
     """Return the device of each report by its key, if each report has one device of its own; else nothing."""
-    if not rows.has_one_device_each:
+    if not has_one_device_each(rows):
         return {}
     by_key = {row.devices[0].device: (row, row.devices[0]) for row in rows}
     return by_key if len(by_key) == len(rows) and by_key.keys() <= expected.keys() else {}

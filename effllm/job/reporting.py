@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm import metrics
-from effllm.job.account import Account
+from effllm.job.account import Account, Rows
 from effllm.job.audit import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.job.gaps import (
@@ -23,7 +23,6 @@ from effllm.job.gaps import (
 from effllm.job.ledger import Ledger
 from effllm.job.merged import Expected, Merged
 from effllm.job.roster import Roster
-from effllm.job.rows import Rows
 from effllm.job.waterfall import Sources, waterfall
 from effllm.records.columns import Array
 from effllm.records.job import (

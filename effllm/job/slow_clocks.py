@@ -18,8 +18,8 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from effllm.job.account import Rows
 from effllm.job.health.straggler_reasons import REASONS, mean_of
-from effllm.job.rows import Rows
 from effllm.records.job import ClockLoss
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
 from effllm.records.wire import Hello

@@ -19,8 +19,8 @@ from effllm.agent.track import DeviceTrack
 from effllm.agent.window import WindowCutter
 from effllm.config.settings import Config
 from effllm.devices import DeviceUnavailable
+from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
-from effllm.job.rows import Rows
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.columns import Table

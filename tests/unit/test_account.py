@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.job.account import Account
+from effllm.job.account import Account, Rows
+from effllm.job.closed_windows import count_devices, count_rows
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, Expected, merge_devices
 from effllm.job.power_scope import Scope
-from effllm.job.rows import Rows
+from effllm.job.reporting import Window
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
@@ -404,8 +405,9 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
         number = rows[0].window
         merged = merge_devices(rows, devices, members)
         ledger.warm(number, rows, warmup, 0.0)
-        ledger.count_rows(number, rows)
-        ledger.count_devices(number, rows, merged, window_energy(merged, devices, scope_of(devices)), least)
+        count_rows(ledger, number, rows)
+        energy = window_energy(merged, devices, scope_of(devices))
+        count_devices(ledger, Window(number, rows, merged, energy), least)
     run, whole, by_class = *(one.totals(JobConstants()) for one in (ledger.run, ledger.whole)), ledger.energy_by_class()
 
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)

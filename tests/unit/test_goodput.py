@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.config.settings import Config
+from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.goodput import PRODUCTIVE, Goodput
 from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
 from effllm.job.goodput_tiles import MAX_BEFORE_S, Axis, Tiles
 from effllm.job.ledger import restore
-from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat

@@ -5,9 +5,9 @@ from builders import device_window, gpu, hello, reports, row
 from cases import cases
 
 from effllm.config.settings import Config
+from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.merged import Expected, merge_devices
-from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.rank import Gauge
 

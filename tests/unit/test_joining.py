@@ -10,11 +10,11 @@ from builders import device_window, full, hello, reports, row
 from cases import cases, repeats
 
 from effllm.config.settings import MIN_WINDOW_S, Config, read_config
+from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.joining import MAX_WAIT_S, WindowJoiner, join
 from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_PENDING_BYTES
-from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Allocator, Gauge, Integrals

@@ -9,12 +9,12 @@ from sink_examples import make_summary
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
 from effllm.config.settings import Config
+from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.goodput import Goodput
 from effllm.job.ledger import restore
 from effllm.job.losses import Loss
 from effllm.job.memory_pressure import ERRORS, RETRIES, MemoryPressure
-from effllm.job.rows import Rows
 from effllm.job.verdict import windows_of
 from effllm.records.clock import Now
 from effllm.records.rank import ValueStatistics

@@ -7,8 +7,8 @@ from test_verdict import job, verdict_of
 
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
+from effllm.job.account import Rows
 from effllm.job.memory_pressure import ERRORS, MIN_USUAL, RETRIES, MemoryPressure
-from effllm.job.rows import Rows
 from effllm.records.rank import Allocator, ValueStatistics
 from effllm.records.verdict import HEALTHY, MEDIUM, MemoryPressureLoss
 

@@ -4,7 +4,7 @@ import pytest
 from builders import device_window, gpu, hello, row
 from cases import cases
 
-from effllm.job.rows import Rows
+from effllm.job.account import Rows
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.rank import CLOCK_RATIO, Gauge, Profile
 

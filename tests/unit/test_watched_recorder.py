@@ -9,8 +9,7 @@ from fake_cuda import FakeTorch
 from pytest import approx
 
 from effllm.agent.window import WindowCutter
-from effllm.job.account import Account
-from effllm.job.rows import Rows
+from effllm.job.account import Account, Rows
 from effllm.metrics.throughput import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.records import ring

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from effllm.job.rows import Rows
+from effllm.job.account import Rows
 from effllm.records.columns import Positions
 from effllm.records.rank import RankReport
 from effllm.records.wire import Hello
