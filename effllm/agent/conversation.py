@@ -239,15 +239,13 @@ class Conversation:
             self._has_new_facts = not self._connection.link.send(message)
 
     def _send_reports(self, link: AgentLink, now_s: float) -> None:
-        if now_s < self._next_frame_s and self._measuring.status is None:
+        if not self._outbox.num_unsent or (now_s < self._next_frame_s and self._measuring.status is None):
             return
-        while rows := self._outbox.unsent():
-            if not link.send(wire.Reports(tuple(rows), self._outbox.lost, *self._cost(), self._core_wait_s())):
-                self._next_frame_s = now_s + SEND_AGAIN_S
-                return
-            self._outbox.mark_sent(len(rows))
+        if link.send_reports(self._outbox, *self._cost(), self._core_wait_s()):
             self._next_frame_s = now_s + max(REPORT_EVERY_S, self._welcome.report_every_s if self._welcome else 0.0)
             self._next_heartbeat_s = now_s + self._heartbeat_s  # a report also shows that the agent is alive
+        if self._outbox.num_unsent:
+            self._next_frame_s = now_s + SEND_AGAIN_S
 
     def _send_events(self, link: AgentLink) -> None:
         agent, rank = self._trainer.agent, self._trainer.rank

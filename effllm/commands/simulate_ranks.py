@@ -21,7 +21,7 @@ from effllm.network.listening import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import CLOCK_RATIO, Allocator, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
-from effllm.records.wire import Ack, Bye, ByeSeen, Heartbeat, Hello, Rejected, Reports, Welcome
+from effllm.records.wire import Ack, Bye, ByeSeen, Heartbeat, Hello, Rejected, Welcome
 
 HEARTBEAT_S = 5.0  # the period of heartbeats of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
@@ -211,13 +211,8 @@ class _SimulatedPeer:
         return self.rank.tokens if self.bye_seen else self.rank.tokens_until(self._confirmed)
 
     def send_reports(self) -> int:
-        count = 0
-        while rows := self.outbox.unsent():
-            if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
-                break
-            self.outbox.mark_sent(len(rows))
+        if count := self.link.send_reports(self.outbox):
             self.heartbeat_s = time.monotonic()  # reports also count as heartbeats
-            count += len(rows)
         return count
 
     def is_over(self, now_s: float) -> bool:

@@ -257,6 +257,14 @@ class Link:
                 continue
         return messages
 
+    def send_reports(self, outbox: Outbox, *costs: Any) -> int:
+        """Send the unsent reports until the socket is full; return their number.  ``costs``: fields of `Reports`."""
+        count = 0
+        while (rows := outbox.unsent()) and self.send(Reports(tuple(rows), outbox.lost, *costs)):
+            outbox.mark_sent(len(rows))
+            count += len(rows)
+        return count
+
     def close(self) -> None:
         """Close the socket; unsent messages are still sent for half a second."""
         self.socket.close()
