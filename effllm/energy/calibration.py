@@ -96,7 +96,9 @@ def calibrate(
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
-    seen = _measure(read, wait)
+    samples, call_s = _watch(read, wait)
+    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
+    seen = Seen(call_s, tick, is_held(samples))
     if kept is not None and (why := _contradiction(kept.sensor, seen)):
         if folder and keep:
             with suppress(OSError):
@@ -109,7 +111,8 @@ def calibrate(
         return with_tick(kept.with_source(), seen)
     sensor = with_seen(assumed(device), seen)
     if folder and keep and sensor.source.startswith("measured"):
-        store(folder, Calibration(device.name, device.driver, _today(), sensor))
+        today = datetime.date.today().isoformat()
+        store(folder, Calibration(device.name, device.driver, today, sensor))
     return sensor
 
 
@@ -158,12 +161,6 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 
 
 # --- measuring -----------------------------------------------------------------------------------
-
-
-def _measure(read: Callable[[], Sample], wait: Callable[[float], None]) -> Seen:
-    samples, call_s = _watch(read, wait)
-    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    return Seen(call_s, tick, is_held(samples))
 
 
 def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
@@ -306,10 +303,6 @@ def store(folder: Path, calibration: Calibration) -> None:
 
 def _model(name: str) -> str:
     return re.sub(r"\s+MIG\b.*$", "", name)
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
 
 
 def _path(folder: Path, name: str, driver: str) -> Path:

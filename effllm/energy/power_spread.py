@@ -134,14 +134,11 @@ class PowerSpread:
 
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the difference between the means over part of a tick and over the whole tick."""
-        change_w2 = max(self._near_w2 + self._missed_w2(), self._change_w2())
+        missed_w2 = 0.0
+        if self._near and self._seen_w2:  # too few readings may have missed some changes
+            missed_w2 = MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
+        change_w2 = max(self._near_w2 + missed_w2, self._change_w2())
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._slowness() ** 2)
-
-    def _missed_w2(self) -> float:
-        """Return an addition to the mean square of changes, because too few readings may have missed some changes."""
-        if not self._near or not self._seen_w2:
-            return 0.0
-        return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
 
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of the energy between two readings of power, computed as a trapezoid."""

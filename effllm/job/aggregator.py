@@ -54,13 +54,9 @@ class Statements:
         if lost > sent:
             self._reject(number, rank, f"{lost:,} lost reports", time_s)
         else:
-            self._lose(number, rank, lost, "the agent's buffer was full", time_s)
+            self.lose_reports(number, rank, lost, "the agent's buffer was full", time_s)
 
-    def lose_gaps(self, number: int, rank: RankState, time_s: float) -> None:
-        """Record the reports that are missing before the last accepted report."""
-        self._lose(number, rank, rank.gaps, "an aggregator died before it wrote them", time_s)
-
-    def _lose(self, number: int, rank: RankState, lost: int, why: str, time_s: float) -> None:
+    def lose_reports(self, number: int, rank: RankState, lost: int, why: str, time_s: float) -> None:
         if lost > rank.lost:
             text = f"rank {number} lost {lost - rank.lost} reports: {why}"
             self._record(Event(time_s, "reports_lost", text, number))
@@ -161,7 +157,8 @@ class Aggregator:
                 continue
             rank.record_report(sequence, row.final)
             if rank.gaps > rank.lost:
-                self._statements.lose_gaps(number, rank, now.unix_s)
+                why = "an aggregator died before it wrote them"
+                self._statements.lose_reports(number, rank, rank.gaps, why, now.unix_s)
             rank.iteration = row.iteration_last
             self.stalls.row(row, now_s)
             windows.add_report(row, now_s)

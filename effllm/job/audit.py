@@ -65,11 +65,6 @@ class FigureSums(Struct):
     over: float = 0.0  # iteration time in seconds, or iterations
     windows: int = 0
 
-    def count_window(self, name: str, window: ClusterTotals) -> None:
-        """Add the counts of a window, before the figure of its time is known."""
-        self.count += window.counts.samples if name == SAMPLES_PER_S else window.counts.tokens
-        self.over += window.counts.iterations if name == TOKENS_PER_ITERATION else window.loop.time_s
-
     def add_values(self, name: str, values: ValueStatistics, since: FigureSums) -> None:
         """Add logged values of a figure, with the counts since the figure was logged before."""
         mean = values.total / values.count
@@ -181,7 +176,8 @@ class AuditWatch:
             self._since.clear()
             return
         for name, since in self._since.items():
-            since.count_window(name, report.last)
+            since.count += report.last.counts.samples if name == SAMPLES_PER_S else report.last.counts.tokens
+            since.over += report.last.counts.iterations if name == TOKENS_PER_ITERATION else report.last.loop.time_s
         for name in FIGURES.keys() & rows.values.keys():
             if not rows.values[name].count:
                 continue

@@ -118,7 +118,6 @@ def not_measured(
         parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
     yield from _gaps(whole, ledger, roster, ended)
-    yield from _not_counted(whole)
     if ended and (text := unchecked_mfu(whole, roster.job.known)):
         yield text
     yield from roster.job.open_shares
@@ -146,10 +145,6 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
         )
     if whole.counts.iterations and any(hello.iterations_not_measured for hello in roster.hellos.values()):
         yield "first iteration: not measured, because the metrics began at its optimizer step"
-
-
-def _not_counted(whole: ClusterTotals) -> Iterator[str]:
-    """Yield a sentence if tokens or samples are missing, and there are iterations."""
     counts = whole.counts
     missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
     if counts.iterations and missing:

@@ -175,7 +175,7 @@ class Goodput(Struct):
         An attempt whose GPUs are unknown has the GPUs per rank of the next attempt in which they are known, else of the
         attempt before.  An attempt whose ranks had no GPU has no number, because rank-seconds are no GPU-seconds.
         """
-        gpus = [attempt.gpus_per_rank for attempt in self.attempts]
+        gpus = [attempt.gpus / attempt.ranks_joined if attempt.ranks_joined else None for attempt in self.attempts]
         if not any(gpus):
             return OF_RANKS, [1.0] * len(gpus)
         for i in reversed(range(len(gpus) - 1)):

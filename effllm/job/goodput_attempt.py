@@ -128,15 +128,6 @@ class Attempt(Struct):
     unused_gpus: int | None = None  # allocated GPUs that no rank uses; None if they are not known on all nodes
 
     @property
-    def gpus_per_rank(self) -> float | None:
-        return self.gpus / self.ranks_joined if self.ranks_joined else None
-
-    def note_gpus(self, ranks_joined: int, gpus: int) -> None:
-        """Record the GPUs of the ranks that have joined; a new aggregator with fewer ranks does not replace them."""
-        if ranks_joined >= self.ranks_joined:
-            self.ranks_joined, self.gpus = ranks_joined, gpus
-
-    @property
     def ended_s(self) -> float:
         """End of the last rank's reports, or the time of the last message if this end is unknown."""
         last_s = self.ranks.last_s

@@ -172,8 +172,7 @@ def add_to(sums: dict[Name, Number], more: Mapping[Name, Number], sign: int = 1)
 def summed(parts: Iterable[Mapping[Name, float]]) -> dict[Name, float]:
     sums: dict[Name, float] = {}
     for part in parts:
-        for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
+        add_to(sums, part)
     return sums
 
 
@@ -252,13 +251,13 @@ def join_devices(parts: Sequence[DeviceWindow]) -> DeviceWindow:
         phases=phases,
         memory_peak_bytes=largest(part.memory_peak_bytes for part in parts),
         power_peak_w=largest(part.power_peak_w for part in parts),
-        energy_method=_worst({part.energy_method for part in parts if part.energy_method is not None}),
+        energy_method=max(
+            (part.energy_method for part in parts if part.energy_method is not None),
+            key=lambda method: METHODS.index(method) if method in METHODS else -1,
+            default=None,
+        ),
         gauges=gauges,
         throttled_s=summed(part.throttled_s for part in parts),
         throttle_covered_s=sum(part.throttle_covered_s for part in parts),
         power_histogram_s=summed(part.power_histogram_s for part in parts),
     )
-
-
-def _worst(methods: set[str]) -> str | None:
-    return max(methods, key=lambda method: METHODS.index(method) if method in METHODS else -1, default=None)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from effllm.job.joining import add_to, largest
 from effllm.job.power_scope import Scope
-from effllm.records.columns import Array, Positions, fields_of, means, structs_of
-from effllm.records.energy import COVERED_S, JOULES, MIN_COVERED_S, NOT_MEASURED, EnergyAmount
+from effllm.records.columns import Array, Positions, fields_of, structs_of
+from effllm.records.energy import COVERED_S, MIN_COVERED_S, NOT_MEASURED, EnergyAmount
 from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankReport
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.
@@ -204,16 +204,6 @@ class Merged(Struct, dict=True, eq=False):
         levels_s = self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
         measured: NDArray[np.bool_] = self.wall.energy[:, COVERED_S] + levels_s > 0
         return measured
-
-    def mean_power_w(self, at: Positions) -> Array:
-        """Return the mean power in iterations, of devices with measured energy."""
-        energy = self.iterations.energy
-        return means(np.nan_to_num(energy[at, JOULES]), energy[at, COVERED_S])
-
-    def mean_utilization(self, at: Positions) -> Array:
-        """Return the mean utilization in iterations, of devices with measured utilization."""
-        levels = self.iterations.levels
-        return means(np.nan_to_num(levels[at, BUSY]), levels[at, BUSY_S])
 
     def covered_s(self) -> tuple[float, float, float]:
         """Return seconds of computing devices: wall time, time with measured memory, time with measured utilization."""

@@ -21,10 +21,11 @@ from effllm.job.gaps import (
     too_low,
 )
 from effllm.job.ledger import Ledger
-from effllm.job.merged import Expected, Merged
+from effllm.job.merged import BUSY, BUSY_S, Expected, Merged
 from effllm.job.roster import Roster
 from effllm.job.waterfall import Sources, waterfall
-from effllm.records.columns import Array
+from effllm.records.columns import Array, means
+from effllm.records.energy import COVERED_S, JOULES
 from effllm.records.job import (
     GPU_WATTS,
     STEP_SECONDS,
@@ -59,7 +60,9 @@ class Window(Struct):
 
 def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
     """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
-    ledger.goodput.attempt.note_gpus(len(roster.hellos), roster.job.num_gpus)
+    attempt, ranks_joined = ledger.goodput.attempt, len(roster.hellos)
+    if ranks_joined >= attempt.ranks_joined:  # a new aggregator with fewer ranks does not replace the number
+        attempt.ranks_joined, attempt.gpus = ranks_joined, roster.job.num_gpus
     goodput = ledger.goodput.summary(is_over, roster.job.measures_energy, status)
     return replace(goodput, core_wait_s=ledger.core_wait_s(), hidden_data_s=ledger.iteration_losses.hidden_data_s)
 
@@ -169,8 +172,9 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
         at = expected.positions(merged)
         gpus = at[expected.is_gpu & (at >= 0)]
         owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
-        spreads[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
-        spreads[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
+        energy, levels = merged.iterations.energy[owners], merged.iterations.levels[gpus]
+        spreads[GPU_WATTS] = spread_of(means(np.nan_to_num(energy[:, JOULES]), energy[:, COVERED_S]))
+        spreads[UTILIZATION_RATIO] = spread_of(means(np.nan_to_num(levels[:, BUSY]), levels[:, BUSY_S]))
     return {name: spread for name, spread in spreads.items() if spread is not None}
 
 

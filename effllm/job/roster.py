@@ -98,10 +98,11 @@ class Roster:
                 state.spent.add_agent(earlier)
             state.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
         before, self.hellos[message.rank] = self.hellos.get(message.rank), message
-        if before is not None and not is_new:
-            self._leave_devices(
-                message.rank, {device.key for device in before.devices} - {device.key for device in message.devices}
-            )
+        if before is not None and not is_new:  # the rank's process may use other GPUs now
+            for key in {device.key for device in before.devices} - {device.key for device in message.devices}:
+                self.members[key].discard(message.rank)  # `_num_devices` counts all of them, because their sums stay
+                if not self.members[key]:
+                    del self.members[key], self.devices[key]
         for device in message.devices:
             old = self.devices.get(device.key)
             # Only one rank per host reads the power sensor, and only its HELLO has the method.
@@ -116,13 +117,6 @@ class Roster:
             self._blind.add(message.rank)
         self._job = self._expected = None
         return is_new
-
-    def _leave_devices(self, rank: int, keys: set[str]) -> None:
-        """Remove a rank from devices that it does not measure any more: its process uses other GPUs."""
-        for key in keys:
-            self.members[key].discard(rank)  # the limit counts all devices of a rank, because their sums stay
-            if not self.members[key]:
-                del self.members[key], self.devices[key]
 
     def note_unused_gpus(self) -> list[str]:
         """Record the unused GPUs of the attempt, once, when all ranks have joined.
@@ -164,7 +158,8 @@ class Roster:
             there = (
                 key
                 for key, ranks in self.members.items()
-                if not gone or not ranks <= gone or self._is_of_a_node(key, hosts)
+                # A sensor of a node counts even if its rank has left.
+                if not ranks <= gone or (self.devices[key].only_power and self.hellos[min(ranks)].host in hosts)
             )
             self._expected = gone, Expected((key, self.devices[key]) for key in there)
         return self._expected[1]
@@ -178,10 +173,6 @@ class Roster:
     def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
         gone = self.presence.gone.difference(reporting)
         return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
-
-    def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
-        """Whether a device is a sensor of one of these nodes; a sensor counts even if its rank has left."""
-        return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
 
     def blind(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks that have not left and have no computing device."""

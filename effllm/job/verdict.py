@@ -140,8 +140,9 @@ def verdict_of(
     unreported = seconds_of(waterfall, "unreported") / waterfall.device_seconds
     if reported and reported[0].share >= unreported:
         return _accuse(reported[0], summary, facts, unit, evidence, seen)
-    if unreported < MAX_UNREPORTED and not reported and _has_many_retries(summary):
-        return _memory_pressure(summary, facts, evidence)
+    pressure = _memory_pressure(summary, facts, evidence)
+    if unreported < MAX_UNREPORTED and not reported and pressure is not None:
+        return pressure
     if unreported >= MAX_UNREPORTED or reported:
         return _unreported(unreported, summary, unit, evidence)
     if summary.iterations < MIN_ITERATIONS:
@@ -245,17 +246,13 @@ def _of_memory(
     )
 
 
-def _has_many_retries(summary: Summary) -> bool:
-    """Whether the allocator retries often, and too few windows have no retry to measure the lost time."""
+def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict | None:
+    """Return the verdict if the allocator retries often, and too few windows have no retry to measure the lost time."""
     pressure = summary.memory_pressure
-    is_unknown = pressure is not None and pressure.rank_seconds is None and summary.iterations >= MIN_ITERATIONS
-    return is_unknown and pressure is not None and pressure.per_iteration >= MIN_RETRIES
-
-
-def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
-    """Return the verdict on a job with retries in almost all windows."""
-    pressure = summary.memory_pressure
-    assert pressure is not None
+    if pressure is None or pressure.rank_seconds is not None or summary.iterations < MIN_ITERATIONS:
+        return None
+    if pressure.per_iteration < MIN_RETRIES:
+        return None
     why = (
         f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
     )
