@@ -29,12 +29,7 @@ MAX_BACKLOG_S = 15.0  # a processing delay of the aggregator up to this limit ma
 
 
 class Statements:
-    """Adds the statements of ranks to their states, and rejects those that are not possible.
-
-    Args:
-        ledger: the job's state.
-        record: records an event.
-    """
+    """Adds the statements of ranks to their states, and rejects those that are not possible."""
 
     def __init__(self, ledger: Ledger, record: Callable[[Event], None]) -> None:
         self._ledger, self._record = ledger, record

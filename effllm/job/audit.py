@@ -136,12 +136,7 @@ class AuditState(Struct):
 
 
 class AuditWatch:
-    """Checks closed windows.
-
-    Args:
-        state: the state of the audit, in the job's ledger.
-        record: records an event once per key.
-    """
+    """Checks closed windows."""
 
     def __init__(self, state: AuditState, record: Record) -> None:
         self._state, self._record_once = state, record

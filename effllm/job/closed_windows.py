@@ -56,15 +56,7 @@ class Closed(NamedTuple):
 
 
 class ClosedWindows:
-    """The last closed windows of a job, and their reports until `take_windows` returns them.
-
-    Args:
-        config: the job's settings.
-        ledger: the job's state, to which windows are added.
-        roster: the ranks and devices of the job.
-        events: records events.
-        stragglers: checks each window for stragglers.
-    """
+    """The last closed windows of a job, and their reports until `take_windows` returns them."""
 
     def __init__(
         self, config: Config, ledger: Ledger, roster: Roster, events: EventLog, stragglers: Stragglers
@@ -289,11 +281,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class EventLog:
-    """Counts events in the ledger, and stores the events for the file and the console until `take_events` is called.
-
-    Args:
-        ledger: the job's state.
-    """
+    """Counts events in the ledger, and stores the events for the file and the console until `take_events` is called."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -165,12 +165,7 @@ def _percent(count: int, of: int) -> str:
 
 
 def where_slow(host: HostTime | None, slow: Collection[int]) -> str:
-    """Return the line in which slow ranks are more often than the others, in words; "" if too few samples show it.
-
-    Args:
-        host: the samples.
-        slow: the slow ranks.
-    """
+    """Return the line in which slow ranks are more often than the others, in words; "" if too few samples show it."""
     if host is None:
         return ""
     ranks = [rank for rank in host.by_rank if rank in slow]

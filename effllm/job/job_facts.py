@@ -39,16 +39,7 @@ class NodeGpus(NamedTuple):
 
 
 class JobFacts:
-    """Facts of the whole job, each computed once; after a new HELLO or a change of scope a new object is made.
-
-    Args:
-        config: the job's settings.
-        ledger: the job's state.
-        hellos: the HELLO of each rank.
-        devices: devices by key.
-        members: the ranks on each device.
-        whole_model_rank: the rank that declared the parameters of the whole model, if any.
-    """
+    """Facts of the whole job, each computed once; after a new HELLO or a change of scope a new object is made."""
 
     def __init__(
         self,
@@ -61,7 +52,7 @@ class JobFacts:
     ) -> None:
         self._config, self._ledger = config, ledger
         self._hellos, self._devices, self._members = hellos, devices, members
-        self._whole_model_rank = whole_model_rank
+        self._whole_model_rank = whole_model_rank  # which declared the parameters of the whole model
 
     @cached_property
     def parameters(self) -> int | None:

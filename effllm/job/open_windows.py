@@ -50,13 +50,7 @@ class _Held:
 
 
 class OpenWindows:
-    """The reports of a job that are not in its totals yet.
-
-    Args:
-        config: the job's settings.
-        ledger: the job's state.
-        presence: returns the ranks for which a window waits.
-    """
+    """The reports of a job that are not in its totals yet."""
 
     def __init__(self, config: Config, ledger: Ledger, presence: Presence) -> None:
         self._ledger, self._presence = ledger, presence

@@ -159,11 +159,6 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     """Return the percentiles of the ranks' mean step times, and of the power and utilization of GPUs in iterations.
 
     Ranks without a completed iteration and GPUs that were not measured are left out.
-
-    Args:
-        rows: reports of the window.
-        merged: devices of the window.
-        expected: the devices that the window should have.
     """
     iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
     worked = iterations > 0

@@ -18,12 +18,7 @@ MAX_RANKS = 2**20
 
 
 class Roster:
-    """The ranks of a job, from their HELLOs.
-
-    Args:
-        config: the job's settings.
-        ledger: the job's state, which contains the state of each rank.
-    """
+    """The ranks of a job, from their HELLOs."""
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         self.config = config

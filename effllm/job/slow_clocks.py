@@ -59,13 +59,7 @@ class SlowClocks(Struct):
     usual_s: list[float] = []  # iteration times of windows without a reason
 
     def close(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
-        """Add a closed window.
-
-        Args:
-            rows: the reports of the ranks.
-            devices: the devices of the job, by key.
-            hellos: the first message of each rank, which has the rank's host.
-        """
+        """Add a closed window."""
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
         for row in rows:

@@ -243,14 +243,7 @@ class Acknowledgement:
 
 
 class Admission:
-    """Admits ranks, if the limit of open files allows a descriptor for every rank of the job.
-
-    Args:
-        aggregator: the aggregator, with the ranks of the job.
-        peers: the connections.
-        peer_admission: admission of connections.
-        warn: reports an event with a text and a kind.
-    """
+    """Admits ranks, if the limit of open files allows a descriptor for every rank of the job."""
 
     def __init__(
         self, aggregator: Aggregator, peers: Peers, peer_admission: PeerAdmission, warn: Callable[[str, str], None]

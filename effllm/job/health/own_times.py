@@ -98,11 +98,7 @@ class _Counted(NamedTuple):
 
 
 class CountedWaits:
-    """The waits of the ranks for each other, and the ranks that were the last ones.
-
-    Args:
-        last_ranks: the ranks that were last so far.
-    """
+    """The waits of the ranks for each other, and the ranks that were the last ones."""
 
     def __init__(self, last_ranks: LastRanks) -> None:
         self.last_ranks = last_ranks

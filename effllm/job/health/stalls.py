@@ -29,14 +29,7 @@ class StackFile(NamedTuple):
 
 
 class Stalls:
-    """The stalls of a job.
-
-    Args:
-        config: the job's settings.
-        roster: the ranks, with the time of each rank's last message.
-        ledger: the job's state.
-        report: is called with each event.
-    """
+    """The stalls of a job."""
 
     def __init__(self, config: Config, roster: Roster, ledger: Ledger, report: Callable[[Event], None]) -> None:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())

@@ -218,11 +218,7 @@ def _median(windows: Sequence[DeviceWindow], reading: Callable[..., float | None
 
 
 class Reasons:
-    """The reasons of slow ranks, by their readings in all windows in which they had a verdict.
-
-    Args:
-        peers: the ranks of the job.
-    """
+    """The reasons of slow ranks, by their readings in all windows in which they had a verdict."""
 
     def __init__(self, peers: PeerGroups) -> None:
         self._peers = peers
@@ -249,12 +245,7 @@ class Reasons:
             self._readings.setdefault(unit, ComparedReadings())
 
     def reason_of(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
-        """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far.
-
-        Args:
-            verdict: verdict on the slow rank.
-            slow: its slow rank.
-        """
+        """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far."""
         if verdict.evidence == DATA_WAIT:
             own_s, them = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
             return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {them} {1e3 * slow.peers_s:,.1f} ms")
