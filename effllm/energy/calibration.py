@@ -96,9 +96,7 @@ def calibrate(
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
-    samples, call_s = _watch(read, wait)
-    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    seen = Seen(call_s, tick, is_held(samples))
+    seen = _measure(read, wait)
     if kept is not None and (why := _contradiction(kept.sensor, seen)):
         if folder and keep:
             with suppress(OSError):
@@ -161,6 +159,12 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 
 
 # --- measuring -----------------------------------------------------------------------------------
+
+
+def _measure(read: Callable[[], Sample], wait: Callable[[float], None]) -> Seen:
+    samples, call_s = _watch(read, wait)
+    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
+    return Seen(call_s, tick, is_held(samples))
 
 
 def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
