@@ -42,7 +42,7 @@ class TensorSizes:
     @property
     def stream(self) -> int:
         """Bytes of an element of the residual stream: autocast adds in the precision of the weights."""
-        return FULL if self.plan.numbers.autocast else self.compute
+        return FULL if self.plan.casts_weights else self.compute
 
     @property
     def product(self) -> int:
@@ -91,7 +91,7 @@ class TensorSizes:
         """
         copies = sum(self.trains(name) for name in names)
         if not self.is_lora:
-            return self.tokens * width * self.compute * (copies if self.plan.numbers.autocast else 1)
+            return self.tokens * width * self.compute * (copies if self.plan.casts_weights else 1)
         frozen = width * self.compute if self.plan.keeps_frozen_inputs else 0.0
         if not copies:
             return self.tokens * frozen

@@ -81,9 +81,10 @@ def total_of(parts: Iterable[ByteRange]) -> ByteRange:
 CUDA_CONTEXT = {"transformers": ByteRange(0.3e9, 0.7e9, 1.5e9), "megatron": ByteRange(0.5e9, 1.5e9, 3e9)}
 #: NCCL for each group of ranks: channels of 4 MiB buffers (NCCL_BUFFSIZE) to each neighbour, up to 2 GB with 8 ranks.
 NCCL_GROUP = ByteRange(0.1e9, 0.7e9, 2.0e9)
-#: Unused parts of blocks of the caching allocator, relative to the tensors that come and go in a step: published logs
-#: with allocated and reserved bytes have 8 to 41 %.
-FRAGMENTATION = (0.0, 0.15, 0.4)
+#: Unused parts of blocks of the caching allocator, relative to the allocated bytes of one GPU and of several, whose
+#: collectives free tensors late: 20 published pairs of allocated and reserved bytes of several GPUs have 1 to 80 %, in
+#: the median 20 %; totals and reserved bytes of one GPU have less.
+FRAGMENTATION = (0.0, 0.1, 0.3), (0.0, 0.15, 0.5)
 #: cuBLAS workspaces: 32 MiB for each handle on Hopper, 8 MiB on other GPUs.
 CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 #: Relative limits of activations and logits: the 5th and the 95th percentile of counted over estimated bytes, of 360
@@ -176,10 +177,11 @@ def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...
     return total_of({**inside, "communication buffers": own}.values())
 
 
-def _with_rest(parts: list[MemoryPart]) -> list[MemoryPart]:
-    """Return the parts of a moment, and as a part of its own the error from what a plan does not state."""
+def _with_rest(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
+    """Return the parts of a moment, with fragmentation, and the error from what a plan does not state."""
     if UNKNOWN in (part.bytes for part in parts):
         return parts
+    parts = [*parts, _fragmentation(plan, _of_torch(plan, parts, ("CUDA context",)).expected)]
     low, high = (share * total_of(part.bytes for part in parts).expected for share in REST)
     basis = (
         f"of the sum, {100 * REST[0]:+.0f} to {100 * REST[1]:+.0f} %: kernels, versions and loops of published peaks"
@@ -214,18 +216,15 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     flat = elements(divided(plan, held, 2)) * plan.numbers.gradients if plan.lora_rank and plan.zero == 3 else 0.0
     of_gradients = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
     forward_backward = [MemoryPart("gradients", of_gradients, basis, largest), *activations]
-    if UNKNOWN not in (part.bytes for part in activations):
-        forward_backward.append(_fragmentation(sum(part.bytes.expected for part in activations) + gradients))
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
     copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
         _static("gradients", held_gradients, basis),
         MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
-        _fragmentation(held_gradients),
     ]
     moments = (FORWARD_BACKWARD, forward_backward), (OPTIMIZER_STEP, optimizer_step)
-    return [(name, _with_rest([*fixed, *parts])) for name, parts in moments]
+    return [(name, _with_rest(plan, [*fixed, *parts])) for name, parts in moments]
 
 
 def _forward_and_backward(
@@ -263,7 +262,6 @@ def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[floa
         low = limits[0] * 2 / 3 if is_torch and compute < FULL else limits[0]
         held = compute + (FULL if is_torch and compute < FULL else 0)
         high = size * limits[1] + (plan.tokens * shape.vocab * held / plan.tp if size else 0.0)
-        high *= plan.tp if is_torch else 1  # each rank may gather those of all
         basis = "log-softmax and gradients in 32 bits; low: in 16 bits; high: the loop holds them, too"
         return MemoryPart("logits", ByteRange(size * low, size, high), basis)
     tiles = ByteRange(0.0, size, size + torch_tiles(TensorSizes(shape, plan)))
@@ -290,7 +288,7 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
         dynamic = [
             MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
             MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
-            _fragmentation(working.expected + cache.expected),
+            _fragmentation(plan, working.expected + cache.expected),
         ]
     else:
         dynamic = [MemoryPart("KV cache, activations", UNKNOWN, _NOT_KNOWN)]
@@ -309,11 +307,10 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
 _WORKSPACE = MemoryPart("cuBLAS workspace", CUBLAS_WORKSPACE, "published peaks; not measured on a GPU")
 
 
-def _fragmentation(dynamic: float) -> MemoryPart:
-    size = ByteRange(*(dynamic * share for share in FRAGMENTATION))
-    return MemoryPart(
-        "fragmentation", size, f"an assumption, 0 to {100 * FRAGMENTATION[2]:.0f} %; not measured on a GPU"
-    )
+def _fragmentation(plan: MemoryPlan, allocated: float) -> MemoryPart:
+    shares = FRAGMENTATION[plan.gpus > 1]
+    size = ByteRange(*(allocated * share for share in shares))
+    return MemoryPart("fragmentation", size, f"0 to {100 * shares[2]:.0f} %: published pairs of allocated and reserved")
 
 
 def _static(name: str, size: float, basis: str) -> MemoryPart:

@@ -79,6 +79,17 @@ class MemoryPlan:
         return PRECISIONS[self.precision]
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts weights: FSDP gathers them in the precision of the products, and nothing is left."""
+        return self.numbers.autocast and self.zero < 3
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether selective checkpointing is that of operations, as in torchtitan: fused attention keeps no scores."""
+        is_fused = self.implementation == "transformers" and self.attention != "eager"
+        return self.checkpointing == "selective" and is_fused
+
+    @property
     def gpus(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 

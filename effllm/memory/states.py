@@ -155,13 +155,14 @@ def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[Param
     """Return the tensors that the optimizer changes: all, or the adapters of LoRA.
 
     An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  Routed experts have no
-    adapters: PEFT adapts modules, and the experts of transformers are parameters of one module.
+    adapters with PEFT, which adapts modules: the experts of transformers are parameters of one module.
     """
     if not plan.lora_rank:
         return held
     rank, adapters = plan.lora_rank, []
+    left_out = (EMBEDDING, HEAD) if plan.implementation == "megatron" else (EMBEDDING, HEAD, EXPERT)
     for tensor in held:
-        if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in (EXPERT, EMBEDDING, HEAD):
+        if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in left_out:
             adapters += [replace(tensor, rows=rank), replace(tensor, columns=rank)]
     return adapters
 

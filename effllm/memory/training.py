@@ -60,8 +60,8 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
         layers=layers,
         final=_final(sizes) if stage.is_last else None,
         last=_last(sizes, weights) if stage.is_last else None,
-        input_bytes=stream + held_by_products(sizes),
-        is_checkpointed=plan.checkpointing == "full",
+        input_bytes=stream + held_by_products(sizes) + _kept_products(sizes),
+        is_checkpointed=plan.checkpointing == "full" or plan.keeps_products,
         is_resident=is_resident,
         gradients=gradient_bytes(plan, weights.trained) if is_resident else 0.0,
         in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
@@ -80,6 +80,19 @@ def held_by_products(sizes: TensorSizes) -> float:
     of_mlp = (shape.hidden / sizes.spread + shape.intermediate / plan.tp) * shape.dense_layers / shape.layers
     of_attention = shape.hidden / sizes.spread + shape.value_size / plan.tp
     return sizes.tokens * sizes.compute * (of_attention + of_mlp)
+
+
+def _kept_products(sizes: TensorSizes) -> float:
+    """Return the outputs of a layer's products and of its attention, which selective checkpointing of operations keeps.
+
+    As in torchtitan, which recomputes every second product, too.
+    """
+    shape, tp, routed = sizes.shape, sizes.plan.tp, sizes.shape.experts
+    if not sizes.plan.keeps_products:
+        return 0.0
+    width = routed.intermediate * routed.active + routed.shared_intermediate if routed else shape.intermediate
+    inner = shape.q_size + 2 * shape.kv_heads * shape.head_dim + shape.value_size + width * (1 + shape.gated_mlp)
+    return sizes.tokens * sizes.compute * (inner / tp + 2 * shape.hidden / sizes.spread)
 
 
 class _BlockWeights:
@@ -103,8 +116,7 @@ class _BlockWeights:
         cast = [tensor for tensor in held if tensor.columns and tensor.group != EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
-        # FSDP gathers weights in the precision of the products, so autocast has nothing to cast.
-        scale = numbers.compute / layers if numbers.autocast and plan.zero < 3 else 0.0
+        scale = numbers.compute / layers if plan.casts_weights else 0.0
         largest = max((tensor.elements for tensor in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
@@ -189,7 +201,7 @@ def fused_loss(sizes: TensorSizes, *, trains_head: bool) -> LayerBlock:
     hidden, width = sizes.tokens * sizes.shape.hidden, sizes.shape.vocab / sizes.plan.tp
     tile = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * sizes.compute
     words = min(width, TILE_WORDS) * sizes.shape.hidden
-    cast = words * sizes.compute if sizes.plan.numbers.autocast else 0.0
+    cast = words * sizes.compute if sizes.plan.casts_weights else 0.0
     short = sizes.plan.numbers.gradients != FULL
     of_head = width * sizes.shape.hidden * (FULL + (sizes.plan.numbers.gradients if short else 0)) if trains_head else 0
     return LayerBlock(

@@ -16,7 +16,6 @@ from effllm.memory.config_fields import UnknownArchitecture
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names
 from effllm.memory.estimate import (
     ACTIVATION_LIMITS,
-    FRAGMENTATION,
     NOT_COUNTED_LIMITS,
     UNKNOWN,
     ByteRange,
@@ -337,13 +336,42 @@ def test_changes_fit_and_are_ordered_by_their_cost():
     assert [one.rank for one in changes] == sorted(one.rank for one in changes)
 
 
+def test_selective_checkpointing_of_fused_attention_keeps_products():
+    of = [
+        held(EIGHT_B, MemoryPlan(checkpointing=kind, attention="flash"))["activations"]
+        for kind in ("full", "selective", "none")
+    ]
+
+    assert of == sorted(of)
+
+
+def test_residual_stream_is_in_16_bits_under_fsdp():
+    short, mixed = (
+        held(EIGHT_B, MemoryPlan(precision=name, checkpointing="full", dp=8, zero=3))["activations"]
+        for name in ("bf16", "bf16-mixed")
+    )
+
+    assert short == mixed
+
+
+def test_experts_have_adapters_in_megatron_alone():
+    shape = find_model("qwen3-30b-a3b").shape
+    by_peft, by_megatron = (
+        estimate(shape, MemoryPlan(precision="bf16-master", lora_rank=8, implementation=name)).trained
+        for name in ("transformers", "megatron")
+    )
+
+    # An expert has a matrix of 2 x 768 rows of gate and product, and one of 2,048 rows.
+    assert by_megatron - by_peft == 48 * 128 * 8 * (2 * 768 + 2048 + 2048 + 768)
+
+
 def test_a_given_number_of_gpus_is_kept_by_a_larger_tp():
     found = estimate(EIGHT_B, MemoryPlan(seq_length=2048, dp=8))
 
     changes = fitting_changes(found, usable_bytes(find_gpu("h100-80gb")), keeps_gpus=True)
 
-    split = next(one for one in changes if one.options == "--tp 4 --dp 2 --accumulation 4")
-    assert (split.plan.gpus, split.plan.dp, split.plan.accumulation) == (8, 2, 4)
+    split = next(one for one in changes if one.options == "--tp 8 --dp 1 --accumulation 8")
+    assert (split.plan.gpus, split.plan.dp, split.plan.accumulation) == (8, 1, 8)
     assert not any("as many GPUs" in cost for one in changes for cost in one.costs)
 
 
@@ -521,11 +549,12 @@ def test_measured_activations_take_the_place_of_unknown_ones():
 
     found = estimate(shape, MemoryPlan(precision="bf16", optimizer="sgd"), STEP)
 
-    # The gradients are those at the measured peak; the optimizer's step has all of them.
+    # The gradients are those at the measured peak; the optimizer's step has all of them; cuBLAS has 32 MiB.
+    allocated = 16e6 + 12e6 + 10e6 + 32 * 2**20
     assert found.part("activations").bytes == pytest.approx(ByteRange(9.3e6, 10e6, 10.3e6))
     assert (found.part("gradients").bytes.expected, found.part("gradients").largest) == (12e6, 16e6)
     assert found.part("weights").bytes == ByteRange.exact(16e6)
-    assert found.part("fragmentation").bytes == ByteRange(*(share * 22e6 for share in FRAGMENTATION))
+    assert found.part("fragmentation").bytes == pytest.approx(ByteRange(0.0, 0.1 * allocated, 0.3 * allocated))
     assert found.total.high < 1.7e9 and verdict(found.total, 2e9) == FITS
     assert found.part("activations").basis.startswith("measured with fake tensors")
 
