@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 from benchmarks.memory.published import head, line
-from effllm.memory import count_child
+from effllm.memory import model_count
 from effllm.memory.config_json import ONLY_TEXT, UnknownArchitecture, read_config
 from effllm.memory.model import WrongModel
 from effllm.memory.states import count_parameters
@@ -63,7 +63,7 @@ def outcome(config_class: Any, build: Any) -> tuple[str, str]:
         return "exact by formulas", ""
     try:
         with redirect_stderr(StringIO()):
-            answer = count_child.count(fields)  # in this process, which has imported transformers
+            answer = model_count.count(fields)  # in this process, which has imported transformers
     except Exception as error:  # noqa: BLE001 - as in isolated.answer
         return "refused", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:100]}"
     counted = sum(rows * (columns or 1) * count for _, _, rows, columns, count in answer["tensors"])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
 from effllm.config.isolated import NoAnswer
-from effllm.memory.config_fields import UnknownArchitecture, architecture_of
+from effllm.memory.architectures import UnknownArchitecture, architecture_of
 from effllm.memory.config_json import find_model, find_variant, known_models, read_config, similar_names
 from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel

@@ -12,7 +12,7 @@ from typing import Any
 from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
 from effllm.instruments._number import UserWarnings, number, record
 from effllm.instruments._statistics import NAN, Statistics
-from effllm.memory.trend import MemoryBlocks, MemoryTrend
+from effllm.memory.watch import MemoryBlocks, MemoryTrend
 
 GB = 1e9
 #: Maximum number of tags of `GPUMemoryProfiler.measure` with their own trend; later tags have no trend.

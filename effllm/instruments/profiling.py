@@ -16,7 +16,7 @@ from effllm.instruments._files import write_json
 from effllm.instruments._number import MAX_WHOLE, UserWarnings, record, whole
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 from effllm.instruments.memory import GPUMemoryProfiler
-from effllm.memory.trend import MemoryTrend
+from effllm.memory.watch import MemoryTrend
 
 __all__ = ["ComprehensiveProfiler", "GPUMemoryProfiler", "MemoryTrend", "ThroughputTracker", "TrainingTimer"]
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import msgspec
 
-from effllm.memory.architectures import architectures, shape_of, text_defaults
-from effllm.memory.config_fields import (
+from effllm.memory.architectures import (
     ALIASES,
     Fields,
     UnknownArchitecture,
     architecture_of,
+    architectures,
     configs,
     flag,
+    shape_of,
     text,
+    text_defaults,
     written,
 )
 from effllm.memory.model import ModelShape, WrongModel

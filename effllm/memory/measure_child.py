@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from effllm.config.isolated import NoAnswer, answer
-from effllm.memory.count_child import build_model
 from effllm.memory.estimate import MeasuredStep
+from effllm.memory.model_count import build_model
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.quantized_stand_ins import quantize
 

@@ -8,8 +8,11 @@ MAX_SIZE = 10**8  # of a single dimension; the largest vocabularies have below 1
 MAX_LAYERS = 10_000
 
 
-EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
-SHARED, ROUTER, NORM = "shared", "router", "norm"
+class Group:
+    """The kinds of layers."""
+
+    EMBEDDING, HEAD, ATTENTION, MLP, EXPERT = "embedding", "head", "attention", "mlp", "expert"
+    SHARED, ROUTER, NORM = "shared", "router", "norm"
 
 
 class WrongModel(ValueError):

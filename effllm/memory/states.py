@@ -10,19 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from effllm.memory.model import (
-    ATTENTION,
-    EMBEDDING,
-    EXPERT,
-    HEAD,
-    MLP,
-    NORM,
-    ROUTER,
-    SHARED,
-    Experts,
-    ModelShape,
-    ParameterTensor,
-)
+from effllm.memory.model import Experts, Group, ModelShape, ParameterTensor
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
 
 #: Of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits.
@@ -41,17 +29,17 @@ def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
     hidden, layers, experts = shape.hidden, shape.layers, shape.experts
     norms = shape.norms_per_layer * layers + shape.final_norm
     tensors = [
-        ParameterTensor(EMBEDDING, "", shape.vocab, hidden, 1),
-        ParameterTensor(EMBEDDING, "", shape.positions, hidden, 1),
-        ParameterTensor(HEAD, "", shape.vocab, hidden, 1 - shape.tied),
-        ParameterTensor(HEAD, "", shape.vocab, 0, int(shape.head_bias)),
+        ParameterTensor(Group.EMBEDDING, "", shape.vocab, hidden, 1),
+        ParameterTensor(Group.EMBEDDING, "", shape.positions, hidden, 1),
+        ParameterTensor(Group.HEAD, "", shape.vocab, hidden, 1 - shape.tied),
+        ParameterTensor(Group.HEAD, "", shape.vocab, 0, int(shape.head_bias)),
         *_attention(shape),
-        *_mlp(MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers),
+        *_mlp(Group.MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers),
         *(_experts(shape, experts) if experts else ()),
-        ParameterTensor(NORM, "", hidden, 0, norms * shape.norm_weight),
-        ParameterTensor(NORM, "", hidden, 0, norms * shape.norm_bias),
-        ParameterTensor(NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers),
-        ParameterTensor(ATTENTION, "", shape.other_per_layer, 0, layers),
+        ParameterTensor(Group.NORM, "", hidden, 0, norms * shape.norm_weight),
+        ParameterTensor(Group.NORM, "", hidden, 0, norms * shape.norm_bias),
+        ParameterTensor(Group.NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers),
+        ParameterTensor(Group.ATTENTION, "", shape.other_per_layer, 0, layers),
     ]
     return [tensor for tensor in tensors if tensor.rows and tensor.count]
 
@@ -74,12 +62,12 @@ def _attention(shape: ModelShape) -> Iterator[ParameterTensor]:
     else:
         matrices = [(name, size, hidden, bias) for name, size in (("q", shape.q_size), ("k", keys), ("v", keys))]
     for name, rows, columns, has_bias in (*matrices, ("o", hidden, shape.value_size, shape.out_bias)):
-        yield ParameterTensor(ATTENTION, name, rows, columns, shape.layers)
-        yield ParameterTensor(ATTENTION, "bias", rows, 0, shape.layers * has_bias)
+        yield ParameterTensor(Group.ATTENTION, name, rows, columns, shape.layers)
+        yield ParameterTensor(Group.ATTENTION, "bias", rows, 0, shape.layers * has_bias)
 
 
 def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> Iterator[ParameterTensor]:
-    is_fused = group == EXPERT or shape.fused_gate
+    is_fused = group == Group.EXPERT or shape.fused_gate
     products = 2 if shape.gated_mlp and not is_fused else 1
     first = 2 * width if shape.gated_mlp and is_fused else width
     yield ParameterTensor(group, "mlp", first, shape.hidden, count * products)
@@ -89,12 +77,12 @@ def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> I
 
 
 def _experts(shape: ModelShape, experts: Experts) -> Iterator[ParameterTensor]:
-    yield ParameterTensor(ROUTER, "", experts.total, shape.hidden, experts.layers)
-    yield ParameterTensor(ROUTER, "", experts.total, 0, experts.layers * experts.router_bias)
-    yield from _mlp(EXPERT, shape, experts.intermediate, experts.expert_bias, experts.layers * experts.total)
+    yield ParameterTensor(Group.ROUTER, "", experts.total, shape.hidden, experts.layers)
+    yield ParameterTensor(Group.ROUTER, "", experts.total, 0, experts.layers * experts.router_bias)
+    yield from _mlp(Group.EXPERT, shape, experts.intermediate, experts.expert_bias, experts.layers * experts.total)
     shared = experts.shared_intermediate
-    yield from _mlp(SHARED, shape, shared, shape.mlp_bias, experts.layers if shared else 0)
-    yield ParameterTensor(SHARED, "", 1, shape.hidden, experts.layers * experts.shared_gate)
+    yield from _mlp(Group.SHARED, shape, shared, shape.mlp_bias, experts.layers if shared else 0)
+    yield ParameterTensor(Group.SHARED, "", 1, shape.hidden, experts.layers * experts.shared_gate)
 
 
 class ParameterCounts(NamedTuple):
@@ -108,7 +96,7 @@ def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Return the parameters of the modules that transformers builds for a config."""
     tensors, experts = parameter_tensors(shape), shape.experts
     total = int(elements(tensors))
-    routed = int(elements([tensor for tensor in tensors if tensor.group == EXPERT]))
+    routed = int(elements([tensor for tensor in tensors if tensor.group == Group.EXPERT]))
     if shape.active_parameters is not None or (routed and experts is None):
         return ParameterCounts(total, shape.active_parameters)
     idle = routed * (experts.total - experts.active) // experts.total if experts else 0
@@ -138,13 +126,13 @@ def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Para
     tensors = []
     for tensor in parameter_tensors(shape):
         held = tensor.count * share
-        if tensor.group == EMBEDDING:
+        if tensor.group == Group.EMBEDDING:
             held = tensor.count if stage.is_first or (stage.is_last and shape.tied) else 0
-        elif tensor.group == HEAD:
+        elif tensor.group == Group.HEAD:
             held = tensor.count if stage.is_last else 0
-        elif tensor.group == EXPERT:
+        elif tensor.group == Group.EXPERT:
             held /= plan.ep
-        if tensor.group not in (NORM, ROUTER) and tensor.columns:
+        if tensor.group not in (Group.NORM, Group.ROUTER) and tensor.columns:
             held /= plan.tp
         if held:
             tensors.append(replace(tensor, count=held))
@@ -160,7 +148,11 @@ def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[Param
     if not plan.lora_rank:
         return held
     rank, adapters = plan.lora_rank, []
-    left_out = (EMBEDDING, HEAD) if plan.implementation == "megatron" else (EMBEDDING, HEAD, EXPERT)
+    left_out = (
+        (Group.EMBEDDING, Group.HEAD)
+        if plan.implementation == "megatron"
+        else (Group.EMBEDDING, Group.HEAD, Group.EXPERT)
+    )
     for tensor in held:
         if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in left_out:
             adapters += [replace(tensor, rows=rank), replace(tensor, columns=rank)]
@@ -175,7 +167,8 @@ def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -
     if plan.zero < from_stage or plan.shards == 1:
         return tensors
     return [
-        replace(one, count=one.count / max(plan.shards / (plan.ep if one.group == EXPERT else 1), 1)) for one in tensors
+        replace(one, count=one.count / max(plan.shards / (plan.ep if one.group == Group.EXPERT else 1), 1))
+        for one in tensors
     ]
 
 
@@ -204,7 +197,7 @@ def quantized_elements(held: list[ParameterTensor]) -> float:
 
 def largest_matrix(held: list[ParameterTensor]) -> int:
     """Return the elements of the largest matrix of a module; experts have one tensor together."""
-    return max((tensor.elements for tensor in held if tensor.columns and tensor.group != EXPERT), default=0)
+    return max((tensor.elements for tensor in held if tensor.columns and tensor.group != Group.EXPERT), default=0)
 
 
 def double_quantization_saving(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
@@ -217,7 +210,7 @@ def unquantized_expert_bytes(plan: MemoryPlan, held: list[ParameterTensor]) -> f
 
     bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
     """
-    experts = [tensor for tensor in held if tensor.group == EXPERT]
+    experts = [tensor for tensor in held if tensor.group == Group.EXPERT]
     return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
 
 
@@ -247,5 +240,5 @@ def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:
     if optimizer == "adamw-8bit":
         is_small = tensor.elements < SMALLEST_8BIT
         return 2 * (4 * tensor.elements if is_small else tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
-    is_matrix = tensor.columns and tensor.group not in (EMBEDDING, HEAD, EXPERT)
+    is_matrix = tensor.columns and tensor.group not in (Group.EMBEDDING, Group.HEAD, Group.EXPERT)
     return (OPTIMIZERS[optimizer] if optimizer != "muon" or is_matrix else 2) * tensor.elements * size

@@ -7,18 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from effllm.memory.blocks import FULL, LayerBlock, TensorSizes, attention, experts, mlp, norm
-from effllm.memory.model import (
-    ATTENTION,
-    EMBEDDING,
-    EXPERT,
-    HEAD,
-    MLP,
-    NORM,
-    ROUTER,
-    SHARED,
-    ModelShape,
-    ParameterTensor,
-)
+from effllm.memory.model import Group, ModelShape, ParameterTensor
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.states import (
     Stage,
@@ -41,14 +30,18 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
     """Return what a step of a rank needs beside weights and optimizer states."""
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
-    dense = [norm(sizes), weights.attach(_attention(sizes), ATTENTION), *[norm(sizes)] * (shape.norms_per_layer - 1)]
-    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), MLP)]]
+    dense = [
+        norm(sizes),
+        weights.attach(_attention(sizes), Group.ATTENTION),
+        *[norm(sizes)] * (shape.norms_per_layer - 1),
+    ]
+    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]]
     routed = shape.experts
     if routed:
         share = routed.layers / shape.layers
-        blocks = [*dense, weights.attach(experts(sizes, routed), EXPERT, ROUTER)]
+        blocks = [*dense, weights.attach(experts(sizes, routed), Group.EXPERT, Group.ROUTER)]
         if routed.shared_intermediate:
-            blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), SHARED))
+            blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), Group.SHARED))
         count = round(stage.layers * share)
         layers = layers * (stage.layers - count) + [blocks] * count
     else:
@@ -109,17 +102,17 @@ class _BlockWeights:
         layers = self._layers(groups[0])
         held = [tensor for tensor in self.held if tensor.group in groups]
         trained = [tensor for tensor in self.trained if tensor.group in groups]
-        if HEAD in groups and self.sizes.shape.tied and not held:
-            held = [tensor for tensor in self.held if tensor.group == EMBEDDING][:1]
+        if Group.HEAD in groups and self.sizes.shape.tied and not held:
+            held = [tensor for tensor in self.held if tensor.group == Group.EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         size = 4 if plan.lora_rank else numbers.gradients
-        cast = [tensor for tensor in held if tensor.columns and tensor.group != EXPERT]
+        cast = [tensor for tensor in held if tensor.columns and tensor.group != Group.EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
         scale = numbers.compute / layers if plan.casts_weights else 0.0
         largest = max((tensor.elements for tensor in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
-        copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and HEAD not in groups else 0.0
+        copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and Group.HEAD not in groups else 0.0
         return replace(
             block,
             forward=block.forward + copy,
@@ -131,11 +124,11 @@ class _BlockWeights:
         )
 
     def _layers(self, group: str) -> float:
-        if group in (HEAD, EMBEDDING):
+        if group in (Group.HEAD, Group.EMBEDDING):
             return 1.0
-        if group in (EXPERT, SHARED):
+        if group in (Group.EXPERT, Group.SHARED):
             return max(self.sparse_layers, 1.0)
-        return max(self.stage.layers - (self.sparse_layers if group == MLP else 0.0), 1.0)
+        return max(self.stage.layers - (self.sparse_layers if group == Group.MLP else 0.0), 1.0)
 
 
 def _attention(sizes: TensorSizes) -> LayerBlock:
@@ -156,11 +149,11 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
         mask = float(plan.micro_batch * plan.seq_length**2)
     elif 0 < sizes.windowed < 1:
         mask *= 2  # another one for the layers with a window
-    embedding = weights.attach(LayerBlock(0.0), EMBEDDING)
+    embedding = weights.attach(LayerBlock(0.0), Group.EMBEDDING)
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
     again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
-    norms = elements([tensor for tensor in weights.trained if tensor.group == NORM])
+    norms = elements([tensor for tensor in weights.trained if tensor.group == Group.NORM])
     return LayerBlock(
         kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
     )
@@ -173,8 +166,8 @@ def _final(sizes: TensorSizes) -> LayerBlock:
 
 def _last(sizes: TensorSizes, weights: _BlockWeights) -> LayerBlock:
     if not sizes.plan.fused_loss:
-        return weights.attach(_loss(sizes), HEAD)
-    block = weights.attach(fused_loss(sizes, trains_head=not sizes.plan.lora_rank), HEAD)
+        return weights.attach(_loss(sizes), Group.HEAD)
+    block = weights.attach(fused_loss(sizes, trains_head=not sizes.plan.lora_rank), Group.HEAD)
     return replace(block, casts=0.0, cached=0.0)  # tiles of the head are cast, not the head
 
 

@@ -17,9 +17,9 @@ from benchmarks.memory.judged import shape_and_plan
 from effllm.commands.app import app
 from effllm.commands.fit import CannotMeasure, measure
 from effllm.config.isolated import NoAnswer
-from effllm.memory.count_child import build_model
 from effllm.memory.estimate import ACTIVATION_LIMITS
 from effllm.memory.measure_child import Storages, measured
+from effllm.memory.model_count import build_model
 from effllm.memory.plan import MemoryPlan
 from effllm.memory.quantized_stand_ins import QuantizedLinear, quantize
 

@@ -15,8 +15,7 @@ from effllm.config import isolated
 from effllm.config.isolated import NoAnswer
 from effllm.memory import model_count
 from effllm.memory.config_json import read_config
-from effllm.memory.count_child import tensors_of
-from effllm.memory.model_count import count_model
+from effllm.memory.model_count import count_model, tensors_of
 from effllm.memory.states import count_parameters
 
 #: Of published models; the numbers are those of their pages, and of transformers on the meta device.

@@ -10,9 +10,8 @@ import pytest
 from cases import cases, repeats
 
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.memory.architectures import architectures
+from effllm.memory.architectures import UnknownArchitecture, architectures
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
-from effllm.memory.config_fields import UnknownArchitecture
 from effllm.memory.config_json import find_model, known_models, read_config, similar_names
 from effllm.memory.estimate import (
     ACTIVATION_LIMITS,
