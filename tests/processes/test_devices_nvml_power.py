@@ -15,7 +15,6 @@ import pytest
 from nvml_library import GIB, Gpu, flat, sine, square
 
 from effllm.devices import Site
-from effllm.records.rank import Device
 
 A, B = "GPU-aaaa0001-0000-4000-8000-000000000001", "GPU-bbbb0002-0000-4000-8000-000000000002"
 AT_A, AT_B = Site(cuda_uuid=A, host="node0"), Site(cuda_uuid=B, host="node0")
@@ -42,6 +41,7 @@ def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
     with trace.reader(site) as reader:
         trace.fault(frozen(moment_s), *faults)
         sample, failures = reader.read()
+        trace.fault()
         return reader.device, sample, failures
 
 
@@ -53,15 +53,11 @@ def test_energy_and_power_are_exact_to_the_millijoule(trace):
 
     device, sample, failures = read_at(trace)
 
-    assert (device.energy_method, device.power_scope, device.energy_key, device.energy_note) == (
-        "counter",
-        "gpu",
-        "",
-        "",
-    )
-    assert sample.energy_j == milli(one.counter_j(MOMENT_S))
-    assert sample.power_w == milli(one.power_w(MOMENT_S))
+    known = (device.energy_method, device.power_scope, device.energy_key, device.energy_note)
+    assert known == ("counter", "gpu", "", "")
+    assert (sample.energy_j, sample.power_w) == (milli(one.counter_j(MOMENT_S)), milli(one.power_w(MOMENT_S)))
     assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average"))
+    assert not {"module_power_w", "memory_power_w"} & set(sample.gauges)
     assert failures == {}
 
 
@@ -73,15 +69,6 @@ def test_power_of_each_scope_is_a_separate_gauge(trace):
     assert (device.power_scope, sample.power_w) == ("gpu", milli(one.power_w(MOMENT_S)))
     assert sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
     assert sample.gauges["memory_power_w"] == milli(one.power_w(MOMENT_S, "average", "memory"))
-
-
-def test_board_with_one_power_scope_reports_only_its_gauge(trace):
-    trace.write(gpu())
-
-    _, sample, failures = read_at(trace)
-
-    assert not {"module_power_w", "memory_power_w"} & set(sample.gauges)
-    assert failures == {}
 
 
 @pytest.mark.parametrize("scope", ["module_power", "memory_power"])
@@ -100,70 +87,41 @@ def superchip(**changes) -> list[Gpu]:
     return [gpu(A, **{**module, **changes}), gpu(B, "0:02:00", **{**module, **changes})]
 
 
-def test_module_counter_is_found_by_comparing_rates(trace):
-    one, _ = trace.write(*superchip())
+@pytest.mark.parametrize(
+    ("counted", "wanted", "scope", "method", "key"),
+    [
+        ("module", "", "module", "counter", "module:S1"),
+        ("module", "gpu", "gpu", "instant power", ""),
+        ("gpu", "", "gpu", "counter", ""),
+        ("gpu", "module", "module", "instant power", "module:S1"),
+    ],
+)
+def test_counter_is_used_only_for_the_scope_that_it_measures(trace, counted, wanted, scope, method, key):
+    one, _ = trace.write(*superchip(energy_scope=counted))
 
-    device, sample, _ = read_at(trace)
+    device, sample, failures = read_at(trace, Site(cuda_uuid=A, **({"power_scope": wanted} if wanted else {})))
 
-    assert (device.power_scope, device.energy_method) == ("module", "counter")
-    assert sample.energy_j == milli(one.counter_j(MOMENT_S))
-    assert sample.power_w == sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
-    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", "module"))  # never the GPU's own
+    note = "" if method == "counter" else f"power is integrated, because the energy counter measures the {counted}"
+    assert (device.power_scope, device.energy_method, device.energy_key) == (scope, method, key)
+    assert device.energy_note == (note if counted == "module" else device.energy_note)
+    assert sample.energy_j == (milli(one.counter_j(MOMENT_S)) if method == "counter" else None)
+    assert sample.power_w == milli(one.power_w(MOMENT_S, "instant", scope))
+    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", scope))
+    assert sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
     # NVML's limit is the limit of the GPU. The power of the module may be higher, and the counter is correct then.
-    assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (None, 700.0)
-
-
-def test_gpus_of_one_module_share_one_energy_key(trace):
-    trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **SECOND) for n in (3, 4)))
-
-    keys = {}
-    for uuid in (A, B, "GPU-3", "GPU-4"):
-        with trace.reader(Site(cuda_uuid=uuid, host="node0")) as reader:
-            keys[uuid] = reader.device.energy_key
-
-    assert keys[A] == keys[B] == "module:S1"
-    assert keys["GPU-3"] == keys["GPU-4"] == "module:S2"
-
-
-SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
-
-
-def test_modules_without_a_serial_share_one_energy_key_per_host(trace):
-    # NVML's module ids distinguish GPUs, not modules: on a tray of two superchips the ids are 1 to 4.
-    trace.write(*superchip(serial=None, module_id=2))
-
-    device, _, _ = read_at(trace)
-
-    assert device.energy_key == "module:node0"
-
-
-def test_counter_of_the_gpu_is_used_on_a_board_with_a_module_sensor(trace):
-    trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1))
-
-    device, _, _ = read_at(trace)
-
-    assert (device.power_scope, device.energy_key) == ("gpu", "")
-
-
-def test_power_is_integrated_for_scope_gpu_with_a_module_counter(trace):
-    one, _ = trace.write(*superchip())
-
-    device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
-
-    assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
-    assert device.energy_note == "power is integrated, because the energy counter measures the module"
-    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
-    assert device.power_limit_w == 700.0
+    assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (700.0 if scope == "gpu" else None, 700.0)
     assert failures == {}
 
 
-def test_power_is_integrated_for_scope_module_with_a_gpu_counter(trace):
-    (one,) = trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1, serial="S1"))
+def test_gpus_of_one_module_share_one_energy_key(trace):
+    second = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
+    trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **second) for n in (3, 4)))
+    keys = [read_at(trace, Site(cuda_uuid=uuid))[0].energy_key for uuid in (A, B, "GPU-3", "GPU-4")]
+    # NVML's module ids distinguish GPUs, not modules: on a tray of two superchips the ids are 1 to 4.
+    trace.write(*superchip(serial=None, module_id=2))
 
-    device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope="module"))
-
-    assert (device.power_scope, device.energy_method, device.energy_key) == ("module", "instant power", "module:S1")
-    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S, "instant", "module")))
+    assert keys == ["module:S1", "module:S1", "module:S2", "module:S2"]
+    assert read_at(trace)[0].energy_key == "module:node0"
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "module", "gpu+cpu", "node-psu"])
@@ -189,22 +147,15 @@ def test_failed_module_power_is_not_replaced_by_gpu_power(trace):
 def test_failed_field_does_not_affect_other_fields(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
-    _, sample, failures = read_at(trace, faults=[f"0 power.instant.gpu value {NOT_AVAILABLE_32}"])
+    faults = [f"0 power.instant.gpu value {NOT_AVAILABLE_32}", "0 power.average.memory error 999"]
+    _, sample, failures = read_at(trace, faults=faults)
 
     assert sample.power_w is None
     assert sample.energy_j > 0
     assert sample.power_average_w > 0
-    assert sample.gauges["memory_power_w"] == 40.0
-    assert failures == {"power_w": "NVML returned 0xffffffff, its mark for an unavailable value"}
-
-
-def test_failed_gauge_is_missing_and_not_reported_as_a_failure(trace):
-    trace.write(gpu(memory_power=flat(40.0)))
-
-    _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
-
     assert "memory_power_w" not in sample.gauges
-    assert failures == {}
+    # A missing gauge is no failure.
+    assert failures == {"power_w": "NVML returned 0xffffffff, its mark for an unavailable value"}
 
 
 def test_32_bit_mark_of_a_missing_value_is_a_valid_64_bit_energy(trace):
@@ -232,54 +183,29 @@ def test_reads_at_edges_return_only_energy_and_power(trace):
 # --- older boards and drivers ---
 
 
-def test_averaged_power_is_none_if_the_chip_does_not_support_it(trace):
-    trace.write(gpu(name="Tesla T4", unsupported=("power.average",)))
-
-    device, sample, failures = read_at(trace)
-
-    assert (device.energy_method, sample.power_average_w) == ("counter", None)
-    assert sample.power_w > 0
-    assert failures == {}
-
-
 @pytest.mark.parametrize(
-    ("name", "usage", "expected"),
+    ("name", "usage", "unsupported", "method"),
     [
-        ("Tesla V100-SXM2-32GB", "instant", "power_w"),
-        ("NVIDIA A100-SXM4-80GB", "instant", "power_w"),  # GA100 is the exception in the Ampere generation
-        ("NVIDIA A10", "average", "power_average_w"),
-        ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
+        ("Tesla T4", "instant", ("power.average",), "counter"),
+        ("Tesla V100-SXM2-32GB", "instant", ("fields",), "counter"),
+        ("NVIDIA A100-SXM4-80GB", "instant", ("fields",), "counter"),  # GA100 is the exception among Ampere GPUs
+        ("NVIDIA A10", "average", ("fields",), "counter"),
+        ("NVIDIA H100 80GB HBM3", "average", ("fields",), "counter"),
+        ("Tesla P100-PCIE-16GB", "instant", ("fields", "energy"), "instant power"),
+        ("NVIDIA A10", "average", ("fields", "energy"), "average power"),
     ],
 )
-def test_older_nvml_calls_replace_missing_field_values(trace, name, usage, expected):
-    (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
+def test_older_nvml_calls_replace_missing_field_values(trace, name, usage, unsupported, method):
+    (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=unsupported))
 
     device, sample, failures = read_at(trace)
 
-    assert (device.energy_method, sample.energy_j) == ("counter", milli(one.counter_j(MOMENT_S)))
-    powers = {"power_w": sample.power_w, "power_average_w": sample.power_average_w}
-    assert powers.pop(expected) == milli(one.power_w(MOMENT_S, usage))
-    assert list(powers.values()) == [None]
+    assert (device.energy_method, device.power_scope) == (method, "gpu")
+    assert sample.energy_j == (milli(one.counter_j(MOMENT_S)) if method == "counter" else None)
+    power_w = milli(one.power_w(MOMENT_S, usage))
+    powers = (sample.power_w, sample.power_average_w)
+    assert powers == ((power_w, None) if usage == "instant" else (None, power_w))
     assert failures == {}
-
-
-def test_instant_power_is_integrated_for_a_chip_without_a_counter(trace):
-    (one,) = trace.write(gpu(name="Tesla P100-PCIE-16GB", unsupported=("fields", "energy")))
-
-    device, sample, failures = read_at(trace)
-
-    assert (device.energy_method, device.power_scope) == ("instant power", "gpu")
-    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
-    assert failures == {}
-
-
-def test_averaged_power_is_integrated_without_instant_power(trace):
-    (one,) = trace.write(gpu(name="NVIDIA A10", power_usage="average", unsupported=("fields", "energy")))
-
-    device, sample, _ = read_at(trace)
-
-    assert device.energy_method == "average power"
-    assert (sample.power_w, sample.power_average_w) == (None, milli(one.power_w(MOMENT_S, "average")))
 
 
 OLD_DRIVER = """
@@ -384,23 +310,22 @@ def test_impossible_gauge_is_missing_and_reported_as_a_failure(trace, call, valu
 
 
 @pytest.mark.parametrize(
-    ("name", "reference_hz"), [("NVIDIA H100 80GB HBM3", 1.83e9), ("NVIDIA A100-SXM4-80GB", 1.41e9), ("Traced", 1.98e9)]
+    ("name", "max_mhz", "reference_hz"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1980.0, pytest.approx(1.83e9, rel=1e-3)),
+        ("NVIDIA A100-SXM4-80GB", 1980.0, pytest.approx(1.41e9, rel=1e-3)),
+        ("Traced", 1980.0, 1.98e9),
+        ("NVIDIA H100 80GB HBM3", None, None),
+    ],
 )
-def test_reference_clock_is_the_clock_of_the_peak_or_else_the_maximum(trace, name, reference_hz):
-    trace.write(gpu(name=name, power_limit_w=500.0, power_limit_default_w=700.0, sm_clock_max_mhz=1980.0))
+def test_reference_clock_is_the_clock_of_the_peak_or_else_the_maximum(trace, name, max_mhz, reference_hz):
+    trace.write(gpu(name=name, power_limit_w=500.0, power_limit_default_w=700.0, sm_clock_max_mhz=max_mhz))
 
     device, _, _ = read_at(trace)
 
-    assert (device.sm_clock_max_hz, device.power_limit_w, device.power_limit_default_w) == (1.98e9, 500.0, 700.0)
-    assert device.sm_clock_reference_hz == pytest.approx(reference_hz, rel=1e-3)
-
-
-def test_gpu_without_a_maximum_clock_has_no_reference_clock(trace):
-    trace.write(gpu(name="NVIDIA H100 80GB HBM3", sm_clock_max_mhz=None, unsupported=("limit.default",)))
-
-    device, _, _ = read_at(trace)
-
-    assert (device.sm_clock_max_hz, device.sm_clock_reference_hz, device.power_limit_default_w) == (None, None, None)
+    assert (device.power_limit_w, device.power_limit_default_w) == (500.0, 700.0)
+    assert device.sm_clock_max_hz == (1.98e9 if max_mhz else None)
+    assert device.sm_clock_reference_hz == reference_hz
 
 
 @pytest.mark.parametrize(
@@ -450,22 +375,20 @@ def test_throttle_reasons_are_returned_by_name(trace, bits, names):
     assert failures == {}
 
 
-@pytest.mark.parametrize("fault", [f"value {NOT_AVAILABLE_64}", f"value {NOT_AVAILABLE_32}", f"error {UNKNOWN_ERROR}"])
-def test_throttle_reasons_are_none_if_they_cannot_be_read(trace, fault):
-    trace.write(gpu(throttle=0x4))
+@pytest.mark.parametrize(
+    ("unsupported", "fault", "failing"),
+    [
+        *(((), f"value {value}", ["throttled_by"]) for value in (NOT_AVAILABLE_32, NOT_AVAILABLE_64)),
+        ((), f"error {UNKNOWN_ERROR}", ["throttled_by"]),
+        (("throttle",), "delay 0", []),
+    ],
+)
+def test_throttle_reasons_are_none_if_they_cannot_be_read(trace, unsupported, fault, failing):
+    trace.write(gpu(throttle=0x4, unsupported=unsupported))
 
     _, sample, failures = read_at(trace, faults=[f"0 throttle {fault}"])
 
-    assert sample.throttled_by is None
-    assert list(failures) == ["throttled_by"]
-
-
-def test_throttle_reasons_are_none_if_the_gpu_does_not_support_them(trace):
-    trace.write(gpu(unsupported=("throttle",)))
-
-    _, sample, failures = read_at(trace)
-
-    assert (sample.throttled_by, failures) == (None, {})
+    assert (sample.throttled_by, list(failures)) == (None, failing)
 
 
 # --- GPM ---
@@ -514,44 +437,23 @@ def test_time_between_gpm_samples_has_a_minimum(trace):
     assert failures == {}
 
 
-def test_activity_a_little_above_100_percent_counts_as_100_percent(trace):
-    trace.write(gpu(gpm=1, **ACTIVITIES))
+@pytest.mark.parametrize(
+    ("gpm", "fault", "expected", "reason"),
+    [
+        (0, "", {}, {}),  # a chip before Hopper
+        (1, "gpm.metrics value 100.02", {1.0}, {}),
+        *((1, f"gpm.metrics value {value}", {}, {}) for value in ("nan", "250", "-1")),
+        (1, f"gpm.sample error {UNKNOWN_ERROR}", {}, {"gpm": "Unknown Error"}),
+    ],
+)
+def test_only_possible_activities_are_reported(trace, gpm, fault, expected, reason):
+    trace.write(gpu(gpm=gpm, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
-        _, last, failures = read_twice(trace, reader, 100.0, 101.0, "0 gpm.metrics value 100.02")
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0, *([f"0 {fault}"] if fault else []))
 
-    assert (last.gauges["sm_activity_ratio"], failures) == (1.0, {})
-
-
-@pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_impossible_activity_is_missing_and_not_reported_as_a_failure(trace, value):
-    trace.write(gpu(gpm=1, **ACTIVITIES))
-
-    with trace.reader(AT_A) as reader:
-        _, last, failures = read_twice(trace, reader, 100.0, 101.0, f"0 gpm.metrics value {value}")
-
-    assert not [name for name in last.gauges if "activity" in name]
-    assert failures == {}
-
-
-def test_failed_gpm_sample_is_reported_as_a_separate_failure(trace):
-    trace.write(gpu(gpm=1, **ACTIVITIES))
-
-    with trace.reader(AT_A) as reader:
-        _, last, failures = read_twice(trace, reader, 100.0, 101.0, f"0 gpm.sample error {UNKNOWN_ERROR}")
-
-    assert failures == {"gpm": "Unknown Error"}
-    assert last.gauges["temperature_c"] == 50.0
-
-
-def test_chip_before_hopper_reports_no_activities_and_no_failure(trace):
-    trace.write(gpu(**ACTIVITIES))
-
-    with trace.reader(AT_A) as reader:
-        _, last, failures = read_twice(trace, reader, 100.0, 101.0)
-
-    assert not [name for name in last.gauges if "activity" in name]
-    assert failures == {}
+    assert {value for name, value in last.gauges.items() if "activity" in name} == set(expected)
+    assert (failures, last.gauges["temperature_c"]) == (reason, 50.0)
 
 
 def test_gpm_means_exclude_the_time_when_the_gpu_is_lost(trace):
@@ -579,12 +481,6 @@ def part(name: str, instance: int, slices: int | None, gib: int = 10, **changes)
     return Gpu(f"MIG-{name}", parent=0, instance=instance, slices=slices, memory_total=gib * GIB, **changes)
 
 
-def open_slice(trace, name: str, *faults: str) -> Device:
-    trace.fault(*faults)
-    with trace.reader(Site(visible_devices=f"MIG-{name}")) as reader:
-        return reader.device
-
-
 def test_energy_of_a_gpu_is_divided_among_its_slices(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 2, 20), part("c", 3, 2, 20))
 
@@ -604,71 +500,50 @@ def test_energy_of_a_gpu_is_divided_among_its_slices(trace):
     assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
 
 
-def test_energy_of_a_gpu_is_divided_among_compute_instances(trace):
-    trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_instance=1,
-                compute_slices=1), part("c", 2, 4, 40))  # fmt: skip
+@pytest.mark.parametrize(
+    ("parts", "shares"),
+    [
+        pytest.param(
+            [
+                part("a", 1, 3, 40, compute_slices=2),
+                part("b", 1, 3, 40, compute_instance=1, compute_slices=1),
+                part("c", 2, 4, 40),
+            ],
+            ["2/7", "1/7", "4/7"],
+            id="compute instances",
+        ),
+        # Both compute instances belong to one 3g.40gb slice; the other half of the GPU can have invisible slices.
+        pytest.param(
+            [part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_slices=1)],
+            ["2/7", "1/7"],
+            id="shared memory",
+        ),
+        # Two 3g.40gb slices use all memory, so the seventh compute slice cannot be used.
+        pytest.param([part("a", 1, 3, 40), part("b", 2, 3, 40)], ["3/6", "3/6"], id="all memory"),
+        pytest.param([part("a", 1, 1, 10)], ["1/7"], id="single visible slice"),
+        pytest.param([part("a", 1, 1, 10), part("b", 2, 2, 20)], ["1/7"], id="no permission for other slices"),
+        pytest.param([part(name, n, None) for n, name in enumerate("abc")], ["1/3"] * 3, id="unknown sizes"),
+    ],
+)
+def test_share_of_a_slice_follows_from_the_visible_slices(trace, request, parts, shares):
+    trace.write(gpu(**WHOLE), *parts)
+    trace.fault(*["0 mig error 4"] * ("no permission" in request.node.callspec.id))
 
-    notes = [open_slice(trace, name).energy_note.split()[0] for name in "abc"]
-
-    assert notes == ["2/7", "1/7", "4/7"]
-
-
-def test_shared_memory_of_compute_instances_is_counted_once(trace):
-    # Both compute instances belong to one 3g.40gb slice; the other half of the GPU can have invisible slices.
-    trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_slices=1))
-
-    assert open_slice(trace, "a").energy_note.startswith("2/7 of")
-
-
-def test_slices_that_use_all_memory_get_all_energy(trace):
-    # Two 3g.40gb slices use all memory, so the seventh compute slice cannot be used.
-    trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 3, 40))
-
-    assert open_slice(trace, "a").energy_note.startswith("3/6 of")
-
-
-def test_single_visible_slice_gets_only_its_share_of_the_energy(trace):
-    trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
-
-    assert open_slice(trace, "a").energy_note.startswith("1/7 of")
-
-
-def test_slice_without_permission_for_other_slices_is_measured(trace):
-    trace.write(gpu(**WHOLE), part("a", 1, 1, 10), part("b", 2, 2, 20))
-
-    assert open_slice(trace, "a", "0 mig error 4").energy_note.startswith("1/7 of")
-
-
-def test_energy_is_divided_equally_among_slices_of_unknown_size(trace):
-    trace.write(gpu(**WHOLE), part("a", 1, None), part("b", 2, None), part("c", 3, None))
-
-    device = open_slice(trace, "b")
-
-    assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
+    for name, share in zip("abc", shares, strict=False):
+        with trace.reader(Site(visible_devices=f"MIG-{name}")) as reader:
+            assert reader.device.energy_note.startswith(f"{share} of {A}'s energy, by ")
 
 
-def test_activities_of_a_slice_are_those_of_its_gpu_instance(trace):
-    trace.write(
-        gpu(**WHOLE, sm_activity=flat(0.9)),
-        part("a", 1, 3, sm_activity=flat(0.4)),
-        part("b", 2, 4, sm_activity=flat(0.7)),
-    )
+@pytest.mark.parametrize(("instance", "expected"), [(2, pytest.approx(0.7, rel=1e-12)), (-1, None)])
+def test_activities_of_a_slice_are_those_of_its_gpu_instance(trace, instance, expected):
+    slices = part("a", 1, 3, sm_activity=flat(0.4)), part("b", instance, 4, sm_activity=flat(0.7))
+    trace.write(gpu(**WHOLE, sm_activity=flat(0.9)), *slices)
 
     with trace.reader(Site(visible_devices="MIG-b")) as reader:
         _, last, failures = read_twice(trace, reader, 100.0, 101.0)
 
-    assert last.gauges["sm_activity_ratio"] == pytest.approx(0.7, rel=1e-12)
+    assert last.gauges.get("sm_activity_ratio") == expected
     assert (last.utilization, failures) == (None, {})
-
-
-def test_slice_of_an_unknown_instance_reports_no_activities(trace):
-    trace.write(gpu(**WHOLE, sm_activity=flat(0.9)), part("a", -1, 3, sm_activity=flat(0.4)))
-
-    with trace.reader(Site(visible_devices="MIG-a")) as reader:
-        _, last, failures = read_twice(trace, reader, 100.0, 101.0)
-
-    assert "sm_activity_ratio" not in last.gauges
-    assert failures == {}
 
 
 def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
@@ -710,27 +585,19 @@ def events_of(reader, pass_s: float = 0.0):
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
 
-def test_critical_error_is_reported_as_one_event(trace):
+def test_critical_errors_of_one_number_are_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
         before = events_of(reader)
         trace.fault("0 xid event 79")
         events = [events_of(reader, 1.0) for _ in range(3)]
+        trace.fault(*["0 xid event 63"] * 5)
+        ((_, repeated),) = events_of(reader, 1.0)
 
     assert before == ()
     assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
-
-
-def test_repeated_error_is_reported_as_one_event(trace):
-    trace.write(gpu())
-
-    with trace.reader(AT_A) as reader:
-        events_of(reader)
-        trace.fault(*["0 xid event 63"] * 5)
-        events = events_of(reader, 1.0)
-
-    assert [text.partition(":")[0] for _, text in events] == ["Xid 63, 5 times"]
+    assert repeated.startswith("Xid 63, 5 times:")
 
 
 def test_events_of_a_failing_gpu_are_read_immediately(trace):
@@ -856,12 +723,17 @@ def test_read_makes_one_batched_call_and_six_single_calls(trace):
     assert second == PLAIN
 
 
-def test_read_at_an_edge_makes_one_call(trace):
-    trace.write(gpu(memory_power=flat(70.0), gpm=1, **ACTIVITIES))
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"memory_power": flat(70.0), "gpm": 1}, ["nvmlDeviceGetFieldValues"]),
+        ({"unsupported": ("fields",)}, ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"]),
+    ],
+)
+def test_read_at_an_edge_makes_one_call_or_two_without_field_values(trace, changes, expected):
+    trace.write(gpu(**changes))
 
-    (calls,) = calls_of(trace, AT_A, "read_energy")
-
-    assert calls == Counter({"nvmlDeviceGetFieldValues": 1})
+    assert calls_of(trace, AT_A, "read_energy") == [Counter(expected)]
 
 
 def test_gpm_metrics_need_two_more_nvml_calls_per_read(trace):
@@ -891,14 +763,6 @@ def test_power_limit_and_memory_errors_are_read_every_ten_seconds(trace):
 
     assert (calls["nvmlDeviceGetEnforcedPowerLimit"], calls["nvmlDeviceGetTotalEccErrors"]) == (2, 2)
     assert calls["nvmlEventSetWait_v2"] == 21
-
-
-def test_energy_without_field_values_takes_two_calls(trace):
-    trace.write(gpu(name="Tesla V100-SXM2-32GB", unsupported=("fields",)))
-
-    (calls,) = calls_of(trace, AT_A, "read_energy")
-
-    assert calls == Counter({"nvmlDeviceGetTotalEnergyConsumption": 1, "nvmlDeviceGetPowerUsage": 1})
 
 
 def test_gauges_and_events_of_a_lost_gpu_are_not_read(trace):
