@@ -1,5 +1,7 @@
 """Folders like /sys/class/powercap; tests change their energy counters."""
 
+from pathlib import Path
+
 INTEL_RANGE_UJ = 262_143_328_850
 INTEL_DRAM_RANGE_UJ = 65_712_999_613
 AMD_RANGE_UJ = 65_532_610_987
@@ -50,3 +52,15 @@ class Powercap:
 
     def break_zone(self, zone):
         (self.root / zone / "energy_uj").write_text("")
+
+
+def forbid_reading(monkeypatch, name):
+    """Let all files of this name be unreadable; file modes have no effect if the tests run as root."""
+    read_text = Path.read_text
+
+    def as_an_ordinary_user(path, *args, **kwargs):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)

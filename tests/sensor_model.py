@@ -8,7 +8,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -214,6 +214,7 @@ def simulate(
     name: str = "",
     lead_s: Sequence[float] = (),
     step_s: float = 0.0,
+    board: Callable[..., BoardSensor] = BoardSensor,
 ) -> list[MeasuredWindow]:
     """Return ``count`` windows of about ``window_s``; windows of ``lead_s`` come before them. The sensor has a random
     phase.
@@ -221,7 +222,7 @@ def simulate(
     ``step_s``: duration of an iteration that the agent sets in the ledger; 0 sets none.
     """
     chance = random.Random(seed)
-    sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
+    sensor = board(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
     ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
     if step_s > 0:
         ledger.aliasing.set_durations([step_s])

@@ -201,10 +201,6 @@ def test_calibration_keeps_duty_and_gain_of_the_hardware_table(board, tmp_path):
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
 
-def test_power_that_changes_between_ticks_is_not_marked_as_held(board):
-    assert not calibrate(H100, board(hold=False).read, None).is_held
-
-
 def test_function_is_held_returns_none_for_constant_power():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
@@ -253,7 +249,9 @@ def test_cached_calibration_is_dropped_if_its_tick_is_wrong(board, tmp_path, pro
     )
     assert sensor.source == "measured here"
     assert sensor.tick_s == pytest.approx(true_s if true_s > 0.005 else 0.0, abs=2e-3)
-    assert load(tmp_path, H100.name, H100.driver).sensor == sensor
+    assert (sensor.lag_s, sensor.lag_error_s) == (0.0, sensor.tick_s)
+    cached = load(tmp_path, H100.name, H100.driver)
+    assert (cached.sensor, cached.measured_lag) == (sensor, False)
     assert calibrate(H100, board(tick_s=true_s).read, tmp_path, report=lines.append).tick_s == sensor.tick_s
     assert len(lines) == 1, "the next start agrees with the new cache"
 
@@ -316,41 +314,20 @@ def test_sensor_is_calibrated_again_after_a_change_of_the_driver(board, tmp_path
     assert again.source == "measured here"
 
 
-def test_lag_of_the_profile_is_used_by_the_calibration(board, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"name": f"{H100.name} MIG 1g.10gb"}, {"energy_method": INSTANT}],
+    ids=["GPU", "slice", "no counter"],
+)
+def test_lag_of_the_profile_is_used_by_the_calibration(board, tmp_path, changes):
     store(tmp_path, replace(PROFILE, date=day(3)))
+    watched = board()
 
-    sensor = calibrate(H100, board().read, tmp_path)
+    sensor = calibrate(replace(H100, **changes), watched.read, tmp_path)
 
     assert sensor.source == f"profiled {day(3)}, kept in the cache"
     assert (sensor.lag_s, sensor.lag_error_s, sensor.duty, sensor.gain_error) == (0.04, 0.005, 0.3, 0.07)
-
-
-def test_profile_of_a_gpu_is_used_for_its_mig_slices(board, tmp_path):
-    store(tmp_path, replace(PROFILE, date=day(3)))
-
-    sensor = calibrate(replace(H100, name=f"{H100.name} MIG 1g.10gb"), board().read, tmp_path)
-
-    assert sensor.lag_s == 0.04
-
-
-def test_profile_is_used_for_a_gpu_without_a_counter(tmp_path):
-    store(tmp_path, replace(PROFILE, date=day(3)))
-
-    sensor = calibrate(
-        replace(H100, energy_method=INSTANT), lambda: pytest.fail("there is no counter to read"), tmp_path
-    )
-
-    assert sensor.lag_s == 0.04
-
-
-def test_profile_is_dropped_if_its_tick_is_wrong(board, tmp_path):
-    store(tmp_path, replace(PROFILE, date=day(3)))
-
-    sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
-
-    assert sensor.tick_s == pytest.approx(0.05, abs=1e-4)
-    assert (sensor.lag_s, sensor.lag_error_s) == (0.0, sensor.tick_s)
-    assert not load(tmp_path, H100.name, H100.driver).measured_lag
+    assert bool(watched.reads) is ("energy_method" not in changes)
 
 
 def test_profile_written_during_a_calibration_is_kept(board, tmp_path):
@@ -367,25 +344,21 @@ def test_profile_written_during_a_calibration_is_kept(board, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        "",
-        "{}",
-        '{"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "date": "2026-11-01", "sensor": ["0.1"]}',
-        '{"name": "another", "driver": "570.1", "date": "2026-11-01", "sensor": [0.1]}',
-        '{"name": "NVIDIA H100 80GB HBM3", "driver": "570-1", "date": "2026-11-01", "sensor": [0.1]}',
+        b"",
+        b"{}",
+        b'{"name": "NVIDIA H100 80GB HBM3", "driver": "570.1", "date": "2026-11-01", "sensor": ["0.1"]}',
+        b'{"name": "another", "driver": "570.1", "date": "2026-11-01", "sensor": [0.1]}',
+        b'{"name": "NVIDIA H100 80GB HBM3", "driver": "570-1", "date": "2026-11-01", "sensor": [0.1]}',
+        b"\xff\xfe\x00",
+        b"[" * 5000,
+        b'{"name": "\xff"}',
+        bytes(1000),
     ],
+    ids=["empty", "no fields", "no numbers", "another GPU", "another driver", "binary", "deep", "no text", "zeros"],
 )
-def test_invalid_calibration_file_is_ignored(board, tmp_path, text):
-    store(tmp_path, PROFILE)
-    [path] = tmp_path.iterdir()
-    path.write_text(text)
-
-    assert calibrate(H100, board().read, tmp_path).source == "measured here"
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 5000, b'{"name": "\xff"}', bytes(1000)])
-def test_binary_calibration_file_is_ignored(board, tmp_path, content):
+def test_invalid_calibration_file_is_ignored(board, tmp_path, content):
     store(tmp_path, PROFILE)
     [path] = tmp_path.iterdir()
     path.write_bytes(content)
@@ -420,42 +393,17 @@ def test_device_without_a_gpu_counter_is_not_calibrated(tmp_path, traits):
 # --- through NVML ---
 
 
-@pytest.fixture
-def calibrated(trace, tmp_path):
-    """Return a function that calibrates a traced GPU with the real pynvml and returns (sensor, duration)."""
-
-    def run(gpu, *faults):
-        trace.write(gpu)
-        trace.fault(*faults)
-        with trace.reader(Site()) as reader:
-            began_s = time.monotonic()
-            sensor = calibrate(reader.device, lambda: reader.call("read_energy")[0], tmp_path / "cache")
-            return sensor, time.monotonic() - began_s
-
-    return run
-
-
 @pytest.mark.alone
-def test_calibration_through_nvml_finds_and_stores_the_tick(calibrated):
-    gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
+def test_calibration_through_nvml_finds_and_stores_the_tick(trace, tmp_path):
+    trace.write(Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held"))
+    with trace.reader(Site()) as reader:
+        began_s = time.monotonic()
+        measured = calibrate(reader.device, lambda: reader.call("read_energy")[0], tmp_path / "cache")
 
-    measured, took_s = calibrated(gpu)
-
+    assert time.monotonic() - began_s < 2.5
     assert abs(measured.tick_s - 0.1) <= measured.tick_error_s < 2e-3
     assert measured.is_held
     assert 0.0 < measured.call_s < 0.02
-    assert took_s < 2.5
-
-
-@pytest.mark.alone
-def test_tick_is_unknown_if_nvml_calls_are_too_slow(calibrated):
-    sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
-
-    # Most GPUs have a tick of 0.1 s. The error is a whole tick, so the tick is not used to compute times.
-    assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
-    assert sensor.source == "assumed: the reads found no tick"
-    assert sensor.call_s == pytest.approx(0.02, abs=0.015)
-    assert took_s < 2.5
 
 
 SLOW_START = """

@@ -242,13 +242,6 @@ def test_too_short_duration_exits_with_a_usage_error(cli):
     assert cli.run("profile", "--seconds", "1").returncode == 2
 
 
-def test_help_of_profile_shows_examples_in_80_columns(cli):
-    done = cli.run("profile", "--help")
-
-    assert "effllm profile --save" in done.stdout.split("Examples:")[1]
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
 # --- the process that loads the GPU ---
 
 

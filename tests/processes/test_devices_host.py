@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from powercap_tree import Powercap
+from powercap_tree import Powercap, forbid_reading
 
 from effllm.devices import Site
 from effllm.devices.host import open_device
@@ -145,13 +145,6 @@ def test_memory_of_the_trainer_is_measured(trainer, reader, clock):
     assert memory_mib(reader, clock) - before == pytest.approx(50, abs=3)
 
 
-def test_memory_of_a_child_is_measured(trainer, reader, clock):
-    before = memory_mib(reader, clock)
-    trainer.do("fork_waiting(lambda: grow(50))")
-
-    assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
-
-
 def test_pages_shared_with_a_forked_child_are_counted_once(trainer, reader, clock):
     trainer.do("grow(100)")
     before = memory_mib(reader, clock)
@@ -212,20 +205,16 @@ def cpu_s_between(reader, act):
 
 
 @pytest.mark.alone
-def test_utilization_of_a_busy_trainer_is_measured(trainer, reader):
-    assert cpu_s_between(reader, lambda: trainer.do("burn(time.process_time() + 0.3)")) == pytest.approx(0.3, abs=0.06)
-
-
-@pytest.mark.alone
-def test_utilization_of_an_idle_trainer_is_measured(trainer, reader):
-    assert cpu_s_between(reader, lambda: trainer.do("time.sleep(0.2)")) == pytest.approx(0.0, abs=0.03)
-
-
-@pytest.mark.alone
-def test_cpu_time_of_a_short_lived_child_is_counted(trainer, reader):
-    busy_s = cpu_s_between(reader, lambda: trainer.do("os.waitpid(fork(lambda: burn(0.3)), 0)"))
-
-    assert busy_s == pytest.approx(0.3, abs=0.06)
+@pytest.mark.parametrize(
+    ("action", "busy_s"),
+    [
+        ("burn(time.process_time() + 0.3)", 0.3),
+        ("time.sleep(0.2)", 0.0),
+        ("os.waitpid(fork(lambda: burn(0.3)), 0)", 0.3),  # a short-lived child
+    ],
+)
+def test_utilization_is_the_cpu_time_of_the_trainer_and_its_children(trainer, reader, action, busy_s):
+    assert cpu_s_between(reader, lambda: trainer.do(action)) == pytest.approx(busy_s, abs=0.06)
 
 
 def test_cpu_time_of_a_reaped_child_is_counted_once(trainer, reader, clock):
@@ -342,31 +331,9 @@ def test_local_ranks_other_than_0_measure_no_energy(trainer, powercap, clock):
 
 
 def test_unreadable_rapl_is_reported_with_advice(trainer, powercap, clock, monkeypatch):
-    read_text = Path.read_text
-
-    def as_an_ordinary_user(path, *args, **kwargs):  # file modes have no effect if the tests run as root
-        if path.name == "energy_uj":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
+    forbid_reading(monkeypatch, "energy_uj")
     with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
         sample, failures = reader.read()
 
     assert (reader.device.energy_method, reader.device.not_measured) == (None, (RAPL_UNREADABLE,))
     assert (sample.energy_j, failures) == (None, {})
-
-
-def test_failed_rapl_read_is_none_until_the_next_successful_read(trainer, powercap, clock):
-    with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
-        before, _ = reader.read()
-        powercap.break_zone("intel-rapl:1")
-        failed, reasons = reader.read()
-        clock.now_s += 1.0
-        powercap.set_j("intel-rapl:1", 1100)
-        sample, failures = reader.read()
-
-    assert failed.energy_j is None
-    assert list(reasons) == ["energy_j"]
-    assert failed.memory_bytes > 0  # other values of the sample are still measured
-    assert (sample.energy_j - before.energy_j, failures) == (100.0, {})

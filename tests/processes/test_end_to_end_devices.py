@@ -95,32 +95,10 @@ def test_power_of_two_gpus_is_summed_and_other_values_are_averaged(launch, trace
     assert summary.energy.method == "counter"
 
 
-@pytest.mark.alone
-def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
-    aggregator, truths = train_on(launch, trace, "--iterations", 100, visible=("0", "0"))
-    summary = aggregator.ledger.summary
-    start, end = span(truths[0])
-
-    assert summary.metrics["aec_watts"].value == pytest.approx(
-        A.energy_j(start, end) / (end - start),
-        abs=2 * tick_error_w(A, end - start) + 600 * abs(truths[1][-1][1] - end) / (end - start) + 5.0,
-    )
-    assert set(summary.energy.by_device) == {A.uuid}
-    assert summary.coverage.gpus_expected == 1
-    assert summary.metrics["pcu_ratio"].value == pytest.approx(0.25, abs=1e-6)
-    assert summary.tokens == 20_000  # sum of the tokens of two ranks
-
-
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [
-        ((None, None), (A, B)),  # order of the PCI buses, as in CUDA
-        pytest.param(("2,0", "2,0"), (IDLE, A), marks=pytest.mark.long),
-        ((f"{B.uuid},{A.uuid}",) * 2, (B, A)),
-        pytest.param(("GPU-bbbb,GPU-cccc",) * 2, (B, IDLE), marks=pytest.mark.long),
-        pytest.param(("2", "1"), (IDLE, B), marks=pytest.mark.long),  # one GPU for each rank
-    ],
-    ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
+    [((None, None), (A, B)), ((f"{B.uuid},{A.uuid}",) * 2, (B, A))],  # first in the order of the PCI buses, as in CUDA
+    ids=["unset", "by UUID"],
 )
 def test_report_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, visible, expected):
     aggregator, _ = train_on(launch, trace, visible=visible)
@@ -216,16 +194,3 @@ def test_metrics_of_a_simulated_gpu_agree_with_its_waveform(launch):
     assert job.ledger.summary.simulated
     assert "SIMULATED" in job.stdout
     assert all("simulated" in block["rest"] for block in job.blocks)
-
-
-@pytest.mark.alone
-def test_al_uses_step_time_and_tt_uses_iteration_time(launch):
-    job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
-    steps = job.output()["steps"]
-    start, end = span(steps)
-    values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
-
-    step_s = sum(after - before for before, after in steps) / 40
-    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's timestamps include effllm's calls
-    assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.02)
-    assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.02)

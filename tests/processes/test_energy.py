@@ -1,19 +1,21 @@
 """energy/device_energy.py: each joule is counted once and only if it was measured; stated errors are correct."""
 
 import bisect
+import functools
 import math
 import random
 import re
 import statistics
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import pytest
 from builders import NS, row
+from cases import cases
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
-from sensor_model import BEGIN_S, BoardSensor, MeasuredWindow, Telegraph, VirtualAgent, ledger_of, simulate
+from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_of, simulate
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.edge_levels import in_tick
@@ -21,7 +23,6 @@ from effllm.energy.power_spread import PowerSpread, beat
 from effllm.energy.readings import Point
 from effllm.energy.sensor_timing import CounterLag
 from effllm.job.health.watches import EnergyWatch
-from effllm.records.energy import NORMAL_95
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
 
 LIMIT_W = 700.0
@@ -59,6 +60,16 @@ def joules(one, start_s, end_s):
 def every_second(counter, watts=500.0, until_s=20):
     """Return one reading per second, with the power ``watts`` and the energy counter ``counter(second)``."""
     return [(second, watts, counter(second)) for second in range(until_s + 1)]
+
+
+def energy_by_second(rows):
+    """Return the energy of each second, taken as soon as its last reading is there."""
+    one, found = ledger(), []
+    for second, watts, counter_j in rows:
+        fed(one, (second, watts, counter_j))
+        if second:
+            found.append(energy(one, second - 1, second))
+    return found
 
 
 def event_texts(one):
@@ -261,97 +272,82 @@ def test_faulty_counter_causes_no_negative_or_excess_energy(seed, faults, power)
 # --- wrong counters ---
 
 
-def test_reset_counter_is_used_from_its_new_value():
+NUMBERS = random.Random(1)
+RESET = every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3))
+
+#: Readings of 20 s at 500 W: the energy that is estimated from power, the method, and the beginnings of the reasons.
+FAULTY_COUNTERS = {
     # The counter is reset at 5.3 s: its value at 6 s is 350 J, 2150 J less than a second before.
-    one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
-    whole = energy(one, 0, 20)
-
-    assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
-    assert whole.estimated_j == pytest.approx(500.0), "one second with the reset"
-    assert event_texts(one) == [
-        "the energy counter is not used: a decrease of 2150 J; integrated power is used instead",
-        "the energy counter is used again",
-    ]
-
-
-@pytest.mark.parametrize("by_j", [1e6, 500.0])
-def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
+    "reset": (RESET, 500.0, INSTANT, ["a decrease of 2150 J;", ""]),
     # The power limit is 700 W; in one second the counter may increase by at most 840 W * 1.1 s = 924 J.
-    one = fed(ledger(), *every_second(lambda s: 500.0 * s + (by_j if s >= 8 else 0.0)))
+    **{
+        f"jump of {by_j} J": (
+            every_second(lambda s, by_j=by_j: 500.0 * s + (by_j if s >= 8 else 0.0)),
+            *(500.0, INSTANT, [f"a jump of {500 + by_j:.0f} J;", ""]),
+        )
+        for by_j in (1e6, 500.0)
+    },
+    # The next value of the counter includes the gap.
+    **{
+        f"{wrong_j} J once": (
+            every_second(lambda s, j=wrong_j: j if s == 9 else 7000.0 + 500.0 * s),
+            0.0,
+            COUNTER,
+            ["a", ""],
+        )
+        for wrong_j in (0.0, 4294967.295, 2**64 / 1000, 1e300)
+    },
+    # Failed reads, which the sampler reports: power is 450 W, the counter has 500 W.
+    **{
+        f"{wrong} for 4 s": (every_second(lambda s, j=wrong: j if 5 <= s < 9 else 500.0 * s, 450.0), 0.0, COUNTER, [])
+        for wrong in (None, math.nan, math.inf, -1.0)
+    },
+    "random": (every_second(lambda s: NUMBERS.uniform(0, 1e9)), 10_000.0, INSTANT, [""]),
+}
 
-    assert joules(one, 0, 20) == pytest.approx(10_000.0)
-    assert energy(one, 0, 20).estimated_j == pytest.approx(500.0)
-    assert (
-        event_texts(one)[0]
-        == f"the energy counter is not used: a jump of {500 + by_j:.0f} J; integrated power is used instead"
-    )
 
-
-@pytest.mark.parametrize("wrong_j", [0.0, 4294967.295, 2**64 / 1000, 1e300])
-def test_single_wrong_counter_value_does_not_change_the_total_energy(wrong_j):
-    one = fed(ledger(), *every_second(lambda s: wrong_j if s == 9 else 7000.0 + 500.0 * s))
+@cases("name", FAULTY_COUNTERS)
+def test_all_energy_is_measured_once_with_a_faulty_counter(name):
+    rows, estimated_j, how, reasons = FAULTY_COUNTERS[name]
+    one = fed(ledger(), *rows)
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.estimated_j) == (pytest.approx(10_000.0), 0.0), (
-        "the next value of the counter includes the gap"
-    )
-    assert len(event_texts(one)) == 2
-
-
-@pytest.mark.parametrize("wrong", [None, math.nan, math.inf, -1.0])
-def test_counter_value_that_is_not_a_number_counts_as_a_failed_read(wrong):
-    one = fed(ledger(), *every_second(lambda s: wrong if 5 <= s < 9 else 500.0 * s, watts=450.0))
-    whole = energy(one, 0, 20)
-
-    assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0), "power is 450 W, the counter has 500 W"
-    assert (whole.estimated_j, method(one, 0, 20)) == (0.0, COUNTER)
-    assert event_texts(one) == [], "the sampler reports failed reads"
+    assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0)
+    assert (whole.estimated_j, method(one, 0, 20)) == (pytest.approx(estimated_j), how)
+    texts = event_texts(one)
+    ends = [f"the energy counter is not used: {reasons[0]}", "the energy counter is used again"] if reasons else []
+    assert [text.startswith(end) for text, end in zip(texts, ends, strict=False)] == [True] * len(reasons)
+    assert len(texts) == len(reasons)
 
 
 def test_energy_of_windows_with_failed_reads_remains_an_estimate():
-    one, windows = ledger(), []
-    for second, _, counter_j in every_second(lambda s: None if 5 <= s < 9 else 500.0 * s, until_s=13):
-        fed(one, (second, 480.0 + 20.0 * (second % 2), counter_j))
-        if second:
-            windows.append(energy(one, second - 1, second))
+    rows = every_second(lambda s: None if 5 <= s < 9 else 500.0 * s, until_s=13)
+    windows = energy_by_second((second, 480.0 + 20.0 * (second % 2), counter_j) for second, _, counter_j in rows)
 
     # Each of the four seconds has 490 J from power; the counter adds the missing 10 J per second once.
     assert [window.joules for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 540.0, 500.0])
     assert [window.estimated_j for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 0.0, 0.0])
     assert sum(window.joules for window in windows) == pytest.approx(13 * 500.0)
-    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8])), (
-        "the late energy replaces the estimates"
-    )
+    # The late energy replaces the estimates.
+    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8]))
     assert windows[8].inside_j2 > 0.0 == windows[9].inside_j2
 
 
 def test_late_counter_energy_is_limited_by_the_power_limit():
     # For a minute the power reading is 300 W and the counter (500 W) fails. The difference of 12 kJ is not added later.
-    one, windows = ledger(), []
-    for second, _, counter_j in every_second(lambda s: None if 5 <= s < 65 else 500.0 * s, until_s=70):
-        fed(one, (second, 300.0 if 5 <= second < 65 else 500.0, counter_j))
-        if second:
-            windows.append(energy(one, second - 1, second))
+    failing = range(5, 65)
+    rows = ((s, 300.0, None) if s in failing else (s, 500.0, 500.0 * s) for s in range(71))
+    windows = energy_by_second(rows)
 
     assert windows[64].joules == pytest.approx(840.0 * 1.1)
     assert windows[65].joules == pytest.approx(500.0)
 
 
 def test_no_energy_is_added_later_to_windows_without_reads():
-    one, windows = ledger(), []
-    for second, watts, counter_j in every_second(lambda s: 500.0 * s, until_s=12):
-        fed(one, (second, None, None) if 5 <= second < 9 else (second, watts, counter_j))
-        if second:
-            windows.append(energy(one, second - 1, second))
+    windows = energy_by_second((s, None, None) if 5 <= s < 9 else (s, 500.0, 500.0 * s) for s in range(13))
 
-    assert [window.joules for window in windows[3:]] == [
-        pytest.approx(500.0),
-        None,
-        None,
-        None,
-        None,
-        *[pytest.approx(500.0)] * 4,
-    ]
+    known_j = pytest.approx(500.0)
+    assert [window.joules for window in windows[3:]] == [known_j, None, None, None, None, *[known_j] * 4]
 
 
 def test_counter_measures_the_energy_during_failed_reads():
@@ -376,25 +372,26 @@ def test_gap_of_a_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert whole.joules == pytest.approx(18 * 500.0, abs=500 * (0.1 + pause_s))
     assert joules(one, 5.5, 8.5) == pytest.approx(1500.0, abs=500 * 0.1)
     assert whole.covered_s == pytest.approx(18.0)
-    assert (
-        event_texts(one)[0]
-        == "the energy counter is not used: no change while the device draws power; integrated power is used instead"
-    )
+    assert event_texts(one)[0].startswith("the energy counter is not used: no change while the device draws power;")
     assert event_texts(one) == []
 
 
-def test_counter_is_used_if_it_is_constant_between_ticks_or_at_0_w():
-    # The tick is 1 s and reads are every 0.4 s: up to 400 J seem to be missing, but they come with the next tick.
-    one = fed(ledger(tick_s=1.0), *((0.4 * i, 400.0, 400.0 * math.floor(0.4 * i)) for i in range(50)))
-    assert event_texts(one) == []
+@pytest.mark.parametrize(
+    ("sensor", "rows"),
+    [
+        # The tick is 1 s and reads are every 0.4 s: up to 400 J seem to be missing, but they come with the next tick.
+        ({"tick_s": 1.0}, [(0.4 * i, 400.0, 400.0 * math.floor(0.4 * i)) for i in range(50)]),
+        # The tick is not yet known, and reads are every 20 ms, as during calibration.
+        ({}, [(0.02 * i, 690.0, 69.0 * (i // 5)) for i in range(100)]),
+        ({}, [(i, 0.0, 7.0) for i in range(50)]),
+    ],
+    ids=["between ticks", "unknown tick", "0 W"],
+)
+def test_counter_is_used_if_it_is_constant_between_ticks_or_at_0_w(sensor, rows):
+    one = fed(ledger(**sensor), *rows)
 
-    # The tick is not yet known, and reads are every 20 ms, as during calibration.
-    one = fed(ledger(), *((0.02 * i, 690.0, 69.0 * (i // 5)) for i in range(100)))
     assert event_texts(one) == []
-
-    one = fed(ledger(), *((i, 0.0, 7.0) for i in range(50)))
-    assert event_texts(one) == []
-    assert joules(one, 0, 49) == 0.0
+    assert method(one, 0, 1.5) == COUNTER
 
 
 @pytest.mark.parametrize(("watts", "by_j"), [(500.0, 2e6), (500.0, 900.0), (500.0, 505.0), (60.0, 500.0), (60.0, 2e6)])
@@ -406,16 +403,6 @@ def test_energy_after_a_too_low_counter_value_is_counted_once(watts, by_j):
     # A wrong change of the counter remains undetected only if the power limit allows its energy in one second.
     assert joules(one, 0, 25) == pytest.approx(25 * watts, abs=1.0)
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
-
-
-def test_power_is_integrated_if_the_counter_has_random_values():
-    chance = random.Random(1)
-    one = fed(ledger(), *every_second(lambda s: chance.uniform(0, 1e9)))
-    whole = energy(one, 0, 20)
-
-    assert (whole.joules, method(one, 0, 20)) == (pytest.approx(10_000.0), INSTANT)
-    assert whole.estimated_j == pytest.approx(10_000.0)
-    assert len(event_texts(one)) == 1
 
 
 def test_energy_is_not_measured_in_a_gap_of_counter_and_power():
@@ -433,32 +420,26 @@ def test_energy_is_not_measured_in_a_gap_of_counter_and_power():
     assert energy(one, 5.2, 5.8).covered_s == 0.0
 
 
-def test_sparse_power_readings_leave_a_gap_in_the_energy():
-    one = fed(ledger(INSTANT), (0, 100.0, None), (2, 100.0, None), (2 + GAP_S + 0.1, 100.0, None), (8, 100.0, None))
-    whole = energy(one, 0, 8)
+@pytest.mark.parametrize(
+    ("rows", "covered_s"),
+    [
+        ([(0, 100.0), (2, 100.0), (2 + GAP_S + 0.1, 100.0), (8, 100.0)], 2.9),
+        ([(0, 100.0), (1, 4294967.295), (2, 100.0), (3, 100.0)], 1.0),
+    ],
+    ids=["sparse", "impossible"],
+)
+def test_missing_power_readings_leave_a_gap_in_the_energy(rows, covered_s):
+    whole = energy(fed(ledger(INSTANT), *((at_s, watts, None) for at_s, watts in rows)), 0, 8)
 
-    assert (whole.joules, whole.covered_s) == (pytest.approx(290.0), pytest.approx(2.9))
-
-
-def test_impossible_power_is_treated_as_not_measured():
-    one = fed(ledger(INSTANT), (0, 100.0, None), (1, 4294967.295, None), (2, 100.0, None), (3, 100.0, None))
-    whole = energy(one, 0, 3)
-
-    assert (whole.joules, whole.covered_s) == (pytest.approx(100.0), pytest.approx(1.0))
+    assert (whole.joules, whole.covered_s) == (pytest.approx(100.0 * covered_s), pytest.approx(covered_s))
 
 
 def test_raised_power_limit_is_used_for_later_readings():
     one = ledger(limit_w=300.0)
     for second in range(21):
         watts = 300.0 if second < 10 else 650.0
-        one.add(
-            Sample(
-                at(second),
-                power_w=watts,
-                energy_j=300.0 * 10 + 650.0 * (second - 10) if second >= 10 else 300.0 * second,
-                gauges={"power_limit_w": watts},
-            )
-        )
+        energy_j = 300.0 * min(second, 10) + 650.0 * max(second - 10, 0)
+        one.add(Sample(at(second), power_w=watts, energy_j=energy_j, gauges={"power_limit_w": watts}))
 
     assert joules(one, 0, 20) == pytest.approx(300.0 * 10 + 650.0 * 10)
     assert event_texts(one) == []
@@ -567,26 +548,18 @@ def test_equal_reads_around_an_edge_do_not_reduce_its_error():
 
 def test_counter_delay_of_half_a_tick_is_corrected():
     # After a change from idle to load, the error is (P0 - P1) T / 2 without a correction: the counter is T / 2 late.
-    class Step:
-        """Power of 60 W until 25 s, then 660 W."""
-
-        def at(self, t):
-            return 60.0 if t < BEGIN_S + 25 else 660.0
-
-        def integral(self, t0, t1):
-            return 60.0 * (t1 - t0) + 600.0 * (max(t1 - BEGIN_S - 25, 0.0) - max(t0 - BEGIN_S - 25, 0.0))
-
+    idle_w, loaded_w = 60.0, 660.0
+    power = square(loaded_w, idle_w, 2 * (BEGIN_S + 25))  # the load begins at 25 s
     chance, errors_j = random.Random(2), []
     for _ in range(300):
-        sensor = BoardSensor(Step(), 0.1, 1.0, chance.uniform(0, 0.1))
+        sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for read_s in (21.0, 22.0, 23.0, 24.0, 24.999, 25.001, 26.0, 27.0, 28.0, 29.0):
             shown_s = BEGIN_S + read_s
-            one.add(Sample(at(read_s), power_w=Step().at(shown_s), energy_j=sensor.counter_j(shown_s)))
-        errors_j.append(joules(one, 22.5, 27.5) - Step().integral(BEGIN_S + 22.5, BEGIN_S + 27.5))
+            one.add(Sample(at(read_s), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
+        errors_j.append(joules(one, 22.5, 27.5) - power.integral(BEGIN_S + 22.5, BEGIN_S + 27.5))
 
-    bias_j = (60.0 - 660.0) * 0.1 / 2
-    assert abs(statistics.fmean(errors_j)) < 0.2 * abs(bias_j)
+    assert abs(statistics.fmean(errors_j)) < 0.2 * (loaded_w - idle_w) * 0.1 / 2
 
 
 # --- stated errors ---
@@ -629,35 +602,25 @@ def test_stated_intervals_contain_95_percent_of_true_energies():
 # --- the lag estimated in a run ---
 
 WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0, 1.31), steps(120.0, 560.0, 0.43, 7)]
+UNKNOWN_LAG = {"lag_is_known": False, "name": "NVIDIA L40S"}
 
 
-def after_5_minutes(name, lag_s=0.0, duty=1.0):
+def after_5_minutes(lag_s=0.0, **known):
     """Return the median relative half-width of windows of 1 s, and the share of windows within their half-width."""
     found = []
     for seed in range(8):
-        known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
+        known = {**UNKNOWN_LAG, "lag_s": lag_s, **known}
         found += simulate(WAVES[seed % len(WAVES)], seed, count=340, **known)[300:]
-    half_widths = [1.96 * one.deviation_j for one in found]
-    covered = [abs(one.error_j) <= half_width for one, half_width in zip(found, half_widths, strict=True)]
-    shares = [half_width / one.truth_j for one, half_width in zip(found, half_widths, strict=True)]
-    return statistics.median(shares), statistics.fmean(covered)
+    return statistics.median(1.96 * one.deviation_j / one.truth_j for one in found), covered(found)
 
 
-def test_changes_of_the_load_reduce_the_error_of_the_lag():
-    before, _ = after_5_minutes("a model that is not in the table")
-    after, covered = after_5_minutes("NVIDIA L40S")
-
-    assert after < before / 10
-    assert covered >= 0.95
-
-
-@pytest.mark.parametrize("lag_s", [0.04, 0.1])
+@pytest.mark.parametrize("lag_s", [0.0, 0.04, 0.1])
 def test_lag_of_a_counter_is_estimated_during_the_run(lag_s):
-    before, _ = after_5_minutes("a model that is not in the table", lag_s)
-    after, covered = after_5_minutes("NVIDIA L40S", lag_s)
+    before, _ = after_5_minutes(lag_s, name="a model that is not in the table")
+    after, share = after_5_minutes(lag_s)
 
     assert after < before / 10
-    assert covered >= 0.95
+    assert share >= 0.95
 
 
 def test_reads_that_find_the_lag_hide_no_change_of_power():
@@ -666,7 +629,7 @@ def test_reads_that_find_the_lag_hide_no_change_of_power():
     shares = [
         abs(window.error_j) / window.truth_j
         for seed in range(40)
-        for window in simulate(wave, seed, window_s=0.2, lag_is_known=False, name="NVIDIA L40S", lead_s=[0.2] * 12)
+        for window in simulate(wave, seed, window_s=0.2, lead_s=[0.2] * 12, **UNKNOWN_LAG)
     ]
 
     assert statistics.fmean(shares) < 0.0005
@@ -676,10 +639,8 @@ def test_energy_of_a_late_counter_is_exact_after_the_lag_is_found():
     # Without the lag, the mean error is 40 ms * 400 W at half of all edges: about 3 % of the energy of a second.
     windows = [
         window
-        for seed in range(4)
-        for window in simulate(
-            WAVES[seed], seed, lead_s=[1.0] * 150, count=60, lag_is_known=False, lag_s=0.04, name="NVIDIA L40S"
-        )
+        for seed, wave in enumerate(WAVES)
+        for window in simulate(wave, seed, lead_s=[1.0] * 150, count=60, lag_s=0.04, **UNKNOWN_LAG)
     ]
 
     assert statistics.fmean(abs(window.error_j) / window.truth_j for window in windows) < 0.001
@@ -698,14 +659,10 @@ class LatePower(BoardSensor):
 
 @pytest.mark.parametrize("late_s", [lambda t: 0.04, lambda t: 0.05 * (1 + math.sin(1e4 * t))])
 def test_stated_interval_remains_wide_if_the_power_reading_is_late(late_s):
-    power, chance = square(100.0, 500.0, 2.03), random.Random(5)
-    sensor = LatePower(late_s, power)
-    agent = VirtualAgent(ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S"), sensor, chance)
-    start_s = agent.calibrate(BEGIN_S) + 2.5
-    last = agent.windows([start_s + 1.07 * n for n in range(300)])[-50:]
+    board = functools.partial(LatePower, late_s)
+    last = simulate(square(100.0, 500.0, 2.03), 5, count=300, board=board, **UNKNOWN_LAG)[-50:]
 
-    half_widths = [1.96 * math.sqrt(one.start_j2 + one.end_j2 + one.inside_j2) / one.joules for one in last]
-    assert statistics.median(half_widths) > 0.005
+    assert statistics.median(1.96 * one.deviation_j / one.energy.joules for one in last) > 0.005
 
 
 class InstantPower(BoardSensor):
@@ -718,18 +675,10 @@ class InstantPower(BoardSensor):
 @pytest.mark.parametrize("period_s", [1.0, 2.0, 3.0])
 def test_load_of_whole_ticks_and_instant_power_show_no_lag(period_s):
     # Each change of power is at the same phase of a tick, as with a held reading of a counter with another lag.
-    found = []
-    for seed in range(8):
-        power, chance = square(100.0, 500.0, period_s, 0.6), random.Random(seed)
-        sensor = InstantPower(power, 0.1, 1.0, chance.uniform(0, 0.1), 0.04)
-        agent = VirtualAgent(ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S"), sensor, chance)
-        edges_s = [agent.calibrate(BEGIN_S) + 2.5]
-        for _ in range(250):
-            edges_s.append(edges_s[-1] + chance.uniform(0.9, 1.1))
-        truths = [power.integral(*pair) for pair in pairwise(edges_s)]
-        found += map(MeasuredWindow, agent.windows(edges_s), truths)
+    power = square(100.0, 500.0, period_s, 0.6)
+    known = {"count": 250, "lag_s": 0.04, "board": InstantPower, **UNKNOWN_LAG}
 
-    assert covered(found) >= 0.95
+    assert covered([window for seed in range(8) for window in simulate(power, seed, **known)]) >= 0.95
 
 
 OPEN_S = 2e-4
@@ -770,7 +719,7 @@ def test_reads_that_no_lag_explains_show_none():
 
 
 def test_stated_interval_remains_wide_if_the_duty_is_unknown():
-    assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
+    assert after_5_minutes(name="NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
 
 
 FAST_AND_SLOW = {
@@ -790,16 +739,15 @@ FAST_AND_SLOW = {
 @pytest.mark.long
 @pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.04])
 def test_stated_intervals_cover_the_energy_of_waves_at_every_lag(lag_s):
-    covered = {}
-    for (kind, curve), window_s in product(FAST_AND_SLOW.items(), (0.2, 1.0, 5.0)):
-        count = {0.2: 400, 1.0: 140, 5.0: 45}[window_s]
-        for seed in range(2):
-            known = {"lag_is_known": False, "lag_s": lag_s, "name": "NVIDIA L40S"}
-            last = simulate(curve(seed), seed, window_s=window_s, count=count, **known)[count // 3 :]
-            covered.setdefault((kind, window_s), []).extend(abs(w.error_j) <= 1.96 * w.deviation_j for w in last)
+    shares = {}
+    for (kind, curve), (window_s, count) in product(FAST_AND_SLOW.items(), ((0.2, 400), (1.0, 140), (5.0, 45))):
+        known = {"window_s": window_s, "count": count, "lag_s": lag_s, **UNKNOWN_LAG}
+        shares[kind, window_s] = covered(
+            [one for seed in range(2) for one in simulate(curve(seed), seed, **known)[count // 3 :]]
+        )
 
-    assert [group for group, hits in covered.items() if statistics.fmean(hits) < 0.9] == []
-    assert statistics.fmean(chain.from_iterable(covered.values())) >= 0.93
+    assert [group for group, share in shares.items() if share < 0.9] == []
+    assert statistics.fmean(shares.values()) >= 0.93
 
 
 def test_stated_intervals_include_the_error_of_an_unknown_lag():
@@ -1009,6 +957,9 @@ def test_resolution_of_time_does_not_decrease_after_a_month():
     assert joules(one, month_s + 0.1, month_s + 0.2) == pytest.approx(50.0, rel=1e-9)
 
 
+LONG_WINDOWS = {"window_s": 5.0, "lead_s": [5.0] * 60, "count": 24}
+
+
 @pytest.mark.parametrize(
     ("power", "tick_s", "duty"),
     [
@@ -1019,34 +970,16 @@ def test_resolution_of_time_does_not_decrease_after_a_month():
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )
 def test_stated_intervals_of_a_partial_duty_sensor_cover_the_truth(power, tick_s, duty):
-    windows = [
-        window
-        for seed in range(4)
-        for window in simulate(
-            power, seed, tick_s=tick_s, duty=duty, window_s=5.0, lead_s=[5.0] * 60, count=24, step_s=power.period_s
-        )
-    ]
+    known = {"tick_s": tick_s, "duty": duty, "step_s": power.period_s, **LONG_WINDOWS}
 
-    covered = sum(abs(one.error_j) <= NORMAL_95 * one.deviation_j for one in windows)
-    assert covered >= 0.9 * len(windows)
+    assert covered([window for seed in range(4) for window in simulate(power, seed, **known)]) >= 0.9
 
 
 def test_stated_intervals_include_the_error_of_rare_power_changes():
     # Only one reading in 5 s can show a change of power within a tick, so some runs record almost none of their bursts.
+    known = {"tick_s": 0.02, "duty": 0.5, "step_s": 0.924, "lag_is_known": False, **LONG_WINDOWS}
     windows = [
-        window
-        for seed in range(12)
-        for window in simulate(
-            bursts(163.0, 573.0, 0.924, 0.14, seed),
-            seed,
-            tick_s=0.02,
-            duty=0.5,
-            window_s=5.0,
-            lead_s=[5.0] * 60,
-            count=24,
-            lag_is_known=False,
-            step_s=0.924,
-        )
+        window for seed in range(12) for window in simulate(bursts(163.0, 573.0, 0.924, 0.14, seed), seed, **known)
     ]
 
     assert covered(windows) >= 0.95
@@ -1054,16 +987,7 @@ def test_stated_intervals_include_the_error_of_rare_power_changes():
 
 def test_sine_on_a_lagging_counter_is_not_mistaken_for_a_jump():
     # A held power value that is read twice in one tick seems constant; the lag shows whether the reads are in one tick.
-    windows = simulate(
-        sine(76.0, 486.0, 2.796),
-        259038054,
-        window_s=5.0,
-        lead_s=[5.0] * 60,
-        count=24,
-        lag_is_known=False,
-        lag_s=0.0369,
-        name="NVIDIA L40S",
-    )
+    windows = simulate(sine(76.0, 486.0, 2.796), 259038054, lag_s=0.0369, **LONG_WINDOWS, **UNKNOWN_LAG)
 
     assert max(abs(one.error_j) / one.truth_j for one in windows) < 1e-4
     assert covered(windows) >= 0.9

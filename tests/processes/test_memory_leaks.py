@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import jobs
 import pytest
 from cases import cases, repeats
 
@@ -49,29 +48,6 @@ for iteration in range(iterations):
 print(json.dumps([found, profiler.get_summary()]))
 """
 
-#: A usual mistake: the list of losses keeps the graph, and thereby the activations, of each iteration.
-GRAPHS = """
-import json
-import torch
-from effllm.instruments.profiling import GPUMemoryProfiler
-
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(64, 500), torch.nn.ReLU(), torch.nn.Linear(500, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-profiler = GPUMemoryProfiler("cpu")
-losses, found = [], []
-for iteration in range(200):
-    loss = model(torch.randn(250, 64)).square().mean()  # 250 x 500 values before and after the ReLU
-    losses.append(KEPT)
-    optimizer.zero_grad()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    profiler.measure("end")
-    if iteration % 10 == 9 and profiler.detect_leak(threshold_gb=0.05):
-        found.append(iteration + 1)
-print(json.dumps([found, profiler.get_summary()]))
-"""
-
 
 def ran(code, *arguments):
     """Return the iterations with a reported leak, and the summary of the profiler."""
@@ -94,14 +70,3 @@ def test_fragmented_memory_of_a_real_process_is_no_leak(seed):
 
     assert found == []
     assert summary["peak_allocated_gb"] > 0.1  # more than the threshold of `detect_leak`
-
-
-@pytest.mark.long
-@pytest.mark.torch
-@jobs.skip_without_torch
-def test_losses_that_keep_their_graphs_are_found_as_a_leak():
-    leaking, _ = ran(GRAPHS.replace("KEPT", "loss"))
-    detached, _ = ran(GRAPHS.replace("KEPT", "loss.detach()"))
-
-    assert leaking
-    assert detached == []

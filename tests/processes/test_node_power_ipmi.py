@@ -70,18 +70,20 @@ def tools(tmp_path):
     return Tools(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "text", "watts"), [("ipmi-dcmi", IPMI_DCMI, 332.0), ("ipmitool", IPMITOOL, 173.0)])
+@pytest.mark.parametrize(
+    ("name", "text", "watts"),
+    [
+        ("ipmi-dcmi", IPMI_DCMI, 332.0),
+        ("ipmitool", IPMITOOL, 173.0),
+        ("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL, 173.0),
+    ],
+    ids=["ipmi-dcmi", "ipmitool", "after a warning"],
+)
 def test_current_power_is_read_and_not_the_mean_since_boot(tools, name, text, watts):
     tools.add_output(name, text)
     sample, failures = tools.open().read()
 
     assert (sample.power_w, sample.energy_j, failures) == (watts, None, {})
-
-
-def test_warning_of_a_tool_before_its_reading_is_ignored(tools):
-    tools.add_output("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
-
-    assert tools.open().read()[0].power_w == 173.0
 
 
 def test_device_measures_node_power_with_a_note_on_its_limits(tools):
@@ -117,26 +119,22 @@ def test_second_tool_is_used_if_the_first_has_no_reading(tools):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("tool", "text", "reason"),
     [
-        (IPMI_DCMI.replace("Active", "Not Available"), "the measurement is off"),
-        (IPMI_DCMI.replace("332 Watts", "0 Watts"), "shows 0 W, which a running node cannot draw"),
-        ("could not find inband device\n", "shows no power: could not find inband device"),
-        ("", "shows no power: it printed nothing"),
-        ("Current Power : many Watts\n", "shows no power: Current Power : many Watts"),
-        ("\0\xff" * 100, "shows no power"),
+        ("ipmi-dcmi", IPMI_DCMI.replace("Active", "Not Available"), "the measurement is off"),
+        ("ipmi-dcmi", IPMI_DCMI.replace("332 Watts", "0 Watts"), "shows 0 W, which a running node cannot draw"),
+        ("ipmi-dcmi", "could not find inband device\n", "shows no power: could not find inband device"),
+        ("ipmi-dcmi", "", "shows no power: it printed nothing"),
+        ("ipmi-dcmi", "Current Power : many Watts\n", "shows no power: Current Power : many Watts"),
+        ("ipmi-dcmi", "\0\xff" * 100, "shows no power"),
+        ("ipmitool", IPMITOOL.replace("activated", "deactivated"), "the measurement is off"),
     ],
+    ids=["off", "0 W", "no device", "empty", "no number", "binary", "ipmitool off"],
 )
-def test_output_without_a_reading_is_rejected_with_a_reason(tools, text, reason):
-    tools.add_output("ipmi-dcmi", text)
+def test_output_without_a_reading_is_rejected_with_a_reason(tools, tool, text, reason):
+    tools.add_output(tool, text)
 
     assert reason in tools.why_not()
-
-
-def test_reading_that_ipmitool_marks_as_off_is_rejected(tools):
-    tools.add_output("ipmitool", IPMITOOL.replace("activated", "deactivated"))
-
-    assert "the measurement is off" in tools.why_not()
 
 
 def test_failure_of_a_tool_affects_only_one_reading(tools):
@@ -161,16 +159,11 @@ def test_hanging_tool_and_its_children_are_killed_at_the_timeout(tools):
     assert jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - {os.getpid()}, within_s=30.0) == set()
 
 
-def test_child_that_keeps_the_output_open_does_not_block(tools):
-    answer = tools.root / "answer"
-    answer.write_text(IPMI_DCMI)
-    tools.put("ipmi-dcmi", f"sleep 600 &\ncat '{answer}'")
-
-    assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
-
-
-def test_hanging_tool_with_closed_output_is_killed(tools):
-    tools.put("ipmi-dcmi", "exec >/dev/null 2>&1; sleep 600")
+@pytest.mark.parametrize(
+    "body", [f"sleep 600 &\necho '{IPMI_DCMI}'", "exec >/dev/null 2>&1; sleep 600"], ids=["child", "closed output"]
+)
+def test_process_of_a_tool_that_remains_does_not_block(tools, body):
+    tools.put("ipmi-dcmi", body)
 
     assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
 

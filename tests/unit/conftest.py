@@ -1,5 +1,6 @@
 """Unit tests start no process: a test that starts a process fails, and belongs in tests/processes."""
 
+import os
 import sys
 import uuid
 
@@ -32,3 +33,11 @@ def own_user_folders(clean_environment, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.getbasetemp() / uuid.uuid4().hex
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+
+
+@pytest.fixture
+def wake():
+    """The descriptor by which a sampler wakes its agent."""
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+    yield descriptor
+    os.close(descriptor)

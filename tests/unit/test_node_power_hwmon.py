@@ -1,8 +1,7 @@
 """effllm/devices/node/hwmon.py with fake trees of Grace; no such machine was available."""
 
-from pathlib import Path
-
 import pytest
+from powercap_tree import forbid_reading
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node.hwmon import NO_HWMON, open_reader
@@ -68,16 +67,20 @@ def why_not(root):
     return str(caught.value)
 
 
-def test_rails_are_not_added_to_the_power_of_grace(grace_hopper):
-    assert watts(grace_hopper) == 104.25  # the rails (46.5 and 11.75 W) and the module (612.4 W) are not added
-
-
-def test_power_of_two_sockets_is_summed(tmp_path):
-    assert watts(Hwmon(tmp_path, GRACE_GRACE)) == 210.5 + 190.25
-
-
-def test_more_than_ten_sockets_are_each_counted(tmp_path):
-    assert watts(Hwmon(tmp_path, {f"Grace Power Socket {socket}": 10.0 for socket in range(12)})) == 120.0
+@pytest.mark.parametrize(
+    ("meters", "below", "expected_w"),
+    [
+        (GRACE_HOPPER, "device", 104.25),  # the rails (46.5 and 11.75 W) and the module (612.4 W) are not added
+        (GRACE_HOPPER, ".", 104.25),  # newer kernels have the files one folder higher
+        (GRACE_GRACE, "device", 210.5 + 190.25),
+        ({f"Grace Power Socket {socket}": 10.0 for socket in range(12)}, "device", 120.0),
+        # names of the successor of Grace
+        ({"Total Power Socket 0": 300.0, "CPU Rail Power Socket 0": 200.0}, "device", 300.0),
+        ({"Total Input Power in uW Socket 0": 300.0, "CPU Rail Power Socket 0": 200.0}, "device", 300.0),
+    ],
+)
+def test_power_of_all_sockets_is_summed_without_their_parts(tmp_path, meters, below, expected_w):
+    assert watts(Hwmon(tmp_path, meters, below=below)) == expected_w
 
 
 def test_device_gives_averaged_power_and_no_energy(grace_hopper):
@@ -103,10 +106,6 @@ def test_cpu_in_a_module_with_a_gpu_has_a_shared_energy_key(grace_hopper, tmp_pa
     assert (beside_a_gpu.energy_key, alone.energy_key) == ("module-cpu:node1", "")
 
 
-def test_files_of_newer_kernels_are_found_one_folder_higher(tmp_path):
-    assert watts(Hwmon(tmp_path, GRACE_HOPPER, below=".")) == 104.25
-
-
 def test_meter_in_both_folders_is_counted_once(grace_hopper):
     device = grace_hopper.files["Grace Power Socket 0"].parent
     for name in ("power1_average", "power1_oem_info"):
@@ -115,21 +114,15 @@ def test_meter_in_both_folders_is_counted_once(grace_hopper):
     assert watts(grace_hopper) == 104.25
 
 
-@pytest.mark.parametrize("label", ["Total Power Socket 0", "Total Input Power in uW Socket 0"])
-def test_sensor_names_of_the_successor_of_grace_are_found(tmp_path, label):
-    assert watts(Hwmon(tmp_path, {label: 300.0, "CPU Rail Power Socket 0": 200.0})) == 300.0
+@pytest.mark.parametrize(
+    ("interval_ms", "expected_s", "source"),
+    [("2000", (2.0, 2.0), ""), (None, (1.0, 1.0), "the averaging interval is assumed;")],
+)
+def test_averaging_interval_is_the_interval_of_reads(tmp_path, interval_ms, expected_s, source):
+    reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=interval_ms).root)
 
-
-def test_long_averaging_interval_is_the_interval_of_reads(tmp_path):
-    reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms="2000").root)
-
-    assert (reader.interval_s, reader.device.sensor.average_s) == (2.0, 2.0)
-
-
-def test_unknown_interval_is_marked_as_assumed(tmp_path):
-    sensor = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=None).root).device.sensor
-
-    assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "the averaging interval is assumed")
+    assert (reader.interval_s, reader.device.sensor.average_s) == expected_s
+    assert reader.device.sensor.source.startswith(source)
 
 
 @pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])
@@ -152,26 +145,16 @@ def test_failing_socket_leaves_no_partial_sum(tmp_path):
     assert reader.read()[0].power_average_w is None
 
 
-def test_power_meter_of_a_server_is_not_a_cpu_meter(tmp_path):
-    assert why_not(Hwmon(tmp_path, {"": 420.0, "System Power": 431.0}).root) == NO_HWMON
-
-
-def test_single_module_meter_is_not_a_cpu_meter(tmp_path):
-    assert why_not(Hwmon(tmp_path, {"Module Power Socket 0": 612.0}).root) == NO_HWMON
-
-
-def test_missing_hwmon_is_reported(tmp_path):
-    assert why_not(tmp_path / "nowhere") == NO_HWMON
+@pytest.mark.parametrize(
+    "meters",
+    [{"": 420.0, "System Power": 431.0}, {"Module Power Socket 0": 612.0}, {}],
+    ids=["server", "module", "none"],
+)
+def test_meter_of_a_server_or_of_a_module_is_not_a_cpu_meter(tmp_path, meters):
+    assert why_not(Hwmon(tmp_path, meters).root) == NO_HWMON
 
 
 def test_unreadable_meter_is_named(grace_hopper, monkeypatch):
-    read_text = Path.read_text
-
-    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, who can read every file
-        if path.name == "power1_average":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
+    forbid_reading(monkeypatch, "power1_average")
 
     assert "Permission denied" in why_not(grace_hopper.root)

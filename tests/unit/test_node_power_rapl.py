@@ -1,10 +1,9 @@
 """effllm/devices/node/rapl.py with fake trees of Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
+from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap, forbid_reading
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node import CPU_INTERVAL_S
@@ -248,48 +247,33 @@ def test_equal_dram_power_of_two_sockets_is_counted_twice(powercap, clock):
 # --- missing permission ---
 
 
-def close_powercap(monkeypatch):
-    """Simulate missing read permission for the counters; the tests may run as root, who can read every file."""
-    read_text = Path.read_text
-
-    def as_an_ordinary_user(path, *args, **kwargs):
-        if path.name == "energy_uj":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
-
-
 def why_not(clock, powercap):
     with pytest.raises(DeviceUnavailable) as caught:
         open_rapl(clock, powercap, lambda _: None)
     return str(caught.value)
 
 
-def test_missing_counters_are_reported(tmp_path, clock):
-    assert why_not(clock, tmp_path) == NO_RAPL
-
-
-def test_zones_masked_by_a_container_count_as_missing(tmp_path, clock):
-    (tmp_path / "intel-rapl:0").symlink_to(tmp_path / "devices" / "virtual" / "powercap" / "intel-rapl:0")
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_missing_or_masked_counters_are_reported(tmp_path, clock, is_masked):
+    if is_masked:  # as in a container
+        (tmp_path / "intel-rapl:0").symlink_to(tmp_path / "devices" / "virtual" / "powercap" / "intel-rapl:0")
 
     assert why_not(clock, tmp_path) == NO_RAPL
 
 
 def test_report_of_unreadable_counters_has_the_remedies(powercap, clock, monkeypatch):
-    close_powercap(monkeypatch)
-    text = why_not(clock, powercap.root)
+    forbid_reading(monkeypatch, "energy_uj")
 
-    assert text == RAPL_UNREADABLE
-    for way in ("tmpfiles.d", "CAP_DAC_READ_SEARCH"):
-        assert way in text
+    assert why_not(clock, powercap.root) == RAPL_UNREADABLE
+    assert "tmpfiles.d" in RAPL_UNREADABLE
+    assert "CAP_DAC_READ_SEARCH" in RAPL_UNREADABLE
 
 
 def test_unexpected_powercap_tree_is_described_in_the_error(powercap, clock):
     powercap.break_zone("intel-rapl:0")
 
-    assert why_not(clock, powercap.root).startswith(
-        "energy: the RAPL counters cannot be read through powercap: invalid"
+    assert why_not(clock, powercap.root).endswith(
+        "cannot be read through powercap: invalid literal for int() with base 10: ''"
     )
 
 

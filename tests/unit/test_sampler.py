@@ -1,6 +1,5 @@
 """effllm/agent/sampler.py: samples are taken in time and on request; a hanging device does not block others."""
 
-import os
 import select
 import threading
 import time
@@ -13,13 +12,6 @@ from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import Device, Sample, Sensor
-
-
-@pytest.fixture
-def wake():
-    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
-    yield descriptor
-    os.close(descriptor)
 
 
 @pytest.fixture
@@ -50,16 +42,6 @@ def test_the_first_sample_is_taken_at_once(start, wake):
     assert len(sampler.take_samples()) == 1
     assert sampler.device.key == "GPU-0"
     assert sampler.take_samples() == []
-
-
-def test_requested_sample_does_not_wait_for_the_interval(start, wake):
-    sampler = start(FakeReader())
-    woken(wake)
-    sampler.ask()
-    woken(wake)
-
-    first, second = sampler.take_samples()
-    assert first.time_ns < second.time_ns < time.monotonic_ns()
 
 
 def test_periodic_samples_do_not_wake_the_agent(start, wake):
@@ -305,47 +287,29 @@ def test_failure_and_recovery_of_a_quantity_are_each_reported_once(start, wake):
     ]
 
 
-def test_device_that_cannot_be_opened_is_reported(wake):
+@pytest.mark.parametrize(
+    ("error", "is_node_sensor", "reason", "reported"),
+    [
+        (DeviceUnavailable("no driver"), False, "no driver", ["no device is sampled: no driver"]),
+        (DeviceUnavailable("no RAPL here"), True, "no RAPL here", []),
+        (
+            *(ValueError("bad"), False, "the device file has an error: ValueError: bad"),
+            ["no device is sampled: the device file has an error: ValueError: bad"],
+        ),
+    ],
+    ids=["device", "node sensor", "error in a device file"],
+)
+def test_device_that_cannot_be_opened_is_reported(wake, error, is_node_sensor, reason, reported):
     def refuse():
-        raise DeviceUnavailable("there is no driver")
+        raise error
 
     events = []
-    sampler = Sampler(refuse, LONG_INTERVAL_S, events.append, wake)
+    sampler = Sampler(refuse, LONG_INTERVAL_S, events.append, wake, is_node_sensor=is_node_sensor)
     sampler.start()
     woken(wake)
 
-    assert (sampler.device, sampler.unavailable) == (None, "there is no driver")
-    assert texts(events) == ["no device is sampled: there is no driver"]
-    assert sampler.take_samples() == []
-    assert sampler.stop(30.0)
-
-
-def test_error_in_a_device_file_is_reported_as_missing_device(wake):
-    events = []
-    sampler = Sampler(lambda: int("GPU-8d54"), LONG_INTERVAL_S, events.append, wake)
-    sampler.start()
-    woken(wake)
-
-    assert texts(events) == [
-        "no device is sampled: the device file has an error: ValueError: invalid literal for int() with base 10: "
-        "'GPU-8d54'"
-    ]
-    assert sampler.unavailable
-    assert not sampler.is_opening
-    assert sampler.stale_s() is None
-    assert sampler.stop(30.0)
-
-
-def test_missing_node_sensor_is_not_reported(wake):
-    def refuse():
-        raise DeviceUnavailable("no RAPL here")
-
-    events = []
-    sampler = Sampler(refuse, LONG_INTERVAL_S, events.append, wake, is_node_sensor=True)
-    sampler.start()
-    woken(wake)
-
-    assert (events, sampler.unavailable) == ([], "no RAPL here")
+    assert (sampler.device, sampler.unavailable, texts(events)) == (None, reason, reported)
+    assert (sampler.take_samples(), sampler.is_opening, sampler.stale_s()) == ([], False, None)
     assert sampler.stop(30.0)
 
 

@@ -1,6 +1,5 @@
 """effllm/agent/track.py: the readings of a sampler are collected in a series; each edge is requested once."""
 
-import os
 import threading
 import time
 
@@ -28,13 +27,6 @@ class Gpu(FakeReader):
         if self._tick_s:
             shown_s = shown_s // self._tick_s * self._tick_s
         return Sample(sample.time_ns, power_w=100.0, energy_j=100.0 * shown_s), failures
-
-
-@pytest.fixture
-def wake():
-    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
-    yield descriptor
-    os.close(descriptor)
 
 
 @pytest.fixture
@@ -209,41 +201,24 @@ def events_of(track):
     return [(event.kind, event.text) for event in track.take_events(time.monotonic_ns(), time.time())]
 
 
-def test_event_contains_device_key_time_and_count(tracked, wake):
-    class Faulty(Gpu):
-        def read(self):
-            sample, failures = super().read()
-            return Sample(sample.time_ns, power_w=100.0, events=(Event(910.0, "ecc", "3 errors", count=3),)), failures
-
-    track = tracked(Faulty())
-    track.sampler.ask()
-    woken(wake)
-    track.take_samples()
-    event = track.take_events(time.monotonic_ns(), 1000.0)[-1]
-
-    assert (event.time_s, event.device, event.count) == (910.0, "GPU-0", 3)
-
-
-def test_texts_of_events_contain_the_name_of_the_device(tracked, wake):
+def test_events_have_the_name_of_the_device_their_time_and_count(tracked, wake):
     class Reset(Gpu):
         def read(self):
             sample, failures = super().read()
             energy_j = 1e6 if self.reads == 1 else 5.0
-            events = (Event(0.0, "xid", "a critical error: Xid 79"),) if self.reads == 2 else ()
+            events = (Event(910.0, "xid", "a critical error: Xid 79", count=3),) if self.reads == 2 else ()
             return Sample(sample.time_ns, power_w=100.0, energy_j=energy_j, events=events), failures
 
     track = tracked(Reset())
     track.sampler.ask()
     woken(wake)
     track.take_samples()
+    xid, reset = track.take_events(time.monotonic_ns(), 1000.0)
 
-    assert events_of(track) == [
-        ("xid", "GPU-0: a critical error: Xid 79"),
-        (
-            "energy_counter",
-            "GPU-0: the energy counter is not used: a decrease of 999995 J; integrated power is used instead",
-        ),
-    ]
+    assert (xid.kind, xid.text) == ("xid", "GPU-0: a critical error: Xid 79")
+    assert (xid.time_s, xid.device, xid.count) == (910.0, "GPU-0", 3)
+    assert reset.kind == "energy_counter"
+    assert reset.text.startswith("GPU-0: the energy counter is not used: a decrease of 999995 J;")
     assert events_of(track) == []
 
 

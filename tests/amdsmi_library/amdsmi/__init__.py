@@ -1,6 +1,6 @@
 """A fake amdsmi whose GPUs follow a script; names, units and types are the same as in the real package.
 
-The script is the JSON file in AMDSMI_SCRIPT, with three keys: ``release``, the ROCm release (5.7 to 7.0) that is
+The script is the JSON file in AMDSMI_SCRIPT, with three keys: ``release``, the ROCm release (6.2 to 7.0) that is
 imitated; ``gpus``, the values that differ from GPU below; ``faults``. Every call reads the script again, but
 ``release`` is read only once. All times use the monotonic clock, so every process can compute the true values; a test
 in the same process may replace ``now``.
@@ -88,8 +88,6 @@ class AmdSmiLibraryException(AmdSmiException):
 
 class AmdSmiRetryException(AmdSmiLibraryException):
     def __init__(self):
-        if RELEASE < (6, 0):
-            raise AttributeError("RETRY")  # as amdsmi_exception.py of 5.7 does
         super().__init__(9)
 
 
@@ -206,7 +204,7 @@ def _or_none(gpu, field, value, bits):
     mark = 2**bits - 1
     if field in gpu["no_value"] or value is None:
         value = mark
-    return "N/A" if value == mark and RELEASE >= (6, 1) else value
+    return "N/A" if value == mark else value
 
 
 def _counter(gpu, t):
@@ -259,9 +257,6 @@ def amdsmi_get_gpu_device_uuid(processor_handle):
 
 def amdsmi_get_gpu_asic_info(processor_handle):
     gpu = _gpu(processor_handle, "amdsmi_get_gpu_asic_info")
-    serial = f"{gpu['serial']:x}" if gpu["serial"] is not None else "ffffffffffffffff"
-    if RELEASE < (6, 1):
-        return {"market_name": gpu["name"], "device_id": gpu["device_id"], "asic_serial": serial}
     serial = "N/A" if gpu["serial"] is None else f"0x{gpu['serial']:016X}"
     return {"market_name": gpu["name"] or "N/A", "device_id": hex(gpu["device_id"]), "asic_serial": serial}
 
@@ -281,10 +276,9 @@ def amdsmi_get_power_info(processor_handle):
     watts = 0 if gpu["second_die"] else round(power_w(gpu, _time()))
     current = _or_none(gpu, "current_socket_power", watts if gpu["power_kind"] == "current" else None, 16)
     average = _or_none(gpu, "average_socket_power", watts if gpu["power_kind"] == "average" else None, 16)
-    limit = 0 if gpu["second_die"] else gpu["power_cap_w"] * (10**6 if RELEASE >= (6, 2) else 1)
+    limit = 0 if gpu["second_die"] else gpu["power_cap_w"] * 10**6
     answer = {"average_socket_power": average, "gfx_voltage": 800, "power_limit": limit}
-    if RELEASE >= (6, 0):
-        answer["current_socket_power"] = current
+    answer["current_socket_power"] = current
     if RELEASE >= (7, 0):
         answer["socket_power"] = average if current == "N/A" else current
     return answer
@@ -292,7 +286,7 @@ def amdsmi_get_power_info(processor_handle):
 
 def amdsmi_get_power_cap_info(processor_handle):
     gpu = _gpu(processor_handle, "amdsmi_get_power_cap_info")
-    cap = 0 if gpu["second_die"] else gpu["power_cap_w"] * (10**6 if RELEASE >= (6, 2) else 1)
+    cap = 0 if gpu["second_die"] else gpu["power_cap_w"] * 10**6
     return {"power_cap": cap, "default_power_cap": cap, "dpm_cap": 0, "min_power_cap": 0, "max_power_cap": cap}
 
 
@@ -347,22 +341,21 @@ def amdsmi_get_gpu_metrics_info(processor_handle):
     throttled = _or_none(gpu, "indep_throttle_status", gpu["throttled"] and 1 << 16, 64)
     if gpu["throttled"] is False:
         throttled = 0
-    answer["indep_throttle_status"] = throttled if throttled == "N/A" or RELEASE < (6, 1) else bool(throttled)
+    answer["indep_throttle_status"] = throttled if throttled == "N/A" else bool(throttled)
     return answer
 
 
-if RELEASE >= (6, 0):
+def amdsmi_get_gpu_driver_info(processor_handle):
+    _gpu(processor_handle, "amdsmi_get_gpu_driver_info")
+    return {"driver_name": "amdgpu", "driver_version": "6.10.5"}
 
-    def amdsmi_get_gpu_driver_info(processor_handle):
-        _gpu(processor_handle, "amdsmi_get_gpu_driver_info")
-        return {"driver_name": "amdgpu", "driver_version": "6.10.5"}
 
-    def amdsmi_get_minmax_bandwidth_between_processors(processor_handle_src, processor_handle_dst):
-        gpu = _gpu(processor_handle_src, "amdsmi_get_minmax_bandwidth_between_processors")
-        position = (processor_handle_dst.value // 16) % 1000
-        if not gpu["max_bandwidth"]:
-            _raise(2)
-        return {"min_bandwidth": 50_000, "max_bandwidth": gpu["max_bandwidth"].get(str(position), 50_000)}
+def amdsmi_get_minmax_bandwidth_between_processors(processor_handle_src, processor_handle_dst):
+    gpu = _gpu(processor_handle_src, "amdsmi_get_minmax_bandwidth_between_processors")
+    position = (processor_handle_dst.value // 16) % 1000
+    if not gpu["max_bandwidth"]:
+        _raise(2)
+    return {"min_bandwidth": 50_000, "max_bandwidth": gpu["max_bandwidth"].get(str(position), 50_000)}
 
 
 if RELEASE >= (6, 3):
