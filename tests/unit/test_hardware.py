@@ -148,20 +148,31 @@ def test_device_is_found_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w)
     assert peak_flops_per_s(name) == row.flops_per_s.get("bf16") == expected
 
 
-def test_volta_and_older_gpus_have_fp16_peaks_but_no_bf16_peaks():
-    assert peak_flops_per_s("Tesla V100-SXM2-32GB", "fp16") == 125e12
-    assert peak_flops_per_s("Tesla V100-PCIE-16GB", "fp16") == 112e12
-    assert peak_flops_per_s("Tesla V100S-PCIE-32GB", "fp16") == 130e12
-    assert peak_flops_per_s("Tesla T4", "fp16") == 65e12
-    assert peak_flops_per_s("Quadro RTX 8000", "fp16") == 130.5e12
+@cases(
+    ("name", "tflops"),
+    [
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla V100S-PCIE-32GB", 130),
+        ("Tesla T4", 65),
+        ("Quadro RTX 8000", 130.5),
+    ],
+)
+def test_volta_and_older_gpus_have_fp16_peaks(name, tflops):
+    assert peak_flops_per_s(name, "fp16") == tflops * 1e12
 
 
-def test_memory_sizes_use_powers_of_two_and_bandwidths_powers_of_ten():
-    assert find("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 2**30
-    assert find("NVIDIA H100 80GB HBM3").memory_bytes_per_s == 3.35e12
-    assert find("NVIDIA H200").memory_bytes == 141 * 2**30
-    assert find("NVIDIA H200").memory_bytes_per_s == 4.8e12
-    assert find("AMD Instinct MI300X").memory_bytes_per_s == 5.325e12
+@cases(
+    ("name", "gib", "gb_per_s"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80, 3350),
+        ("NVIDIA H200", 141, 4800),
+        ("AMD Instinct MI300X", 192, 5325),
+        ("AMD Instinct MI250X", 64, 1638.4),  # half of the module: 128 GiB and 3276.8 GB/s
+    ],
+)
+def test_memory_sizes_use_powers_of_two_and_bandwidths_powers_of_ten(name, gib, gb_per_s):
+    assert (find(name).memory_bytes, find(name).memory_bytes_per_s) == (gib * 2**30, gb_per_s * 1e9)
 
 
 @cases("name", NAMES)
@@ -225,16 +236,6 @@ def test_unlisted_device_gets_no_numbers_of_a_similar_device(name):
     assert peak_flops_per_s(name) is None
 
 
-def test_similar_names_are_different_devices():
-    assert peak_flops_per_s("NVIDIA L4") == 121e12
-    assert peak_flops_per_s("NVIDIA L40") == 181.05e12
-    assert peak_flops_per_s("NVIDIA L40S") == 362.05e12
-    assert peak_flops_per_s("NVIDIA H200") == 989.4e12
-    assert peak_flops_per_s("NVIDIA H200 NVL") == 835.5e12
-    assert find("Quadro RTX 6000").architecture == "Turing"
-    assert find("NVIDIA RTX 6000 Ada Generation").architecture == "Ada Lovelace"
-
-
 @cases(
     ("name", "whole"),
     [
@@ -278,16 +279,6 @@ def test_reason_is_given_only_for_a_device_without_a_peak(name):
 def test_short_name_is_that_of_a_board_with_known_memory():
     assert find("NVIDIA H100").memory_bytes is None, "modules with 64, 94 and 96 GB have this name"
     assert find_gpu("h100").names[0] == find_gpu("NVIDIA H100").names[0] == "NVIDIA H100 80GB HBM3"
-
-
-def test_die_of_a_module_has_half_of_the_values_of_the_module():
-    die = find("AMD Instinct MI250X")
-
-    assert 2 * die.flops_per_s["bf16"] == 383e12
-    assert 2 * die.memory_bytes == 128 * 2**30
-    assert 2 * die.memory_bytes_per_s == 3276.8e9
-    assert 2 * die.tdp_w == 560
-    assert "one of the two dies" in die.note
 
 
 def test_ambiguous_name_has_no_peak():
@@ -388,38 +379,36 @@ def test_bf16_peak_is_the_fp16_peak_since_ampere_and_absent_before(row):
         assert row.flops_per_s["bf16"] == row.flops_per_s["fp16"]
 
 
-def test_unconfirmed_board_is_marked_as_unconfirmed():
-    assert find("NVIDIA GB10").source.evidence == "unconfirmed"
-    assert find("NVIDIA H20").source.evidence == "unconfirmed"
-    assert find("AMD Instinct MI300X").source.evidence == "read"
-
-
 # --- power sensors -------------------------------------------------------------------------------
 
 
-def test_sensor_of_a_device_follows_from_its_generation():
-    h100, a100, v100 = (
-        find(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB")
-    )
+@cases(
+    ("name", "milliseconds", "duty", "power_usage"),
+    [
+        ("NVIDIA H100 80GB HBM3", (100, 25), 0.25, "1-s mean"),
+        ("NVIDIA A100-SXM4-80GB", (100, 25), 0.25, "instant"),
+        ("NVIDIA A10", (100, 100), 1.0, "1-s mean"),  # is Ampere as well, but only the A100 returns instant power
+        ("Tesla V100-SXM2-16GB", (20, 10), 0.5, "instant"),
+        ("NVIDIA B200", (None, None), None, "1-s mean"),
+    ],
+)
+def test_sensor_of_a_device_follows_from_its_generation(name, milliseconds, duty, power_usage):
+    sensor = find(name).sensor
 
-    assert (h100.sensor.update_s, h100.sensor.window_s, h100.sensor.duty) == (0.1, 0.025, 0.25)
-    assert (a100.sensor.update_s, a100.sensor.window_s, a100.sensor.duty) == (0.1, 0.025, 0.25)
-    assert (v100.sensor.update_s, v100.sensor.window_s, v100.sensor.duty) == (0.02, 0.01, 0.5)
-    # A100 and A10 are both "Ampere", but only the A100 returns instantaneous power.
-    assert a100.sensor.power_usage == "instant"
-    assert find("NVIDIA A10").sensor.power_usage == h100.sensor.power_usage == "1-s mean"
-
-
-def test_unmeasured_properties_of_a_sensor_are_none():
-    b200 = find("NVIDIA B200").sensor
-
-    assert b200.update_s is b200.window_s is b200.duty is b200.lag_s is None
-    assert b200.counter
-    assert find("AMD Instinct MI300X").sensor.power_usage is None
+    assert (sensor.update_s, sensor.window_s) == tuple(value and value / 1e3 for value in milliseconds)
+    assert (sensor.duty, sensor.power_usage, sensor.lag_s, sensor.counter) == (duty, power_usage, None, True)
 
 
-def test_devices_before_volta_have_no_energy_counter():
+def test_facts_of_single_boards_and_generations_are_kept():
     assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
+    assert find("AMD Instinct MI300X").sensor.power_usage is None
+    assert find("Quadro RTX 8000").sensor.duty == pytest.approx(0.2)
+    # boards that were compared with a meter
+    assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
+    assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
+    assert find("NVIDIA H100 80GB HBM3").gain_measured is None
+    assert "one of the two dies" in find("AMD Instinct MI250X").note
+    assert [find(name).source.evidence for name in ("NVIDIA GB10", "NVIDIA H20")] == ["unconfirmed"] * 2
 
 
 def test_every_sensor_has_a_source_and_a_plausible_tick_share():
@@ -427,13 +416,6 @@ def test_every_sensor_has_a_source_and_a_plausible_tick_share():
         assert sensor.source
         assert sensor.gain_error == 0.05
         assert sensor.duty is None or 0 < sensor.duty <= 1
-
-
-def test_gain_of_boards_compared_with_a_meter_is_negative():
-    assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
-    assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
-    assert find("NVIDIA H100 80GB HBM3").gain_measured is None
-    assert find("Quadro RTX 8000").sensor.duty == pytest.approx(0.2)
 
 
 # --- the page ------------------------------------------------------------------------------------
