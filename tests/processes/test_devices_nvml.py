@@ -35,6 +35,12 @@ def sliced(trace):
     return trace
 
 
+@pytest.fixture
+def reader(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        yield reader
+
+
 def device_of(trace, **site):
     """Return the key and the used memory (GiB) of the opened device; each of these values identifies the device."""
     with trace.reader(Site(**site)) as reader:
@@ -107,9 +113,8 @@ def test_hidden_gpu_is_not_counted_and_a_failing_one_is(trace, fault, visible):
     assert device_of(trace, visible_devices=visible) == (B, 2)
 
 
-def test_name_key_and_limits_of_a_device_are_read(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        device = reader.device
+def test_name_key_and_limits_of_a_device_are_read(reader):
+    device = reader.device
 
     assert (device.key, device.name, device.is_gpu, device.shared) == (A, "Traced", True, False)
     assert (device.memory_total_bytes, device.power_limit_w) == (80 * GIB, 700.0)
@@ -217,14 +222,13 @@ def test_counter_that_fails_at_opening_is_read_again(trace):
     assert sample.energy_j > 0
 
 
-def test_lost_gpu_is_read_again(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.fault("1 * lost")
-        lost, failures = reader.read()
-        trace.fault()
-        waiting, _ = reader.read()  # a restart of NVML has failed; the next restart is after a second
-        reader.pass_time(1.0)
-        back, no_failures = reader.read()
+def test_lost_gpu_is_read_again(trace, reader):
+    trace.fault("1 * lost")
+    lost, failures = reader.read()
+    trace.fault()
+    waiting, _ = reader.read()  # a restart of NVML has failed; the next restart is after a second
+    reader.pass_time(1.0)
+    back, no_failures = reader.read()
 
     assert (lost.memory_bytes, lost.utilization, lost.power_w, lost.energy_j) == (None, None, None, None)
     assert set(failures) == {"memory_bytes", "utilization", "power_w", "energy_j"}
@@ -233,51 +237,48 @@ def test_lost_gpu_is_read_again(trace):
     assert (back.memory_bytes, no_failures) == (1 * GIB, {})
 
 
-def test_delay_between_searches_for_a_lost_gpu_increases(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.fault("1 * lost")
-        reader.read()  # the first search is immediate; the next searches are after 1, 2, 4, 8 s
-        for delay_s in (1.0, 2.0, 4.0):
-            reader.pass_time(delay_s)
-            reader.read()
-        trace.fault()
-        reader.pass_time(7.0)
-        too_early, _ = reader.read()
-        reader.pass_time(1.0)
-        back, _ = reader.read()
+def test_delay_between_searches_for_a_lost_gpu_increases(trace, reader):
+    trace.fault("1 * lost")
+    reader.read()  # the first search is immediate; the next searches are after 1, 2, 4, 8 s
+    for delay_s in (1.0, 2.0, 4.0):
+        reader.pass_time(delay_s)
+        reader.read()
+    trace.fault()
+    reader.pass_time(7.0)
+    too_early, _ = reader.read()
+    reader.pass_time(1.0)
+    back, _ = reader.read()
 
     assert too_early.memory_bytes is None
     assert back.memory_bytes == 1 * GIB
 
 
-def test_delay_between_searches_is_reset_after_the_gpu_returns(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.fault("1 * lost")
-        for _ in range(4):  # four searches without success: the next delay would be 16 s
-            reader.pass_time(60.0)
-            reader.read()
-        trace.fault()
+def test_delay_between_searches_is_reset_after_the_gpu_returns(trace, reader):
+    trace.fault("1 * lost")
+    for _ in range(4):  # four searches without success: the next delay would be 16 s
         reader.pass_time(60.0)
         reader.read()
-        trace.fault("1 * lost")
-        reader.pass_time(60.0)
-        lost, _ = reader.read()
-        trace.fault()
-        reader.pass_time(1.0)
-        back, _ = reader.read()
+    trace.fault()
+    reader.pass_time(60.0)
+    reader.read()
+    trace.fault("1 * lost")
+    reader.pass_time(60.0)
+    lost, _ = reader.read()
+    trace.fault()
+    reader.pass_time(1.0)
+    back, _ = reader.read()
 
     assert lost.memory_bytes is None
     assert back.memory_bytes == 1 * GIB
 
 
-def test_reader_recovers_after_a_driver_reload(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.fault("1 * lost", "init * error 9")
-        reader.read()  # NVML is now shut down and does not start
-        _, failures = reader.read()
-        trace.fault()
-        reader.pass_time(1.0)
-        sample, _ = reader.read()
+def test_reader_recovers_after_a_driver_reload(trace, reader):
+    trace.fault("1 * lost", "init * error 9")
+    reader.read()  # NVML is now shut down and does not start
+    _, failures = reader.read()
+    trace.fault()
+    reader.pass_time(1.0)
+    sample, _ = reader.read()
 
     assert set(failures.values()) == {"Uninitialized"}
     assert sample.memory_bytes == 1 * GIB
@@ -299,25 +300,23 @@ def test_returned_gpu_is_read_without_new_capability_calls(trace):
     assert not {"nvmlDeviceGetName", "nvmlDeviceIsMigDeviceHandle", "nvmlDeviceGetPowerUsage"} & set(calls)
 
 
-def test_returned_gpu_is_found_by_its_uuid(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.write(GPU_A, GPU_B, GPU_C)
-        trace.fault("1 * lost")  # position 1 is A until NVML restarts, then B
-        sample, failures = reader.read()
+def test_returned_gpu_is_found_by_its_uuid(trace, reader):
+    trace.write(GPU_A, GPU_B, GPU_C)
+    trace.fault("1 * lost")  # position 1 is A until NVML restarts, then B
+    sample, failures = reader.read()
 
     assert (sample.memory_bytes, failures) == (1 * GIB, {})
 
 
-def test_missing_gpu_is_not_read_until_it_is_found_again(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        trace.write(GPU_C, GPU_B)
-        trace.fault("1 * lost")
-        reader.read()  # NVML restarts without this GPU
-        trace.fault()
-        sample, failures = reader.read()
-        trace.write(GPU_C, GPU_A, GPU_B)
-        reader.pass_time(1.0)
-        back, _ = reader.read()
+def test_missing_gpu_is_not_read_until_it_is_found_again(trace, reader):
+    trace.write(GPU_C, GPU_B)
+    trace.fault("1 * lost")
+    reader.read()  # NVML restarts without this GPU
+    trace.fault()
+    sample, failures = reader.read()
+    trace.write(GPU_C, GPU_A, GPU_B)
+    reader.pass_time(1.0)
+    back, _ = reader.read()
 
     assert sample.memory_bytes is None  # the old handle can now be a handle of another GPU
     assert set(failures.values()) == {"Uninitialized"}
@@ -460,11 +459,10 @@ def test_slice_is_measured_in_a_container_that_may_not_read_its_gpu(sliced):
     assert missing == ["utilization", "power", "energy", "Xid errors"]
 
 
-def test_closed_reader_returns_failures_and_does_not_open_again(trace):
-    with trace.reader(Site(cuda_uuid=A)) as reader:
-        reader.close_device()
-        reader.close_device()
-        sample, failures = reader.read()
+def test_closed_reader_returns_failures_and_does_not_open_again(reader):
+    reader.close_device()
+    reader.close_device()
+    sample, failures = reader.read()
 
     assert sample.memory_bytes is None
     assert set(failures.values()) == {"Uninitialized"}

@@ -45,6 +45,19 @@ def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
         return reader.device, sample, failures
 
 
+@pytest.fixture
+def trace(trace):
+    """The trace with the GPU that most tests read."""
+    trace.write(gpu())
+    return trace
+
+
+@pytest.fixture
+def reader(trace):
+    with trace.reader(AT_A) as reader:
+        yield reader
+
+
 # --- energy and power, by scope ---
 
 
@@ -126,8 +139,6 @@ def test_gpus_of_one_module_share_one_energy_key(trace):
 
 @pytest.mark.parametrize("wanted", ["gpu", "module", "gpu+cpu", "node-psu"])
 def test_board_with_one_scope_ignores_the_configured_scope(trace, wanted):
-    trace.write(gpu())
-
     device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
 
     assert (device.power_scope, device.energy_method, device.energy_note) == ("gpu", "counter", "")
@@ -159,8 +170,6 @@ def test_failed_field_does_not_affect_other_fields(trace):
 
 
 def test_32_bit_mark_of_a_missing_value_is_a_valid_64_bit_energy(trace):
-    trace.write(gpu())
-
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
 
     assert sample.energy_j == NOT_AVAILABLE_32 / 1e3
@@ -299,8 +308,6 @@ def test_gauges_are_in_base_units(trace):
     ],
 )
 def test_impossible_gauge_is_missing_and_reported_as_a_failure(trace, call, value, name):
-    trace.write(gpu())
-
     _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
 
     assert list(failures) == [name]
@@ -585,44 +592,33 @@ def events_of(reader, pass_s: float = 0.0):
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
 
-def test_critical_errors_of_one_number_are_one_event(trace):
-    trace.write(gpu())
-
-    with trace.reader(AT_A) as reader:
-        before = events_of(reader)
-        trace.fault("0 xid event 79")
-        events = [events_of(reader, 1.0) for _ in range(3)]
-        trace.fault(*["0 xid event 63"] * 5)
-        ((_, repeated),) = events_of(reader, 1.0)
+def test_critical_errors_of_one_number_are_one_event(trace, reader):
+    before = events_of(reader)
+    trace.fault("0 xid event 79")
+    events = [events_of(reader, 1.0) for _ in range(3)]
+    trace.fault(*["0 xid event 63"] * 5)
+    ((_, repeated),) = events_of(reader, 1.0)
 
     assert before == ()
     assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
     assert repeated.startswith("Xid 63, 5 times:")
 
 
-def test_events_of_a_failing_gpu_are_read_immediately(trace):
-    trace.write(gpu())
-
-    with trace.reader(AT_A) as reader:
-        events_of(reader)
-        trace.fault(
-            "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
-        )
-        events = events_of(reader)  # the second read is in the same second
+def test_events_of_a_failing_gpu_are_read_immediately(trace, reader):
+    events_of(reader)
+    trace.fault("0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization")))
+    events = events_of(reader)  # the second read is in the same second
 
     assert [kind for kind, _ in events] == ["xid"]
 
 
-def test_events_of_a_returned_gpu_are_read(trace):
-    trace.write(gpu())
-
-    with trace.reader(AT_A) as reader:
-        trace.fault("0 * lost")
-        reader.read()
-        trace.fault()
-        events_of(reader, 1.0)
-        trace.fault("0 xid event 48")
-        events = events_of(reader, 1.0)
+def test_events_of_a_returned_gpu_are_read(trace, reader):
+    trace.fault("0 * lost")
+    reader.read()
+    trace.fault()
+    events_of(reader, 1.0)
+    trace.fault("0 xid event 48")
+    events = events_of(reader, 1.0)
 
     assert [kind for kind, _ in events] == ["xid"]
 
@@ -646,8 +642,6 @@ def test_memory_errors_are_counted_from_the_opening_of_the_gpu(trace):
 
 
 def test_changed_power_limit_is_reported_in_one_event_and_a_gauge(trace):
-    trace.write(gpu())
-
     with trace.reader(AT_A) as reader:
         trace.fault("0 limit value 350000")
         reader.pass_time(10.0)
@@ -669,20 +663,16 @@ def test_changed_power_limit_is_reported_in_one_event_and_a_gauge(trace):
         f"limit value {NOT_AVAILABLE_32}",
     ],
 )
-def test_unreadable_values_raise_no_events(trace, fault):
-    trace.write(gpu())
-
-    with trace.reader(AT_A) as reader:
-        trace.fault(f"0 {fault}")
-        events = events_of(reader, 10.0)
-        trace.fault()
-        after = events_of(reader, 10.0)
+def test_unreadable_values_raise_no_events(trace, reader, fault):
+    trace.fault(f"0 {fault}")
+    events = events_of(reader, 10.0)
+    trace.fault()
+    after = events_of(reader, 10.0)
 
     assert (events, after) == ((), ())
 
 
 def test_late_first_read_of_the_power_limit_raises_no_event(trace):
-    trace.write(gpu())
     trace.fault(f"0 limit error {UNKNOWN_ERROR}")
 
     with trace.reader(AT_A) as reader:
@@ -751,7 +741,6 @@ def test_gpm_metrics_need_two_more_nvml_calls_per_read(trace):
 
 
 def test_power_limit_and_memory_errors_are_read_every_ten_seconds(trace):
-    trace.write(gpu())
     trace.count_calls()
 
     with trace.reader(AT_A) as reader:

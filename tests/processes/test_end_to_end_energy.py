@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jobs
 import pytest
-from nvml_library import GIB, Gpu, Trace, flat, square
+from nvml_library import Gpu, Trace, square
 
 from effllm.energy.calibration import Calibration, store
 from effllm.records.job import Summary
@@ -153,38 +153,6 @@ def test_gpu_shared_by_two_ranks_is_counted_once(shared):
     assert 0.995 * min_j <= summary.energy.total_joules <= 1.005 * max_j
     assert max_j < 1.2 * min_j
     assert summary.tokens == 2 * 300 * 100  # sum of the tokens of two ranks
-
-
-# --- two slices of one GPU ---
-
-
-@pytest.fixture(scope="module")
-def sliced(library, folder):
-    trace = Trace(library, folder / "sliced.trace")
-    slices = [
-        Gpu(f"MIG-{name}", parent=0, instance=instance, slices=slices, memory=flat(instance * GIB))
-        for instance, (name, slices) in enumerate([("three", 3), ("two", 2), ("unused", 2)], 1)
-    ]
-    trace.write(A, *slices)
-    return run_job(folder / "sliced", [showing(trace, "MIG-three"), showing(trace, "MIG-two")], 3.0)
-
-
-@pytest.mark.parametrize(("rank", "name", "share"), [(0, "MIG-three", 3 / 7), (1, "MIG-two", 2 / 7)])
-def test_slice_gets_its_share_of_the_energy_of_the_gpu(sliced, rank, name, share):
-    rows = sliced.rows(rank)
-
-    assert {row.device for row in rows} == {name}
-    assert sum(row.energy_j for row in rows) == pytest.approx(share * sliced.truth_j(A, *rows), rel=0.01)
-
-
-def test_energy_of_a_job_is_the_sum_of_its_slices(sliced):
-    energy = sliced.summary.energy
-    parts_j = [share * sliced.truth_j(A, *sliced.rows(rank)) for rank, share in ((0, 3 / 7), (1, 2 / 7))]
-
-    assert set(energy.by_device) == {"MIG-three", "MIG-two"}
-    assert energy.total_joules == pytest.approx(sum(energy.by_device.values()))
-    assert energy.total_joules == pytest.approx(sum(parts_j), rel=0.01)
-    assert any("MIG slice" in text for text in sliced.summary.not_measured)
 
 
 # --- a counter that is reset, a GPU that is lost, and one that is lost with its counter ---

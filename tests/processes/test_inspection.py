@@ -85,30 +85,26 @@ def test_missing_py_spy_is_reported_with_the_state_of_the_trainer(no_recorder, m
     assert found.top.startswith("T (stopped)")
 
 
-def test_missing_permission_of_py_spy_is_reported(no_recorder, monkeypatch, tmp_path):
-    refusing = tmp_path / "py-spy"
-    refusing.write_text("#!/bin/sh\necho 'Permission Denied: try as root' >&2\nexit 1\n")
-    refusing.chmod(0o755)
-    monkeypatch.setattr(proc.shutil, "which", lambda _: str(refusing))
-    with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
-        found = inspect(orders(pid, descriptor))
+@pytest.mark.parametrize(
+    ("printed", "setting", "expected"),
+    [
+        *(
+            (
+                b"Error: Permission Denied: Try running again with elevated permissions",
+                *(f"{n}\n", f"Linux does not permit py-spy to read the process (kernel.yama.ptrace_scope={n})"),
+            )
+            for n in (1, 2, 3)
+        ),
+        (
+            b"some text\nError: Failed to find   python version\n",
+            *("", "py-spy failed: Error: Failed to find python version"),
+        ),
+    ],
+)
+def test_error_of_py_spy_is_one_sentence_with_the_setting_of_the_kernel(tmp_path, printed, setting, expected):
+    (tmp_path / "ptrace_scope").write_text(setting)
 
-    assert "no stacks: Linux does not permit py-spy to read the process" in found.text
-
-
-@pytest.mark.parametrize("setting", ["1", "2", "3"])
-def test_refusal_names_the_setting_of_the_kernel(tmp_path, setting):
-    scope = tmp_path / "ptrace_scope"
-    scope.write_text(f"{setting}\n")
-    said = proc.py_spy_error(b"Error: Permission Denied: Try running again with elevated permissions", scope)
-
-    assert said == f"Linux does not permit py-spy to read the process (kernel.yama.ptrace_scope={setting})"
-
-
-def test_other_errors_of_py_spy_are_quoted(tmp_path):
-    said = proc.py_spy_error(b"some text\nError: Failed to find   python version\n", tmp_path / "none")
-
-    assert said == "py-spy failed: Error: Failed to find python version"
+    assert proc.py_spy_error(printed, tmp_path / "ptrace_scope") == expected
 
 
 def test_ended_trainer_is_not_inspected(no_recorder):
@@ -116,6 +112,7 @@ def test_ended_trainer_is_not_inspected(no_recorder):
         descriptor = os.pidfd_open(process.pid)
     try:
         assert inspect(orders(process.pid, descriptor)).top == "ended"
+        assert process_state(process.pid) == ""
     finally:
         os.close(descriptor)
 
@@ -133,13 +130,6 @@ def test_threads_are_grouped_by_the_place_where_they_wait():
     assert text.startswith("state: R (running)")
     counts = [int(line.split(" x ")[0]) for line in text.partition("threads:\n")[2].splitlines()]
     assert sum(counts) >= 4
-
-
-def test_state_of_an_ended_process_is_not_reported():
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-
-    assert process_state(process.pid) == ""
 
 
 STACKS = """Python v3.11.7 (/usr/bin/python3.11)
@@ -193,6 +183,7 @@ def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
     assert one.look(25.5).top == "unknown: the inspection took more than 25 s"
     assert one.look(26.0) is None
     ended.set()
+    jobs.until(lambda: "inspection" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):

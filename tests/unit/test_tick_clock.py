@@ -270,12 +270,3 @@ def test_clock_follows_temperature_drift_for_days():
     assert clock.conflicts <= 2
     assert clock.last_tick_before(edges_ns[-1])[1] < 1_000_000
     assert counter.off_ns(edges_ns[-1]) < 1_000_000
-
-
-def test_clock_keeps_at_most_four_old_references():
-    clock = TickClock(0.1, 2e-5)
-    counter = Counter(clock, phase_ns=31_700_000)
-
-    reads_of_an_agent(counter, [START_NS + (5 + 30 * i) * NS + i * 7_340_000 for i in range(400)])
-
-    assert len(clock._old) <= 4
