@@ -13,7 +13,7 @@ import nvml_library
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["hosts", "reliability", "systems"]
+pytest_plugins = ["hosts", "systems"]
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
