@@ -24,7 +24,7 @@ LOOP = "loop.py"
 @pytest.mark.alone
 def test_ranks_measure_their_own_gpus_and_call_no_nvml(launch, trace, tmp_path):
     """The launcher sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK: NVML's index 0 is another job's GPU."""
-    trace.write(*(Gpu(f"GPU-{n}", f"0:0{n}:00", power=flat(watts)) for n, watts in ((1, 400.0), (2, 100.0), (3, 250.0))))
+    trace.write(*(Gpu(f"GPU-{n}", f"0:0{n}:00", power=flat(watts)) for n, watts in enumerate((400.0, 100.0, 250.0))))
     trace.count_calls()
     # An earlier job has calibrated this model: before, windows shorter than an assumed tick have no energy.
     known = Calibration("Traced", "570.0", time.strftime("%Y-%m-%d"), Sensor())
@@ -44,11 +44,11 @@ def test_ranks_measure_their_own_gpus_and_call_no_nvml(launch, trace, tmp_path):
     assert not aggregator.job.left()
     rows, summary = aggregator.ledger.ranks, aggregator.ledger.summary
 
-    assert {row.rank: row.device for row in rows} == {0: "GPU-2", 1: "GPU-3"}
+    assert {row.rank: row.device for row in rows} == {0: "GPU-1", 1: "GPU-2"}
     first_w = {row.rank: row.energy_j / row.wall_s for row in rows if row.window == 1}
     assert first_w == pytest.approx({0: 100.0, 1: 250.0}, rel=0.05), "Megatron: no power in the first window"
     assert summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02), "Megatron: 800 W"
-    assert set(summary.energy.by_device) == {"GPU-2", "GPU-3"}, "Zeus: an unused GPU was measured too"
+    assert set(summary.energy.by_device) == {"GPU-1", "GPU-2"}, "Zeus: an unused GPU was measured too"
     assert sum(sum(trace.call_count(pid).values()) for pid in trainers) == 0
     assert sum(trace.call_count().values()) > 0
 
