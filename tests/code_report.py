@@ -1,4 +1,4 @@
-"""Report sizes, dependencies and old words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
+"""Report sizes and old words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
 
 The report fails if a package of effllm/ has more lines than its budget in BUDGETS. Nothing else fails: the limits of
 classes, modules and functions are in GOALS, the new words in docs/words.md.
@@ -71,33 +71,12 @@ def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
             yield "function", (node.end_lineno or 0) - node.lineno + 1, node.name
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the effllm modules that a module imports, at its top level or inside functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("effllm"))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("effllm"):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def package_of(name: str, packages: set[str]) -> str:
-    """Return the package of a module; for a module at the top level, return "top level"."""
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in packages else "top level"
-
-
-def packages_of(root: Path) -> set[str]:
-    """Return the packages of a clone."""
-    return {path.parent.name for path in (root / "effllm").glob("*/__init__.py")}
-
-
 def sizes(root: Path) -> Counter[str]:
-    """Return the lines of the Python files of each package."""
-    packages = packages_of(root)
+    """Return the lines of the Python files of each package; the modules outside a package are "top level"."""
     lines: Counter[str] = Counter()
     for path in (root / "effllm").rglob("*.py"):
-        package = package_of(".".join(path.relative_to(root).with_suffix("").parts), packages)
-        lines[package] += len(path.read_text().splitlines())
+        package, *inner = path.relative_to(root / "effllm").parts
+        lines[package if inner else "top level"] += len(path.read_text().splitlines())
     return lines
 
 
@@ -122,22 +101,14 @@ def below_budgets(lines: Mapping[str, int]) -> list[str]:
 
 def report(root: Path) -> Iterator[str]:
     """Yield the lines of the report; `root` is the folder of a clone."""
-    code = root / "effllm"
-    packages = packages_of(root)
     lines = sizes(root)
-    arrows: set[tuple[str, str]] = set()
     largest: dict[str, list[tuple[int, str]]] = {"class": [], "function": [], "module": []}
-    classes: Counter[str] = Counter()
-    for path in sorted(code.rglob("*.py")):
+    for path in sorted((root / "effllm").rglob("*.py")):
         text = path.read_text()
-        tree = ast.parse(text)
         name = ".".join(path.relative_to(root).with_suffix("").parts)
-        package = package_of(name, packages)
         largest["module"].append((len(text.splitlines()), name))
-        for kind, length, defined in definitions(tree):
+        for kind, length, defined in definitions(ast.parse(text)):
             largest[kind].append((length, f"{name}.{defined}"))
-            classes[defined] += kind == "class"
-        arrows |= {(package, package_of(other, packages)) for other in imported(tree)}
     yield f"effllm/: {sum(lines.values()):,} lines (budgets: {sum(BUDGETS.values()):,})"
     yield "  " + ", ".join(f"{package} {count:,}" for package, count in lines.most_common())
     for kind, found in largest.items():
@@ -145,10 +116,6 @@ def report(root: Path) -> Iterator[str]:
         yield f"{kind} above {GOALS[kind]} lines: {len(above)}" + "".join(
             f"; {name} {length}" for length, name in above[:3]
         )
-    arrows = {(a, b) for a, b in arrows if a != b}
-    both = sorted({tuple(sorted(pair)) for pair in arrows if pair[::-1] in arrows})
-    yield f"arrows between packages: {len(arrows)}; both ways: {', '.join('-'.join(pair) for pair in both) or 'none'}"
-    yield f"class names that are defined more than once: {sum(count > 1 for count in classes.values())}"
     words = {name: old_words(root / name) for name in PROSE}
     yield f"old words (goal 0): {sum(words.values()):,}; " + ", ".join(
         f"{name} {count}" for name, count in words.items() if count

@@ -24,12 +24,13 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import Job, Launcher
 
 SLOW_WIRE = Path(__file__).parent / "slow_wire.py"
 
@@ -173,6 +174,28 @@ class Wire:
         if self._is_open:
             _ip("netns", "del", self.namespace, check=False)
             self._is_open = False
+
+
+def slurm_ranks(
+    launch: Launcher,
+    hosts: Sequence[Host],
+    *arguments: Any,
+    environ: Mapping[int, dict[str, str]] = {},
+    **settings: Any,
+) -> list[Job]:
+    """Start loop.py on each host with srun's variables, without Slurm and torch: the ranks find each other by a file.
+
+    ``environ`` has further variables of single ranks.
+    """
+    step = {"JOB_ID": 4711, "STEP_ID": 0, "NTASKS": len(hosts), "LOCALID": 0}
+    step |= {"STEP_TASKS_PER_NODE": f"1(x{len(hosts)})"}
+    shared = {f"SLURM_{name}": str(value) for name, value in step.items()} | {"MASTER_ADDR": hosts[0].address}
+    return [
+        launch.on(host).python(
+            "loop.py", *arguments, environ={**shared, "SLURM_PROCID": str(rank), **environ.get(rank, {})}, **settings
+        )
+        for rank, host in enumerate(hosts)
+    ]
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

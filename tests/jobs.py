@@ -146,6 +146,12 @@ def rank_environ(rank: int, world_size: int, local_rank: int | None = None) -> d
     }
 
 
+def openmpi_environ(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables that mpirun sets for a rank on a job's only host; such ranks find each other by a file."""
+    place = {"RANK": rank, "SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_SIZE": world_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+
+
 def first_on_path(folder: Path) -> dict[str, str]:
     """Return the environment variable that puts a folder first on Python's path."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}

@@ -48,8 +48,7 @@ def rank_of_mpirun(launch, rank, *prefix):
     """Start one of 200 ranks, with mpirun's variables."""
     script = launch._folder / "keeps_its_limits.py"
     script.write_text(KEEPS_ITS_LIMITS)
-    place = {"RANK": rank, "SIZE": 200, "LOCAL_RANK": rank, "LOCAL_SIZE": 200}
-    environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()} | {"PMIX_NAMESPACE": "launch"}
+    environ = {**jobs.openmpi_environ(rank, 200), "PMIX_NAMESPACE": "launch"}
     command = [*prefix, sys.executable, str(script), LOOP, "--iterations", "60"]
     return launch._job().start(command, {**launch.environ({}), **environ})
 
@@ -138,70 +137,58 @@ def test_serve_rejects_a_job_that_needs_too_many_descriptors(launch):
     assert aggregator.ledger.windows == []
 
 
-#: A script that trains until a file exists.
-TRAIN = """
-import json, sys, time
-from pathlib import Path
-import effllm.efficientllm_metrics as effllm
-effllm.initialize_efficientllm_metrics(1000)
-collector = effllm.get_metrics_collector()
-iterations = 0
-while not Path({!r}).exists():
-    collector.record_iteration_start()
-    time.sleep(0.04)
-    collector.record_iteration_end(100, 2)
-    iterations += 1
-effllm.finalize_efficientllm_metrics()
-Path("truth.json").write_text(json.dumps(iterations))
-"""
+def train(launch, endpoint, rank):
+    """Start one of two ranks, which train until the file "enough" exists."""
+    arguments = (LOOP, "--step-s", 0.04, "--until", launch._folder / "enough")
+    return launch.python(*arguments, environ=jobs.rank_environ(rank, 2), endpoint=endpoint)
+
+
+def iterations_of(ranks):
+    return {rank: len(job.output()["steps"]) for rank, job in enumerate(ranks)}
+
+
+def num_joined(ledger):
+    return sum(event.kind == "joined" for event in ledger.events)
 
 
 def test_job_that_ends_without_free_descriptors_keeps_totals(launch):
-    enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
-        places = [jobs.rank_environ(rank, 2) for rank in range(2)]
-        ranks = [launch.code(TRAIN.format(str(enough)), environ=place, endpoint=endpoint) for place in places]
-        jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
+        ranks = [train(launch, endpoint, rank) for rank in (0, 1)]
+        jobs.until(lambda: num_joined(ledger) == 2)
         with silent_connections(endpoint.rpartition(":")[2]):
             jobs.until(lambda: [text for text in ledger.event_texts("rejected") if "connect" in text])
-            enough.touch()
+            (launch._folder / "enough").touch()
             for rank in ranks:
                 rank.done()
             aggregator.wait()
 
-    assert_whole(ledger, {rank: job.output() for rank, job in enumerate(ranks)})
+    assert_whole(ledger, iterations_of(ranks))
 
 
 def test_aggregator_without_descriptors_uses_little_cpu_and_recovers(launch):
-    enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
-
-        def start(rank):
-            return launch.code(TRAIN.format(str(enough)), environ=jobs.rank_environ(rank, 2), endpoint=endpoint)
-
-        first = start(0)
-        jobs.until(lambda: "joined" in {event.kind for event in ledger.events})
+        first = train(launch, endpoint, 0)
+        jobs.until(lambda: num_joined(ledger) == 1)
         server = psutil.Process(aggregator.process.pid)
         with silent_connections(endpoint.rpartition(":")[2]):
             (line,) = jobs.until(lambda: [text for text in ledger.event_texts("rejected") if "connect" in text])
-            second = start(1)
+            second = train(launch, endpoint, 1)
             jobs.until(lambda: server.num_fds() < 120)  # the aggregator can still open files
             before, began_s = server.cpu_times(), time.monotonic()
             time.sleep(3.0)  # the measured time
             after, took_s = server.cpu_times(), time.monotonic() - began_s
-            is_kept_out = sum(event.kind == "joined" for event in ledger.events) == 1
-        jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
-        enough.touch()
+            is_kept_out = num_joined(ledger) == 1
+        jobs.until(lambda: num_joined(ledger) == 2)
+        (launch._folder / "enough").touch()
         for rank in (first, second):
             rank.done()
         aggregator.wait()
-    busy = (after.user + after.system - before.user - before.system) / took_s
-    print(f"{busy:.3f} of a core while no peer could connect; {ledger.summary.events}")
 
     assert is_kept_out
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
-    assert busy < 0.2  # an aggregator that polled continuously used 0.77 of a core
-    assert_whole(ledger, {0: first.output(), 1: second.output()})
+    # An aggregator that polled continuously used 0.77 of a core.
+    assert (after.user + after.system - before.user - before.system) / took_s < 0.2
+    assert_whole(ledger, iterations_of((first, second)))
     assert sum("no further rank can connect" in text for text in ledger.event_texts("rejected")) == 1

@@ -18,11 +18,11 @@ class World:
         self.size = size
 
         def start(rank):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
-            environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
-            environ |= {"PMIX_NAMESPACE": f"launch-{number}", **jobs.long_timeouts()}
+            launched = {"PMIX_NAMESPACE": f"launch-{number}", **jobs.long_timeouts()}
             arguments = (self._meeting, folder / "checkpoint", *options)
-            return launch.python("elastic_loop.py", *arguments, environ=environ, run_name="elastic")
+            return launch.python(
+                "elastic_loop.py", *arguments, environ=jobs.openmpi_environ(rank, size) | launched, run_name="elastic"
+            )
 
         self.jobs = [start(rank) for rank in range(size)]
 

@@ -121,30 +121,6 @@ def test_long_checkpoint_is_not_a_stall(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
-#: A script that starts slowly, like a job that compiles or loads a checkpoint.
-STARTS_LATE = """
-import time
-import effllm.efficientllm_metrics as effllm
-
-effllm.initialize_efficientllm_metrics(1000)
-time.sleep(6.0)
-collector = effllm.get_metrics_collector()
-for _ in range(20):
-    collector.record_iteration_start()
-    time.sleep(0.01)
-    collector.record_iteration_end(100, 2)
-effllm.finalize_efficientllm_metrics()
-"""
-
-
-@pytest.mark.fault("trainer-stopped")
-def test_slow_startup_is_not_a_stall(launch):
-    job = launch.code(STARTS_LATE, stall_seconds=2).done()
-
-    assert job.ledger.event_texts("stalled") == []
-    assert assert_whole(job.ledger, {0: 20}).metrics["health/stalled_s"].value == 0.0
-
-
 @pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
 def test_hang_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
@@ -202,23 +178,3 @@ def test_stall_continues_when_the_aggregator_is_replaced(launch):
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (count, 100 * count)
     stalled_s = job.ledger.summary.metrics["health/stalled_s"].value
     assert stalled_at_least_s - 0.5 <= stalled_s <= resumed_s - stopped_s + 0.5
-
-
-SERVE = """
-import time, effllm
-for number in range(3):
-    with effllm.request() as request:
-        time.sleep(0.05)
-        request.generated(7)
-time.sleep(6)
-with effllm.request() as request:
-    request.generated(7)
-effllm.finalize_efficientllm_metrics()
-"""
-
-
-def test_waiting_for_requests_is_not_a_stall(launch):
-    job = launch.code(SERVE, stall_seconds=2, log_interval=1).done()
-
-    assert job.ledger.summary.iterations == 4
-    assert job.ledger.event_texts("stalled") == []

@@ -6,7 +6,6 @@ import struct
 import time
 
 import jobs
-import psutil
 import pytest
 from after_fault import assert_readable, assert_whole
 from run_lines import read_ranks
@@ -180,105 +179,18 @@ def test_attempt_killed_before_its_first_window_is_counted(launch):
     assert (summary.status, summary.attempts, summary.measured_tokens) == ("completed", 3, 10_000)
 
 
-#: A script that ends in one of the ways in which trainers end; before its end it records the time.
-ENDS = """
-import os, signal, struct, sys, time
-import effllm.efficientllm_metrics as effllm
-
-effllm.initialize_efficientllm_metrics(1000)
-collector = effllm.get_metrics_collector()
-for iteration in range(1, 26):
-    collector.record_iteration_start()
-    time.sleep(0.01)
-    collector.record_iteration_end(100, 2)
-with open("began", "wb") as file:
-    file.write(struct.pack("d", time.monotonic()))
-{
-    "returns": lambda: None,
-    "finalizes": effllm.finalize_efficientllm_metrics,
-    "sys.exit()": lambda: sys.exit(),
-    "sys.exit(3)": lambda: sys.exit(3),
-    "raises": lambda: 1 / 0,
-    "os._exit(0)": lambda: os._exit(0),
-    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
-    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-}[sys.argv[1]]()
-"""
-
-
 @pytest.mark.fault("exits")
 @pytest.mark.parametrize(
     ("end", "code", "status"),
-    [
-        ("returns", 0, "completed"),
-        ("finalizes", 0, "completed"),
-        ("sys.exit()", 0, "completed"),
-        ("sys.exit(3)", 3, "completed"),
-        ("raises", 1, "failed"),
-        ("os._exit(0)", 0, "completed"),
-        ("SIGINT", -signal.SIGINT, "interrupted"),
-        ("SIGTERM", -signal.SIGTERM, "killed"),
-        ("SIGKILL", -signal.SIGKILL, "killed"),
-    ],
+    [((), 0, "completed"), (("--end", "exit"), 3, "completed"), (("--end", "kill"), -signal.SIGKILL, "killed")],
 )
 def test_trainer_ends_quickly_and_its_last_iteration_is_recorded(launch, end, code, status):
-    script = launch._folder / "ends.py"
-    script.write_text(ENDS)
-    job = launch.python(script, end, environ=jobs.long_timeouts()).wait()
-    took_s = time.monotonic() - struct.unpack("d", (job.folder / "began").read_bytes())[0]
-    print(f"{end}: the process was gone {took_s:.2f} s later")
+    job = launch.python("loop.py", "--iterations", 25, "--at", 25 if end else 0, *end, environ=jobs.long_timeouts())
+    jobs.until(lambda: job.num_windows >= 2)
+    seen_s = time.monotonic()
+    job.wait()
 
     assert job.code == code
     assert not job.left()
     assert_whole(job.ledger, {0: 25}, status=status)
-    assert took_s < USUAL_END_S
-
-
-#: A script that loads data with workers that are forked after the start of metrics.
-LOADER = """
-import json, os, time, torch
-import effllm.efficientllm_metrics as effllm
-
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self): return 20_000
-    def __getitem__(self, i):
-        time.sleep(0.001)
-        collector = effllm.get_metrics_collector()
-        if collector:  # calls in a worker are of no loop
-            collector.record_iteration_start()
-            collector.record_iteration_end(1_000_000, 1_000)
-        return torch.tensor(i)
-
-effllm.initialize_efficientllm_metrics(1000)
-collector = effllm.get_metrics_collector()
-loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-steps = []
-for batch in loader:
-    if os.path.exists("enough"):
-        break
-    collector.record_iteration_start()
-    time.sleep(0.01)
-    collector.record_iteration_end(100, 2)
-    steps.append(len(steps))
-effllm.finalize_efficientllm_metrics()
-with open("truth.json", "w") as file:
-    json.dump({"steps": steps}, file)
-"""
-
-
-@pytest.mark.fault("forked-worker")
-@pytest.mark.torch
-@jobs.skip_without_torch
-def test_data_loader_workers_record_nothing(launch):
-    job = launch.code(LOADER)
-    jobs.until(lambda: job.num_windows >= 3)
-    (server,) = job.find("effllm.server.process")
-    children = psutil.Process(job.process.pid).children()
-    workers = [child.pid for child in children if child.cmdline()[1:2] != ["-c"]]
-    ports = {pid: jobs.listening_ports(pid) for pid in (job.process.pid, *workers)}
-    assert len(workers) == 2
-    assert set().union(*ports.values()) == set()
-    assert jobs.listening_ports(server)
-
-    assert_whole(job.ledger, {0: job.finish()})
+    assert time.monotonic() - seen_s < USUAL_END_S

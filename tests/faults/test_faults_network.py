@@ -8,6 +8,7 @@ import jobs
 import psutil
 import pytest
 from after_fault import assert_whole
+from hosts import slurm_ranks
 
 pytestmark = pytest.mark.faults
 
@@ -16,33 +17,12 @@ ALONE = dict.fromkeys(range(3), 0)  # local rank of each rank
 
 
 @pytest.fixture
-def job(hosts, launch, tmp_path, monkeypatch):
-    """Return a function that starts a loop on each of three hosts, and returns the hosts and their jobs.
-
-    The ranks have Slurm's variables, but Slurm is not used.  The loops run until the test ends them.
-    """
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # all hosts share a home and a secret
-
-    def start():
-        three = hosts(3)
-        started = []
-        for rank, host in enumerate(three):
-            place = {
-                "PROCID": rank,
-                "NTASKS": 3,
-                "LOCALID": 0,
-                "STEP_TASKS_PER_NODE": "1(x3)",
-                "JOB_ID": 77,
-                "STEP_ID": 0,
-            }
-            environ = {f"SLURM_{name}": str(value) for name, value in place.items()}
-            environ["MASTER_ADDR"] = three[0].address
-            arguments = ("loop.py", "--until", "enough", "--step-s", STEP_S)
-            started.append(launch.on(host).python(*arguments, environ=environ))
-        jobs.until(lambda: started[0].num_windows >= 3 and len(reporting(started[0])) == 3)
-        return three, started
-
-    return start
+def job(hosts, launch):
+    """Start a loop on each of three hosts, until the test ends it; return the hosts and their jobs."""
+    three = hosts(3)
+    started = slurm_ranks(launch, three, "--until", "enough", "--step-s", STEP_S)
+    jobs.until(lambda: started[0].num_windows >= 3 and len(reporting(started[0])) == 3)
+    return three, started
 
 
 def reporting(first):
@@ -65,7 +45,7 @@ def server_of(job):
 @pytest.mark.fault("network-cut")
 @pytest.mark.parametrize("seconds", [7, pytest.param(45, marks=[pytest.mark.long, pytest.mark.timeout(240)])])
 def test_reports_arrive_after_a_cut_link_is_restored(job, seconds):
-    three, started = job()
+    three, started = job
     server = server_of(started[0])
     before = server.memory_info().rss
     three[2].cut()
@@ -89,7 +69,7 @@ def test_reports_arrive_after_a_cut_link_is_restored(job, seconds):
 
 @pytest.mark.fault("slow-network")
 def test_slow_and_lossy_network_changes_no_total(job):
-    three, started = job()
+    three, started = job
     for host in three[1:]:
         host.impair(delay_s=0.1, loss=0.05)
     before = started[0].num_windows
@@ -102,7 +82,7 @@ def test_slow_and_lossy_network_changes_no_total(job):
 
 @pytest.mark.fault("host-lost")
 def test_ranks_of_a_lost_host_are_missing_and_the_job_ends(job):
-    three, started = job()
+    three, started = job
     three[2].cut()
     for pid in list(jobs.processes(started[2].token)):
         os.kill(pid, signal.SIGKILL)

@@ -6,32 +6,11 @@ import signal
 import jobs
 import psutil
 import pytest
+from hosts import slurm_ranks
 
 pytestmark = pytest.mark.faults
 
-LOOP = ("loop.py", "--iterations", 400, "--step-s", 0.02)
-FOR_EVER = ("--until", "a file that never comes")
-
-
-@pytest.fixture
-def start(launch, tmp_path, monkeypatch):
-    """Start one rank per host with Slurm's variables; the job has the same id after a requeue."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # all hosts share a home and a secret
-
-    def ranks(*hosts, arguments=()):
-        step = {"JOB_ID": "77", "STEP_ID": "0", "NTASKS": len(hosts), "LOCALID": "0"}
-        step |= {"STEP_TASKS_PER_NODE": f"1(x{len(hosts)})"}
-        return [
-            launch.on(host).python(
-                *LOOP,
-                *arguments,
-                environ={f"SLURM_{name}": str(value) for name, value in {**step, "PROCID": rank}.items()}
-                | {"MASTER_ADDR": hosts[0].address},
-            )
-            for rank, host in enumerate(hosts)
-        ]
-
-    return ranks
+LOOP = ("--iterations", 400, "--step-s", 0.02)
 
 
 def reporting(job):
@@ -47,9 +26,9 @@ def stop(job, module):
 
 @pytest.mark.fault("rank-0-moves")
 @pytest.mark.parametrize("first_host", ["is lost", "still has an aggregator, which waits for a rank"])
-def test_rank_0_on_another_host_continues_the_run_folder(hosts, start, first_host):
+def test_rank_0_on_another_host_continues_the_run_folder(hosts, launch, first_host):
     one, two, three = hosts(3)
-    first, second = start(one, two, arguments=FOR_EVER)
+    first, second = slurm_ranks(launch, (one, two), *LOOP, "--until", "for ever")
     jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2)
     if first_host == "is lost":
         for job in (first, second):
@@ -61,7 +40,7 @@ def test_rank_0_on_another_host_continues_the_run_folder(hosts, start, first_hos
             job.process.kill()
             job.process.wait()
 
-    again = start(two, three)
+    again = slurm_ranks(launch, (two, three), *LOOP)  # the job has the same id after a requeue
     for job in again:
         assert job.wait().code == 0, job.stderr
     if first_host != "is lost":

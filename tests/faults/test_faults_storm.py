@@ -6,18 +6,16 @@ import signal
 import time
 
 import jobs
-import msgspec
-import psutil
 import pytest
-from sink_examples import make_row
+from builders import gpu, hello, reports, row
 
 from effllm.agent.children import AggregatorChild
 from effllm.config.settings import read_config
 from effllm.network.listening import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
 from effllm.records.orders import Orders
-from effllm.records.rank import Device, Event, ParameterCount
-from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Hello, Reports, Welcome
+from effllm.records.rank import Event
+from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Welcome
 
 pytestmark = pytest.mark.faults
 
@@ -29,32 +27,19 @@ TOKENS = 7
 class FakeAgent:
     """Sends an agent's messages, with reports from the test."""
 
-    def __init__(self, context, endpoint, rank, world_size=AGENTS):
-        self.rank, self.id = rank, f"agent-{rank}"
-        self.world_size = world_size
+    def __init__(self, context, endpoint, rank, world_size):
+        device = gpu(f"GPU-{rank}", kind="simulated", simulated=True)
+        self._hello = hello(rank, world_size, devices=(device,))
+        self.rank, self.id = rank, self._hello.agent
         self.outbox = Outbox(1000)
         self.link = AgentLink(context, endpoint)
         self.link.connect()
         self.is_welcome = self.is_over = False
-        self.max_waiting = 0
         self._said_hello_s = 0.0
         self.events = []
 
     def measure(self, window):
-        row = make_row(
-            self.rank,
-            window * 10,
-            agent=self.id,
-            sequence=window,
-            window=window,
-            iteration_first=window * 10 - 9,
-            tokens=TOKENS,
-            loss=None,
-            final=window == WINDOWS,
-        )
-        devices = tuple(msgspec.structs.replace(device, device=f"GPU-{self.rank}") for device in row.devices)
-        self.outbox.add_report(msgspec.structs.replace(row, devices=devices))
-        self.max_waiting = max(self.max_waiting, len(self.outbox))
+        self.outbox.add_report(row(self.rank, window, tokens=TOKENS, final=window == WINDOWS))
 
     def talk(self, ended):
         if self.link.is_new():
@@ -62,24 +47,7 @@ class FakeAgent:
             self.outbox.send_again()
         if self.link.connected and not self.is_welcome and time.monotonic() - self._said_hello_s > 0.5:
             self._said_hello_s = time.monotonic()
-            device = Device(key=f"GPU-{self.rank}", kind="simulated", name="by hand", simulated=True)
-            place = {
-                "rank": self.rank,
-                "local_rank": self.rank,
-                "world_size": self.world_size,
-                "host": "here",
-                "role": "trainer",
-            }
-            self.link.send(
-                Hello(
-                    job="job",
-                    agent=self.id,
-                    devices=(device,),
-                    parameters=ParameterCount(1000),
-                    log_interval=10,
-                    **place,
-                )
-            )
+            self.link.send(self._hello)
         for message in self.link.receive():
             if isinstance(message, Welcome):
                 self.is_welcome = True
@@ -88,7 +56,7 @@ class FakeAgent:
             elif isinstance(message, ByeSeen):
                 self.is_over = self.is_over or not len(self.outbox)
         while self.is_welcome and (rows := self.outbox.unsent()):
-            if not self.link.send(Reports(tuple(rows), self.outbox.lost, 0.0)):
+            if not self.link.send(reports(*rows, lost=self.outbox.lost)):
                 return
             self.outbox.mark_sent(len(rows))
         while self.is_welcome and self.events:
@@ -97,6 +65,47 @@ class FakeAgent:
             self.events.pop()
         if self.is_welcome and ended and not len(self.outbox):
             self.link.send(Bye(self.id, self.rank, "completed", WINDOWS * 10))
+
+
+@contextlib.contextmanager
+def agents_of(orders, world_size):
+    """Yield the agents of a job; after the test, their sockets are closed."""
+    context = make_context()
+    agents = [FakeAgent(context, orders.endpoint, rank, world_size) for rank in range(world_size)]
+    yield agents
+    for agent in agents:
+        agent.link.close()
+    context.destroy(linger=0)
+
+
+def turns(child, agents, windows=WINDOWS, is_due=lambda _measured: True, within_s=400.0):
+    """Let the agents measure and send until the aggregator ends; yield the number of measured windows every 5 ms.
+
+    is_due: whether the next window may be measured, after a number of windows.
+    """
+    began_s, measured = time.monotonic(), 0
+    while not child.done:
+        now_s = time.monotonic()
+        assert now_s < began_s + within_s, [(one.rank, len(one.outbox)) for one in agents if not one.is_over][:5]
+        if measured < windows and is_due(measured) and now_s - began_s >= (measured + 1) * WINDOW_S:
+            measured += 1
+            for agent in agents:
+                agent.measure(measured)
+        for agent in agents:
+            agent.talk(measured == windows)
+        child.look(now_s)
+        yield measured
+        time.sleep(0.005)
+
+
+def assert_each_window_once(ledger, world_size):
+    summary = ledger.summary
+    assert (summary.status, summary.tokens) == ("completed", world_size * WINDOWS * TOKENS)
+    assert summary.coverage.reports_lost == 0
+    rows = sorted((row.rank, row.window) for row in ledger.ranks)
+    assert rows == [(rank, window) for rank in range(world_size) for window in range(1, WINDOWS + 1)]
+    # If some agents return much later than others, windows may close without the late agents; corrections follow.
+    assert [report.window for report in ledger.windows if not report.correction] == list(range(1, WINDOWS + 1))
 
 
 @pytest.fixture
@@ -126,79 +135,37 @@ def aggregator(launch, tmp_path, monkeypatch):
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
 def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
     child, orders, job = aggregator
-    context = make_context()
-    agents = [FakeAgent(context, orders.endpoint, rank) for rank in range(AGENTS)]
-    ledger = jobs.Ledger(jobs.Path(orders.folder))
-    began_s, measured, kills, back_s, killed_s, rss = time.monotonic(), 0, 0, [], None, 0
-    deadline_s = began_s + 400
-    while not child.done:
-        now_s = time.monotonic()
-        assert now_s < deadline_s, [(one.rank, len(one.outbox), one.is_welcome) for one in agents if not one.is_over][
-            :5
-        ]
-        is_last = measured == WINDOWS - 1  # this window is measured after the last kill
-        may_measure = measured < WINDOWS and (not is_last or (kills == KILLS and killed_s is None))
-        if may_measure and now_s - began_s >= (measured + 1) * WINDOW_S:
-            measured += 1
-            for agent in agents:
-                agent.measure(measured)
-        for agent in agents:
-            agent.talk(measured == WINDOWS)
-        child.look(now_s)
-        servers = job.find("effllm.server.process") if measured % 10 == 0 or killed_s is not None or is_last else []
-        if killed_s is not None and servers and all(one.is_welcome and one.link.connected for one in agents):
-            back_s.append(now_s - killed_s)
-            killed_s = None
-        if servers and killed_s is None and kills < KILLS and measured >= (kills + 1) * WINDOWS // (KILLS + 1):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rss = max(rss, psutil.Process(servers[0]).memory_info().rss)
-            os.kill(servers[0], signal.SIGKILL)
-            kills, killed_s = kills + 1, now_s
-            for agent in agents:
-                agent.is_welcome = False
-        time.sleep(0.005)
-    for agent in agents:
-        agent.link.close()
-    context.destroy(linger=0)
+    kills, is_back = 0, True
 
-    summary = ledger.summary
-    print(
-        f"{kills} kills; all {AGENTS} agents were back after {', '.join(f'{seconds:.1f}' for seconds in back_s)} s; "
-        f"at most {max(one.max_waiting for one in agents)} reports waited in one; {rss / 1e6:.0f} MB resident"
-    )
+    def is_due(measured):
+        return measured < WINDOWS - 1 or (kills == KILLS and is_back)  # the last window follows the last kill
+
+    with agents_of(orders, AGENTS) as agents:
+        for measured in turns(child, agents, is_due=is_due):
+            is_back = is_back or all(one.is_welcome and one.link.connected for one in agents)
+            if is_back and kills < KILLS and measured >= (kills + 1) * WINDOWS // (KILLS + 1):
+                for pid in job.find("effllm.server.process")[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    kills, is_back = kills + 1, False
+                    for agent in agents:
+                        agent.is_welcome = False
+
     assert kills == KILLS
-    assert (summary.status, summary.tokens) == ("completed", AGENTS * WINDOWS * TOKENS)
-    assert summary.coverage.reports_lost == 0
     assert [one.outbox.lost for one in agents] == [0] * AGENTS
-    rows = sorted((row.rank, row.window) for row in ledger.ranks)
-    assert rows == [(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)]
-    # If some agents return much later than others, windows may close without the late agents; corrections follow.
-    assert [report.window for report in ledger.windows if not report.correction] == list(range(1, WINDOWS + 1))
+    assert_each_window_once(jobs.Ledger(jobs.Path(orders.folder)), AGENTS)
 
 
 @pytest.mark.timeout(300)
 def test_events_of_a_million_memory_errors_delay_no_window(aggregator):
     child, orders, _ = aggregator
-    context, windows, notes = make_context(), 20, 400
-    agents = [FakeAgent(context, orders.endpoint, rank, world_size=4) for rank in range(4)]
-    began_s, measured = time.monotonic(), 0
-    while not child.done:
-        now_s = time.monotonic()
-        assert now_s < began_s + 240
-        if measured < windows and now_s - began_s >= (measured + 1) * WINDOW_S:
-            measured += 1
-            for agent in agents:
-                agent.measure(measured)
+    windows, notes, noted = 20, 400, 0
+    with agents_of(orders, 4) as agents:
+        for measured in turns(child, agents, windows, within_s=240.0):
+            for agent in agents if measured > noted else ():
                 text = "uncorrected memory errors"
                 event = Event(time.time(), "ecc", text, device=f"GPU-{agent.rank}", count=1_000_000 // 4 // notes)
                 agent.events += [AgentEvent(agent.id, agent.rank, event)] * (notes // windows)
-        for agent in agents:
-            agent.talk(measured == windows and not any(one.events for one in agents))
-        child.look(now_s)
-        time.sleep(0.005)
-    for agent in agents:
-        agent.link.close()
-    context.destroy(linger=0)
+            noted = measured
 
     ledger = jobs.Ledger(jobs.Path(orders.folder))
     lines = [event for event in ledger.events if event.kind == "ecc"]

@@ -17,14 +17,8 @@ MISSING, WRONG = "no key", "another secret"
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
-def place(rank):
-    """Return mpirun's variables for one of two ranks on a host; these ranks find each other without a store."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-
-
-def rank_of_job(launch, rank, **settings):
-    return launch.python("loop.py", "--until", "enough", environ=place(rank), run_name="one", **settings)
+def rank_of_job(launch, rank):
+    return launch.python("loop.py", "--until", "enough", environ=jobs.openmpi_environ(rank, 2), run_name="one")
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jobs
 import pytest
+from hosts import slurm_ranks
 from otlp_receiver import Point
-from test_spanning_hosts import ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otlp is not installed")
@@ -22,7 +22,7 @@ def test_devices_of_both_hosts_are_sent_once(hosts, launch, tmp_path):
     try:
         jobs.until(file.exists)
         sinks = f"console,otlp:endpoint=http://127.0.0.1:{port}/v1/metrics:every=0"
-        second, first = reversed(ranks(launch, pair, "--step-s", "0.05", sinks=sinks))
+        second, first = reversed(slurm_ranks(launch, pair, "--iterations", 40, "--step-s", 0.05, sinks=sinks))
         first.done(120), second.done(120)
         summary = first.ledger.summary
         jobs.until(lambda: newest(file, "effllm.tokens").get("") == summary.tokens)

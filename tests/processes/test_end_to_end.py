@@ -238,28 +238,6 @@ def test_agents_need_little_cpu_time(world):
     assert job.ledger.summary.overhead.agents_cpu_s < max(2.0, world_size)
 
 
-@pytest.mark.long
-def test_two_nodes_of_a_job_write_one_run_folder(launch):
-    master = ["--master_addr", "127.0.0.1", "--master_port", str(jobs.unused_port())]
-    nodes = [
-        launch.torchrun(
-            ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1", *master],
-            "torch_loop.py",
-            "--iterations",
-            ITERATIONS,
-        )
-        for node in (0, 1)
-    ]
-    first, second = [node.done() for node in nodes]
-    summary = first.ledger.summary
-
-    assert (summary.tokens, summary.samples, summary.iterations) == (TOKENS, SAMPLES, ITERATIONS)
-    assert summary.status == "completed"
-    assert [block["ranks"] for block in first.blocks] == ["2/2"] * len(WINDOWS)
-    assert "EfficientLLM" not in second.stdout
-    assert {row.rank for row in first.ledger.ranks} == {0, 1}
-
-
 LOADER = """
 import os, socket, stat, sys, time
 import torch
@@ -299,6 +277,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
+@pytest.mark.fault("forked-worker")
 def test_data_loader_workers_record_nothing_and_open_no_port(launch):
     job = launch.code(LOADER, log_interval=5).done()
     summary = job.ledger.summary

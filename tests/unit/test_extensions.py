@@ -1,37 +1,21 @@
-"""The three ways to extend effllm, by one file or one function each, and the effect of a broken plug-in."""
+"""A sink is one file, its option one line; the effect of a broken or blocked sink.
 
-import io
+test_contributing.py extends effllm by a device, a metric and other parts.
+"""
+
 import sys
 import time
 from functools import partial
 
-import msgspec
 import pytest
 from sink_examples import make_report, make_run
 
 import effllm.devices
 import effllm.sinks
-from effllm import metrics
 from effllm.commands import env
 from effllm.config.settings import Config
-from effllm.devices import Site, device_names, open_device
 from effllm.server.outputs import Writer
 from effllm.sinks import SinkUnavailable, open_sink, sink_names
-
-DEVICE = """
-import time
-from effllm.records.rank import Device, Sample
-
-class Steady:
-    device = Device(key="STEADY-0", kind="steady")
-    def read(self):
-        return Sample(time.monotonic_ns(), memory_bytes=7.0), {}
-    def close(self):
-        pass
-
-def open_device(site):
-    return Steady()
-"""
 
 SINK = """
 class Recording:
@@ -57,13 +41,6 @@ def plug_in(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
 
     return put
-
-
-def test_new_device_needs_one_file(plug_in):
-    plug_in(effllm.devices, "steady", DEVICE)
-
-    assert "steady" in device_names()
-    assert open_device("steady", Site()).read()[0].memory_bytes == 7.0
 
 
 def run_through(name, *iterations):
@@ -156,24 +133,3 @@ def test_broken_sink_file_is_reported_in_one_line(plug_in):
     plug_in(effllm.sinks, "broken", "open_sink = 1 / 0")
 
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
-
-
-def test_new_metric_needs_one_function_and_is_in_every_sink(metric_table, tmp_path):
-    @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
-    def million_tokens(totals):
-        """Tokens so far, in millions."""
-        return totals.counts.tokens / 1e6 if totals.counts.tokens else None
-
-    report = make_report(100)
-    report = msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job))
-    run = make_run(folder=tmp_path / "run", stdout=io.StringIO())
-    for name in ("console", "tensorboard"):
-        sink = open_sink(name, run)
-        sink.write(report)
-        sink.close()
-
-    value = report.run.counts.tokens / 1e6
-    assert f"  Tokens (Millions): {value:.1f}\n" in run.stdout.getvalue()
-    (events,) = run.tensorboard_dir.iterdir()
-    assert b"efficientllm/million_tokens" in events.read_bytes()
-    assert b"Tokens so far, in millions." in events.read_bytes()
