@@ -45,15 +45,13 @@ os._exit(0)
 """
 
 
-def torchrun(launch, host, node, master, *options, environ=None, iterations=ITERATIONS, step_s=0.02, **settings):
-    rendezvous = options or ("--node_rank", str(node), "--master_addr", master, "--master_port", str(PORT))
-    return launch.on(host).torchrun(
-        ["--nnodes", "2", "--nproc_per_node", "2", *rendezvous],
-        "store_loop.py",
-        *("--iterations", iterations, "--step-s", step_s),
-        environ=environ,
-        **settings,
-    )
+def torchrun(launch, host, *options, arguments=()):
+    options = ["--nnodes", "2", "--nproc_per_node", "2", *options]
+    return launch.on(host).torchrun(options, "store_loop.py", "--iterations", ITERATIONS, *arguments)
+
+
+def at_node(node, master):
+    return "--node_rank", str(node), "--master_addr", master, "--master_port", str(PORT)
 
 
 def ranks(launch, hosts, *arguments, **settings):
@@ -64,14 +62,10 @@ def our_lines(job):
     return [line for line in job.our_errors if "W1121" not in line]
 
 
-def run_json(job):
-    return json.loads((job.ledger.folder / "run.json").read_bytes())
-
-
-def is_one_job(jobs_of_hosts, num_ranks, iterations=ITERATIONS):
+def is_one_job(jobs_of_hosts, num_ranks):
     first = jobs_of_hosts[0]
     summary = first.ledger.summary
-    expected = (num_ranks * iterations * TOKENS, iterations, "completed")
+    expected = (num_ranks * ITERATIONS * TOKENS, ITERATIONS, "completed")
     assert (summary.tokens, summary.iterations, summary.status) == expected
     assert {row.rank for row in first.ledger.ranks} == set(range(num_ranks))
     assert {row.host for row in first.ledger.ranks} == {"host1", "host2"}
@@ -84,7 +78,7 @@ def test_ranks_on_two_hosts_are_one_job_with_keys(hosts, launch, family):
     one, two = hosts(2)
     master = one.address if family == "IPv4" else one.address6
 
-    nodes = [torchrun(launch, host, node, master) for node, host in enumerate((one, two))]
+    nodes = [torchrun(launch, host, *at_node(node, master)) for node, host in enumerate((one, two))]
 
     is_one_job([node.done(120) for node in nodes], 4)
     assert "unauthenticated" not in nodes[0].ledger.summary.events
@@ -95,7 +89,7 @@ def test_ranks_find_the_aggregator_with_a_c10d_rendezvous(hosts, launch):
     pair = hosts(2)
     options = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{pair[0].address}:{PORT}", "--rdzv_id", "job-1")
 
-    nodes = [torchrun(launch, host, 0, "", *options) for host in pair]
+    nodes = [torchrun(launch, host, *options) for host in pair]
     [node.done(120) for node in nodes]
 
     summary = nodes[0].ledger.summary
@@ -240,7 +234,7 @@ def test_secrets_are_in_no_argument_environment_file_or_log(hosts, launch, tmp_p
     nodes = ranks(launch, pair, "--step-s", "0.1", run_name="run")
     jobs.until(lambda: nodes[0].runs() and nodes[0].num_windows > 0, 90)
     known = secret_path(Config()).read_text().strip()
-    job = run_json(nodes[0])["job"]
+    job = nodes[0].ledger.facts["job"]
     hidden = forms(known, job)
 
     record = next((tmp_path / "runs").glob(".address-*")).read_bytes()
@@ -296,46 +290,13 @@ def test_serve_on_a_public_address_needs_the_secret(hosts, launch, tmp_path):
     assert jobs.Ledger(tmp_path / "runs" / "served").summary.tokens == ITERATIONS * TOKENS
 
 
-RESTARTED = """
-import os, sys, time
-from datetime import timedelta
-import torch.distributed as dist
-import effllm.efficientllm_metrics as effllm
-
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
-if attempt and rank == 0:
-    time.sleep(2.0)  # so that the others find what the first attempt left
-effllm.initialize_efficientllm_metrics(1000)
-collector = effllm.get_metrics_collector()
-key = f"ready/{attempt}"
-store.add(key, 1)
-while store.add(key, 0) < 2:
-    time.sleep(0.02)
-for iteration in range(1, 61):
-    collector.record_iteration_start()
-    time.sleep(0.05)
-    collector.record_iteration_end(100, 2)
-    if not attempt and iteration == 25:
-        os._exit(3)
-effllm.finalize_efficientllm_metrics()
-"""
-
-
 @pytest.mark.long
 @pytest.mark.fault("elastic-restart")
-def test_next_attempt_ignores_the_address_of_the_first_attempt(hosts, launch, tmp_path):
+def test_next_attempt_ignores_the_address_of_the_first_attempt(hosts, launch):
     pair = hosts(2)
-    script = tmp_path / "restarted.py"
-    script.write_text(RESTARTED)
-    master = ["--master_addr", pair[0].address, "--master_port", str(PORT)]
+    restarting = ("--nproc_per_node", "1", "--max_restarts", "1")
     nodes = [
-        launch.on(host).torchrun(
-            ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node), "--max_restarts", "1", *master],
-            script,
-            run_name="run",
-        )
+        torchrun(launch, host, *at_node(node, pair[0].address), *restarting, arguments=("--at", 25))
         for node, host in enumerate(pair)
     ]
     [node.done(120) for node in nodes]
@@ -343,4 +304,4 @@ def test_next_attempt_ignores_the_address_of_the_first_attempt(hosts, launch, tm
     windows = [report for report in nodes[0].ledger.windows if report.attempt == 2]
     assert nodes[0].ledger.summary.attempts == 2
     assert {row.rank for row in nodes[0].ledger.ranks if row.attempt == 2} == {0, 1}
-    assert windows[-1].iteration == 60
+    assert windows[-1].iteration == ITERATIONS

@@ -62,25 +62,21 @@ def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode must not be changed"
 
 
-def test_secret_file_is_rejected_if_it_is_a_link_folder_or_pipe(path):
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: path.symlink_to("real"), "is a link"),
+        (lambda path: path.symlink_to("nowhere"), "is a link"),
+        (lambda path: path.mkdir(), "no regular file"),
+        (lambda path: os.mkfifo(path, 0o600), "no regular file"),
+    ],
+    ids=["link", "broken link", "folder", "pipe"],
+)
+def test_secret_file_is_rejected_if_it_is_a_link_folder_or_pipe(path, make, reason):
     write(path.with_name("real"))
-    path.symlink_to("real")
-    with pytest.raises(SecretError, match="is a link"):
-        secret.create(path)
+    make(path)
 
-    path.unlink()
-    path.symlink_to("nowhere")
-    with pytest.raises(SecretError, match="is a link"):
-        secret.create(path)
-
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(SecretError, match="no regular file"):
-        secret.create(path)
-
-    path.rmdir()
-    os.mkfifo(path, 0o600)
-    with pytest.raises(SecretError, match="no regular file"):
+    with pytest.raises(SecretError, match=reason):
         secret.create(path)
 
 
@@ -141,8 +137,6 @@ def test_signature_is_valid_only_for_one_record_place_and_secret():
     assert secret.is_signed(own, signed, "run/1")
     assert not secret.is_signed(own, signed, "run/2")
     assert not secret.is_signed(b"b" * 64, signed, "run/1")
-    assert not secret.is_signed(own, {**signed, "endpoint": "tcp://10.0.0.2:5555"}, "run/1")
-    assert not secret.is_signed(own, {**signed, "more": ""}, "run/1")
-    assert not secret.is_signed(own, {**signed, "signature": ""}, "run/1")
-    assert not secret.is_signed(own, {**signed, "signature": "ä"}, "run/1")
+    for change in ({"endpoint": "tcp://10.0.0.2:5555"}, {"more": ""}, {"signature": ""}, {"signature": "ä"}):
+        assert not secret.is_signed(own, {**signed, **change}, "run/1")
     assert not secret.is_signed(own, record, "run/1")

@@ -32,22 +32,17 @@ OPENMPI = {
 }
 
 
-@pytest.mark.parametrize(
-    ("launcher", "environ", "restart_id"),
-    [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
+@cases(
+    ("environ", "place"),
+    [
+        (TORCHRUN, Place(5, 1, 8, 4, "node0", 29500, "torchrun", "abc", 2)),
+        (SLURM, Place(5, 1, 8, 4, launcher="slurm", restart_id="777", launch_id="777.0")),
+        (OPENMPI, Place(5, 1, 8, 4, launcher="openmpi")),
+    ],
 )
-def test_place_is_read_from_the_variables_of_a_launcher(launcher, environ, restart_id):
-    place = read_place(environ)
-
-    assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
-    assert (place.world_size, place.local_world_size, place.one_host) == (8, 4, False)
-    assert place.restart_id == restart_id
-
-
-def test_torchrun_gives_the_master_and_the_restart_count():
-    place = read_place(TORCHRUN)
-
-    assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
+def test_place_is_read_from_the_variables_of_a_launcher(environ, place):
+    assert read_place(environ) == place
+    assert not place.one_host
 
 
 def test_variables_of_torchrun_are_used_under_slurm():
@@ -85,10 +80,6 @@ def test_job_without_local_world_size_is_treated_as_several_hosts():
 def test_a_wrong_variable_of_a_launcher_is_named(changes, variable):
     with pytest.raises(ConfigError, match=variable):
         read_place({**TORCHRUN, **changes})
-
-
-def test_torchrun_gives_every_field_of_a_place():
-    assert read_place(TORCHRUN) == Place(5, 1, 8, 4, "node0", 29500, "torchrun", "abc", 2)
 
 
 def test_launches_in_one_allocation_have_different_ids():
