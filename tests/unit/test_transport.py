@@ -132,8 +132,8 @@ def with_impossible_integrals():
     whole = full(1.0)
     for bad in BAD_AMOUNTS:
         broken = [msgspec.structs.replace(whole, **{name: bad}) for name in Integrals.__struct_fields__[1:]]
-        for name in EnergyAmount.__struct_fields__:
-            broken.append(msgspec.structs.replace(whole, energy=msgspec.structs.replace(whole.energy, **{name: bad})))
+        amounts = [msgspec.structs.replace(whole.energy, **{name: bad}) for name in EnergyAmount.__struct_fields__]
+        broken += [msgspec.structs.replace(whole, energy=energy) for energy in amounts]
         for integrals in broken:
             yield device_with(wall=integrals)
             yield device_with(phases={"evaluation": integrals})
