@@ -1,7 +1,7 @@
 """Check the built documentation site: ``make docs``, or ``python tests/check_site.py build/site``.
 
-Every link of a page leads to a file and an anchor of the site, or has the form of an address of another host. No page
-loads anything from another host. No Markdown is left in a paragraph. If Chromium is installed, it opens every page.
+Every address of another host has the form of an address; mkdocs checks the links between pages. No page loads anything
+from another host. No Markdown is left in a paragraph. If Chromium is installed, it opens every page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urlsplit
+from urllib.parse import urldefrag, urlsplit
 
 #: Elements and attributes by which a browser loads a file without a click.
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "audio": "src", "video": "src"}
@@ -20,21 +20,18 @@ MARKDOWN = re.compile(r"^\s*([-*+] |\d+\. |#{1,6} |\|.*\||```|:::)|\]\(", re.MUL
 
 
 class Page(HTMLParser):
-    """The links, anchors, loaded files and paragraphs of a page."""
+    """The links, loaded files and paragraphs of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path = path
         self.links: list[str] = []
         self.loads: list[str] = []
-        self.anchors: set[str] = set()
         self.paragraphs: list[str] = []
         self._in_paragraph = self._in_code = False
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         of = {name: value or "" for name, value in attributes}
-        self.anchors.update(of[name] for name in ("id", "name") if name in of)
         if tag == "a" and "href" in of:
             self.links.append(of["href"])
         elif tag == "link" and LOADED_BY_LINK & set(of.get("rel", "").split()):
@@ -60,7 +57,7 @@ def problems_of(site: Path) -> Iterator[str]:
     pages = {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
     for path, page in pages.items():
         name = path.relative_to(site)
-        yield from (f"{name}: {problem}" for link in page.links if (problem := problem_of(link, path, pages)))
+        yield from (f"{name}: {link} is not an address" for link in page.links if not is_link(link))
         yield from (f"{name} loads {load}" for load in page.loads if not is_local(load, path))
         yield from (f"{name}: Markdown in the text: {text[:80]!r}" for text in page.paragraphs if MARKDOWN.search(text))
     for path in site.rglob("*.css"):
@@ -72,18 +69,11 @@ def problems_of(site: Path) -> Iterator[str]:
         yield "the search index has not every page"
 
 
-def problem_of(link: str, path: Path, pages: dict[Path, Page]) -> str:
-    """Return why a link of the page at `path` is wrong, or ""."""
+def is_link(link: str) -> bool:
+    """Whether a link is inside the site, or has the form of an address."""
     at = urlsplit(link)
-    if at.scheme:
-        is_address = at.scheme in ("http", "https") and re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", at.hostname or "")
-        return "" if is_address or at.scheme == "mailto" else f"{link} is not an address"
-    file, anchor = urldefrag(link)
-    target = (path.parent / unquote(file)).resolve() if file else path
-    if not target.is_file():
-        return f"{link} leads to no file"
-    is_missing = anchor and target in pages and unquote(anchor) not in pages[target].anchors
-    return f"{link} leads to no anchor" if is_missing else ""
+    is_address = at.scheme in ("http", "https") and re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", at.hostname or "")
+    return bool(not at.scheme or is_address or at.scheme == "mailto")
 
 
 def is_local(load: str, path: Path) -> bool:

@@ -48,18 +48,6 @@ def test_aggregator_restarted_by_hand_continues_the_run(cli, launch):
 
 
 @pytest.mark.fault("two-jobs")
-def test_two_jobs_on_a_node_write_two_complete_run_folders(launch):
-    one = launch.python(LOOP, "--iterations", 200, "--tokens", 7, run_name="one")
-    two = launch.python(LOOP, "--iterations", 300, "--tokens", 11, run_name="two")
-    one.done()
-    two.done()
-
-    assert [folder.name for folder in one.runs()] == ["one", "two"]
-    assert_whole(jobs.Ledger(one.runs()[0]), {0: 200}, tokens=7)
-    assert_whole(jobs.Ledger(one.runs()[1]), {0: 300}, tokens=11)
-
-
-@pytest.mark.fault("two-jobs")
 def test_second_job_with_a_used_run_name_writes_to_another_folder(launch):
     environ = {"SLURM_JOB_ID": "4711"}  # both jobs have one Slurm job id, like two attempts of a job
     one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)

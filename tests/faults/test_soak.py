@@ -12,7 +12,8 @@ from collections import deque
 import msgspec
 import psutil
 import pytest
-from builders import MADE_NS, NS, device_window, gpu, hello, looping, reports, row
+from builders import MADE_NS, NS, device_window, hello, looping, reports, row
+from fake_reader import FakeReader, until
 
 from effllm.agent.sampler import MAX_REQUESTS, Sampler
 from effllm.agent.track import DeviceTrack
@@ -24,7 +25,6 @@ from effllm.job.aggregator import Aggregator
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.columns import Table
-from effllm.records.rank import Sample
 from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import RunFolder
 
@@ -163,25 +163,6 @@ def test_full_outbox_counts_only_unsent_reports_as_lost(is_sent, lost):
     assert items_in(outbox) < 40_000
 
 
-class HangingReader:
-    """A device whose second reading waits for `released`."""
-
-    def __init__(self):
-        self.device = gpu()
-        self.reads = 0
-        self.hangs, self.released = threading.Event(), threading.Event()
-
-    def read(self):
-        self.reads += 1
-        if self.reads == 2:
-            self.hangs.set()
-            self.released.wait()
-        return Sample(time.monotonic_ns(), power_w=100.0), {}
-
-    def close(self):
-        self.released.set()
-
-
 def absent():
     raise DeviceUnavailable("there is no power supply to ask")
 
@@ -190,21 +171,19 @@ def absent():
 def tracks():
     """Yield the tracks of a hanging device and of a missing node sensor, and the event that ends the hang."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    hanging = HangingReader()
+    released = threading.Event()
+    hanging = FakeReader(hold=released)
     samplers = [
         Sampler(lambda: hanging, 3600.0, lambda _event: None, wake),
         Sampler(absent, 1.0, lambda _event: None, wake, is_node_sensor=True),
     ]
     for sampler in samplers:
         sampler.start()
-    deadline_s = time.monotonic() + 30.0
-    while any(sampler.is_opening for sampler in samplers):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    until(lambda: not any(sampler.is_opening for sampler in samplers))
     samplers[0].ask()
-    assert hanging.hangs.wait(30.0)
-    yield [DeviceTrack(sampler, 1.0) for sampler in samplers], hanging.released
-    hanging.released.set()
+    assert hanging.holding.wait(30.0)
+    yield [DeviceTrack(sampler, 1.0) for sampler in samplers], released
+    released.set()
     for sampler in samplers:
         assert sampler.stop(30.0)
     os.close(wake)
@@ -243,14 +222,11 @@ def test_recovered_device_is_measured_again(tracks):
     before_ns = hanging.series.newest_ns
     released.set()
 
-    deadline_s = time.monotonic() + 30.0
-    while hanging.series.newest_ns == before_ns or hanging.sampler.stale_s() is not None:
-        assert time.monotonic() < deadline_s
+    def is_current():
         hanging.take_samples()
-        time.sleep(0.001)
+        return hanging.series.newest_ns != before_ns and hanging.sampler.stale_s() is None
+
+    until(is_current)
     edge_ns = time.monotonic_ns()
     hanging.ask(edge_ns)
-    while not hanging.is_settled(edge_ns):
-        assert time.monotonic() < deadline_s
-        hanging.take_samples()
-        time.sleep(0.001)
+    until(lambda: hanging.take_samples() or hanging.is_settled(edge_ns))
