@@ -2,7 +2,6 @@
 
 import os
 import signal
-import struct
 import sys
 
 import jobs
@@ -12,34 +11,6 @@ import pytest
 pytestmark = pytest.mark.faults
 
 LOOP = "loop.py"
-
-
-@pytest.mark.fault("agent-killed")
-def test_killed_agent_does_not_delay_the_end_of_a_job(launch, tmp_path):
-    meeting, enough = tmp_path / "meeting", tmp_path / "enough"
-    meeting.write_bytes(bytes(64))
-    aggregator = launch.aggregator()
-    ranks = launch.ranks(aggregator, 2, "lockstep.py", meeting, "--iterations", 1, "--until", enough)
-    ledger = aggregator.ledger
-    jobs.until(lambda: ledger.num_windows)
-    (agent,) = ranks[1].find("effllm.agent.agent")
-    os.kill(agent, signal.SIGKILL)
-    killed_at = struct.unpack_from("<q", meeting.read_bytes())[0]
-    jobs.until(lambda: struct.unpack_from("<q", meeting.read_bytes())[0] >= killed_at + 30)
-    enough.touch()
-    count = len(ranks[0].done().output()["steps"])
-    ranks[1].done()
-    assert not aggregator.job.left()
-
-    assert (ledger.summary.status, ledger.summary.is_over) == ("ended", True)
-    assert ledger.event_texts("rank_lost") == ["rank 1 is lost: its agent ended without a BYE"]
-    assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 100 * count
-    assert "missing 1" in aggregator.job.blocks[-1]["rest"]
-    assert ranks[1].our_errors == [
-        "[EfficientLLM] the agent of rank 1 was killed by signal 9, maybe because memory ran out: "
-        "after that, no metric includes rank 1"
-    ]
-    assert ranks[0].our_errors == []
 
 
 @pytest.mark.fault("agent-killed")

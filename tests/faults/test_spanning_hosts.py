@@ -45,9 +45,9 @@ os._exit(0)
 """
 
 
-def torchrun(launch, host, *options, arguments=()):
+def torchrun(launch, host, *options, arguments=(), **settings):
     options = ["--nnodes", "2", "--nproc_per_node", "2", *options]
-    return launch.on(host).torchrun(options, "store_loop.py", "--iterations", ITERATIONS, *arguments)
+    return launch.on(host).torchrun(options, "store_loop.py", "--iterations", ITERATIONS, *arguments, **settings)
 
 
 def at_node(node, master):
@@ -296,7 +296,7 @@ def test_next_attempt_ignores_the_address_of_the_first_attempt(hosts, launch):
     pair = hosts(2)
     restarting = ("--nproc_per_node", "1", "--max_restarts", "1")
     nodes = [
-        torchrun(launch, host, *at_node(node, pair[0].address), *restarting, arguments=("--at", 25))
+        torchrun(launch, host, *at_node(node, pair[0].address), *restarting, arguments=("--at", 25), run_name="run")
         for node, host in enumerate(pair)
     ]
     [node.done(120) for node in nodes]
