@@ -36,8 +36,30 @@ def write_side(folder, name, values, tag=SPEED, **options):
     return folder / name
 
 
+def write_sides(folder, *sides, **options):
+    """Write a side for each list of values: a, b, c."""
+    return [write_side(folder, name, values, **options) for name, values in zip("abc", sides, strict=False)]
+
+
 def rows(document):
     return {row["metric"]: row for row in document["comparisons"][0]["metrics"]}
+
+
+def speeds(document):
+    """Return the compared tokens per second."""
+    return rows(document)["tokens_per_second"]
+
+
+def change_metrics(run, **values):
+    """Replace metrics of a written summary by their last names; ``None`` removes one."""
+    path = run / "summary.json"
+    summary = json.loads(path.read_text())
+    for name, value in values.items():
+        (tag,) = (tag for tag in summary["metrics"] if tag.endswith(name))
+        summary["metrics"][tag] = value
+        if value is None:
+            del summary["metrics"][tag]
+    path.write_text(json.dumps(summary))
 
 
 def test_a_faster_side_is_better_and_one_with_more_energy_is_worse(tmp_path, compared):
@@ -53,52 +75,54 @@ def test_a_faster_side_is_better_and_one_with_more_energy_is_worse(tmp_path, com
     assert found["joules_per_token"]["outcome"] == "worse"
 
 
-def test_noise_is_not_distinguishable_and_the_detectable_effect_is_stated(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1000, 1010, 990])
-    b = write_side(tmp_path, "b", [1005, 1012, 994])
+NEAR, NOT_IN_A = "not distinguishable", {"outcome": "unknown", "reason": "not measured in A", "a": None}
+OUTCOMES = {
+    # the detectable share is 3.5 times a spread of 1 %
+    "noise": (
+        [1000, 1010, 990], [1005, 1012, 994], {"outcome": NEAR, "detectable_share": pytest.approx(0.04, abs=0.02)},
+    ),
+    "one run a side": ([1000], [2000], {"outcome": "unknown", "share": pytest.approx(1.0), "low": None}),
+    "few runs": ([1000, 1200], [1010, 1400], {
+        "outcome": "unknown", "reason": "too few runs: a difference of 100 % may be missed", "detectable_share": None,
+    }),
+    "few close runs": ([1000, 1200], [1010, 1201], {"detectable_share": None}),
+    "a negative value": ([-1.0] * 3, [1000, 1001, 1002], NOT_IN_A),
+    "the largest number": ([1.7e308] * 3, [1000, 1001, 1002], NOT_IN_A),
+    "the least number": ([-1.7e308] * 3, [1000, 1001, 1002], NOT_IN_A),
+    "zeros": ([0, 0, 0], [0, 0, 0], {"outcome": NEAR, "share": 0}),
+    "zeros and huge values": ([0, 0, 0], [1e60, 1e60, 1e59], {"outcome": "unknown", "share": None}),
+    "zeros and small values": ([0, 0, 0], [1e-9] * 3, {"outcome": "better", "share": None}),
+    "equal values": ([1000] * 3, [1000] * 3, {"outcome": NEAR}),
+    "rounding": ([1000] * 3, [1000.05] * 3, {"outcome": NEAR}),
+    "a thousandth": ([1000] * 3, [1001] * 3, {"outcome": "better"}),
+}  # fmt: skip
 
-    row = rows(compared(a, b)[0])["tokens_per_second"]
 
-    assert row["outcome"] == "not distinguishable"
-    assert 0.02 < row["detectable_share"] < 0.06  # 3.5 times a spread of 1 %
+@pytest.mark.parametrize(("a", "b", "expected"), OUTCOMES.values(), ids=OUTCOMES)
+def test_outcome_of_two_sides(tmp_path, compared, capsys, a, b, expected):
+    sides = write_sides(tmp_path, a, b)
+
+    row = speeds(compared(*sides)[0])
+    assert {name: row[name] for name in expected} == expected
+    assert compare(*sides, form="text") == 0
+    assert row["outcome"] in capsys.readouterr().out
+
+
+def test_reason_of_one_run_a_side_has_the_remedy(tmp_path, compared):
+    assert "compare 3 or more runs a side" in speeds(compared(*write_sides(tmp_path, [1000], [2000]))[0])["reason"]
 
 
 def test_the_power_of_the_primary_quantity_is_printed(tmp_path, capsys):
-    a, b = write_side(tmp_path, "a", [1000, 1010, 990]), write_side(tmp_path, "b", [1105, 1112, 1094])
-
-    compare(a, b, form="text")
+    compare(*write_sides(tmp_path, [1000, 1010, 990], [1105, 1112, 1094]), form="text")
 
     assert "tokens_per_second: with 3 runs a side a difference of 2.9 % would be found" in capsys.readouterr().out
 
 
-def test_one_run_a_side_is_unknown_and_its_difference_is_shown(tmp_path, compared):
-    a, b = write_side(tmp_path, "a", [1000]), write_side(tmp_path, "b", [2000])
-
-    row = rows(compared(a, b)[0])["tokens_per_second"]
-
-    assert (row["outcome"], row["share"], row["low"]) == ("unknown", pytest.approx(1.0), None)
-    assert "compare 3 or more runs a side" in row["reason"]
-
-
-def test_few_runs_that_would_miss_a_doubling_are_unknown(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1000, 1200])
-    wide, close = write_side(tmp_path, "wide", [1010, 1400]), write_side(tmp_path, "close", [1010, 1201])
-
-    row = rows(compared(a, wide)[0])["tokens_per_second"]
-
-    assert (row["outcome"], row["reason"]) == ("unknown", "too few runs: a difference of 100 % may be missed")
-    assert row["detectable_share"] is None
-    assert rows(compared(a, close)[0])["tokens_per_second"]["detectable_share"] is None
-
-
 def test_metric_without_its_fields_is_not_measured(tmp_path, compared):
-    a, b = (write_side(tmp_path, side, [1000, 1010, 990]) for side in "ab")
-    summary = json.loads((b / "b1/summary.json").read_text())
-    summary["metrics"][SPEED] = 5.0
-    (b / "b1/summary.json").write_text(json.dumps(summary))
+    a, b = write_sides(tmp_path, *[[1000, 1010, 990]] * 2)
+    change_metrics(b / "b1", tokens_per_second=5.0)
 
-    row = rows(compared(a, b)[0])["tokens_per_second"]
-
+    row = speeds(compared(a, b)[0])
     assert (row["outcome"], row["reason"]) == ("unknown", "not measured in 1 of 6 runs")
 
 
@@ -160,9 +184,7 @@ def test_other_quantities_share_their_level_by_holm(tmp_path, compared):
 @pytest.mark.parametrize("missing", [SPEED, "run_throughput/samples_per_second"])
 def test_throughput_is_tested_by_the_first_metric_that_all_runs_have(tmp_path, compared, missing):
     a, b = write_throughput(tmp_path, "a", 1.0), write_throughput(tmp_path, "b", 1.05)
-    summary = json.loads((b / "b1/summary.json").read_text())
-    del summary["metrics"][missing]
-    (b / "b1/summary.json").write_text(json.dumps(summary))
+    change_metrics(b / "b1", **{missing.partition("/")[2]: None})
 
     found = rows(compared(a, b)[0])
 
@@ -172,55 +194,12 @@ def test_throughput_is_tested_by_the_first_metric_that_all_runs_have(tmp_path, c
     assert (unknown["outcome"], unknown["reason"]) == ("unknown", "not measured in 1 of 6 runs")
 
 
-@pytest.mark.parametrize("value", [-1.0, 1.7e308, -1.7e308])
-def test_values_that_are_no_measurements_are_not_measured(tmp_path, compared, value):
-    a = write_side(tmp_path, "a", [value] * 3)
-    b = write_side(tmp_path, "b", [1000, 1001, 1002])
-
-    row = rows(compared(a, b)[0])["tokens_per_second"]
-
-    assert (row["outcome"], row["reason"], row["a"]) == ("unknown", "not measured in A", None)
-
-
-@pytest.mark.parametrize(
-    ("values", "outcome"), [([0, 0, 0], "not distinguishable"), ([1e60, 1e60, 1e59], "unknown"), ([1e-9] * 3, "better")]
-)
-@pytest.mark.parametrize("form", ["json", "text"])
-def test_a_side_of_zeros_has_an_outcome_and_no_share(tmp_path, capsys, form, values, outcome):
-    a, b = write_side(tmp_path, "a", [0, 0, 0]), write_side(tmp_path, "b", values)
-
-    assert compare(a, b, form=form) == 0
-
-    out = capsys.readouterr().out
-    assert outcome in out
-    if form == "json":
-        assert rows(json.loads(out))["tokens_per_second"]["share"] == (None if any(values) else 0)
-
-
-def test_equal_values_are_not_distinguishable_and_rounding_is_no_difference(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1000, 1000, 1000])
-    outcomes = {
-        name: rows(compared(a, write_side(tmp_path, name, [value] * 3))[0])["tokens_per_second"]["outcome"]
-        for name, value in (("same", 1000), ("rounded", 1000.05), ("more", 1001))
-    }
-
-    assert outcomes == {"same": "not distinguishable", "rounded": "not distinguishable", "more": "better"}
-
-
 def test_several_sides_share_the_level(tmp_path, compared):
-    sides = [
-        write_side(tmp_path, name, [value, value + 8, value - 8])
-        for name, value in (("a", 1000), ("b", 1022), ("c", 1000))
-    ]
+    sides = write_sides(tmp_path, *([value, value + 8, value - 8] for value in (1000, 1022, 1000)))
 
-    alone = rows(compared(*sides[:2])[0])["tokens_per_second"]
-    document, _ = compared(*sides)
-
+    alone, shared = speeds(compared(*sides[:2])[0]), speeds(compared(*sides)[0])
     assert (alone["outcome"], alone["level"]) == ("better", 0.05)
-    assert (rows(document)["tokens_per_second"]["outcome"], rows(document)["tokens_per_second"]["level"]) == (
-        "not distinguishable",
-        0.025,
-    )
+    assert (shared["outcome"], shared["level"]) == ("not distinguishable", 0.025)
 
 
 def test_different_kinds_of_parameters_are_never_compared(tmp_path, compared):
@@ -232,7 +211,11 @@ def test_different_kinds_of_parameters_are_never_compared(tmp_path, compared):
 
     row = rows(document)[tag]
     assert (row["outcome"], row["share"]) == ("unknown", None)
-    assert {"name": "parameter kind", "a": "total", "b": "active"} in document["comparisons"][0]["unfair"]
+    assert {"name": "parameter kind", "a": "total", "b": "active"} in unfair(document)
+
+
+def unfair(document):
+    return document["comparisons"][0]["unfair"]
 
 
 def test_unfair_differences_are_listed(tmp_path, compared):
@@ -247,12 +230,11 @@ def test_unfair_differences_are_listed(tmp_path, compared):
         windows=[{"health/hottest_c": 70.0}],
     )
 
-    unfair = {one["name"] for one in compared(a, b)[0]["comparisons"][0]["unfair"]}
-
-    assert unfair >= {"GPU model", "boards", "power limit", "power profile", "driver", "sequence length", "precision"}
-    assert unfair >= {"global batch size", "warm-up", "iterations", "status", "losses not finite"}
-    assert "temperature in the first window (degC)" in unfair
-    assert "hosts" not in unfair
+    names = {one["name"] for one in unfair(compared(a, b)[0])}
+    assert names >= {"GPU model", "boards", "power limit", "power profile", "driver", "sequence length", "precision"}
+    assert names >= {"global batch size", "warm-up", "iterations", "status", "losses not finite"}
+    assert "temperature in the first window (degC)" in names
+    assert "hosts" not in names
 
 
 def test_a_side_with_several_configurations_is_unfair(tmp_path, compared):
@@ -260,18 +242,16 @@ def test_a_side_with_several_configurations_is_unfair(tmp_path, compared):
         write_run(tmp_path / "a" / f"a{at}", {SPEED: 1.0 + at}, tags=[f"config={name}"])
     b = write_side(tmp_path, "b", [1.0, 1.1])
 
-    unfair = compared(tmp_path / "a", b)[0]["comparisons"][0]["unfair"]
-
-    assert unfair == [{"name": "several configurations on a side", "a": "fast | slow", "b": "none"}]
+    assert unfair(compared(tmp_path / "a", b)[0]) == [
+        {"name": "several configurations on a side", "a": "fast | slow", "b": "none"}
+    ]
 
 
 def test_a_condition_that_is_known_of_one_side_alone_is_listed(tmp_path, compared):
     a = write_side(tmp_path, "a", [1.0, 1.1], windows=[{"health/hottest_c": 40.0}])
     b = write_side(tmp_path, "b", [1.0, 1.1], windows=[{}])
 
-    unfair = compared(a, b)[0]["comparisons"][0]["unfair"]
-
-    assert unfair == [{"name": "temperature in the first window (degC)", "a": "40", "b": "unknown"}]
+    assert unfair(compared(a, b)[0]) == [{"name": "temperature in the first window (degC)", "a": "40", "b": "unknown"}]
 
 
 def test_errors_of_other_sensors_hide_a_small_difference(tmp_path, compared):
@@ -303,12 +283,10 @@ def test_exit_status_for_true_false_and_unknown(tmp_path, compared, condition, s
 
 @pytest.mark.parametrize("running", ["a", "b"])
 def test_no_statistics_over_a_running_run(tmp_path, compared, running):
-    for name in "ab":
-        write_side(tmp_path, name, [1000, 1001, 1002])
+    sides = write_sides(tmp_path, *[[1000, 1001, 1002]] * 2)
     write_run(tmp_path / running / "now", {SPEED: 2000}, summary={"status": "running", "is_over": False})
 
-    row = rows(compared(tmp_path / "a", tmp_path / "b")[0])["tokens_per_second"]
-
+    row = speeds(compared(*sides)[0])
     assert (row["outcome"], row["reason"], row["p"]) == ("unknown", "a run continues: compare after its end", None)
 
 
@@ -360,10 +338,9 @@ def test_runs_are_grouped_by_a_tag_or_a_fact(tmp_path, compared):
 @pytest.mark.parametrize("form", ["text", "markdown", "json"])
 def test_names_cannot_inject_markup_or_control_characters(tmp_path, capsys, form):
     evil = "x\x1b[31m\nFAKE|<script>[link](http://a)"
-    write_side(tmp_path, "a", [1000.0, 1001.0])
-    write_side(tmp_path, "b", [1002.0, 1003.0], run={"git_commit": evil, "precision": evil, "run_id": evil})
-
-    compare(tmp_path / "a", tmp_path / "b", form=form)
+    a = write_side(tmp_path, "a", [1000.0, 1001.0])
+    b = write_side(tmp_path, "b", [1002.0, 1003.0], run={"git_commit": evil, "precision": evil, "run_id": evil})
+    compare(a, b, form=form)
 
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -388,14 +365,11 @@ def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
 
 
 def test_two_runs_of_one_name_have_their_folders(tmp_path, compared):
-    for parent in ("a", "b"):
-        write_run(tmp_path / parent / "run", {SPEED: 1000.0})
+    a, b = (write_run(tmp_path / parent / "run", {SPEED: 1000.0}) for parent in "ab")
 
-    document, status = compared(tmp_path / "a", tmp_path / "b")
-
-    assert status == 0
-    folders = [document["a"]["runs"][0]["folder"], document["comparisons"][0]["b"]["runs"][0]["folder"]]
-    assert folders == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+    document, status = compared(a.parent, b.parent)
+    runs = *document["a"]["runs"], *document["comparisons"][0]["b"]["runs"]
+    assert (status, [run["folder"] for run in runs]) == (0, [str(a), str(b)])
 
 
 @pytest.mark.parametrize(
@@ -431,46 +405,35 @@ def test_unknown_metrics_and_conditions_are_wrong_use(tmp_path, compared):
 def test_different_sets_of_metrics_and_empty_runs_are_unknown_or_left_out(tmp_path, compared):
     a = write_side(tmp_path, "a", [1.0, 1.1])
     b = write_side(tmp_path, "b", [1.0, 1.1], ENERGY)
-    write_run(tmp_path / "b" / "torn", {})
-    (tmp_path / "b" / "torn" / "summary.json").write_text('{"metrics": ')
+    (write_run(b / "torn", {}) / "summary.json").write_text('{"metrics": ')
 
     document, _ = compared(a, b)
-
-    found = rows(document)
-    assert (found["tokens_per_second"]["outcome"], found["tokens_per_second"]["reason"]) == (
-        "unknown",
-        "not measured in B",
-    )
-    assert found["joules_per_token"]["reason"] == "not measured in A"
+    found = {name: (row["outcome"], row["reason"]) for name, row in rows(document).items()}
+    assert found["tokens_per_second"] == ("unknown", "not measured in B")
+    assert found["joules_per_token"] == ("unknown", "not measured in A")
     assert "not a JSON object" in document["left_out"][0]
 
 
 def test_an_old_unfinished_run_has_ended(tmp_path, compared):
     old = {"status": "running", "is_over": False, "updated_time_s": time.time() - 3600}
-    a = write_side(tmp_path, "a", [1.0, 1.1], summary=old)
-    b = write_side(tmp_path, "b", [1.0, 1.1])
 
-    row = rows(compared(a, b)[0])["tokens_per_second"]
-
+    row = speeds(compared(*write_sides(tmp_path, *[[1.0, 1.1]] * 2, summary=old))[0])
     assert row["outcome"] == "not distinguishable"
 
 
 def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch, compared):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
 
-    assert compared(tmp_path, tmp_path) == (
-        "effllm compare: a comparison needs SciPy: pip install 'effllm[analysis]'\n",
-        2,
-    )
+    line = "effllm compare: a comparison needs SciPy: pip install 'effllm[analysis]'\n"
+    assert compared(tmp_path, tmp_path) == (line, 2)
 
 
 def test_a_value_that_failed_the_audit_is_unknown(tmp_path, compared):
-    a, b = write_side(tmp_path, "a", [1000.0, 1001.0]), write_side(tmp_path, "b", [8000.0, 8001.0])
-    doubtful = {"metrics": {SPEED: {"value": 8000.0, "unit": "", "doubt": "8 = gradient accumulation"}}}
-    write_run(b / "b2", {}, summary=doubtful)
+    a, b = write_sides(tmp_path, [1000.0, 1001.0], [8000.0, 8001.0])
+    doubtful = {"value": 8000.0, "unit": "", "doubt": "8 = gradient accumulation"}
+    change_metrics(b / "b1", tokens_per_second=doubtful)
 
-    row = rows(compared(a, b)[0])["tokens_per_second"]
-
+    row = speeds(compared(a, b)[0])
     assert (row["outcome"], row["share"]) == ("unknown", None)
     assert "a check of the counts failed" in row["reason"]
 
@@ -499,8 +462,6 @@ def test_a_repeat_that_was_run_again_is_one_run(tmp_path, compared):
 
 @pytest.mark.parametrize("form", ["text", "markdown"])
 def test_a_comparison_says_that_devices_are_simulated(tmp_path, capsys, form):
-    a, b = (write_side(tmp_path, name, [1.0, 1.1], summary={"simulated": True}) for name in "ab")
-
-    compare(a, b, form=form)
+    compare(*write_sides(tmp_path, *[[1.0, 1.1]] * 2, summary={"simulated": True}), form=form)
 
     assert "SIMULATED: the values of simulated devices" in capsys.readouterr().out

@@ -11,13 +11,7 @@ from tests.run_folders import write_run
 
 
 def metrics(amu=40.0, pcu=0.8, al=1.0, tt=1.0, aec=500.0):
-    return {
-        "amu_gb": amu,
-        "pcu_ratio": pcu,
-        "al_seconds": al,
-        "tt_tokens_per_param_per_sec": tt,
-        "aec_watts": aec,
-    }
+    return {"amu_gb": amu, "pcu_ratio": pcu, "al_seconds": al, "tt_tokens_per_param_per_sec": tt, "aec_watts": aec}
 
 
 def shown(*arguments, status=0, width="200"):
@@ -66,8 +60,8 @@ def test_mean_has_a_95_percent_interval_over_runs(three):
 
 
 def test_score_needs_three_configurations(tmp_path):
-    write_run(tmp_path / "a", metrics(al=1.0))
-    write_run(tmp_path / "b", metrics(al=2.0))
+    for name, al in (("a", 1.0), ("b", 2.0)):
+        write_run(tmp_path / name, metrics(al=al))
 
     text = shown(tmp_path, "--paper")
     assert "no score: it needs at least 3 configurations" in text
