@@ -117,9 +117,7 @@ def test_csv_with_other_columns_is_not_changed(tmp_path, run):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
 
-    status, out, err = run(GOLDEN, to=path)
-    assert (status, out) == (1, "")
-    assert err == f"effllm runs: {path} has other columns (without run_id)\n"
+    assert run(GOLDEN, to=path) == (1, "", f"effllm runs: {path} has other columns (without run_id)\n")
     assert path.read_text() == "a,b\n1,2\n"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cases import cases
 from run_folders import GOLDEN, copy_golden
 from run_lines import read_events, read_ranks, read_windows
 from sink_examples import complete_totals, make_report, make_row
@@ -41,6 +42,18 @@ def values(relation, columns):
     return relation.select(columns).fetchall()
 
 
+def column(relation, name):
+    return [value for (value,) in values(relation, name)]
+
+
+def skipped(runs):
+    return [(one.path.name, one.reason) for one in runs.skipped]
+
+
+def names(runs):
+    return [folder.name for folder in runs.folders]
+
+
 def test_a_run_has_a_row():
     run = effllm.load(GOLDEN)
 
@@ -61,7 +74,7 @@ def test_a_run_of_another_version_is_not_read_and_named(tmp_path):
     copy_golden(tmp_path / "good")
     runs = effllm.load(tmp_path)
 
-    assert [folder.name for folder in runs.folders] == ["good"]
+    assert names(runs) == ["good"]
     assert [(one.path.parent.name, one.path.name) for one in runs.skipped] == [
         (name, file) for name in ("new", "odd", "old") for file in ("run.json", "summary.json")
     ]
@@ -75,29 +88,35 @@ def test_a_folder_a_glob_a_file_and_a_list_are_read(tmp_path):
         write_run(tmp_path / name, {"run_id": Path(name).name}, {"status": "completed"})
     (tmp_path / "empty").mkdir()
 
-    def ids(path):
-        return [run_id for (run_id,) in effllm.load(path).runs.select("run_id").fetchall()]
-
-    assert ids(tmp_path) == ["one", "two", "three"]
-    assert ids(f"{tmp_path}/*/t*") == ["two", "three"]
-    assert ids([tmp_path / "b", tmp_path / "a/one", tmp_path / "a"]) == ["three", "one", "two"]
-    assert ids(tmp_path / "a/two/summary.json") == ["two"]
+    read = {
+        "one two three": tmp_path,
+        "two three": f"{tmp_path}/*/t*",
+        "three one two": [tmp_path / "b", tmp_path / "a/one", tmp_path / "a"],
+        "two": tmp_path / "a/two/summary.json",
+    }
+    assert [column(effllm.load(path).runs, "run_id") for path in read.values()] == [ids.split() for ids in read]
     assert [len(one) for one in (effllm.load(tmp_path), effllm.load(tmp_path / "a/one"))] == [3, 1]
     assert [run.identity.run_id for run in effllm.load(tmp_path)] == ["one", "two", "three"]
     assert repr(effllm.load(tmp_path / "a/one")) == "<Run of 1 run folder>"
     assert type(effllm.load(tmp_path / "b")).__name__ == "Runs"
 
 
-def test_runs_are_selected_by_tags(tmp_path):
-    for name, tags in (("one", ["team=vision", "debug"]), ("two", ["team=text"]), ("three", [])):
-        write_run(tmp_path / name, {"tags": tags}, {"tags": tags})
+@cases(
+    ("tags", "found"),
+    [
+        ({"team": "vision"}, ["one"]),
+        (["debug"], ["one"]),
+        (["team=vision", "debug"], ["one"]),
+        ({"team": "audio"}, []),
+        ({}, ["one", "three", "two"]),
+    ],
+)
+def test_runs_are_selected_by_tags(tmp_path_factory, tags, found):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, own in (("one", ["team=vision", "debug"]), ("two", ["team=text"]), ("three", [])):
+        write_run(folder / name, {"tags": own}, {"tags": own})
 
-    def ids(tags):
-        return [folder.name for folder in effllm.load(tmp_path, tags=tags).folders]
-
-    assert ids({"team": "vision"}) == ids(["debug"]) == ids(["team=vision", "debug"]) == ["one"]
-    assert ids({"team": "audio"}) == []
-    assert ids({}) == ["one", "three", "two"]
+    assert names(effllm.load(folder, tags=tags)) == found
 
 
 @pytest.mark.parametrize("path", ["missing", "empty", "missing*", [], "", ["run", ""]])
@@ -134,9 +153,7 @@ def test_path_that_is_not_utf8_is_named_and_other_runs_are_read(tmp_path):
         write_run(tmp_path / name, {"run_id": "x"}, {"status": "completed"})
 
     runs = effllm.load(tmp_path)
-
-    assert [one.name for one in runs.folders] == ["b"]
-    assert [one.reason for one in runs.skipped] == ["its path is not UTF-8"]
+    assert (names(runs), [one.reason for one in runs.skipped]) == (["b"], ["its path is not UTF-8"])
 
 
 def test_run_that_cannot_be_read_has_no_folder(tmp_path):
@@ -164,8 +181,7 @@ def test_two_runs_of_one_name_are_two_rows(tmp_path):
         copy_golden(tmp_path / parent / "run")
     runs = effllm.load(tmp_path)
 
-    assert values(runs.runs, "run_id") == [("run",), ("run",)]
-    assert len(set(runs.folders)) == 2
+    assert (column(runs.runs, "run_id"), len(set(runs.folders))) == (["run", "run"], 2)
     assert len(effllm.load([tmp_path / "a", tmp_path / "a/run"])) == 1
 
 
@@ -188,22 +204,13 @@ def test_lines_are_rows():
         ("run_folder_5", 4, 60, 0, True, True),
     ]
     window = next(iter(read_windows(GOLDEN)))
-    [row] = values(
-        run.windows.limit(1), "energy_j, energy_error_j, amu_gb, run_energy_joules_per_token, ranks_expected"
-    )
-    assert row == pytest.approx(
-        (
-            window.last.energy.joules,
-            window.last.energy.error_j,
-            window.values["amu_gb"],
-            window.values["run_energy/joules_per_token"],
-            2,
-        )
-    )
-    assert values(run.ranks.aggregate("count(*), sum(tokens), sum(energy_j)"), "*") == [
+    energy, metrics = window.last.energy, [window.values[tag] for tag in ("amu_gb", "run_energy/joules_per_token")]
+    first = "energy_j, energy_error_j, amu_gb, run_energy_joules_per_token, ranks_expected"
+    assert values(run.windows.limit(1), first) == [pytest.approx((energy.joules, energy.error_j, *metrics, 2))]
+    assert run.sql("SELECT count(*), sum(tokens), sum(energy_j) FROM ranks").fetchall() == [
         (8, 840_000, pytest.approx(run.summary.energy.measured_joules))
     ]
-    assert [kind for (kind,) in values(run.events, "kind")] == [event.kind for event in read_events(GOLDEN)]
+    assert column(run.events, "kind") == [event.kind for event in read_events(GOLDEN)]
     assert run.skipped == []
 
 
@@ -218,16 +225,14 @@ def test_columns_have_the_values_of_the_store(tmp_path):
     assert values(run.windows, "iteration, loss, amu_gb") == [
         (row.iteration, row.loss, row.values["amu_gb"]) for row in read_windows(run.folder)
     ]
-    assert [loss for (loss,) in values(run.windows, "loss")] == [2.5, None, 2.5]
+    assert column(run.windows, "loss") == [2.5, None, 2.5]
     fields = [name for name in RankRow.__struct_fields__ if name in run.ranks.columns]
     assert set(RankRow.__struct_fields__) - set(fields) == {"profile", "window"}
-    for row, found in zip(read_ranks(run.folder), run.ranks.select(", ".join(fields)).fetchall(), strict=True):
-        expected = msgspec.to_builtins(row)
-        missing = {key: {} for key in ("phases_s", "phases_j", "other_devices_j", "throttled_s", "gauges")}
-        defaults = {"losses_not_finite": 0, **dict.fromkeys(FIELDS, 0), **missing}
-        assert dict(zip(fields, found, strict=True)) == {
-            name: expected.get(name, getattr(row, name, defaults.get(name))) for name in fields
-        }
+    missing = {key: {} for key in ("phases_s", "phases_j", "other_devices_j", "throttled_s", "gauges")}
+    defaults = {"losses_not_finite": 0, **dict.fromkeys(FIELDS, 0), **missing}
+    for row, found in zip(read_ranks(run.folder), values(run.ranks, ", ".join(fields)), strict=True):
+        known = {name: getattr(row, name, defaults.get(name)) for name in fields} | msgspec.to_builtins(row)
+        assert dict(zip(fields, found, strict=True)) == {name: known[name] for name in fields}
 
 
 def test_every_metric_of_a_window_and_a_summary_has_a_column():
@@ -245,40 +250,38 @@ def test_torn_and_invalid_lines_are_named_and_other_lines_are_read(tmp_path):
     run = effllm.load(folder)
 
     assert len(run.windows) == 4
-    [skipped] = run.skipped
-    assert (skipped.path, skipped.reason) == (run.folder / "windows-0001.jsonl", "6 incomplete or invalid lines")
+    assert skipped(run) == [("windows-0001.jsonl", "6 incomplete or invalid lines")]
+    assert run.skipped[0].path.parent == run.folder
+
+
+def write_corpus(folder, kind, name):
+    """Write a run folder with each file of a kind; return how many."""
+    for path in CORPUS.glob(f"{kind}-*"):
+        (folder / path.name).mkdir()
+        (folder / path.name / name).write_bytes(path.read_bytes()[1:])  # the first byte selects a file
+    return len(list(folder.iterdir()))
 
 
 @pytest.mark.parametrize("kind", ["windows", "ranks", "events"])
 def test_lines_of_any_bytes_do_not_end_the_reading(tmp_path, kind):
-    name = "events.jsonl" if kind == "events" else f"{kind}-0001.jsonl"
-    for path in sorted(CORPUS.glob(f"{kind}-*")):
-        folder = tmp_path / path.name
-        folder.mkdir()
-        (folder / name).write_bytes(path.read_bytes()[1:])  # the first byte selects a file
+    number = write_corpus(tmp_path, kind, "events.jsonl" if kind == "events" else f"{kind}-0001.jsonl")
     good = copy_golden(tmp_path / "good")
     runs = effllm.load(tmp_path)
 
-    assert len(runs) == len(list(CORPUS.glob(f"{kind}-*"))) + 1
+    assert len(runs) == number + 1 > 1
     relation = getattr(runs, kind)
-    expected = len(getattr(effllm.load(good), kind))
-    assert len(relation.filter("run_id = 'good'")) == expected
-    numbers = [name for name, type_ in zip(relation.columns, relation.types, strict=True) if type_ == "DOUBLE"]
-    for column in numbers:
-        assert relation.filter(f'isnan("{column}") OR isinf("{column}")').fetchall() == []
+    assert len(relation.filter("run_id = 'good'")) == len(getattr(effllm.load(good), kind))
+    for name, type_ in zip(relation.columns, relation.types, strict=True):
+        assert type_ != "DOUBLE" or not relation.filter(f'isnan("{name}") OR isinf("{name}")').fetchall()
 
 
 @pytest.mark.parametrize("document", ["run", "summary"])
 def test_documents_of_any_bytes_do_not_end_the_reading(tmp_path, document):
-    for path in sorted(CORPUS.glob(f"{document}-*")):
-        folder = tmp_path / path.name
-        folder.mkdir()
-        (folder / f"{document}.json").write_bytes(path.read_bytes()[1:])
+    number = write_corpus(tmp_path, document, f"{document}.json")
     runs = effllm.load(tmp_path)
 
-    rejected = len({one.path for one in runs.skipped})
-    assert len(runs) + rejected == len(list(CORPUS.glob(f"{document}-*")))
-    assert f"{document}-good" in {run_folder.name for run_folder in runs.folders}
+    assert len(runs) + len({one.path for one in runs.skipped}) == number
+    assert f"{document}-good" in names(runs)
 
 
 def test_a_run_without_any_measurement_has_empty_tables(tmp_path):
@@ -299,18 +302,18 @@ def test_names_with_glob_characters_are_read_as_they_are(tmp_path):
 
 def test_files_that_are_not_regular_are_named_and_never_opened(tmp_path):
     folder = write_run(tmp_path / "run", {"run_id": "run"})
-    os.mkfifo(folder / "summary.json")
-    os.mkfifo(folder / "windows-0001.jsonl")
+    for name in ("summary.json", "windows-0001.jsonl"):
+        os.mkfifo(folder / name)
     run = effllm.load(folder)
 
     assert len(run.windows) == 0
-    assert [(one.path.name, one.reason) for one in run.skipped] == [
+    assert skipped(run) == [
         ("summary.json", "not a regular file"), ("windows-0001.jsonl", "not a readable file")
     ]  # fmt: skip
 
 
 def test_relations_outlive_the_object_that_made_them():
-    assert effllm.load(GOLDEN).windows.select("window_number").fetchall() == [(1,), (2,), (3,), (4,)]
+    assert column(effllm.load(GOLDEN).windows, "window_number") == [1, 2, 3, 4]
 
 
 def test_queries_join_tables_by_folder(tmp_path):
@@ -322,17 +325,16 @@ def test_queries_join_tables_by_folder(tmp_path):
     ).fetchall() == [("a", 4, 840_000), ("b", 4, 840_000)]
 
 
+ONE_INVALID = ("windows-0002.jsonl", "1 incomplete or invalid line")
+
+
 def test_line_above_the_limit_of_duckdb_is_named_and_other_lines_are_read(tmp_path):
     run = copy_golden(tmp_path / "run")
-    (run / "windows-0002.jsonl").write_text(
-        '{"attempt":2,"loss":' + "1" * 2**24 + '}\n{"attempt":2,"window":1,"time_s":5}'
-    )
+    long = '{"attempt":2,"loss":' + "1" * 2**24 + "}"
+    (run / "windows-0002.jsonl").write_text(long + '\n{"attempt":2,"window":1,"time_s":5}')
     found = effllm.load(run)
 
-    assert len(found.windows) == 5
-    assert [(one.path.name, one.reason) for one in found.skipped] == [
-        ("windows-0002.jsonl", "1 incomplete or invalid line")
-    ]
+    assert (len(found.windows), skipped(found)) == (5, [ONE_INVALID])
 
 
 @pytest.mark.parametrize("together", [1, 10**9])
@@ -346,10 +348,7 @@ def test_lines_have_the_order_of_the_files_of_any_size(tmp_path, monkeypatch, to
     assert values(runs.windows, "run_id, attempt, window_number") == [
         (name, *number) for name in "abc" for number in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1))
     ]
-    assert {(one.path.name, one.reason) for one in runs.skipped} == {
-        ("windows-0002.jsonl", "1 incomplete or invalid line")
-    }
-    assert len(runs.skipped) == 3
+    assert skipped(runs) == [ONE_INVALID] * 3
 
 
 @pytest.fixture
@@ -368,14 +367,18 @@ def table_of(path):
 
 
 @pytest.mark.usefixtures("cached")
-def test_rows_of_unchanged_runs_are_read_from_a_private_cache(tmp_path, monkeypatch):
+@pytest.mark.parametrize("damaged", [None, b"", b"PAR1", b"\x80\x04]."])
+def test_rows_of_unchanged_runs_are_read_from_a_private_cache(tmp_path, monkeypatch, damaged):
     for name in ("a", "b"):
         copy_golden(tmp_path / "runs" / name)
     first = table_of(tmp_path / "runs")
+    [file] = (cache_folder() / "runs").iterdir()
+    if damaged is not None:
+        file.write_bytes(damaged)
+        assert table_of(tmp_path / "runs") == first
     monkeypatch.setattr(database, "read_document", no_reading)
 
     assert table_of(tmp_path / "runs") == first
-    [file] = (cache_folder() / "runs").iterdir()
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
@@ -390,19 +393,6 @@ def test_changed_and_new_runs_are_read_again(tmp_path):
     shutil.rmtree(tmp_path / "a")
 
     assert values(effllm.load(tmp_path).runs, "run_id, status") == [("aa", "completed"), ("b", "kompleted")]
-
-
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"\x80\x04]."])
-def test_damaged_cache_is_replaced(tmp_path, monkeypatch, content):
-    copy_golden(tmp_path / "runs/a")
-    first = table_of(tmp_path / "runs")
-    [file] = (cache_folder() / "runs").iterdir()
-    file.write_bytes(content)
-
-    assert table_of(tmp_path / "runs") == first
-    monkeypatch.setattr(database, "read_document", no_reading)
-    assert table_of(tmp_path / "runs") == first
 
 
 @pytest.mark.usefixtures("cached")
