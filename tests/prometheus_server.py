@@ -8,13 +8,23 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jobs
 import pytest
+import redfish_service
+from sink_examples import make_run
+
+from effllm.config.settings import Config
+from effllm.records.identity import Identity
+from effllm.sinks import open_sink
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TOKEN = "0123456789abcdef0123456789abcdef"
+MINE = Identity(run_id="mine", user="alice")
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed (apt)"
@@ -70,7 +80,35 @@ class PrometheusServer:
         return {one["labels"]["instance"]: one["health"] for one in active if one["scrapePool"] == "efficientllm"}
 
 
+@contextmanager
+def pages(folder: Path) -> Iterator[Callable[..., Any]]:
+    """Yield a function that opens the sink prometheus with options, writes a report, and returns the sink."""
+    opened = []
+
+    def serve(report: Any = None, *, identity: Identity = MINE, log: Any = lambda _: None, **options: Any) -> Any:
+        text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
+        run = make_run(folder, config=Config(sinks=(text,)), identity=lambda: identity, log=log)
+        opened.append(open_sink("prometheus", run))
+        if report is not None:
+            opened[-1].write(report)
+        return opened[-1]
+
+    try:
+        yield serve
+    finally:
+        for sink in opened:
+            sink.close()
+
+
 def private_file(path: Path, text: str, mode: int = 0o600) -> Path:
     path.write_text(text)
     path.chmod(mode)
     return path
+
+
+def protected(folder: Path, address: str = "127.0.0.1") -> dict[str, Path]:
+    """Return the options of a page with TLS and a token."""
+    if redfish_service.certificate(folder, address) is None:
+        pytest.skip("no openssl: no certificate can be made")
+    token = private_file(folder / "token", f"{TOKEN}\n")
+    return {"tls_cert": folder / "certificate.pem", "tls_key": folder / "key.pem", "token_file": token}

@@ -21,8 +21,27 @@ def copy_golden(folder: Path) -> Path:
     """Copy the recorded run; the name of the folder becomes the id of the run."""
     shutil.copytree(GOLDEN, folder)
     for name in ("run.json", "summary.json"):
-        document = msgspec.json.decode((folder / name).read_bytes()) | {"run_id": folder.name}
-        (folder / name).write_bytes(msgspec.json.encode(document))
+        change_document(folder / name, run_id=folder.name)
+    return folder
+
+
+def change_document(path: Path, **fields: Any) -> None:
+    """Replace fields of a JSON document."""
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | fields))
+
+
+def write_files(folder: Path, run: Any = None, summary: Any = None, **lines: str | Sequence[Any]) -> Path:
+    """Write a run folder of documents (objects, or bytes) and of lines by the kind of file (text, or objects)."""
+    folder.mkdir(parents=True)
+    for name, document in (("run", run), ("summary", summary)):
+        if document is not None:
+            text = document if isinstance(document, bytes) else msgspec.json.encode(document)
+            (folder / f"{name}.json").write_bytes(text)
+    for kind, given in lines.items():
+        encoded = (
+            given.encode() if isinstance(given, str) else b"".join(msgspec.json.encode(one) + b"\n" for one in given)
+        )
+        (folder / ("events.jsonl" if kind == "events" else f"{kind}-0001.jsonl")).write_bytes(encoded)
     return folder
 
 
@@ -38,19 +57,16 @@ def write_run(
     sensor_error: float | None = None,
 ) -> Path:
     """Write a finished run with metrics by tag; ``run``, ``summary`` and ``board`` replace fields."""
-    folder.mkdir(parents=True)
+    known = {"run_id": folder.name, "schema_version": SCHEMA_VERSION, "tags": list(tags)}
     about = {
-        "run_id": folder.name,
-        "schema_version": SCHEMA_VERSION,
+        **known,
         "ranks": {"0": {"host": "n1", "devices": [{**BOARD, **(board or {})}]}},
         "world_size": 1,
-        "tags": list(tags),
         "command": ["train.py"],
-        **(run or {}),
     }
     errors = {} if sensor_error is None else {"sensor_error": sensor_error}
     result = {
-        "run_id": folder.name,
+        **known,
         "status": "completed",
         "is_over": True,
         "updated_time_s": time.time(),
@@ -61,15 +77,9 @@ def write_run(
         "simulated": False,
         "energy": {"scope": "gpu"},
         "metrics": {tag: {"value": value, "unit": "", **errors} for tag, value in metrics.items()},
-        "tags": list(tags),
-        "schema_version": SCHEMA_VERSION,
-        **(summary or {}),
     }
-    (folder / "run.json").write_bytes(msgspec.json.encode(about))
-    (folder / "summary.json").write_bytes(msgspec.json.encode(result))
-    lines = (
-        msgspec.json.encode({"window": at, "iteration_first": at, "iteration_last": at, "values": values})
+    lines = [
+        {"window": at, "iteration_first": at, "iteration_last": at, "values": values}
         for at, values in enumerate(windows, start=1)
-    )
-    (folder / "windows-0001.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    return folder
+    ]
+    return write_files(folder, {**about, **(run or {})}, {**result, **(summary or {})}, windows=lines)

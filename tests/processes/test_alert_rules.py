@@ -13,7 +13,6 @@ from prometheus_server import CONFIGS, needs_prometheus
 pytestmark = needs_prometheus
 
 RULES = CONFIGS / "prometheus_rules.yml"
-LABELS = '{run_id="mine",instance="alice.mine.1"}'
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
 STEPS = 720  # of 15 s: three hours
 
@@ -66,23 +65,45 @@ def promtool(folder, series, **tests):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def evaluate(folder, series, expected, minutes=60, texts=()):
-    """Fail if other alerts fire after this time than the expected ones: {name: severity}."""
-    samples = [
-        {"labels": f'{{alertname="{name}",severity="{severity}"}}', "value": 1} for name, severity in expected.items()
-    ]
-    firing = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
-    promtool(
-        folder,
-        series,
-        promql_expr_test=[{"expr": firing, "eval_time": f"{minutes}m", "exp_samples": samples}],
-        alert_rule_test=[{"eval_time": f"{minutes}m", **text} for text in texts],
-    )
+def evaluate(folder, series, expected, texts=()):
+    """Fail if other alerts fire than the expected ones: {minutes: {name: severity}}."""
+    tests = []
+    for minutes, alerts in expected.items():
+        labels = [f'{{alertname="{name}",severity="{severity}"}}' for name, severity in alerts.items()]
+        samples = [{"labels": one, "value": 1} for one in labels]
+        firing = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
+        tests.append({"expr": firing, "eval_time": f"{minutes}m", "exp_samples": samples})
+    promtool(folder, series, promql_expr_test=tests, alert_rule_test=[{"eval_time": "77m", **text} for text in texts])
 
 
-@pytest.mark.parametrize("minutes", [1, 10, 59, 150])
-def test_healthy_job_has_no_alert(tmp_path, minutes):
-    evaluate(tmp_path, HEALTHY, {}, minutes)
+def ending(series):
+    """Return the series with values that are stale after 60 minutes."""
+    return {name: f"{values.split('x')[0]}x239 stale" for name, values in series.items()}
+
+
+#: Changes of the series of a healthy job without a problem, and the minutes at which no alert fires.
+SILENT = {
+    "healthy": ({}, [1, 10, 59, 150]),
+    # The job removes its target file, so Prometheus marks all series as stale, `up` too.
+    "normal end": (ending(HEALTHY), [60, 61, 65, 80, 150]),
+    "evaluation of 25 minutes": (
+        {
+            **ending({name: HEALTHY[name] for name in HEALTHY if re.search("over=|ranks_rep|gpus_measured", name)}),
+            "efficientllm_report_age_seconds": "4+0x239 19+15x99 4+0x300",
+            "efficientllm_fresh": steps(25, 1, 0),
+        },
+        [61, 70, 84, 89],
+    ),
+    "long start-up in the first hour": ({'efficientllm_goodput_ratio{over="job"}': f"0.3+0x{STEPS}"}, [20, 40, 59]),
+    "end of a static target": ({'up{job="efficientllm-static"}': steps(100, 1, 0)}, [75]),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_job_without_a_problem_has_no_alert(tmp_path, name):
+    changes, minutes = SILENT[name]
+
+    evaluate(tmp_path, {**HEALTHY, **changes}, {at: {} for at in minutes})
 
 
 #: Name -> (severity, series that differ from those of a healthy job from minute 60 on, minutes until the alert).
@@ -108,8 +129,7 @@ def test_alert_fires_for_its_cause_alone_and_not_before_its_time(tmp_path, name)
     severity, changes, wait = CAUSES[name]
     series = {**HEALTHY, **{one: steps(100, before, value) for one, (before, value) in changes.items()}}
 
-    evaluate(tmp_path, series, {name: severity}, 60 + wait + 2)
-    evaluate(tmp_path, series, {}, 60 + wait - 1 if wait else 59)
+    evaluate(tmp_path, series, {60 + wait + 2: {name: severity}, 60 + wait - 1 if wait else 59: {}})
 
 
 def test_every_alert_has_a_section_of_the_operators_page():
@@ -133,52 +153,24 @@ def test_job_without_any_window_has_an_alert_after_an_hour(tmp_path):
     first = {name: values for name, values in HEALTHY.items() if re.match("up|efficientllm_(stalled|run_info)", name)}
     series = {**first, "efficientllm_fresh": f"0+0x{STEPS}"}
 
-    evaluate(tmp_path, series, {}, 59)
-    evaluate(tmp_path, series, {"NoFirstReport": "warning"}, 61)
+    evaluate(tmp_path, series, {59: {}, 61: {"NoFirstReport": "warning"}})
 
 
 def test_page_that_was_never_read_has_an_alert_after_15_minutes(tmp_path):
-    evaluate(tmp_path, {'up{job="efficientllm"}': f"0+0x{STEPS}"}, {}, 14)
-    evaluate(tmp_path, {'up{job="efficientllm"}': f"0+0x{STEPS}"}, {"PageUnreachable": "warning"}, 16)
+    series = {'up{job="efficientllm"}': f"0+0x{STEPS}"}
+
+    evaluate(tmp_path, series, {14: {}, 16: {"PageUnreachable": "warning"}})
 
 
 def test_alert_of_a_dead_job_becomes_an_unreachable_page(tmp_path):
-    series = {name: f"{values.split('x')[0]}x239 stale" for name, values in HEALTHY.items()}
-    series['up{job="efficientllm"}'] = steps(100, 1, 0)
+    series = {**ending(HEALTHY), 'up{job="efficientllm"}': steps(100, 1, 0)}
 
-    evaluate(tmp_path, series, {"JobDisappeared": "critical"}, 70)
-    evaluate(tmp_path, series, {"PageUnreachable": "warning"}, 95)
-
-
-@pytest.mark.parametrize("minutes", [60, 61, 65, 80, 150])
-def test_normal_end_of_a_job_has_no_alert(tmp_path, minutes):
-    """The job removes its target file, so Prometheus marks all series as stale, `up` too."""
-    series = {name: f"{values.split('x')[0]}x239 stale" for name, values in HEALTHY.items()}
-
-    evaluate(tmp_path, series, {}, minutes)
-
-
-@pytest.mark.parametrize("minutes", [61, 70, 84, 89])
-def test_evaluation_of_25_minutes_has_no_alert(tmp_path, minutes):
-    measured = {name for name in HEALTHY if re.search("over=|ranks_reporting|gpus_measured", name)}
-    gone = {name: f"{HEALTHY[name].split('x')[0]}x239 stale" for name in measured}
-    age = {"efficientllm_report_age_seconds": "4+0x239 19+15x99 4+0x300", "efficientllm_fresh": steps(25, 1, 0)}
-
-    evaluate(tmp_path, {**HEALTHY, **gone, **age}, {}, minutes)
-
-
-@pytest.mark.parametrize("minutes", [20, 40, 59])
-def test_long_start_up_in_the_first_hour_has_no_goodput_alert(tmp_path, minutes):
-    evaluate(tmp_path, {**HEALTHY, 'efficientllm_goodput_ratio{over="job"}': f"0.3+0x{STEPS}"}, {}, minutes)
+    evaluate(tmp_path, series, {70: {"JobDisappeared": "critical"}, 95: {"PageUnreachable": "warning"}})
 
 
 def test_power_cap_of_busy_gpus_has_no_alert(tmp_path):
     """Time at the power limit is not in `throttled_ratio`, and no rule reads the power."""
     assert not re.search("watts|power", "".join(rule["expr"] for rule in ALERTS))
-
-
-def test_static_target_that_ends_has_no_alert(tmp_path):
-    evaluate(tmp_path, {'up{job="efficientllm-static"}': steps(100, 1, 0)}, {}, 75)
 
 
 @pytest.mark.parametrize("runbook", ["", "https://wiki.example.org/effllm"])
@@ -201,15 +193,15 @@ def test_alert_names_the_job_its_user_and_its_hosts_and_the_value(tmp_path, runb
     }  # fmt: skip
     text = {"alertname": "GpusUnused", "exp_alerts": [alert]}
 
-    evaluate(tmp_path, series, {"GpusUnused": "warning"}, 77, [text])
+    evaluate(tmp_path, series, {77: {"GpusUnused": "warning"}}, [text])
 
 
-@pytest.mark.parametrize("minutes", [1, 2, 4, 60])
-def test_tokens_per_second_are_right_from_the_first_minute(tmp_path, minutes):
+def test_tokens_per_second_are_right_from_the_first_minute(tmp_path):
     """600,000 tokens in 15 s are 40,000 tokens/s; `rate` over five minutes is a fifth of it after one minute."""
     values = {"round(efficientllm:tokens_per_second, 1e-3)": 40_000, "round(efficientllm:joules_per_token, 1e-4)": 0.1}
     tests = [
         {"expr": query, "eval_time": f"{minutes}m", "exp_samples": [{"labels": LABELS, "value": value}]}
+        for minutes in (1, 2, 4, 60)
         for query, value in values.items()
     ]
 

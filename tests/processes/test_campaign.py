@@ -18,11 +18,7 @@ for _ in range(5):
     collector.record_iteration_start()
     collector.record_iteration_end(100, 1)
 """
-SETTINGS = {
-    "EFFICIENTLLM_SINKS": "none",
-    "EFFICIENTLLM_DEVICE": "simulated",
-    "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1",
-}
+SETTINGS = {"EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_DEVICE": "simulated", "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1"}
 
 
 def plan(cli, scripts, **keys):

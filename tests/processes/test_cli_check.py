@@ -3,10 +3,9 @@
 import json
 import socket
 
-import nvml_library
 import pytest
 from cases import cases
-from nvml_library import Curve, Gpu, Trace
+from nvml_library import Curve, Gpu
 from redfish_service import Service, chassis, supply, tree
 
 from effllm.devices import device_names
@@ -17,17 +16,37 @@ UUID = "GPU-00000000-1111-2222-3333-444444444444"
 
 
 def found(cli, *arguments, **variables):
+    """Return the exit status and the survey."""
     start = cli.run if "LD_LIBRARY_PATH" in variables else cli.call  # NVML can be loaded only once in a process
     done = start("check", "--json", *arguments, **variables)
     return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture
+def found_with(cli, trace):
+    """Return a function that surveys a host with these GPUs."""
+
+    def survey(*gpus, options=(), **variables):
+        trace.write(*gpus)
+        return found(cli, *options, **trace.environment(), **variables)
+
+    return survey
 
 
 def by_metric(survey):
     return {one["metric"]: one for one in survey["metrics"]}
 
 
+def unmeasured(survey):
+    return {name for name, one in by_metric(survey).items() if not one["measured"]}
+
+
+def findings(survey, prefix=""):
+    return {one["name"]: one for one in survey["findings"] if one["name"].startswith(prefix)}
+
+
 def broken(survey):
-    return {one["name"]: one for one in survey["findings"] if one["state"] == "broken"}
+    return {name: one for name, one in findings(survey).items() if one["state"] == "broken"}
 
 
 @cases(
@@ -80,7 +99,7 @@ def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
 
     metrics = by_metric(survey)
     assert (code, survey["measured"], survey["device"]["simulated"]) == (0, True, True)
-    assert {name for name in METRICS if not metrics[name]["measured"]} == {
+    assert unmeasured(survey) == {
         "mfu_ratio", "hfu_ratio", "joules_above_baseline", "co2_kg", "electricity_cost",
         "gpu_cost", "throttled_ratio", "hottest_c", "sm_activity_ratio", "tensor_activity_ratio",
         "dram_activity_ratio", *PROFILED,
@@ -126,95 +145,60 @@ def test_check_lists_gpu_metrics_as_missing_for_the_host_device(cli):
         assert metrics[name]["why_not"] == ["gpu: device host is not a GPU"]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
-    if folder is None:
-        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
-    return folder
-
-
-def test_check_shows_the_uuid_and_reasons_for_missing_metrics(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(Gpu(UUID, "00000000:01:00.0", name="Tracer", unsupported=("energy", "power")))
-
-    code, survey = found(cli, **trace.environment())
+def test_check_shows_the_uuid_and_reasons_for_missing_metrics(found_with):
+    code, survey = found_with(Gpu(UUID, "00000000:01:00.0", name="Tracer", unsupported=("energy", "power")))
 
     metrics = by_metric(survey)
-    [gpu] = [one for one in survey["findings"] if one["name"] == "GPU 0"]
-    assert (code, gpu["text"].startswith(f"Tracer, {UUID}, ")) == (0, True)
+    assert (code, findings(survey)["GPU 0"]["text"].startswith(f"Tracer, {UUID}, ")) == (0, True)
     assert metrics["pcu_ratio"]["by"] == ["nvml: share of time in which the device was busy"]
     assert metrics["aec_watts"]["why_not"] == ["energy: NVML gives neither an energy counter nor the power of this GPU"]
 
 
 @pytest.mark.parametrize("visible", ["MIG-11111111-2222-3333-4444-555555555555", "", "7"])
-def test_check_names_a_setting_that_hides_all_gpus(cli, library, tmp_path, visible):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(*(Gpu(f"GPU-{n}", f"00000000:0{n}:00.0") for n in range(4)))
-
-    code, survey = found(cli, **trace.environment(), CUDA_VISIBLE_DEVICES=visible)
+def test_check_names_a_setting_that_hides_all_gpus(found_with, visible):
+    gpus = [Gpu(f"GPU-{n}", f"00000000:0{n}:00.0") for n in range(4)]
+    code, survey = found_with(*gpus, CUDA_VISIBLE_DEVICES=visible)
 
     assert (code, survey["device"]["kind"]) == (0, "host")
     (text,) = [one for one in survey["device"]["not_measured"] if one.startswith("GPU: ")]
-    (shown,) = [one["text"] for one in survey["findings"] if one["name"] == "device"]
-    assert shown.endswith(f"; no {text}")
+    assert findings(survey)["device"]["text"].endswith(f"; no {text}")
     assert "CUDA_VISIBLE_DEVICES" in text and ("of 4 GPUs" in text or "NVML lists no such device" in text)
 
 
+HALF = Curve("flat", 0.5)
 H100 = Gpu(
-    UUID,
-    "00000000:01:00.0",
-    name="NVIDIA H100 80GB HBM3",
-    gpm=1,
-    sm_activity=Curve("flat", 0.5),
-    tensor_activity=Curve("flat", 0.3),
-    dram_activity=Curve("flat", 0.2),
-)
+    UUID, "00000000:01:00.0", name="NVIDIA H100 80GB HBM3", gpm=1, sm_activity=HALF, tensor_activity=HALF,
+    dram_activity=HALF,
+)  # fmt: skip
 
 
-def test_check_shows_the_peak_and_gpm_activity_of_a_hopper_gpu(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(H100)
+def test_check_shows_the_peak_and_gpm_activity_of_a_hopper_gpu(found_with):
+    _, survey = found_with(H100)
 
-    _, survey = found(cli, **trace.environment())
-
-    metrics = by_metric(survey)
-    assert metrics["mfu_ratio"]["by"][-1] == (
+    assert by_metric(survey)["mfu_ratio"]["by"][-1] == (
         "peak: 989.4 TFLOP/s per GPU, dense BF16, NVIDIA H100 80GB HBM3 in the hardware table"
     )
-    for name in ("throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "dram_activity_ratio"):
-        assert metrics[name]["measured"]
-    assert {name for name in METRICS if not metrics[name]["measured"]} == {
-        "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost", *PROFILED,
-    }  # fmt: skip
+    assert unmeasured(survey) == {"joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost", *PROFILED}
 
 
-def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
+def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(found_with):
+    _, survey = found_with(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
 
-    _, survey = found(cli, **trace.environment())
-
-    [reason] = by_metric(survey)["sm_activity_ratio"]["why_not"]
-    assert (
-        reason == "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
-    )
+    assert by_metric(survey)["sm_activity_ratio"]["why_not"] == [
+        "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
+    ]
 
 
-def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(H100)
+def test_node_power_and_its_scope_are_shown(found_with):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
-        _, survey = found(cli, **trace.environment(), EFFICIENTLLM_NODE_POWER=service.url)
-        _, narrow = found(
-            cli, **trace.environment(), EFFICIENTLLM_NODE_POWER="none", EFFICIENTLLM_POWER_SCOPE="gpu+cpu"
-        )
+        _, survey = found_with(H100, EFFICIENTLLM_NODE_POWER=service.url)
+        _, narrow = found_with(H100, EFFICIENTLLM_NODE_POWER="none", EFFICIENTLLM_POWER_SCOPE="gpu+cpu")
 
-    findings = {one["name"]: one for one in survey["findings"]}
-    assert (findings["node power"]["state"], findings["power scope"]["text"]) == ("ok", "node-psu")
+    assert findings(survey)["node power"]["state"] == "ok"
+    assert findings(survey)["power scope"]["text"] == "node-psu"
     assert by_metric(survey)["aec_watts"]["by"][0].startswith("redfish: power readings, integrated (node-psu)")
     assert by_metric(survey)["watts_per_gpu"]["measured"]
-    [scope] = [one for one in narrow["findings"] if one["name"] == "power scope"]
+    scope = findings(narrow)["power scope"]
     assert (scope["state"], scope["text"]) == ("missing", "not every node can measure gpu+cpu; gpu is used")
 
 
@@ -229,11 +213,9 @@ def test_repeated_reason_is_shown_as_see_above(cli):
 def test_missing_device_is_reported_as_broken_with_advice(cli, tmp_path):
     code, survey = found(cli, "--device", "nvml", LD_LIBRARY_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="99")
 
-    assert code == 1
-    assert "nvml: " in broken(survey)["device"]["text"]
-    assert "EFFICIENTLLM_DEVICE=auto" in broken(survey)["device"]["advice"]
-    assert not by_metric(survey)["amu_gb"]["measured"]
-    assert by_metric(survey)["al_seconds"]["measured"]
+    device = broken(survey)["device"]
+    assert (code, "nvml: " in device["text"], "EFFICIENTLLM_DEVICE=auto" in device["advice"]) == (1, True, True)
+    assert "amu_gb" in unmeasured(survey) and "al_seconds" not in unmeasured(survey)
 
 
 @cases(
@@ -262,19 +244,14 @@ def test_endpoint_without_an_aggregator_is_reported_as_broken(cli):
     assert "start effllm serve" in broken(survey)["aggregator"]["advice"]
 
 
-def test_check_leaves_no_file(cli):
-    cli.run("check")
-
-    assert list(cli.folder.iterdir()) == []
-
-
 @cases("arguments", [[], ["--all"]])
-def test_table_in_a_pipe_fits_80_columns_and_has_no_colours(cli, arguments):
+def test_table_in_a_pipe_fits_80_columns_has_no_colours_and_leaves_no_file(cli, arguments):
     done = cli.run("check", *arguments)
 
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\x1b" not in done.stdout
+    assert list(cli.folder.iterdir()) == []
 
 
 def test_table_of_check_ends_with_the_list_of_broken_parts(cli):
@@ -294,28 +271,24 @@ def test_unknown_device_exits_with_a_usage_error(cli):
 
 
 def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
-    def security(**variables):
-        found = json.loads(cli.call("check", "--device", "simulated", "--json", **variables).stdout)
-        return next((one["state"], one["text"]) for one in found["findings"] if one["name"] == "security")
-
     file = tmp_path / "secret"
-    variables = {"EFFICIENTLLM_SECRET_FILE": str(file)}
-    assert security(**variables)[1].endswith(f"the secret {file} does not exist yet; rank 0 will create it")
 
-    file.write_text("a" * 64)
-    file.chmod(0o600)
-    assert security(**variables) == (
-        "ok",
-        f"auto: CURVE; only you can read the secret {file}",
-    )
+    def security(mode=None, **variables):
+        if mode:
+            file.write_text("a" * 64)
+            file.chmod(mode)
+        _, survey = found(cli, "--device", "simulated", EFFICIENTLLM_SECRET_FILE=str(file), **variables)
+        one = findings(survey)["security"]
+        return one["state"], one["text"]
 
-    file.chmod(0o640)
-    state, text = security(**variables)
+    assert security()[1].endswith(f"the secret {file} does not exist yet; rank 0 will create it")
+    assert security(0o600) == ("ok", f"auto: CURVE; only you can read the secret {file}")
+    state, text = security(0o640)
     assert (state, text.endswith(f"chmod 600 {file}")) == ("missing", True)
-    assert security(**variables, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
-
-    state, text = security(EFFICIENTLLM_SECURITY="none")
-    assert (state, text) == ("missing", "none: every process that can connect to the port can read and forge reports")
+    assert security(0o640, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
+    assert security(EFFICIENTLLM_SECURITY="none") == (
+        "missing", "none: every process that can connect to the port can read and forge reports"
+    )  # fmt: skip
 
 
 def gpu(number, **changes):
@@ -336,11 +309,9 @@ def gpu(number, **changes):
         ({"nvlinks": 17}, "active NVLinks 17, of its peers 18"),
     ],
 )
-def test_gpu_that_differs_from_its_peers_is_named_with_a_remedy(cli, library, tmp_path, changes, text):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(gpu(1), gpu(2, **changes), gpu(3))
-    status, survey = found(cli, **trace.environment())
-    gpus = {one["name"]: one for one in survey["findings"] if one["name"].startswith("GPU ")}
+def test_gpu_that_differs_from_its_peers_is_named_with_a_remedy(found_with, changes, text):
+    status, survey = found_with(gpu(1), gpu(2, **changes), gpu(3))
+    gpus = findings(survey, "GPU ")
 
     assert status == 0
     assert [gpus[f"GPU {at}"]["state"] for at in range(3)] == ["ok", "differs", "ok"]
@@ -348,44 +319,23 @@ def test_gpu_that_differs_from_its_peers_is_named_with_a_remedy(cli, library, tm
     assert gpus["GPU 1"]["advice"]
 
 
-def test_facts_of_a_healthy_gpu_are_shown(cli, library, tmp_path):
-    """A GPU at its power limit, and few errors of a link, are usual."""
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(gpu(1, throttle=0x4, nvlink_errors=7), gpu(2))
-    _, survey = found(cli, **trace.environment())
+def test_facts_of_a_healthy_gpu_are_shown(found_with):
+    """A GPU at its power limit, few errors of a link, and a GPU without readings are usual."""
+    hidden = ("links", "ecc", "limit", "clocks", "temperature", "throttle", "processes")
+    _, survey = found_with(gpu(1, throttle=0x4, nvlink_errors=7), gpu(2, unsupported=hidden), gpu(3))
 
-    text = next(one["text"] for one in survey["findings"] if one["name"] == "GPU 0")
-    assert text == (
+    gpus = findings(survey, "GPU ")
+    assert gpus["GPU 0"]["text"] == (
         "NVIDIA H100 80GB HBM3, GPU-00000001, 1,980 of 1,980 MHz, 50 °C, limit 700 of 700 W, PCIe 5 x16, 18 NVLinks "
         "with 7 errors, 0 ECC errors"
     )
-    assert {one["state"] for one in survey["findings"] if one["name"].startswith("GPU ")} == {"ok"}
+    assert gpus["GPU 1"]["text"] == "NVIDIA H100 80GB HBM3, GPU-00000002"
+    assert {one["state"] for one in gpus.values()} == {"ok"}
 
 
-def test_gpu_without_the_readings_has_no_difference(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    hidden = ("links", "ecc", "limit", "clocks", "temperature", "throttle", "processes")
-    trace.write(gpu(1), gpu(2, unsupported=hidden))
-    _, survey = found(cli, **trace.environment())
+@pytest.mark.parametrize(("processes", "reason"), [(1, "(1) uses it"), (0, "torch ")])
+def test_load_needs_a_gpu_that_torch_can_use_and_no_process_uses(found_with, processes, reason):
+    status, survey = found_with(gpu(1, processes=processes), options=["--load"])
 
-    (one,) = (one for one in survey["findings"] if one["name"] == "GPU 1")
-    assert (one["state"], one["text"]) == ("ok", "NVIDIA H100 80GB HBM3, GPU-00000002")
-
-
-def test_load_is_refused_on_a_gpu_that_a_process_uses(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(gpu(1, processes=1))
-    status, survey = found(cli, "--load", **trace.environment())
-
-    assert status == 1
-    (one,) = (one for one in survey["findings"] if one["name"] == "GPU 0")
-    assert "not loaded: " in one["text"] and "(1) uses it" in one["text"]
-
-
-def test_load_without_a_gpu_that_torch_can_use_has_a_reason(cli, library, tmp_path):
-    trace = Trace(library, tmp_path / "trace")
-    trace.write(gpu(1))
-    status, survey = found(cli, "--load", **trace.environment())
-
-    assert status == 1
-    assert "not loaded: torch " in next(one["text"] for one in survey["findings"] if one["name"] == "GPU 0")
+    text = findings(survey)["GPU 0"]["text"]
+    assert (status, "not loaded: " in text, reason in text) == (1, True, True)

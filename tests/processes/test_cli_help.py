@@ -15,38 +15,18 @@ from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS
 
 COMMANDS = [
-    "demo",
-    "check",
-    "profile",
-    "env",
-    "run",
-    "serve",
-    "simulate",
-    "watch",
-    "fit",
-    "report",
-    "inspect",
-    "compare",
-    "campaign",
-    "runs",
-    "explain",
-]
+    "demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "fit", "report", "inspect", "compare",
+    "campaign", "runs", "explain",
+]  # fmt: skip
 
 
 @cases("command", COMMANDS)
 def test_help_of_every_command_shows_examples_in_80_columns(cli, command):
     done = cli.call(command, "--help")
 
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr, "later version" in done.stdout) == (0, "", False)
     assert f"effllm {command}" in done.stdout.split("Examples:")[1]
     assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_help_of_run_describes_loops_that_hooks_measure(cli):
-    help_text = " ".join(cli.call("run", "--help").stdout.split())
-
-    assert "any other loop with a torch optimizer are measured" in help_text
-    assert "later version" not in help_text
 
 
 def test_effllm_without_a_command_lists_the_commands(cli):
@@ -94,34 +74,32 @@ def test_everything_that_effllm_shows_is_explained(cli):
     assert "EFFICIENTLLM_LOG_INTERVAL (setting, Common settings) Number of iterations" in shown
 
 
+def explained(cli, name):
+    """Return (name, what, text) of each entry."""
+    return [(one["name"], one["what"], one["text"]) for one in json.loads(cli.call("explain", name, "--json").stdout)]
+
+
 @cases("name", ["mfu_ratio", "EffLLM/mfu", "MFU-RATIO", "throughput/mfu_ratio"])
 def test_a_metric_is_explained_by_its_name_or_a_tag(cli, name):
-    done = cli.call("explain", name, "--json")
+    [(_, what, text)] = explained(cli, name)
 
-    [entry] = json.loads(done.stdout)
-    assert (entry["what"], "Model FLOPs utilization" in entry["text"]) == ("metric", True)
+    assert (what, "Model FLOPs utilization" in text) == ("metric", True)
 
 
 def test_a_column_is_explained_for_each_table_that_has_it(cli):
-    shown = json.loads(cli.call("explain", "energy_j", "--json").stdout)
-    [run_to_date] = json.loads(cli.call("explain", "runs.run_energy_joules_per_token", "--json").stdout)
+    shown = [entry[:2] for entry in explained(cli, "energy_j")]
+    [(_, _, run_to_date)] = explained(cli, "runs.run_energy_joules_per_token")
 
-    assert [(one["name"], one["what"]) for one in shown] == [
-        ("windows.energy_j", "column"),
-        ("ranks.energy_j", "column"),
-    ]
-    assert run_to_date["text"].endswith("Base: run to date.")
+    assert shown == [("windows.energy_j", "column"), ("ranks.energy_j", "column")]
+    assert run_to_date.endswith("Base: run to date.")
 
 
 def test_a_gpu_is_explained_with_its_rates_and_their_source(cli):
-    [entry] = json.loads(cli.call("explain", "nvidia a100 80gb pcie", "--json").stdout)
+    [(name, what, text)] = explained(cli, "nvidia a100 80gb pcie")
 
-    assert (entry["name"], entry["what"]) == ("NVIDIA A100 80GB PCIe", "GPU")
-    assert "bf16 312" in entry["text"]
-    assert (
-        "Source (quoted): NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022), https://" in entry["text"]
-    )
-    assert "off by -5.8% to -5.5%" in entry["text"]
+    assert (name, what) == ("NVIDIA A100 80GB PCIe", "GPU")
+    for part in ("bf16 312", "Source (quoted): NVIDIA A100 datasheets 1758950", "off by -5.8% to -5.5%"):
+        assert part in text
 
 
 @cases("command", ["explain", "env"])
@@ -137,14 +115,9 @@ def test_commands_are_in_two_blocks(cli):
     lines = cli.call("--help").stdout.splitlines()
 
     first, second = lines.index("Commands:"), lines.index("Commands for operators and tests:")
-    assert [line.split()[0] for line in lines[first + 1 : second] if line][:5] == [
-        "demo",
-        "check",
-        "env",
-        "run",
-        "inspect",
-    ]
-    assert [line.split()[0] for line in lines[second + 1 :] if line][:4] == ["serve", "simulate", "watch", "profile"]
+    blocks = [[line.split()[0] for line in part if line] for part in (lines[first + 1 : second], lines[second + 1 :])]
+    assert blocks[0][:5] == ["demo", "check", "env", "run", "inspect"]
+    assert blocks[1][:4] == ["serve", "simulate", "watch", "profile"]
     assert not any(line.endswith("...") for line in lines[first:])
 
 

@@ -9,11 +9,7 @@ import pytest
 from cases import cases
 from cli_process import read_until
 
-QUIET = {
-    "EFFICIENTLLM_SINKS": "none",
-    "EFFICIENTLLM_DEVICE": "simulated",
-    "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1",
-}
+QUIET = {"EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_DEVICE": "simulated", "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1"}
 
 MEASURED = """
 import os, sys, threading, time
@@ -54,39 +50,31 @@ def test_interrupted_script_ends_by_sigint(cli):
     assert cli.summary()["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("text", ["def step():\n    raise KeyError('x')\n\nstep()\n", "x = = 3\n", "import nowhere\n"])
-def test_traceback_of_a_script_is_the_same_as_with_python(cli, text):
-    script = cli.script(text)
-    expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
-
-    assert cli.run("run", script).stderr == expected
-
-
-def test_script_runs_in_the_same_process_as_with_python(cli):
-    script = cli.script("""
+SAME = {
+    "error": "def step():\n    raise KeyError('x')\n\nstep()\n",
+    "syntax": "x = = 3\n",
+    "import": "import nowhere\n",
+    "output": """
 import atexit, sys, __main__
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
 mine = "its own until the end"
 atexit.register(lambda: print(__main__.mine))
-""")
-    expected = subprocess.run([sys.executable, script, "-x", "1"], capture_output=True, text=True, check=False).stdout
+""",
+    "module": "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])",
+}
 
-    assert cli.run("run", script, "-x", "1").stdout == expected
 
-
-def test_module_runs_from_the_current_folder_as_with_python_m(cli):
-    text = "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])"
+@pytest.mark.parametrize("name", SAME)
+def test_script_has_the_same_output_and_traceback_as_with_python(cli, name):
     (cli.folder / "package").mkdir()
-    cli.script(text, "package/train.py")
-    expected = subprocess.run(
-        [sys.executable, "-m", "package.train", "--lr", "1"],
-        cwd=cli.folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    script = cli.script(SAME[name], "package/train.py")
+    arguments = ["-m", "package.train", "--lr", "1"] if name == "module" else [script, "-x", "1"]
+    expected = subprocess.run([sys.executable, *arguments], cwd=cli.folder, capture_output=True, text=True, check=False)
 
-    assert cli.run("run", "-m", "package.train", "--lr", "1").stdout == expected.stdout
+    done = cli.run("run", *arguments)
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
+    if expected.returncode:
+        assert done.stderr == expected.stderr
 
 
 def test_forked_child_does_not_close_the_run(cli):

@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import time
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -62,6 +63,16 @@ def test_existing_run_folder_is_not_written_to(cli):
     assert done.stderr.startswith(f"effllm simulate: --run-dir {folder} already contains a run")
 
 
+def check_counts(found, num_ranks):
+    """Fail if a simulation of six windows has not counted everything once."""
+    tokens = sum(6 * 10 * (TOKENS + rank) for rank in range(num_ranks))
+    assert (found["status"], found["reports"], found["windows"]) == ("completed", num_ranks * 6, 6)
+    assert found["tokens"] == found["tokens_true"] == tokens
+    assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
+    assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
+    assert found["descriptors"] > num_ranks
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(("security", "arrival"), [("curve", "burst"), ("none", "even")])
 def test_every_token_of_two_hundred_ranks_is_counted(cli, security, arrival):
@@ -70,11 +81,7 @@ def test_every_token_of_two_hundred_ranks_is_counted(cli, security, arrival):
 
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (found["status"], found["reports"], found["windows"]) == ("completed", 200 * 6, 6)
-    assert found["tokens"] == found["tokens_true"] == sum(6 * 10 * (TOKENS + rank) for rank in range(200))
-    assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
-    assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
-    assert found["descriptors"] > 200
+    check_counts(found, 200)
     assert len(found["delays_s"]) >= 5  # the last message to rank 0 can be lost when both sockets close
 
 
@@ -127,58 +134,46 @@ def test_ten_thousand_ranks_with_keys_lose_no_token(cli):
     simulation = cli.start("simulate", "--ranks", "10000", "--minutes", "0.1", "--arrival", "burst", "--json")
     found = json.loads(simulation.communicate(timeout=220)[0])
 
-    assert (simulation.returncode, found["status"], found["security"]) == (0, "completed", "curve")
-    assert (found["reports"], found["windows"]) == (10_000 * 6, 6)
-    assert found["tokens"] == found["tokens_true"] == sum(6 * 10 * (TOKENS + rank) for rank in range(10_000))
-    assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
-    assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
-    assert found["descriptors"] > 10_000
+    assert (simulation.returncode, found["security"]) == (0, "curve")
+    check_counts(found, 10_000)
     assert found["rss_bytes"] < 10_000 * MAX_BYTES_PER_RANK
 
 
 # --- descriptors --------------------------------------------------------------------------------
 
 
-class Limits(list):
-    """Soft and hard."""
-
-    most = 0
-
-
 @pytest.fixture
 def limits(monkeypatch):
     """Replace the limits of this process by fake limits; the hard limit can be raised only up to ``most``."""
-    state = Limits([1024, 4096])
+    state = SimpleNamespace(values=(1024, 4096), most=0)
 
     def set_limit(_, wanted):
-        if wanted[1] > max(state[1], state.most):
+        if wanted[1] > max(state.values[1], state.most):
             raise ValueError("not allowed to raise maximum limit")
-        state[:] = wanted
+        state.values = wanted
 
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(state))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: state.values)
     monkeypatch.setattr(resource, "setrlimit", set_limit)
     return state
 
 
 def test_soft_descriptor_limit_is_raised_to_the_hard_limit(limits):
     assert listening.raise_limit(4000) == ""
-    assert limits == [4096, 4096]
+    assert limits.values == (4096, 4096)
 
 
 def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
-    least = listening.needed(10_000)
+    line = listening.raise_limit(listening.needed(10_000))
 
-    assert least == 12_256
-    line = listening.raise_limit(least)
     assert line.startswith("12256 open files are needed and 4096 are allowed: ")
-    assert "ulimit -Hn 12256" in line
-    assert "LimitNOFILE=12256" in line
+    assert "ulimit -Hn 12256" in line and "LimitNOFILE=12256" in line
     assert "\n" not in line
 
 
 def test_needed_descriptors_depend_on_the_world_size():
     # For n ranks, 1.2 n + min(256, 96 + n) descriptors are needed, rounded up.
-    assert [listening.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
+    peers = {2: 101, 8: 114, 100: 316, 160: 448, 200: 496, 10_000: 12_256}
+    assert {number: listening.needed(number) for number in peers} == peers
 
 
 def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
@@ -186,7 +181,7 @@ def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
     assert listening.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256
     assert listening.shortage(10_000) == ""
-    assert limits == [1024, 4096]
+    assert limits.values == (1024, 4096)
 
 
 def test_ctrl_c_prints_the_results_so_far(cli):

@@ -7,15 +7,13 @@ import re
 
 import jobs
 import pytest
-from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus
-from sink_examples import complete_totals, make_report, make_run, with_keys
+from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus, pages
+from sink_examples import complete_totals, make_report, with_keys
 
 from effllm import metrics
-from effllm.config.settings import Config
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, Spread
 from effllm.records.rank import Event
-from effllm.sinks import open_sink
 
 FILES = ("job", "fleet")
 #: Types of panels and of variables in the dashboards, with the field that a panel of the type must have.
@@ -68,31 +66,21 @@ def test_dashboard_can_be_imported_into_any_installation(name):
 @pytest.mark.parametrize("name", FILES)
 def test_panels_do_not_overlap_and_have_units_and_unique_ids(name):
     panels = dashboard(name)["panels"]
+    places = [panel["gridPos"] for panel in panels]
     cells = [
-        (x, y)
-        for panel in panels
-        for at in [panel["gridPos"]]
-        for x in range(at["x"], at["x"] + at["w"])
-        for y in range(at["y"], at["y"] + at["h"])
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
     ]
 
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     assert panels[0]["type"] == "row" and {panel["type"] for panel in panels[1:9]} == {"stat"}, "state comes first"
-    for panel in panels:
-        assert panel["type"] in PANELS and panel["title"]
-        if panel["type"] == "row":
-            continue
-        units = [panel["fieldConfig"]["defaults"]["unit"]]
-        units += [
-            one["value"]
-            for override in panel["fieldConfig"]["overrides"]
-            for one in override["properties"]
-            if one["id"] == "unit"
-        ]
-        assert set(units) <= UNITS, panel["title"]
-        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
-        assert all(target["expr"] and target["datasource"] for target in panel["targets"])
+    assert {panel["type"] for panel in panels} <= PANELS and all(panel["title"] for panel in panels)
+    for panel in (one for one in panels if one["type"] != "row"):
+        fields, targets = panel["fieldConfig"], panel["targets"]
+        changes = [one for override in fields["overrides"] for one in override["properties"] if one["id"] == "unit"]
+        assert {fields["defaults"]["unit"], *(one["value"] for one in changes)} <= UNITS, panel["title"]
+        assert len({target["refId"] for target in targets}) == len(targets) > 0
+        assert all(target["expr"] and target["datasource"] for target in targets)
 
 
 def test_fleet_opens_on_who_wasted_most_in_the_last_week():
@@ -213,29 +201,27 @@ def test_every_query_has_data_for_a_job_with_every_problem(tmp_path):
     targets = tmp_path / "targets"
     targets.mkdir()
     identity = Identity(run_id="bad", user="eve", account='a"\\<b>{}', partition="gpu", job_id="7", tags=("x",))
-    config = Config(sinks=(f"prometheus:port=0:discovery_dir={targets}",))
     everything = with_keys(complete_totals(100), utilization_mean=0.1)
-    report = make_report(
-        100, values=metrics.evaluate(everything, everything, everything), gpus_unused=2,
-        gpu_seconds={"useful": 640.0, "startup": 160.0, "unused": 150.0},
-        spread={name: Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0) for name in SPREADS},
-    )  # fmt: skip
-    sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=lambda: identity))
-    try:
-        sink.write(report)
-        with PrometheusServer(tmp_path / "prometheus", **{"/run/effllm-targets": str(targets)}) as server:
-            jobs.until(lambda: server.ask('efficientllm_events_total{kind="xid"} == 0'))
-            sink.event(Event(1.0, "stalled", "text"))
-            sink.event(Event(1.0, "xid", "text"))
-            sink.write(make_report(110, job=with_keys(report.job, tokens=10**7, energy_measured_j=1e6), **{
-                name: getattr(report, name) for name in ("values", "gpus_unused", "gpu_seconds", "spread")
-            }))  # fmt: skip
-            jobs.until(lambda: server.ask('ALERTS{alertname="GpuError",alertstate="firing"}'))
-            jobs.until(lambda: server.ask("efficientllm:joules_per_token"))
-            (instance,) = server.targets()
-            jobs.until(lambda: not without_data(server, instance=instance)[0])
-            (firing,) = server.ask('ALERTS{alertstate="firing"}')
-    finally:
-        sink.close()
+    values = {
+        "values": metrics.evaluate(everything, everything, everything), "gpus_unused": 2,
+        "gpu_seconds": {"useful": 640.0, "startup": 160.0, "unused": 150.0},
+        "spread": {name: Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0) for name in SPREADS},
+    }  # fmt: skip
+    report = make_report(100, **values)
+    later = make_report(110, job=with_keys(report.job, tokens=10**7, energy_measured_j=1e6), **values)
+    with (
+        pages(tmp_path) as serve,
+        PrometheusServer(tmp_path / "prometheus", **{"/run/effllm-targets": str(targets)}) as server,
+    ):
+        sink = serve(report, discovery_dir=targets, identity=identity)
+        jobs.until(lambda: server.ask('efficientllm_events_total{kind="xid"} == 0'))
+        sink.event(Event(1.0, "stalled", "text"))
+        sink.event(Event(1.0, "xid", "text"))
+        sink.write(later)
+        jobs.until(lambda: server.ask('ALERTS{alertname="GpuError",alertstate="firing"}'))
+        jobs.until(lambda: server.ask("efficientllm:joules_per_token"))
+        (instance,) = server.targets()
+        jobs.until(lambda: not without_data(server, instance=instance)[0])
+        (firing,) = server.ask('ALERTS{alertstate="firing"}')
 
     assert firing["metric"]["kind"] == "xid"

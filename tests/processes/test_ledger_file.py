@@ -38,24 +38,21 @@ def test_completed_and_failed_runs_have_a_line_with_their_outcome(launch, folder
 
 
 def test_run_without_a_run_folder_has_a_line(launch, folder):
-    occupied = folder.parent / "occupied"
-    occupied.write_text("")
-    launch.python("loop.py", ledger=folder, run_dir=occupied).wait()
+    (folder.parent / "occupied").write_text("")
+    launch.python("loop.py", ledger=folder, run_dir=folder.parent / "occupied").wait()
 
     assert [line["status"] for line in lines(folder)] == ["completed"]
 
 
 def test_line_has_no_command_and_no_setting():
-    line = ledger_line(make_summary(), None)
-
-    assert not {"command", "argv", "config", "environment"} & set(line)
+    assert not {"command", "argv", "config", "environment"} & set(ledger_line(make_summary(), None))
 
 
 def test_file_is_readable_by_the_group_and_not_by_others(folder):
-    LedgerFile(folder).append({"run_id": "a"})
+    ledger = LedgerFile(folder)
+    ledger.append({"run_id": "a"})
 
-    (path,) = folder.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o640
+    assert ledger.path.stat().st_mode & 0o777 == 0o640
 
 
 def test_parallel_runs_lose_no_line(folder):
@@ -85,8 +82,7 @@ def test_torn_line_of_a_killed_process_does_not_join_the_next_line(folder):
 def test_failed_write_leaves_the_file_as_it_was(folder, monkeypatch):
     ledger = LedgerFile(folder)
     ledger.append({"run": 1})
-    before = ledger.path.read_bytes()
-    write = os.write
+    before, write = ledger.path.read_bytes(), os.write
 
     def full(file, data):
         if len(data) < 10:

@@ -4,69 +4,43 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import ssl
 
 import jobs
 import pytest
-import redfish_service
-from prometheus_server import TOKEN, PrometheusServer, needs_prometheus, private_file
-from sink_examples import make_report, make_run
+from cases import cases
+from prometheus_server import TOKEN, PrometheusServer, needs_prometheus, pages, private_file, protected
+from sink_examples import make_report
 
-from effllm.config.settings import Config
 from effllm.network import interface
-from effllm.records.identity import Identity
-from effllm.sinks import SinkUnavailable, open_sink
+from effllm.sinks import SinkUnavailable
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
 NETWORK = interface.by_default_route()
 needs_network = pytest.mark.skipif(not NETWORK, reason="this machine has no address besides loopback")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Return the options of a page with TLS and a token, for 127.0.0.1."""
-    return options_for(tmp_path, "127.0.0.1")
-
-
-def options_for(folder, address):
-    if redfish_service.certificate(folder, address) is None:
-        pytest.skip("no openssl: no certificate can be made")
-    token = private_file(folder / "token", f"{TOKEN}\n")
-    return {"tls_cert": folder / "certificate.pem", "tls_key": folder / "key.pem", "token_file": token}
+    return protected(tmp_path)
 
 
 @pytest.fixture
 def serve(tmp_path):
     """Return a function that opens the sink with options, and returns it."""
-    opened = []
-
-    def serve(log=lambda _: None, **options):
-        text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
-        config = Config(sinks=(text,))
-        sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=identity, log=log))
-        opened.append(sink)
-        sink.write(make_report(100))
-        return sink
-
-    yield serve
-    for sink in opened:
-        sink.close()
-
-
-def identity():
-    return Identity(run_id="mine", user="alice")
+    with pages(tmp_path) as open_page:
+        yield lambda **options: open_page(make_report(100), **options)
 
 
 def get(port, address="127.0.0.1", trusted=None, method="GET", path="/metrics", **headers):
     """Return the status, the headers and the body of an answer."""
-    context = None if trusted is None else ssl.create_default_context(cafile=trusted)
-    connection = (
-        http.client.HTTPConnection(address, port, timeout=60)
-        if context is None
-        else http.client.HTTPSConnection(address, port, timeout=60, context=context)
-    )
+    secured = {} if trusted is None else {"context": ssl.create_default_context(cafile=trusted)}
+    kind = http.client.HTTPSConnection if secured else http.client.HTTPConnection
+    connection = kind(address, port, timeout=60, **secured)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     return answer.status, dict(answer.getheaders()), answer.read()
@@ -80,7 +54,7 @@ def test_page_on_the_network_needs_tls_and_a_token(serve, files, given):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "no-such-nic", "198.51.100.77"])
+@cases("address", ["0.0.0.0", "::", "no-such-nic", "198.51.100.77"])
 def test_page_listens_only_on_one_address_of_this_host(serve, files, address):
     with pytest.raises(SinkUnavailable, match="is neither an interface nor an address of this host"):
         serve(interface=address, **files)
@@ -88,11 +62,10 @@ def test_page_listens_only_on_one_address_of_this_host(serve, files, address):
 
 @needs_network
 def test_page_is_served_on_the_network_with_tls_and_token(serve, tmp_path):
-    files = options_for(tmp_path, NETWORK)
+    files = protected(tmp_path, NETWORK)
     sink = serve(interface=NETWORK, **files)
 
     status, _, body = get(sink.port, NETWORK, files["tls_cert"], Authorization=f"Bearer {TOKEN}")
-
     assert (status, b'user="alice"' in body) == (200, True)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", sink.port), timeout=10).close()
@@ -112,7 +85,7 @@ WRONG = [
 HEADERS = {"date", "server", "www-authenticate", "content-type", "content-length"}
 
 
-@pytest.mark.parametrize("headers", WRONG, ids=range(len(WRONG)))
+@cases("headers", WRONG)
 def test_client_without_the_token_gets_401_and_no_fact(serve, files, headers):
     sink = serve(**files)
 
@@ -120,13 +93,7 @@ def test_client_without_the_token_gets_401_and_no_fact(serve, files, headers):
         status, sent, body = get(sink.port, trusted=files["tls_cert"], method=method, path=path, **headers)
 
         assert status == 401
-        assert {name.lower() for name in sent} <= {
-            "date",
-            "server",
-            "www-authenticate",
-            "content-type",
-            "content-length",
-        }
+        assert {name.lower() for name in sent} <= HEADERS
         assert (sent["Server"], sent["WWW-Authenticate"]) == ("effllm", "Bearer")
         assert body == (b"" if method == "HEAD" else b"401 Unauthorized\n")
 
@@ -137,7 +104,7 @@ def test_malformed_request_gets_no_version_and_no_fact(serve, files):
         client.sendall(b"NONSENSE / HTTP/9.9\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
 
-    assert b"HTTP/1.1 5" in answer or b"HTTP/1.0 5" in answer or b"400" in answer.splitlines()[0] or b"505" in answer
+    assert re.search(rb"HTTP/1.[01] (5|4)|505", answer)
     assert b"Python" not in answer and b"efficientllm_" not in answer
 
 
@@ -164,47 +131,35 @@ def test_page_answers_while_clients_do_not_finish_the_handshake(serve, files):
 
 def test_wanted_port_in_use_is_replaced_by_a_free_port(serve):
     lines = []
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-
-        sink = serve(lines.append, port=port)
+        sink = serve(log=lines.append, port=port)
 
     assert lines == [f"port {port} is in use: metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
     assert get(sink.port)[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("token_file", lambda path: path.chmod(0o640), "can be read by other users"),
-        ("tls_key", lambda path: path.chmod(0o644), "can be read by other users"),
-        ("token_file", lambda path: path.unlink(), "token: No such file or directory"),
-        ("token_file", lambda path: path.write_text("short\n"), "must have one line of 16 to 1000 ASCII characters"),
-        ("token_file", lambda path: path.write_text(f"{TOKEN}\n{TOKEN}\n"), "must have one line of 16 to 1000 ASCII"),
-        ("token_file", lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no regular file"),
-        ("tls_cert", lambda path: path.write_text("nonsense"), "the certificate .* cannot be used"),
-        ("tls_cert", lambda path: path.unlink(), "the certificate .* cannot be used"),
-    ],
-    ids=range(8),
-)
+UNUSABLE = [
+    ("token_file", lambda path: path.chmod(0o640), "can be read by other users"),
+    ("tls_key", lambda path: path.chmod(0o644), "can be read by other users"),
+    ("token_file", lambda path: path.unlink(), "token: No such file or directory"),
+    ("token_file", lambda path: path.write_text("short\n"), "must have one line of 16 to 1000 ASCII characters"),
+    ("token_file", lambda path: path.write_text(f"{TOKEN}\n{TOKEN}\n"), "must have one line of 16 to 1000 ASCII"),
+    ("token_file", lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no regular file"),
+    ("tls_cert", lambda path: path.write_text("nonsense"), "the certificate .* cannot be used"),
+    ("tls_cert", lambda path: path.unlink(), "the certificate .* cannot be used"),
+    pytest.param("token_file", lambda path: os.chown(path, 4711, 4711), "belongs to another user", marks=needs_root),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), UNUSABLE, ids=range(len(UNUSABLE)))
 def test_unusable_file_disables_the_sink_with_one_line(serve, files, name, change, message):
     change(files[name])
 
     with pytest.raises(SinkUnavailable, match=message) as raised:
         serve(**files)
-
     assert "\n" not in str(raised.value)
     assert TOKEN not in str(raised.value)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_token_file_of_another_user_is_rejected(serve, files):
-    os.chown(files["token_file"], 4711, 4711)
-
-    with pytest.raises(SinkUnavailable, match="belongs to another user"):
-        serve(**files)
 
 
 def test_certificate_without_its_key_is_rejected(serve, files):
@@ -218,31 +173,24 @@ def test_real_prometheus_discovers_and_reads_a_protected_job(launch, tmp_path, f
     targets = tmp_path / "targets"
     targets.mkdir()
     options = ":".join(f"{name}={value}" for name, value in {**files, "discovery_dir": targets, "port": 0}.items())
+
+    def server(name, token):
+        places = {"/srv/effllm-targets": targets, "/etc/prometheus/effllm-ca.pem": files["tls_cert"]}
+        changes = {old: str(new) for old, new in {**places, "/etc/prometheus/effllm.token": token}.items()}
+        return PrometheusServer(tmp_path / name, "prometheus_cluster.yml", **changes)
+
     wrong = private_file(tmp_path / "wrong", TOKEN[::-1])
-    common = {"/srv/effllm-targets": str(targets), "/etc/prometheus/effllm-ca.pem": str(files["tls_cert"])}
-    right = {"/etc/prometheus/effllm.token": str(files["token_file"])}
-    with (
-        PrometheusServer(tmp_path / "right", "prometheus_cluster.yml", **common, **right) as server,
-        PrometheusServer(
-            tmp_path / "refused", "prometheus_cluster.yml", **common, **{"/etc/prometheus/effllm.token": str(wrong)}
-        ) as refused,
-    ):
-        job = launch.python(
-            "loop.py",
-            "--until",
-            "enough",
-            sinks=f"prometheus:{options}",
-            run_name="mine",
-            environ={"SLURM_JOB_ID": "7"},
-        )
-        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
+    with server("right", files["token_file"]) as right, server("refused", wrong) as refused:
+        settings = {"sinks": f"prometheus:{options}", "run_name": "mine", "environ": {"SLURM_JOB_ID": "7"}}
+        job = launch.python("loop.py", "--until", "enough", **settings)
+        (tokens,) = jobs.until(lambda: right.ask('efficientllm_tokens_total{run_id="mine"} > 0'))
         (refused_at,) = jobs.until(lambda: [name for name, health in refused.targets().items() if health == "down"])
         assert refused.ask('{__name__=~"efficientllm_.+"}') == [], "a wrong token reads nothing"
         job.finish()
-        jobs.until(lambda: server.targets() == {})
-        assert server.ask("efficientllm_tokens_total") == [], "values are stale after the end of the job"
-        (last,) = server.ask("last_over_time(efficientllm_tokens_total[10m])")
-        infos = server.ask("last_over_time(efficientllm_run_info[10m])")
+        jobs.until(lambda: right.targets() == {})
+        assert right.ask("efficientllm_tokens_total") == [], "values are stale after the end of the job"
+        (last,) = right.ask("last_over_time(efficientllm_tokens_total[10m])")
+        infos = right.ask("last_over_time(efficientllm_run_info[10m])")
 
     assert tokens["metric"]["instance"] == refused_at == last["metric"]["instance"]
     assert tokens["metric"]["job"] == "efficientllm"

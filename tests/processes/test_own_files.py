@@ -21,21 +21,6 @@ def mode(path):
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o077, 0o027])
-def test_folders_and_files_are_private_for_every_umask(tmp_path, umask):
-    folder = tmp_path / "runs" / "deep" / "mine"
-    before = os.umask(umask)
-    try:
-        RunFolder(folder, {"job": "x"}).close()
-        os.close(own_files.open_file(folder / "file", os.O_WRONLY | os.O_CREAT))
-    finally:
-        os.umask(before)
-
-    assert {mode(path) for path in (folder, folder.parent, folder.parent.parent)} == {0o700}
-    assert {mode(path) for path in folder.iterdir()} == {0o600}
-    assert len(list(folder.iterdir())) >= 4
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_job_leaves_no_file_that_other_users_can_read(launch, tmp_path, umask):
@@ -54,116 +39,75 @@ def test_job_leaves_no_file_that_other_users_can_read(launch, tmp_path, umask):
         assert not bits & 0o077, path
 
 
-def pipe(path):
-    os.mkfifo(path)
+def placed(kind, path):
+    """Put something else in the place of a file of this user; return a function that fails if a file was changed."""
+    precious = path.parent / "precious"
+    precious.write_text("precious\n")
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(precious),
+        "link to nothing": lambda: path.symlink_to(path.parent / "not there"),
+        "second name": lambda: os.link(precious, path),
+        "folder": path.mkdir,
+        "device": lambda: os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3)),
+        "file of another user": lambda: (path.write_text(""), os.chown(path, OTHER_USER, OTHER_USER)),
+    }
+    make[kind]()
+
+    def check():
+        assert precious.read_text() == "precious\n"
+        assert not (path.parent / "not there").exists()
+
+    return check
 
 
-def link(path):
-    (path.parent / "precious").write_text("precious\n")
-    path.symlink_to(path.parent / "precious")
+LINKS, BY_ROOT = ("pipe", "link", "second name"), ("device", "file of another user")
+KINDS = [*LINKS, "link to nothing", "folder"]
+KINDS += [pytest.param(kind, marks=[needs_root, pytest.mark.faults]) for kind in BY_ROOT]
 
 
-def link_to_nothing(path):
-    path.symlink_to(path.parent / "not there")
-
-
-def second_name(path):
-    (path.parent / "precious").write_text("precious\n")
-    os.link(path.parent / "precious", path)
-
-
-def folder(path):
-    path.mkdir()
-
-
-def device(path):
-    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-
-
-def others(path):
-    path.write_text("precious\n")
-    os.chown(path, OTHER_USER, OTHER_USER)
-
-
-def placed_by_root(place):
-    return pytest.param(place, marks=[needs_root, pytest.mark.faults])
-
-
-THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(device), placed_by_root(others)]
-
-
-@pytest.mark.parametrize("place", THINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND])
-def test_only_regular_files_of_this_user_are_opened(tmp_path, place, flags):
-    place(tmp_path / "file")
+def test_only_regular_files_of_this_user_are_opened(tmp_path, kind, flags):
+    check = placed(kind, tmp_path / "file")
 
     with pytest.raises(OSError):
         own_files.open_file(tmp_path / "file", flags)
-
-    precious = tmp_path / "precious"
-    assert not precious.exists() or precious.read_text() == "precious\n"
-    assert not (tmp_path / "not there").exists()
+    check()
 
 
-@pytest.mark.parametrize("place", [pipe, link, second_name])
-@pytest.mark.parametrize("name", ["events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl"])
-def test_run_folder_does_not_write_through_pipes_and_links(tmp_path, place, name):
-    place(tmp_path / name)
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("name", ["events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "run.json", "lock"])
+def test_run_folder_does_not_write_through_pipes_and_links(tmp_path, kind, name):
+    check = placed(kind, tmp_path / name)
 
     with pytest.raises(OSError, match=r"not a regular file of this user|Too many levels"):
-        RunFolder(tmp_path, {})
-
-    precious = tmp_path / "precious"
-    assert not precious.exists() or precious.read_text() == "precious\n"
+        take(tmp_path, Holder(), wait_s=0.0) if name == "lock" else RunFolder(tmp_path, {})
+    check()
 
 
-@pytest.mark.parametrize("place", [pipe, link, second_name])
+@pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
-def test_pipe_or_link_instead_of_a_file_is_not_written_to(tmp_path, place, name):
-    place(tmp_path / name)
+@pytest.mark.parametrize("name", ["summary.json", "state.json"])
+def test_pipe_or_link_instead_of_a_replaced_file_is_not_written_to(tmp_path, kind, name):
+    check = placed(kind, tmp_path / name)
 
-    if name == "run.json":
-        with pytest.raises(OSError):
-            RunFolder(tmp_path, {})
-    else:
-        store = RunFolder(tmp_path, {})
-        store.save_state(b"{}")
-        assert status_of(tmp_path) == ""
-        store.close()
-    precious = tmp_path / "precious"
-    assert not precious.exists() or precious.read_text() == "precious\n"
-
-
-@pytest.mark.parametrize("place", [pipe, link, second_name])
-def test_pipe_or_link_instead_of_a_lock_file_is_not_locked(tmp_path, place):
-    place(tmp_path / "lock")
-
-    with pytest.raises(OSError):
-        take(tmp_path, Holder(), wait_s=0.0)
+    store = RunFolder(tmp_path, {})
+    store.save_state(b"{}")
+    assert status_of(tmp_path) == ""
+    store.close()
+    check()
 
 
 @needs_root
 @pytest.mark.faults
 def test_folder_of_another_user_is_rejected_with_the_reason(tmp_path):
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    os.chown(theirs, OTHER_USER, OTHER_USER)
+    folder_of_another(tmp_path / "theirs", 0o755)
 
     with pytest.raises(PermissionError, match="the folder belongs to another user"):
-        own_files.make_folder(theirs)
-    with pytest.raises(
-        StoreUnavailable, match="cannot be written: the folder belongs to another user; set EFFICIENTLLM_RUN_DIR"
-    ):
-        open_run_folder(theirs, {})
-
-
-def test_world_writable_folder_is_rejected(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-
-    with pytest.raises(PermissionError, match="everybody can write to the folder: chmod o-w"):
-        own_files.make_folder(tmp_path / "open")
+        own_files.make_folder(tmp_path / "theirs")
+    with pytest.raises(StoreUnavailable, match="the folder belongs to another user; set EFFICIENTLLM_RUN_DIR"):
+        open_run_folder(tmp_path / "theirs", {})
 
 
 @pytest.fixture
@@ -182,17 +126,13 @@ def test_run_folder_in_a_folder_with_the_mode_of_tmp_is_private(public):
 
 @needs_root
 @pytest.mark.faults
-@pytest.mark.parametrize("kind", ["folder", "link to a folder", "link to our own folder"])
-def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, kind):
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    if kind == "folder":
-        (public / "runs").mkdir()
+@pytest.mark.parametrize("target", [None, "ours", "elsewhere"])
+def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, target):
+    (tmp_path / "ours").mkdir()
+    if target:
+        link_of_another(public / "runs", tmp_path / target)
     else:
-        target = ours if kind.endswith("our own folder") else tmp_path / "elsewhere"
-        target.mkdir(exist_ok=True)
-        (public / "runs").symlink_to(target)
-    os.chown(public / "runs", OTHER_USER, OTHER_USER, follow_symlinks=False)
+        folder_of_another(public / "runs", 0o755)
 
     with pytest.raises(PermissionError, match="runs belongs to another user"):
         own_files.make_folder(public / "runs" / "mine")
@@ -201,15 +141,24 @@ def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, kin
 # --- folders of a group, as in projects ---
 
 
+PRECIOUS = dict.fromkeys(("summary.json", "state.json", "run.json", "lock"), "precious")
+
+
 @pytest.fixture
 def project(tmp_path):
     """Return a folder with mode 2770; a folder with files of a run is next to it."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project").chmod(0o2770)
     (tmp_path / "precious" / "mine").mkdir(parents=True)
-    for name in ("summary.json", "state.json", "run.json", "lock"):
-        (tmp_path / "precious" / "mine" / name).write_text("precious")
+    for name, text in PRECIOUS.items():
+        (tmp_path / "precious" / "mine" / name).write_text(text)
     return tmp_path / "project"
+
+
+def is_untouched(precious):
+    """Whether the folder has the files of `project`, and no other."""
+    files = {path.name: path.read_text() for path in (precious / "mine").iterdir()}
+    return ([path.name for path in precious.iterdir()], files) == (["mine"], PRECIOUS)
 
 
 def link_of_another(path, target):
@@ -223,25 +172,32 @@ def folder_of_another(path, mode):
     path.chmod(mode)
 
 
-def is_untouched(precious):
-    return {path.name: path.read_text() for path in (precious / "mine").iterdir()} == dict.fromkeys(
-        ("summary.json", "state.json", "run.json", "lock"), "precious"
-    )
-
-
 def test_run_folder_in_a_folder_of_a_group_is_private(project):
     own_files.make_folder(project / "runs" / "mine")
 
-    assert {stat.S_IMODE(path.stat().st_mode) & 0o777 for path in (project / "runs", project / "runs" / "mine")} == {
-        0o700
-    }
+    assert {mode(path) & 0o777 for path in (project / "runs", project / "runs" / "mine")} == {0o700}
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [(0o777, "everybody can write to the folder: chmod o-w"), (0o2770, "its group can write to the folder: chmod g-w")],
+)
+def test_run_folder_that_others_can_write_to_is_rejected(project, bits, message):
+    (project / "mine").mkdir()
+    (project / "mine").chmod(bits)
+
+    with pytest.raises(PermissionError, match=message):
+        own_files.make_folder(project / "mine")
 
 
 @needs_root
 def test_folder_of_a_group_member_on_the_path_is_accepted(project):
     folder_of_another(project / "experiments", 0o2770)
-
     own_files.make_folder(project / "experiments" / "runs" / "mine")
+
+    folder_of_another(project / "open", 0o2777)
+    with pytest.raises(PermissionError, match="open belongs to another user"):
+        own_files.make_folder(project / "open" / "mine")
 
 
 @needs_root
@@ -251,43 +207,27 @@ def test_link_of_another_user_in_a_folder_of_a_group_is_rejected(project, way):
         folder_of_another(project / "experiments", 0o755)
     elif way == "own/runs":  # link of this user to a link of another user
         (project / "own").symlink_to(project / "links")
-        (project / "links").mkdir(mode=0o2770)
+        (project / "links").mkdir()
         (project / "links").chmod(0o2770)
     link_of_another(project / way, project.parent / "precious")
 
-    with pytest.raises(PermissionError, match="runs belongs to another user"):
-        own_files.make_folder(project / way / "mine")
-    with pytest.raises(PermissionError, match="runs belongs to another user"):
-        take(project / way / "mine", Holder(), wait_s=0.0)
-    with pytest.raises(PermissionError, match="runs belongs to another user"):
-        own_files.make_folder(project / way / "new" / "folder")
+    for use in (
+        lambda: own_files.make_folder(project / way / "mine"),
+        lambda: own_files.make_folder(project / way / "new" / "folder"),
+        lambda: take(project / way / "mine", Holder(), wait_s=0.0),
+    ):
+        with pytest.raises(PermissionError, match="runs belongs to another user"):
+            use()
     assert is_untouched(project.parent / "precious")
-    assert [path.name for path in (project.parent / "precious").iterdir()] == ["mine"]
 
 
-@needs_root
-def test_writable_folder_of_another_user_is_rejected(project):
-    folder_of_another(project / "open", 0o2777)
-
-    with pytest.raises(PermissionError, match="open belongs to another user"):
-        own_files.make_folder(project / "open" / "mine")
-
-
-def test_group_writable_run_folder_is_rejected(project):
-    (project / "mine").mkdir()
-    (project / "mine").chmod(0o2770)
-
-    with pytest.raises(PermissionError, match="its group can write to the folder: chmod g-w"):
-        own_files.make_folder(project / "mine")
-
-
-def test_link_of_this_user_in_a_folder_of_a_group_is_followed(project):
+@pytest.mark.parametrize("run", ["runs/mine", "runs"])
+def test_link_of_this_user_in_a_folder_of_a_group_is_followed(project, run):
     (project.parent / "scratch").mkdir()
     (project / "runs").symlink_to(project.parent / "scratch")
+    RunFolder(project / run, {"job": "x"}).close()
 
-    RunFolder(project / "runs" / "mine", {"job": "x"}).close()
-
-    assert (project.parent / "scratch" / "mine" / "run.json").exists()
+    assert (project.parent / run.replace("runs", "scratch") / "run.json").exists()
 
 
 @needs_root
@@ -347,12 +287,16 @@ def test_job_writes_no_run_behind_a_link_of_another_user(launch, project):
     assert is_untouched(project.parent / "precious")
 
 
-def test_run_folder_behind_a_link_of_this_user_is_used(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
-    RunFolder(tmp_path / "mine", {"job": "x"}).close()
+@needs_root
+@pytest.mark.faults
+def test_run_folder_of_another_user_is_reported(launch, public):
+    for path in (public / "runs", public / "runs" / "mine"):
+        folder_of_another(path, 0o755)
+    job = launch.python("loop.py", run_dir=public / "runs", run_name="mine").done()
 
-    assert (tmp_path / "elsewhere" / "run.json").exists()
+    assert len(job.blocks) == 2
+    assert job.stdout.count("another user") == 1
+    assert list((public / "runs" / "mine").iterdir()) == []
 
 
 @cases(
@@ -366,21 +310,6 @@ def test_run_folder_behind_a_link_of_this_user_is_used(tmp_path):
 def test_invalid_run_name_is_rejected(name):
     with pytest.raises(ConfigError, match="EFFICIENTLLM_RUN_NAME="):
         read_config({"EFFICIENTLLM_RUN_NAME": name})
-
-
-@needs_root
-@pytest.mark.faults
-@pytest.mark.faults
-def test_run_folder_of_another_user_is_reported(launch, public):
-    (public / "runs").mkdir()
-    (public / "runs" / "mine").mkdir()
-    for path in (public / "runs" / "mine", public / "runs"):
-        os.chown(path, OTHER_USER, OTHER_USER)
-    job = launch.python("loop.py", run_dir=public / "runs", run_name="mine").done()
-
-    assert len(job.blocks) == 2
-    assert job.stdout.count("another user") == 1
-    assert list((public / "runs" / "mine").iterdir()) == []
 
 
 @pytest.mark.faults

@@ -20,146 +20,120 @@ NEXT = Holder(restart_id="77", job="second", endpoint="tcp://127.0.0.1:5001", ho
 OTHER = Holder(restart_id="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
 
 
-def test_lock_file_names_its_holder_and_is_private(tmp_path):
-    lock = take(tmp_path / "runs" / "one", FIRST)
+@pytest.fixture
+def one(tmp_path):
+    return tmp_path / "runs" / "one"
 
-    assert (lock.folder, lock.why_other) == (tmp_path / "runs" / "one", "")
-    assert read_own(lock.folder / "lock", Holder) == FIRST
-    assert stat.S_IMODE((lock.folder / "lock").stat().st_mode) == 0o600
-    assert stat.S_IMODE(lock.folder.stat().st_mode) == 0o700
+
+@pytest.fixture
+def locked(one):
+    """Return a function that takes the lock of a run folder; all locks are released after the test."""
+    taken = []
+
+    def lock(holder, ask=lambda _: None, wait_s=0.1):
+        taken.append(take(one, holder, ask, wait_s))
+        return taken[-1]
+
+    yield lock
+    for lock in taken:
+        lock.release()
+
+
+def test_lock_file_names_its_holder_and_is_private(one, locked):
+    lock = locked(FIRST)
+
+    assert (lock.folder, lock.why_other) == (one, "")
+    assert read_own(one / "lock", Holder) == FIRST
+    assert stat.S_IMODE((one / "lock").stat().st_mode) == 0o600
+    assert stat.S_IMODE(one.stat().st_mode) == 0o700
+    assert not os.get_inheritable(lock._descriptor)
     lock.release()
-    assert not (lock.folder / "lock").exists()
+    assert not (one / "lock").exists()
 
 
-def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
-    lock = take(tmp_path / "one", FIRST)
-    requests = []
+def test_next_attempt_retries_until_the_folder_is_released(one, locked):
+    lock, requests = locked(FIRST), []
 
     def ask(holder):
         requests.append(holder)
         if len(requests) == 2:
             threading.Thread(target=lock.release).start()
 
-    after = take(tmp_path / "one", NEXT, ask, wait_s=20.0)
-
+    after = locked(NEXT, ask, wait_s=20.0)
     assert requests == [FIRST, FIRST]
-    assert (after.folder, after.why_other) == (tmp_path / "one", "")
-    assert read_own(after.folder / "lock", Holder) == NEXT
-    after.release()
+    assert (after.folder, after.why_other) == (one, "")
+    assert read_own(one / "lock", Holder) == NEXT
 
 
-@pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
-def test_another_job_gets_another_folder_and_requests_no_release(tmp_path, one):
-    first = take(tmp_path / "one", FIRST if one.restart_id else Holder(job="first"))
+@pytest.mark.parametrize("other", [OTHER, Holder(job="another"), Holder()])
+def test_another_job_gets_another_folder_and_requests_no_release(one, locked, other):
+    locked(FIRST if other.restart_id else Holder(job="first"))
     requests = []
 
-    second = take(tmp_path / "one", one, requests.append, wait_s=0.1)
-    third = take(tmp_path / "one", one, requests.append, wait_s=0.1)
-
+    second, third = (locked(other, requests.append) for _ in range(2))
     assert (second.folder.name, third.folder.name, requests) == ("one-2", "one-3", [])
-    assert second.why_other == third.why_other == f"another run is writing to {tmp_path / 'one'}"
-    for lock in (first, second, third):
-        lock.release()
+    assert second.why_other == third.why_other == f"another run is writing to {one}"
 
 
-def test_wait_for_the_holder_of_a_lock_ends_at_its_timeout(tmp_path):
-    lock = take(tmp_path / "one", FIRST)
+def test_wait_for_the_holder_of_a_lock_ends_at_its_timeout(locked):
+    locked(FIRST)
 
-    beside = take(tmp_path / "one", NEXT, wait_s=0.2)
-
-    assert beside.folder.name == "one-2"
-    lock.release()
-    beside.release()
+    assert locked(NEXT, wait_s=0.2).folder.name == "one-2"
 
 
-def test_lock_of_an_ended_process_is_free(tmp_path):
+def test_lock_of_an_ended_process_is_free(one, locked):
     program = f"""
 import os
 from pathlib import Path
-from effllm.store.reader import read_own
 from effllm.store.run_lock import Holder, take
-lock = take(Path({str(tmp_path)!r}) / "one", Holder(restart_id="77", job="first"))
+lock = take(Path({str(one)!r}), Holder(restart_id="77", job="first"))
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
-    assert (tmp_path / "one" / "lock").exists()
+    assert (one / "lock").exists()
 
-    lock = take(tmp_path / "one", NEXT, wait_s=0.1)
-
-    assert lock.folder == tmp_path / "one"
-    lock.release()
+    assert locked(NEXT).folder == one
 
 
-def test_run_that_completes_during_the_wait_for_its_lock_is_not_continued(tmp_path):
-    lock = take(tmp_path / "one", FIRST)
+def test_run_that_completes_during_the_wait_for_its_lock_is_not_continued(one, locked):
+    lock = locked(FIRST)
 
     def complete():
-        (lock.folder / "summary.json").write_text(json.dumps({"status": "completed"}))
+        (one / "summary.json").write_text(json.dumps({"status": "completed"}))
         lock.release()
 
     threading.Timer(0.3, complete).start()
-    after = take(tmp_path / "one", OTHER, wait_s=20.0)
-
+    after = locked(OTHER, wait_s=20.0)
     assert (after.folder.name, after.why_other) == ("one-2", "")
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["summary.json"]
-    after.release()
+    assert [path.name for path in one.iterdir()] == ["summary.json"]
 
 
-def test_only_a_run_that_is_not_completed_is_continued(tmp_path):
-    for name, status in (("one", "completed"), ("one-2", "killed")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps({"status": status}))
-
-    lock = take(tmp_path / "one", FIRST)
-
-    assert (lock.folder.name, lock.why_other) == ("one-2", "")
-    lock.release()
+OLD = "it has schema_version 3, and this version of effllm reads only 5: use the version of effllm that wrote it"
 
 
-def test_run_of_another_version_is_not_continued(tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "run.json").write_text('{"schema_version": 3}')
+@pytest.mark.parametrize(
+    ("name", "document", "why_other"),
+    [
+        ("summary.json", {"status": "completed"}, ""),
+        ("run.json", {"schema_version": 3}, f"{{}} is not continued: {OLD}"),
+    ],
+)
+def test_only_a_run_of_this_version_that_is_not_completed_is_continued(one, locked, name, document, why_other):
+    for folder, content in ((one, document), (one.with_name("one-2"), {"status": "killed"})):
+        folder.mkdir(parents=True)
+        (folder / name).write_text(json.dumps(content))
 
-    lock = take(tmp_path / "one", FIRST)
-
-    assert lock.folder.name == "one-2"
-    assert lock.why_other == (
-        f"{tmp_path / 'one'} is not continued: it has schema_version 3, and this version of effllm reads only 5: "
-        "use the version of effllm that wrote it"
-    )
-    lock.release()
+    lock = locked(FIRST)
+    assert (lock.folder.name, lock.why_other) == ("one-2", why_other.format(one))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b"\xff" * 9000])
-def test_lock_with_an_invalid_lock_file_is_treated_as_held(tmp_path, content):
-    lock = take(tmp_path / "one", FIRST)
-    (tmp_path / "one" / "lock").write_bytes(content)
+def test_lock_with_an_invalid_lock_file_is_treated_as_held(one, locked, content):
+    locked(FIRST)
+    (one / "lock").write_bytes(content)
     requests = []
 
-    beside = take(tmp_path / "one", NEXT, requests.append, wait_s=0.1)
-
-    assert (beside.folder.name, requests) == ("one-2", [])
-    lock.release()
-    beside.release()
-
-
-def test_link_instead_of_the_lock_is_not_followed(tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "one" / "lock").symlink_to(tmp_path / "mine")
-
-    with pytest.raises(OSError):
-        take(tmp_path / "one", FIRST)
-
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_lock_descriptor_is_not_inherited(tmp_path):
-    lock = take(tmp_path / "one", FIRST)
-
-    assert not os.get_inheritable(lock._descriptor)
-    lock.release()
-    lock.release()
+    assert (locked(NEXT, requests.append).folder.name, requests) == ("one-2", [])
 
 
 @cases(

@@ -44,18 +44,19 @@ def receiver():
         yield one
 
 
+def values(receiver, name):
+    return [point.value for point in receiver.points if point.name == name]
+
+
 def complete_report(iteration=100):
     run = complete_totals(iteration)
     return make_report(iteration, run=run, last=run, job=run)
 
 
 def test_hardware_metrics_are_those_of_the_registry(receiver):
-    sink = opened(receiver)
-    sink.write(complete_report())
-    sink.close()
+    opened(receiver).write(complete_report())
 
     hardware = [point for point in receiver.points if point.name.startswith("hw.")]
-
     assert {point.name for point in hardware} == set(otlp.HARDWARE)
     for point in hardware:
         known = REGISTRY["metrics"][point.name]
@@ -68,40 +69,35 @@ def test_hardware_metrics_are_those_of_the_registry(receiver):
 def test_number_of_values_in_doubt_is_sent_if_there_are_any(receiver):
     sink = opened(receiver)
     sink.write(make_report(100))
-    assert "effllm.doubtful_values" not in {point.name for point in receiver.points}
-    sink.write(msgspec.structs.replace(make_report(110), doubtful=("al_seconds",)))
-    sink.close()
+    assert values(receiver, "effllm.doubtful_values") == []
+    sink.write(make_report(110, doubtful=("al_seconds",)))
 
-    assert [point.value for point in receiver.points if point.name == "effllm.doubtful_values"] == [1]
+    assert values(receiver, "effllm.doubtful_values") == [1]
 
 
 def test_energy_of_a_whole_host_is_not_in_hw_energy(receiver):
-    sink = opened(receiver)
-    sink.write(make_report())
+    opened(receiver).write(make_report())
 
-    assert sorted(receiver.newest("hw.energy").values()) == [50.0, 500.0, 700.0, 1000.0]
-    assert list(receiver.newest("hw.host.energy").values()) == [2000.0]
-    assert list(receiver.newest("hw.host.power").values()) == [900.0]
-    assert sorted(receiver.newest("hw.power").values()) == [300.0, 600.0]
+    expected = {
+        "hw.energy": [50.0, 500.0, 700.0, 1000.0], "hw.power": [300.0, 600.0],
+        "hw.host.energy": [2000.0], "hw.host.power": [900.0],
+    }  # fmt: skip
+    assert {name: sorted(receiver.newest(name).values()) for name in expected} == expected
 
 
 def test_devices_have_the_resource_of_their_host(receiver):
-    sink = opened(receiver)
-    sink.write(make_report())
+    opened(receiver).write(make_report())
 
-    hosts = {
-        one.attributes["hw.id"]: one.resource.get("host.name") for one in receiver.points if one.name == "hw.power"
-    }
+    points = [one for one in receiver.points if one.name == "hw.power"]
+    hosts = {one.attributes["hw.id"]: one.resource.get("host.name") for one in points}
     assert hosts == {"GPU-0": "a", "GPU-1": "b"}
-    assert {(one.resource["service.name"], one.resource["effllm.run.id"]) for one in receiver.points} == {
-        ("effllm", "mine")
-    }
+    service = {(one.resource["service.name"], one.resource["effllm.run.id"]) for one in receiver.points}
+    assert service == {("effllm", "mine")}
     assert not any("rank" in name for one in receiver.points for name in one.attributes)
 
 
 def test_every_charted_metric_is_sent_with_its_base(receiver):
-    sink = opened(receiver)
-    sink.write(report := complete_report())
+    opened(receiver).write(report := complete_report())
 
     shown = {(one.name, one.attributes.get("effllm.over")): one for one in receiver.points}
     for entry in metrics.METRICS.values():
@@ -109,8 +105,8 @@ def test_every_charted_metric_is_sent_with_its_base(receiver):
         for base in entry.bases if entry.chart else ():
             assert shown[name, base].value == pytest.approx(report.values[entry.tag(base)] * factor)
             assert re.fullmatch(r"(\{[a-z]+\}|[A-Za-z1]+)([./](\{[a-z]+\}|[a-z]+))*", shown[name, base].unit)
-    assert shown["effllm.tokens", None].value == report.job.counts.tokens
-    assert shown["effllm.tokens", None].instrument == "counter"
+    tokens = shown["effllm.tokens", None]
+    assert (tokens.value, tokens.instrument) == (report.job.counts.tokens, "counter")
     assert shown["effllm.iteration", None].time_ns == int(report.time_s * 10**9)
     assert shown["effllm.throughput.mfu_ratio", "window"].unit == "1"
 
@@ -121,7 +117,7 @@ def test_counter_of_energy_does_not_decrease(receiver):
     sink._run.devices.newest = (msgspec.structs.replace(GPU_0, joules=990.0),)
     sink.write(make_report(110))
 
-    assert [one.value for one in receiver.points if one.name == "hw.energy"] == [1000.0, 1000.0]
+    assert values(receiver, "hw.energy") == [1000.0, 1000.0]
 
 
 def test_reports_within_the_period_are_joined_and_the_last_is_sent(receiver):
@@ -131,7 +127,7 @@ def test_reports_within_the_period_are_joined_and_the_last_is_sent(receiver):
     sink.close()
     sink.close()
 
-    assert [one.value for one in receiver.points if one.name == "effllm.iteration"] == [10, 40, 50]
+    assert values(receiver, "effllm.iteration") == [10, 40, 50]
 
 
 def test_quantities_that_are_not_measured_are_not_sent(receiver):
@@ -143,14 +139,15 @@ def test_quantities_that_are_not_measured_are_not_sent(receiver):
 
 
 def test_standard_variables_set_endpoint_headers_and_resource(receiver, monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "trainer")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=vision")
-    sink = otlp.open_sink(make_run(options={"endpoint": "", "every": 0.0}))
-    sink.write(make_report())
+    variables = {
+        "EXPORTER_OTLP_ENDPOINT": receiver.url, "EXPORTER_OTLP_HEADERS": "api-key=abc", "SERVICE_NAME": "trainer",
+        "RESOURCE_ATTRIBUTES": "team=vision",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_{name}", value)
+    otlp.open_sink(make_run(options={"endpoint": "", "every": 0.0})).write(make_report())
 
-    assert receiver.headers[0]["Api-Key" if "Api-Key" in receiver.headers[0] else "api-key"] == "abc"
+    assert {name.lower(): value for name, value in receiver.headers[0].items()}["api-key"] == "abc"
     assert {(one.resource["service.name"], one.resource["team"]) for one in receiver.points} == {("trainer", "vision")}
 
 
@@ -163,8 +160,7 @@ def test_grpc_of_the_standard_variables_is_refused_with_a_remedy(monkeypatch):
 
 def test_failures_have_one_text_until_a_success():
     with closing(Receiver(status=401)) as receiver:
-        sink = opened(receiver)
-        texts = set()
+        sink, texts = opened(receiver), set()
         for iteration in (10, 20):
             with pytest.raises(WriteFailed) as error:
                 sink.write(make_report(iteration))
@@ -174,14 +170,17 @@ def test_failures_have_one_text_until_a_success():
 
     (text,) = texts
     assert "401" in text
-    assert [one.value for one in receiver.points if one.name == "effllm.iteration"] == [30]
+    assert values(receiver, "effllm.iteration") == [30]
+
+
+def sinks_of(receiver):
+    return f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
 
 
 def test_energies_of_a_job_are_those_of_its_summary(launch, receiver):
-    sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
-    job = launch.python("loop.py", "--iterations", 60, "--step-s", 0.02, sinks=sinks, run_name="mine").done()
+    job = launch.python("loop.py", "--iterations", 60, "--step-s", 0.02, sinks=sinks_of(receiver), run_name="mine")
 
-    summary = job.ledger.summary
+    summary = job.done().ledger.summary
     energy = {dict(key)["hw.id"]: value for key, value in receiver.newest("hw.energy").items()}
     assert energy == pytest.approx(summary.energy.by_device)
     assert sum(energy.values()) == pytest.approx(summary.energy.measured_joules)
@@ -190,14 +189,11 @@ def test_energies_of_a_job_are_those_of_its_summary(launch, receiver):
     assert summary.left_out == {}
 
 
-def test_killed_receiver_costs_one_event_and_no_iteration(launch, tmp_path):
-    go_on = tmp_path / "go on"
+def test_killed_receiver_costs_one_event_and_no_iteration(launch):
     with closing(Receiver()) as receiver:
-        sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
-        job = launch.python("loop.py", "--iterations", 30, "--until", go_on, sinks=sinks)
+        job = launch.python("loop.py", "--iterations", 30, "--until", "enough", sinks=sinks_of(receiver))
         jobs.until(lambda: receiver.points)
     jobs.until(lambda: job.ledger.event_texts("sink"))
-    go_on.touch()
     job.finish()
 
     (text,) = {one for one in job.ledger.event_texts("sink") if "failed" in one}
@@ -208,9 +204,7 @@ def test_killed_receiver_costs_one_event_and_no_iteration(launch, tmp_path):
 
 def test_receiver_of_ten_seconds_does_not_delay_the_end(launch):
     with closing(Receiver(pause_s=10.0)) as receiver:
-        sinks = f"console,otlp:endpoint={receiver.url}/v1/metrics:every=0"
-        job = launch.python("loop.py", "--iterations", 40, "--step-s", 0.02, sinks=sinks)
-        job.wait()
+        job = launch.python("loop.py", "--iterations", 40, "--step-s", 0.02, sinks=sinks_of(receiver)).wait()
         ended_s = time.monotonic()
         assert not job.left(), "processes of the job"
         took_s = time.monotonic() - ended_s

@@ -14,15 +14,13 @@ import urllib.request
 import jobs
 import msgspec
 import pytest
-from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus
-from sink_examples import complete_totals, make_report, make_run, totals, with_keys
+from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus, pages
+from sink_examples import complete_totals, make_report, totals, with_keys
 
 from effllm import metrics
-from effllm.config.settings import Config
 from effllm.records.identity import Identity
 from effllm.records.job import Spread
 from effllm.records.rank import Event
-from effllm.sinks import open_sink
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
 
@@ -68,15 +66,24 @@ def served(sink):
     return samples(sink.page())
 
 
+def by_label(sink, name):
+    """Return the values of a metric by its only other label."""
+    return {label: value for (one, *labels), value in served(sink).items() if one == name for _, label in labels}
+
+
 def test_spread_of_ranks_is_served_as_five_quantiles(sink):
     sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
-    shown = {
-        tuple(labels): value for (name, *labels), value in served(sink).items() if name == "efficientllm_step_seconds"
-    }
+    shown = {"0": 0.5, "0.05": 0.5, "0.5": 0.625, "0.95": 0.75, "1": 1.0}
+    assert by_label(sink, "efficientllm_step_seconds") == shown
 
-    values = {"0": 0.5, "0.05": 0.5, "0.5": 0.625, "0.95": 0.75, "1": 1.0}
-    assert shown == {(("quantile", name),): value for name, value in values.items()}
+
+def test_gpu_seconds_of_the_allocation_are_served_by_class(sink):
+    gpu_seconds = {"useful": 640.0, "startup": 160.0, "unused": 150.0}
+    sink.write(make_report(100, gpu_seconds=gpu_seconds, gpus_unused=2))
+
+    assert by_label(sink, "efficientllm_gpu_seconds") == gpu_seconds
+    assert served(sink)["efficientllm_gpus_unused",] == 2
 
 
 def test_stalled_is_1_from_the_stall_until_the_job_resumes(sink):
@@ -86,16 +93,6 @@ def test_stalled_is_1_from_the_stall_until_the_job_resumes(sink):
         seen.append(served(sink)["efficientllm_stalled",])
 
     assert seen == [0, 1, 1, 0]
-
-
-def test_gpu_seconds_of_the_allocation_are_served_by_class(sink):
-    sink.write(make_report(100, gpu_seconds={"useful": 640.0, "startup": 160.0, "unused": 150.0}, gpus_unused=2))
-
-    seen = served(sink)
-
-    shown = {labels[0][1]: value for (name, *labels), value in seen.items() if name == "efficientllm_gpu_seconds"}
-    assert shown == {"useful": 640.0, "startup": 160.0, "unused": 150.0}
-    assert seen["efficientllm_gpus_unused",] == 2
 
 
 @pytest.mark.parametrize(
@@ -108,18 +105,26 @@ def test_project_is_the_tag_or_else_the_account(sink, tags, account, project):
     assert f'project="{project}"' in sink.page()
 
 
-def test_newest_values_are_served_as_gauges_in_base_units(sink):
+def test_newest_values_are_served_in_base_units(sink):
     sink.write(make_report(90))
     sink.write(report := make_report(100))
 
+    expected = {
+        ("amu_bytes", ("over", "run")): 45.23 * 2**30,
+        ("aec_watts", ("over", "run")): report.values["aec_watts"],
+        ("aec_watts", ("over", "window")): report.values["window/aec_watts"],
+        ("iteration",): 100,
+        ("fresh",): 1,
+        ("tokens_total",): report.job.counts.tokens,
+        ("iterations_total",): report.job.counts.iterations,
+        ("energy_measured_joules_total",): report.job.energy.measured_j,
+        ("reports_lost_total",): report.coverage.reports_lost,
+        ("ranks_reporting",): report.coverage.ranks_reporting,
+        ("straggler_rank",): report.straggler.rank,
+    }
     seen = served(sink)
-
-    over = ("over", "run")
-    assert seen["efficientllm_amu_bytes", over] == pytest.approx(45.23 * 2**30)
-    assert seen["efficientllm_aec_watts", over] == pytest.approx(report.values["aec_watts"])
-    assert seen["efficientllm_aec_watts", ("over", "window")] == pytest.approx(report.values["window/aec_watts"])
-    assert seen["efficientllm_iteration",] == 100
-    assert seen["efficientllm_fresh",] == 1
+    found = {(name, *labels): seen[(f"efficientllm_{name}", *labels)] for name, *labels in expected}
+    assert found == pytest.approx(expected)
 
 
 def test_labels_of_the_run_identity_are_escaped_and_cut(sink):
@@ -134,19 +139,6 @@ def test_labels_of_the_run_identity_are_escaped_and_cut(sink):
     assert (sample.value, labels["run_id"], labels["job_name"], labels["tags"]) == (1.0, "mine", 'a"b\\c\nd', "a=1,b")
     assert len(labels["hosts"]) == 1000
     assert labels["user"] == labels["model"] == labels["started_time_s"] == ""
-
-
-def test_totals_and_coverage_of_a_job_are_served(sink):
-    sink.write(report := make_report(100))
-
-    seen = served(sink)
-
-    assert seen["efficientllm_tokens_total",] == report.job.counts.tokens
-    assert seen["efficientllm_iterations_total",] == report.job.counts.iterations
-    assert seen["efficientllm_energy_measured_joules_total",] == report.job.energy.measured_j
-    assert seen["efficientllm_reports_lost_total",] == report.coverage.reports_lost
-    assert seen["efficientllm_ranks_reporting",] == report.coverage.ranks_reporting
-    assert seen["efficientllm_straggler_rank",] == report.straggler.rank
 
 
 def test_no_totals_are_served_for_quantities_that_are_not_counted(sink):
@@ -253,68 +245,55 @@ def test_every_known_metric_is_served(sink):
     assert names <= {key[0] for key in served(sink)}
 
 
-def test_automatic_port_is_on_loopback_and_logged(tmp_path):
+@pytest.fixture
+def serve(tmp_path):
+    with pages(tmp_path) as open_page:
+        yield open_page
+
+
+def scrape(sink):
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_automatic_port_is_on_loopback_and_logged(serve):
     lines = []
-    run = make_run(
-        tmp_path / "mine",
-        config=Config(sinks=("prometheus:port=0",)),
-        identity=lambda: Identity(run_id="mine"),
-        log=lines.append,
-    )
-    sink = open_sink("prometheus", run)
-    try:
-        sink.write(make_report(100))
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
-            assert samples(answer.read().decode())["efficientllm_iteration",] == 100
-        assert sink._server.server_address[0] == "127.0.0.1"
-        assert lines == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
-        assert sink.port in jobs.listening_ports(jobs.os.getpid())
-    finally:
-        sink.close()
-        sink.close()
+    sink = serve(make_report(100), log=lines.append)
+
+    assert samples(scrape(sink))["efficientllm_iteration",] == 100
+    assert sink._server.server_address[0] == "127.0.0.1"
+    assert lines == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
+    assert sink.port in jobs.listening_ports(jobs.os.getpid())
+    sink.close()
     assert sink.port not in jobs.listening_ports(jobs.os.getpid())
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /metrics HTTP/1.1\r\nX-Slow: 1\r\n"], ids=["silent", "slow"])
-def test_slow_connections_do_not_stop_a_scrape(tmp_path, first):
+def test_slow_connections_do_not_stop_a_scrape(serve, first):
     """Each of 200 connections sends a line of its request, and never the last line."""
-    sink = serve(tmp_path)
+    sink = serve()
     slow = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(200)]
     try:
         for one in slow:
             with contextlib.suppress(OSError):  # closed for a later one
                 one.sendall(first)
         for _ in range(3):
-            assert b"efficientllm_fresh" in scrape(sink.port)
+            assert "efficientllm_fresh" in scrape(sink)
         jobs.until(lambda: threads() <= prometheus.web_server.MAX_OF_ADDRESS)
     finally:
         for one in slow:
             one.close()
-        sink.close()
 
 
-def test_connection_ends_at_its_deadline(tmp_path, monkeypatch):
+def test_connection_ends_at_its_deadline(serve, monkeypatch):
     """A byte every 0.1 s keeps the timeout of the socket from its end, but not the deadline of the request."""
     monkeypatch.setattr(prometheus.web_server, "DEADLINE_S", 0.5)
-    sink = serve(tmp_path)
-    with socket.create_connection(("127.0.0.1", sink.port)) as slow:
+    with socket.create_connection(("127.0.0.1", serve().port)) as slow:
         began_s = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() - began_s < 30:
                 slow.sendall(b"X")
                 time.sleep(0.1)
-    sink.close()
-
-
-def serve(folder):
-    identity = Identity(run_id="mine")
-    run = make_run(folder / "mine", config=Config(sinks=("prometheus:port=0",)), identity=lambda: identity)
-    return open_sink("prometheus", run)
-
-
-def scrape(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        return answer.read()
 
 
 def threads():
@@ -324,10 +303,14 @@ def threads():
 # --- a real Prometheus ---
 
 
+def promtool(*arguments, **options):
+    return subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, check=False, **options)
+
+
 @needs_prometheus
 @pytest.mark.parametrize(("command", "name"), [("rules", "prometheus_rules.yml"), ("config", "prometheus.yml")])
 def test_promtool_accepts_the_examples(command, name):
-    done = subprocess.run(["promtool", "check", command, CONFIGS / name], capture_output=True, text=True, check=False)
+    done = promtool(command, CONFIGS / name)
 
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -336,9 +319,7 @@ def test_promtool_accepts_the_examples(command, name):
 def test_promtool_accepts_the_metrics_page(sink):
     sink.write(make_report(100))
     sink.event(Event(1.0, "joined", "rank 0 joined"))
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=sink.page(), capture_output=True, text=True, check=False
-    )
+    done = promtool("metrics", input=sink.page())
 
     # promtool also returns 3 for names with "per" and similar parts; this is advice and no error of the format.
     assert done.returncode in (0, 3), done.stderr
@@ -349,8 +330,7 @@ def test_event_with_a_count_increases_the_counter_by_its_count(sink):
     sink.event(Event(1.0, "ecc", "1 uncorrected memory errors"))
     sink.event(Event(1.0, "ecc", "more events", count=999_999))
 
-    (value,) = (value for (name, *labels), value in served(sink).items() if "ecc" in str(labels))
-    assert value == 1_000_000
+    assert by_label(sink, "efficientllm_events_total")["ecc"] == 1_000_000
 
 
 def test_prometheus_rules_use_only_served_metrics(sink):

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import jobs
 import pytest
-from sink_examples import make_run
+from prometheus_server import pages
 
-from effllm.config.settings import Config
-from effllm.records.identity import Identity
-from effllm.sinks import open_sink
 from effllm.sinks.prometheus import target_file
 from effllm.sinks.prometheus.target_file import EXPIRES_S, TargetFile, instance_of
 
@@ -53,8 +50,12 @@ def often(monkeypatch):
     monkeypatch.setattr(target_file, "BEAT_S", 0.01)
 
 
-def make_old(path, age_s):
+def make_old(path, age_s=10 * EXPIRES_S):
     os.utime(path, (time.time() - age_s,) * 2)
+
+
+def names(folder):
+    return [path.name for path in folder.iterdir()]
 
 
 def test_file_is_a_target_of_prometheus_that_the_group_can_read(folder, announce):
@@ -70,47 +71,33 @@ def test_file_is_a_target_of_prometheus_that_the_group_can_read(folder, announce
     assert json.loads(path.read_text()) == [{"targets": ["10.0.0.1:9788"], "labels": labels}]
 
 
-def test_file_is_removed_at_the_end_of_the_job(folder, announce):
-    announce().close()
-
-    assert list(folder.iterdir()) == []
-
-
-def test_next_attempt_replaces_the_file_and_keeps_it(folder, announce):
-    first = announce()
-    second = announce()
+def test_file_is_removed_at_the_end_of_the_last_attempt(folder, announce):
+    first, second = announce(), announce()
     first.close()
-    assert [path.name for path in folder.iterdir()] == [NAME]
+    assert names(folder) == [NAME]
     second.close()
 
-    assert list(folder.iterdir()) == []
+    assert names(folder) == []
 
 
-def test_file_of_a_running_job_stays_new(folder, announce, often):
+def test_file_of_a_running_job_stays_new_and_is_written_again(folder, announce, often):
     announce()
     path = folder / NAME
-    make_old(path, 10 * EXPIRES_S)
-
+    make_old(path)
     jobs.until(lambda: time.time() - path.stat().st_mtime < 60)
+    path.unlink()
+
+    jobs.until(path.exists)
 
 
 def test_job_does_not_remove_its_own_file(folder, announce, monkeypatch):
     monkeypatch.setattr(target_file, "BEAT_S", 0.0)
     announce()
-    path = folder / NAME
-    number = path.stat().st_ino
-
+    number = (folder / NAME).stat().st_ino
     for _ in range(3000):  # also between the new time of the file and the list of the folder
-        make_old(path, 10 * EXPIRES_S)
+        make_old(folder / NAME)
 
-    assert path.stat().st_ino == number
-
-
-def test_removed_file_of_a_running_job_is_written_again(folder, announce, often):
-    announce()
-    (folder / NAME).unlink()
-
-    jobs.until((folder / NAME).exists)
+    assert (folder / NAME).stat().st_ino == number
 
 
 def test_job_removes_old_files_of_its_user_and_only_these(folder, announce):
@@ -131,15 +118,15 @@ def test_job_removes_old_files_of_its_user_and_only_these(folder, announce):
 def test_old_file_and_link_of_another_user_are_not_removed(folder, announce, often):
     outside = folder.parent / "outside.json"
     outside.write_text("content")
-    file, link = folder / "effllm.bob.old.00000004.json", folder / "effllm.alice.old.00000005.json"
-    file.write_text("[]")
+    file, link, mine = (
+        folder / f"effllm.{name}.json" for name in ("bob.old.00000004", "alice.old.00000005", "alice.old.00000006")
+    )
     link.symlink_to(outside)
-    os.chown(file, OTHER_USER, OTHER_USER)
-    make_old(file, 10 * EXPIRES_S)
     os.utime(link, (1, 1), follow_symlinks=False)
-    mine = folder / "effllm.alice.old.00000006.json"
-    mine.write_text("[]")
-    make_old(mine, 10 * EXPIRES_S)
+    for path in (file, mine):
+        path.write_text("[]")
+        make_old(path)
+    os.chown(file, OTHER_USER, OTHER_USER)
     announce()
 
     jobs.until(lambda: not mine.exists())
@@ -163,10 +150,8 @@ def test_name_taken_by_another_user_is_neither_followed_nor_replaced(folder, ann
 
     with pytest.raises(OSError, match=f"{NAME} is not a file of this user"):
         announce()
-
-    assert path.lstat()[:3] == before[:3]
-    assert outside.read_text() == "content"
-    assert [one.name for one in folder.iterdir()] == [NAME], "no file is left over"
+    assert (path.lstat()[:3], outside.read_text()) == (before[:3], "content")
+    assert names(folder) == [NAME], "no file is left over"
 
 
 @needs_root
@@ -207,20 +192,16 @@ def test_instance_is_a_safe_name_and_differs_by_user_and_folder():
         assert len(name) < 200 and not name.startswith(".")
 
 
-@pytest.mark.parametrize("where", ["missing", "file", "not writable"])
+@pytest.mark.parametrize("where", ["targets", "file", "/proc/self/fdinfo"], ids=["missing", "file", "not writable"])
 def test_unusable_folder_is_one_line_and_the_page_is_served(tmp_path, where):
-    lines, path = [], tmp_path / "targets"
-    if where == "file":
-        path.write_text("")
-    if where == "not writable":
-        path = Path("/proc/self/fdinfo")  # not writable for root either
-    config = Config(sinks=(f"prometheus:port=0:discovery_dir={path}",))
-    sink = open_sink("prometheus", make_run(tmp_path, config=config, identity=lambda: Identity(), log=lines.append))
-    sink.close()
+    (tmp_path / "file").write_text("")
+    lines, path = [], tmp_path / where  # /proc/self/fdinfo is not writable for root either
+    with pages(tmp_path) as serve:
+        port = serve(discovery_dir=path, log=lines.append).port
 
     _, line = lines
     assert line.startswith(f"Prometheus cannot discover this job: prometheus:discovery_dir={path}: ")
-    assert line.endswith(f"; metrics are at http://127.0.0.1:{sink.port}/metrics") and "\n" not in line
+    assert line.endswith(f"; metrics are at http://127.0.0.1:{port}/metrics") and "\n" not in line
 
 
 @pytest.mark.faults
@@ -234,11 +215,9 @@ def test_file_of_a_killed_job_is_removed_by_the_next_job(launch, folder):
             os.kill(pid, number)
     killed.wait()
     assert not killed.left()
-    assert path.exists()
     launch.python("loop.py", sinks=sinks, run_name="soon").done()
-    assert [one.name for one in folder.iterdir()] == [path.name], "younger than five minutes"
+    assert names(folder) == [path.name], "younger than five minutes"
 
-    make_old(path, EXPIRES_S + 1)
+    make_old(path)
     launch.python("loop.py", sinks=sinks, run_name="later").done()
-
-    assert list(folder.iterdir()) == []
+    assert names(folder) == []

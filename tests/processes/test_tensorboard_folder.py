@@ -16,49 +16,23 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-@pytest.fixture
-def run(launch, tmp_path):
-    """Return a function that runs a loop with a framework's folder of event files and returns the run folder."""
-    script = tmp_path / "loop.py"
-    script.write_text(SCRIPT)
+@pytest.mark.parametrize(
+    ("framework", "is_here", "sinks", "place"),
+    [
+        ("framework", True, None, "framework/efficientllm"),
+        ("framework", False, None, "runs/mine"),  # the folder of another host
+        ("framework", True, "tensorboard:dir={}/chosen", "chosen/mine"),
+        (None, False, None, "runs/mine"),
+    ],
+    ids=["framework", "framework of another host", "setting", "default"],
+)
+def test_event_file_is_in_one_folder(launch, tmp_path, framework, is_here, sinks, place):
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    if is_here:
+        (tmp_path / framework).mkdir()
+    arguments = [tmp_path / framework] if framework else []
+    settings = {"sinks": sinks.format(tmp_path)} if sinks else {}
+    launch.python(tmp_path / "loop.py", *arguments, log_interval=2, run_name="mine", **settings).done()
 
-    def start(*arguments, **settings):
-        return launch.python(script, *arguments, log_interval=2, **settings).done().ledger.folder
-
-    return start
-
-
-def event_files(folder):
-    return [path.name for path in folder.glob("events.out.tfevents.*")] if folder.is_dir() else []
-
-
-def test_event_file_is_below_the_folder_of_the_framework(run, tmp_path):
-    framework = tmp_path / "tensorboard of the framework"
-    framework.mkdir()
-
-    folder = run(framework)
-
-    assert len(event_files(framework / "efficientllm")) == 1
-    assert not event_files(folder)
-
-
-def test_event_folder_of_the_framework_on_another_host_is_not_used(run, tmp_path):
-    folder = run(tmp_path / "elsewhere")
-
-    assert len(event_files(folder)) == 1
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_folder_setting_of_the_user_replaces_the_framework_folder(run, tmp_path):
-    framework = tmp_path / "framework"
-    framework.mkdir()
-
-    folder = run(framework, sinks=f"tensorboard:dir={tmp_path / 'chosen'}")
-
-    assert len(event_files(tmp_path / "chosen" / folder.name)) == 1
-    assert not event_files(framework / "efficientllm")
-    assert not event_files(folder)
-
-
-def test_event_file_is_in_the_run_folder_by_default(run):
-    assert len(event_files(run())) == 1
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    assert file.parent == tmp_path / place

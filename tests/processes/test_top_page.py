@@ -7,16 +7,13 @@ import threading
 
 import jobs
 import pytest
-import redfish_service
-from prometheus_server import TOKEN, private_file
-from sink_examples import complete_totals, make_report, make_run
+from prometheus_server import TOKEN, pages, private_file, protected
+from sink_examples import complete_totals, make_report
 from terminal_screen import TerminalScreen
 
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.top_page import PageSource
-from effllm.config.settings import Config
 from effllm.records.identity import Identity
-from effllm.sinks import open_sink
 from effllm.views.top.frame import document, exit_status
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
@@ -24,96 +21,74 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 
 @pytest.fixture
 def serve(tmp_path):
-    """Return a function that opens the sink with options, writes a report, and returns the sink."""
-    opened = []
-
-    def serve(report=None, **options):
-        text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
-        identity = Identity(run_id='m"i\\ne', user="alice")
-        sink = open_sink("prometheus", make_run(tmp_path, config=Config(sinks=(text,)), identity=lambda: identity))
-        opened.append(sink)
-        if report is not None:
-            sink.write(report)
-        return sink
-
-    yield serve
-    for sink in opened:
-        sink.close()
+    with pages(tmp_path) as open_page:
+        yield open_page
 
 
-@pytest.fixture
-def protected(tmp_path, serve):
-    """Serve a page with TLS and a token; return its address, and the files of a client."""
-    if redfish_service.certificate(tmp_path, "127.0.0.1") is None:
-        pytest.skip("no openssl: no certificate can be made")
-    token = private_file(tmp_path / "token", f"{TOKEN}\n")
-    files = {"tls_cert": tmp_path / "certificate.pem", "tls_key": tmp_path / "key.pem", "token_file": token}
-    sink = serve(make_report(100), **files)
-    return f"https://127.0.0.1:{sink.port}/metrics", str(token), str(tmp_path / "certificate.pem")
-
-
-def read(*arguments):
-    source = PageSource(*arguments)
+def read(sink, *arguments, scheme="http"):
+    source = PageSource(f"{scheme}://127.0.0.1:{sink.port}/metrics", *map(str, arguments))
     source.refresh()
     return source.frame(1000.0)
 
 
 def test_values_of_the_page_are_the_values_of_the_report(serve):
     report = make_report(100)
-    frame = read(f"http://127.0.0.1:{serve(report).port}/metrics")
+    frame = read(serve(report, identity=Identity(run_id='m"i\\ne', user="alice")))
 
     assert (frame.head.name, frame.head.user, frame.head.iteration) == ('m"i\\ne', "alice", report.iteration)
     assert frame.coverage.ranks_reporting == report.coverage.ranks_reporting
-    tags = ["throughput/tokens_per_second_per_gpu", "throughput/mfu_ratio", "memory/peak_gb", "aec_watts"]
+    tags = {"throughput/tokens_per_second_per_gpu", "throughput/mfu_ratio", "memory/peak_gb", "aec_watts"}
+    assert tags <= set(frame.values) <= set(report.values)
     for tag in tags:
         assert frame.values[tag] == pytest.approx(report.values[tag], rel=1e-9), tag
-    unknown = [tag for tag in frame.values if tag not in report.values]
-    assert unknown == []
 
 
 def test_named_stragglers_of_the_page_are_a_problem(serve):
-    frame = read(f"http://127.0.0.1:{serve(make_report(100, last=complete_totals(10))).port}")
-
+    frame = read(serve(make_report(100, last=complete_totals(10))))
     assert [problem.text for problem in frame.problems] == ["1 named straggler"]
     json.dumps(document(frame), allow_nan=False)
 
-
-def test_page_without_named_stragglers_has_no_problem(serve):
-    frame = read(f"http://127.0.0.1:{serve(make_report(100, straggler=None)).port}")
-
+    frame = read(serve(make_report(100, straggler=None)))
     assert (frame.problems, frame.ranks.lines_with_reason()) == ([], [])
 
 
 def test_page_without_a_report_has_no_values(serve):
-    frame = read(f"http://127.0.0.1:{serve().port}")
+    frame = read(serve())
 
-    assert exit_status(frame) == 3
-    assert frame.problems == []
+    assert (exit_status(frame), frame.problems) == (3, [])
 
 
-def test_page_with_tls_and_token_is_read_with_both_files(protected):
-    address, token, certificate = protected
+def test_page_with_tls_and_token_is_read_with_both_files(serve, tmp_path):
+    files = protected(tmp_path)
+    sink, token, certificate = serve(make_report(100), **files), files["token_file"], files["tls_cert"]
 
-    assert read(address, token, certificate).head.user == "alice"
+    assert read(sink, token, certificate, scheme="https").head.user == "alice"
     with pytest.raises(OSError, match="401"):
-        read(address, "", certificate)
+        read(sink, "", certificate, scheme="https")
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-        read(address, token)
+        read(sink, token, scheme="https")
 
 
-def test_token_is_not_sent_to_another_host_without_tls(tmp_path):
-    token = private_file(tmp_path / "token", TOKEN)
+@pytest.mark.parametrize(
+    ("address", "mode", "message"),
+    [("10.1.0.7", 0o600, "only over https"), ("127.0.0.1", 0o644, "can be read by other users")],
+)
+def test_token_is_sent_to_no_other_host_without_tls_and_is_private(tmp_path, address, mode, message):
+    token = private_file(tmp_path / "token", TOKEN, mode)
 
-    with pytest.raises(UnreadableRun, match="only over https"):
-        PageSource("http://10.1.0.7:9788/metrics", str(token))
+    with pytest.raises(UnreadableRun, match=message):
+        PageSource(f"http://{address}:9788/metrics", str(token))
 
 
-def test_token_that_others_can_read_is_an_error(tmp_path):
-    token = private_file(tmp_path / "token", TOKEN)
-    token.chmod(0o644)
+class OtherPage(http.server.BaseHTTPRequestHandler):
+    """A page with a metric of another program."""
 
-    with pytest.raises(UnreadableRun, match="can be read by other users"):
-        PageSource("http://127.0.0.1:9788/metrics", str(token))
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"other_metric 1\n")
+
+    def log_message(self, *_): ...
 
 
 def test_page_of_another_program_is_an_error():
@@ -126,17 +101,6 @@ def test_page_of_another_program_is_an_error():
     finally:
         thread.join(10.0)
         page.server_close()
-
-
-class OtherPage(http.server.BaseHTTPRequestHandler):
-    """A page with a metric of another program."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"other_metric 1\n")
-
-    def log_message(self, *_): ...
 
 
 def test_real_job_is_shown_by_its_page_until_it_ends(launch, cli, tmp_path):

@@ -1,7 +1,6 @@
 """``effllm top`` on a terminal: a real process on a pseudo terminal, with the keys and signals of a user."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,8 +22,7 @@ def demo(tmp_path_factory):
     """Return the folder of a finished run of four ranks, of which rank 3 is slow."""
     folder = tmp_path_factory.mktemp("runs")
     command = [sys.executable, "-m", "effllm", "demo", "--iterations", "120", "--log-interval", "4"]
-    environ = {**os.environ, "EFFICIENTLLM_RUN_DIR": str(folder)}
-    subprocess.run(command, check=True, capture_output=True, timeout=100, env=environ)
+    subprocess.run([*command, "--run-dir", folder], check=True, capture_output=True, timeout=100)
     [run] = folder.iterdir()
     return run
 
@@ -38,115 +36,107 @@ def worst_of(run):
 
 @pytest.fixture
 def top():
-    """Return a function that starts ``effllm top`` on a terminal."""
+    """Return a function that starts ``effllm top`` on a terminal, and waits until it shows a run."""
     started = []
 
-    def start(*arguments, **options):
-        started.append(TerminalScreen("top", *arguments, **options))
-        return started[-1]
+    def start(*arguments, shows="q quit", **options):
+        screen = TerminalScreen("top", *arguments, **options)
+        started.append(screen)
+        if shows:
+            screen.shows(shows)
+        return screen
 
     yield start
     for one in started:
         one.close()
 
 
-def test_screen_of_80_columns_has_verdict_values_and_the_worst_rank_first(top, demo):
-    screen = top(demo)
-    screen.shows("q quit")
-
-    lines = screen.lines
-    assert lines[0].startswith(f"{demo.name}  completed  SIMULATED  it 120/120  ranks 4")
-    assert [line.split()[0] for line in lines[1:4]] == ["Verdict", "Why", "Next"]
-    table = next(at for at, line in enumerate(lines) if line.startswith("  rank"))
-    worst = worst_of(demo)
-    assert lines[table + 1].split()[0] == str(worst.rank)
-    assert worst.text[:20] in lines[table + 1]
+HELP = "5 % of the run back or forward"
 
 
-def test_large_screen_has_more_columns_and_the_events(top, demo):
-    screen = top(demo, size=(200, 60))
-    screen.shows("q quit")
-
-    assert "degC" in screen.text
-    assert "event, newest first" in screen.text
-    assert len(screen.lines) == 60
-
-
-def test_resized_terminal_is_filled_again(top, demo):
-    screen = top(demo)
-    screen.shows("q quit")
-    screen.resize(200, 60)
-    screen.shows("event, newest first")
-    screen.resize(60, 20)
-    jobs.until(lambda: "event, newest first" not in screen.text and "rank" in screen.text)
-
-    assert screen.lines[0].startswith(demo.name)
+def ends(screen):
     screen.press("q")
     assert screen.ended() == 0
 
 
+def test_screen_of_80_columns_has_verdict_values_and_the_worst_rank_first(top, demo):
+    lines = top(demo).lines
+
+    assert lines[0].startswith(f"{demo.name}  completed  SIMULATED  it 120/120  ranks 4")
+    assert [line.split()[0] for line in lines[1:4]] == ["Verdict", "Why", "Next"]
+    first = lines[next(at for at, line in enumerate(lines) if line.startswith("  rank")) + 1]
+    worst = worst_of(demo)
+    assert (first.split()[0], worst.text[:20] in first) == (str(worst.rank), True)
+
+
+def test_resized_terminal_is_filled_again(top, demo):
+    screen = top(demo)
+    screen.resize(200, 60)
+    screen.shows("event, newest first")
+    assert "degC" in screen.text and len(screen.lines) == 60
+    screen.resize(60, 20)
+    jobs.until(lambda: "event, newest first" not in screen.text and "rank" in screen.text)
+
+    assert screen.lines[0].startswith(demo.name)
+    ends(screen)
+
+
 def test_keys_show_panes_hosts_and_a_filter(top, demo):
     screen = top(demo)
-    screen.shows("q quit")
-    screen.press("w")
-    screen.shows("gain: maximum gain")
-    screen.press("e")
-    screen.shows("event, newest first")
-    screen.press("?")
-    screen.shows("5 % of the run back or forward")
-    screen.press("g")
-    screen.shows(f" of 4: rank {worst_of(demo).rank}")
-    screen.press("g", "/", *"no such rank", "\r")
-    screen.shows("filter: no such rank  (Esc clears)")
-    screen.shows("no rank contains the filter")
-    screen.press("\x1b")
+    for keys, text in (
+        ("w", "gain: maximum gain"),
+        ("e", "event, newest first"),
+        ("?", HELP),
+        ("g", f" of 4: rank {worst_of(demo).rank}"),
+        (("g", "/", *"no such rank", "\r"), "filter: no such rank  (Esc clears)"),
+        ((), "no rank contains the filter"),
+        ("\x1b", worst_of(demo).text[:20]),
+    ):
+        screen.press(*keys)
+        screen.shows(text)
     jobs.until(lambda: "filter" not in screen.text.replace("/ filter", ""))
-    screen.shows(worst_of(demo).text[:20])
 
 
 def test_replay_begins_at_the_first_window_and_ends_at_the_newest(top, demo):
     screen = top(demo)
-    screen.shows("q quit")
     screen.press("home")
     screen.shows("window 1  0 %  paused")
     assert "it 4/120" in screen.text
-    screen.press("right", "right")
-    screen.shows("window 3 ")
-    screen.press("left")
-    screen.shows("window 2 ")
-    screen.press("end")
-    screen.shows("q quit")
-    screen.press("+", "+", "+", "+", " ")
-    screen.shows("windows/s")
-    screen.shows("q quit")
+    for keys, text in (
+        (["right", "right"], "window 3 "),
+        (["left"], "window 2 "),
+        (["end"], "q quit"),
+        (["+", "+", "+", "+", " "], "windows/s"),
+        ([], "q quit"),
+    ):
+        screen.press(*keys)
+        screen.shows(text)
     assert "it 120/120" in screen.text
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_signal_restores_the_terminal(top, demo, how, status):
-    screen = top(demo, term="xterm")
+    screen = top(demo, term="xterm", shows="")
     jobs.until(lambda: b"q quit" in screen.sent)
     assert not screen.is_restored
     screen.process.send_signal(how)
 
     assert screen.ended() == status
     jobs.until(lambda: screen.sent.endswith(b"\x1b[?1l\x1b>"))
-    assert b"\x1b[?1049h" in screen.sent  # the other screen of the terminal
-    assert b"\x1b[?1049l" in screen.sent
+    assert {b"\x1b[?1049h", b"\x1b[?1049l"} <= set(re.findall(rb"\x1b\[\?1049[hl]", screen.sent)), "the other screen"
     assert screen.is_restored
 
 
 def test_ctrl_z_restores_the_terminal_until_the_process_continues(top, demo):
     shell = ("bash", "-c", 'set -m; "$@"; echo stopped; read -r line; fg > /dev/null; echo ended', "bash")
     screen = top(demo, command=(*shell, sys.executable, "-m", "effllm"))
-    screen.shows("q quit")
     screen.press("\x1a")
     screen.shows("stopped")
     assert screen.is_restored
     screen.press("\n")
     jobs.until(lambda: "stopped" not in screen.text and "q quit" in screen.text)
     screen.press("?")
-    screen.shows("5 % of the run back or forward")
+    screen.shows(HELP)
     screen.press("q")
     screen.shows("ended")
 
@@ -157,46 +147,36 @@ def test_exception_restores_the_terminal(top, demo, tmp_path):
         "def render(*_, **__): raise ZeroDivisionError('a defect')\n"
         "screen.render = render\n"
     )
-    screen = top(demo, PYTHONPATH=str(tmp_path))
+    screen = top(demo, shows="ZeroDivisionError: a defect", PYTHONPATH=str(tmp_path))
 
-    assert screen.ended() == 1
-    screen.shows("ZeroDivisionError: a defect")
-    assert screen.is_restored
+    assert (screen.ended(), screen.is_restored) == (1, True)
 
 
-def test_colours_are_off_with_no_color(top, demo):
-    with_colour, without = top(demo), top(demo, NO_COLOR="1")
-    for screen in (with_colour, without):
-        screen.shows("q quit")
-
-    assert COLOUR.search(bytes(with_colour.sent))
-    assert not COLOUR.search(bytes(without.sent))
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["colours", "no colours"])
+def test_colours_are_off_with_no_color(top, demo, variables):
+    assert bool(COLOUR.search(bytes(top(demo, **variables).sent))) != bool(variables)
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown-terminal"])
 def test_terminal_without_cursor_gets_plain_lines(top, demo, term):
-    screen = top(demo, term=term)
+    screen = top(demo, term=term, shows="Verdict")
 
-    assert screen.ended() == 0
-    screen.shows("Verdict")
-    assert b"\x1b" not in screen.sent
-    assert "rank host" in screen.text
+    assert (screen.ended(), b"\x1b" in screen.sent) == (0, False)
+    screen.shows("rank host")
 
 
 def test_locale_without_unicode_gets_ascii(top, demo):
     screen = top(demo, LANG="C", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
-    screen.shows("q quit")
 
     assert bytes(screen.sent).isascii()
 
 
 def test_idle_screen_sends_nothing(top, demo):
     screen = top(demo)
-    screen.shows("q quit")
     sent = len(screen.sent)
     screen.press("x")  # no command: the screen stays as it is, after at least one further frame
     screen.press("?")
-    screen.shows("5 % of the run back or forward")
+    screen.shows(HELP)
     screen.press("?")
     screen.shows("rank host")
 
@@ -205,55 +185,42 @@ def test_idle_screen_sends_nothing(top, demo):
 
 def test_disk_that_does_not_answer_is_reported_and_keys_still_work(top, demo, tmp_path):
     waits = tmp_path / "waits"
+    waits.touch()
     slow = {"PYTHONPATH": str(jobs.SCRIPTS / "slow_disk"), "TESTS_SLOW_WHILE": str(waits)}
-    screen = top(demo, **slow)
+    screen = top(demo, shows="no answer for", **slow)
+    waits.unlink()
     screen.shows("q quit")
     waits.touch()
     screen.shows("no answer for")
     screen.press("?")
-    screen.shows("5 % of the run back or forward")
+    screen.shows(HELP)
     screen.press("?", "home")
     waits.unlink()
     screen.shows("window 1  0 %")
     assert "no answer" not in screen.text
     waits.touch()
     screen.shows("no answer for")
-    screen.press("q")
-    assert screen.ended() == 0
-
-
-def test_disk_that_does_not_answer_at_the_start_is_reported(top, demo, tmp_path):
-    waits = tmp_path / "waits"
-    waits.touch()
-    slow = {"PYTHONPATH": str(jobs.SCRIPTS / "slow_disk"), "TESTS_SLOW_WHILE": str(waits)}
-    screen = top(demo, **slow)
-    screen.shows("no answer for")
-    waits.unlink()
-    screen.shows("q quit")
+    ends(screen)
 
 
 def test_running_job_is_followed_to_its_end(top, cli, tmp_path):
     job = cli.start("demo", "--iterations", "400", "--step-seconds", "0.02", "--run-dir", str(tmp_path / "runs"))
     jobs.until(lambda: list((tmp_path / "runs").glob("*/windows-0001.jsonl")))
-    screen = top(*(tmp_path / "runs").iterdir())
-    screen.shows("running")
+    screen = top(*(tmp_path / "runs").iterdir(), shows="running")
     iteration = re.compile(r"  it (\d+)/400")
-    jobs.until(lambda: iteration.search(screen.text))
-    first = int(iteration.search(screen.text)[1])
+    first = int(jobs.until(lambda: iteration.search(screen.text))[1])
     jobs.until(lambda: int(iteration.search(screen.text)[1]) > first)
     screen.shows("it 400/400")
     screen.shows("completed")
     jobs.until(lambda: "Verdict" in screen.text and "none yet" not in screen.text)  # a frame is drawn line by line
     assert job.wait(60) == 0
-    screen.press("q")
-    assert screen.ended() == 0
+    ends(screen)
 
 
 def test_folder_of_runs_shows_its_running_jobs_and_enter_opens_one(top, cli, tmp_path):
     job = cli.start("demo", "--iterations", "2000", "--step-seconds", "0.02", "--run-dir", str(tmp_path / "runs"))
     jobs.until(lambda: list((tmp_path / "runs").glob("*/run.json")))
-    screen = top(tmp_path / "runs")
-    screen.shows("1 running jobs")
+    screen = top(tmp_path / "runs", shows="1 running jobs")
     for _ in range(2):
         screen.press("enter")
         screen.shows("space replay")
@@ -264,16 +231,13 @@ def test_folder_of_runs_shows_its_running_jobs_and_enter_opens_one(top, cli, tmp
     job.terminate()
     job.wait(60)
     screen.shows("no job is running")
-    screen.press("q")
-    assert screen.ended() == 0
+    ends(screen)
 
 
 def test_path_without_a_run_is_an_error_on_a_restored_terminal(top, tmp_path):
-    screen = top(tmp_path / "nothing")
+    screen = top(tmp_path / "nothing", shows="start a job with effllm run")
 
-    assert screen.ended() == 1
-    screen.shows("start a job with effllm run")
-    assert screen.is_restored
+    assert (screen.ended(), screen.is_restored) == (1, True)
 
 
 # --- for scripts ---------------------------------------------------------------------------------

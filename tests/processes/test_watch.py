@@ -48,46 +48,34 @@ def test_tokens_and_time_to_first_token_are_computed_from_two_pages():
     assert found.requests_running == 6.0
     assert found.time_to_first_token_s == pytest.approx(0.15)  # 0.6 s over 4 requests
     assert not found.restarted
+    assert seen(page(10), page(10)).time_to_first_token_s is None, "no requests"
 
 
-def test_counters_with_an_old_or_a_new_name_are_read():
-    assert seen(page(10, name=""), page(25, name="")).generation_tokens == 15.0
+NAME = "vllm:generation_tokens_total"
+STRANGE = f"{NAME}{{a=\n{NAME} NaN\n}}\n}}{{\nvllm:prompt_tokens_total x\n\x00\n"
+TWO_PAGES = {
+    "the old name of a counter": (page(10, name=""), page(25, name=""), 15.0),
+    "a model that is loaded later": (page(10), page(30) + f'{NAME}{{engine="9",model_name="new"}} 7\n', 27.0),
+    "no counter before the first token": ('vllm:num_requests_running{model_name="m"} 0\n', page(12), 12.0),
+    "lines that are no samples": (page(5) + STRANGE, page(6) + STRANGE, 1.0),
+    "a lower counter": (page(1000), page(900), None),
+    "a later start": (page(1000), page(2000, started=2000.0), None),
+    "a lower counter of prompts": (page(1000), page(1200, prompt=-1), None),
+}
 
 
-def test_time_to_first_token_is_missing_without_requests():
-    assert seen(page(10), page(10)).time_to_first_token_s is None
+@pytest.mark.parametrize(("first", "second", "tokens"), TWO_PAGES.values(), ids=TWO_PAGES)
+def test_tokens_are_unknown_in_an_interval_with_a_restart(first, second, tokens):
+    found = seen(first, second)
 
-
-def test_counters_of_a_model_that_is_loaded_later_begin_at_zero():
-    later = page(30) + 'vllm:generation_tokens_total{engine="9",model_name="new"} 7\n'
-
-    assert seen(page(10), later).generation_tokens == 27.0
-
-
-@pytest.mark.parametrize("after", [page(900), page(2000, started=2000.0), page(1200, prompt=-1)])
-def test_tokens_are_unknown_in_an_interval_with_a_restart(after):
-    found = seen(page(1000), after)
-
-    assert (found.restarted, found.generation_tokens, found.prompt_tokens) == (True, None, None)
-
-
-def test_missing_token_counter_before_the_first_token_counts_as_0():
-    found = seen('vllm:num_requests_running{model_name="m"} 0\n', page(12))
-
-    assert (found.generation_tokens, found.restarted) == (12.0, False)
+    assert (found.restarted, found.generation_tokens) == (tokens is None, tokens)
+    assert tokens is not None or found.prompt_tokens is None
 
 
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", 'go_goroutines 8\nhttp_requests_total{code="200"} 3\n'])
 def test_rejection_of_another_page_lists_the_missing_metrics(text):
     with pytest.raises(NotVllm, match="vllm:generation_tokens_total"):
         parse(text, 0.0)
-
-
-def test_lines_that_are_not_samples_are_skipped():
-    name = "vllm:generation_tokens_total"
-    strange = f"{name}{{a=\n{name} NaN\n}}\n}}{{\nvllm:prompt_tokens_total x\n\x00\n"
-
-    assert seen(page(5) + strange, page(6) + strange).generation_tokens == 1.0
 
 
 @cases(
@@ -149,16 +137,12 @@ def serve():
         server.close()
 
 
-def test_watch_rejects_error_and_redirect_answers_of_a_server(serve):
-    with pytest.raises(Unreachable, match="500"):
-        fetch(serve(500))
-    with pytest.raises(Unreachable, match="302 Found to http://elsewhere/"):
-        fetch(serve(302))
-
-
-def test_missing_server_is_reported_as_unreachable(serve):
-    with pytest.raises(Unreachable, match="no answer"):
-        fetch("http://127.0.0.1:1/metrics")
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(500, "500"), (302, "302 Found to http://elsewhere/"), (None, "no answer")]
+)
+def test_error_redirect_and_missing_server_are_unreachable(serve, answer, reason):
+    with pytest.raises(Unreachable, match=reason):
+        fetch(serve(answer) if answer else "http://127.0.0.1:1/metrics")
 
 
 class LateReader:
@@ -202,19 +186,20 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
     assert joules == pytest.approx(4 * 300 * 0.2, rel=0.05)
 
 
-def watch(cli, url, *arguments, **variables):
-    return cli.run("watch", "--vllm", url, "--interval", "0.5", *arguments, **variables)
+def watch(cli, url, *arguments, device="simulated"):
+    return cli.run("watch", "--vllm", url, "--interval", "0.5", *arguments, EFFICIENTLLM_DEVICE=device)
+
+
+def rows_of(done):
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_json_output_has_one_line_per_interval_with_joules_per_token(cli, serve):
-    url = serve(page(1000, 10), page(1500, 20), page(1700, 20))
+    done = watch(cli, serve(page(1000, 10), page(1500, 20), page(1700, 20)), "--count", "2", "--json")
 
-    done = watch(cli, url, "--count", "2", "--json", EFFICIENTLLM_DEVICE="simulated")
-
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.returncode, done.stderr) == (0, "")
-    assert [row["generation_tokens"] for row in rows] == [500.0, 200.0]
-    for row in rows:
+    assert [row["generation_tokens"] for row in rows_of(done)] == [500.0, 200.0]
+    for row in rows_of(done):
         assert row["simulated"]
         assert row["tokens_per_second"] == pytest.approx(row["generation_tokens"] / row["interval_s"], rel=1e-4)
         assert 100 < row["watts"] < 700  # the simulated power is 400 W plus or minus up to 250 W
@@ -223,48 +208,47 @@ def test_json_output_has_one_line_per_interval_with_joules_per_token(cli, serve)
 
 
 def test_table_fits_80_columns_and_ends_with_the_sum(cli, serve):
-    done = watch(cli, serve(page(1000), page(1500), page(2500)), "--count", "2", EFFICIENTLLM_DEVICE="simulated")
+    lines = watch(cli, serve(page(1000), page(1500), page(2500)), "--count", "2").stdout.splitlines()
 
-    lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "SIMULATED" in done.stdout
-    assert lines[-1].startswith("1,500 tokens in ")
-    assert "J/token" in lines[-1]
+    assert any("SIMULATED" in line for line in lines)
+    assert lines[-1].startswith("1,500 tokens in ") and "J/token" in lines[-1]
 
 
 def test_power_is_reported_as_not_measured_without_a_gpu(cli, serve):
-    done = watch(cli, serve(page(1), page(2)), "--count", "1", EFFICIENTLLM_DEVICE="host")
-    rows = watch(cli, serve(page(1), page(2)), "--count", "1", "--json", EFFICIENTLLM_DEVICE="host")
+    table, done = (
+        watch(cli, serve(page(1), page(2)), "--count", "1", *form, device="host") for form in ([], ["--json"])
+    )
 
-    assert "power is not measured" in done.stdout
-    row = json.loads(rows.stdout)
+    assert "power is not measured" in table.stdout
+    (row,) = rows_of(done)
     assert (row["gpus"], row["watts"], row["joules_per_token"], row["generation_tokens"]) == (0, None, None, 1.0)
 
 
 def test_watch_continues_after_a_restart_and_an_outage(cli, serve):
     url = serve(page(1000), page(10, started=2000.0), 503, page(40, started=2000.0), page(50, started=2000.0))
 
-    done = watch(cli, url, "--count", "4", "--json", EFFICIENTLLM_DEVICE="simulated")
-
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(row["restarted"], row["generation_tokens"]) for row in rows] == [(True, None), (False, 10.0)]
-    assert "503" in done.stderr
-    assert done.returncode == 0
+    done = watch(cli, url, "--count", "4", "--json")
+    assert [(row["restarted"], row["generation_tokens"]) for row in rows_of(done)] == [(True, None), (False, 10.0)]
+    assert (done.returncode, "503" in done.stderr) == (0, True)
 
 
-def test_watch_exits_with_status_1_if_no_vllm_server_answers(cli, serve):
-    away = watch(cli, "http://127.0.0.1:1/metrics", "--count", "1", EFFICIENTLLM_DEVICE="simulated")
-    other = watch(cli, serve("up 1\n"), EFFICIENTLLM_DEVICE="simulated")
+@pytest.mark.parametrize(
+    ("url", "status", "line"),
+    [
+        ("http://127.0.0.1:1/metrics", 1, "no answer"),
+        (None, 1, "not a page of a vLLM server: expected metrics such as vllm:generation_tokens_total"),
+        ("file:///etc/passwd", 2, "http"),
+    ],
+)
+def test_watch_fails_if_no_vllm_server_answers(cli, serve, url, status, line):
+    done = watch(cli, url or serve("up 1\n"), "--count", "1")
 
-    assert (away.returncode, other.returncode) == (1, 1)
-    assert "no answer" in away.stderr
-    assert "not a page of a vLLM server: expected metrics such as vllm:generation_tokens_total" in other.stderr
-    assert "Traceback" not in away.stderr + other.stderr
+    assert (done.returncode, line in done.stderr, "Traceback" in done.stderr) == (status, True, False)
 
 
-def test_watch_exits_with_status_2_after_a_usage_error(cli):
-    assert watch(cli, "file:///etc/passwd").returncode == 2
-    assert cli.run("watch", "--interval", "0").returncode == 2
+def test_interval_of_zero_is_a_usage_error(cli):
+    assert cli.call("watch", "--interval", "0").returncode == 2
 
 
 def test_watch_reads_the_fake_server_of_the_integration(cli):

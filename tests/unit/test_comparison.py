@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from effllm.job.health.comparison import (
-    BLOCK_S,
-    NUM_BLOCKS,
-    SLOW,
-    RankComparison,
-    deviations,
-    medians_of_others,
-)
+from effllm.job.health.comparison import BLOCK_S, NUM_BLOCKS, SLOW, RankComparison, deviations, medians_of_others
 
 WINDOW, ITERATION_S = 10, 0.3
 
@@ -77,14 +70,13 @@ def test_rank_is_named_that_is_slow_again_and_again(ranks, spells):
 def test_no_rank_is_named_if_other_ranks_are_slow_in_turn(ranks):
     for seed in range(repeats(3, 20)):
         turns = np.random.default_rng(seed).integers(0, ranks, 400)
-        assert (
-            named(seed, ranks, 0.05, lambda rank, at, turns=turns: 0.4 * (rank == turns[at // 5]), iterations=2000)
-            == {}
-        )
+        in_turn = lambda rank, at, turns=turns: 0.4 * (rank == turns[at // 5])  # noqa: E731
+        assert named(seed, ranks, 0.05, in_turn, iterations=2000) == {}
 
 
-def test_rank_is_not_named_for_spells_of_small_cost():
+def test_no_rank_is_named_for_a_small_cost():
     assert named(0, 8, 0.02, lambda rank, at: 0.4 * (rank == 1 and at % 200 < 20), iterations=4000) == {}
+    assert named(0, 8, 0.01, lambda rank, at: 0.8 * SLOW * (rank == 3), iterations=2000) == {}
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
@@ -98,23 +90,25 @@ def test_rank_is_named_that_becomes_slow():
     assert list(found) == [3] and 330 <= found[3] <= 450
 
 
-def test_rank_with_a_small_excess_is_not_named():
-    assert named(0, 8, 0.01, lambda rank, at: 0.8 * SLOW * (rank == 3), iterations=2000) == {}
+def compared(comparison, at, own, ranks=None, whole_s=0.7, weight=1.0):
+    """Add a window with these own times of ranks; return the slow ranks."""
+    count = own.shape[1]
+    ranks = list(range(len(own))) if ranks is None else ranks
+    return comparison.add(ranks, own, np.full(count, weight), np.full(count, whole_s), count * int(weight) * at + 1)
 
 
 def test_blocks_of_short_iterations_last_a_quarter_of_a_second():
-    comparison = RankComparison()
-    times = np.array([[0.001] * 100, [0.0015] * 100])
-    found = [comparison.add([0, 1], times, np.ones(100), np.full(100, 0.002), 100 * at + 1) for at in range(40)]
+    comparison, times = RankComparison(), np.array([[0.001] * 100, [0.0015] * 100])
+    found = [bool(compared(comparison, at, times, whole_s=0.002)) for at in range(40)]
 
     assert NUM_BLOCKS[0] * BLOCK_S / 0.002 == 750
-    assert [bool(one) for one in found].index(True) + 1 == 8
+    assert found.index(True) + 1 == 8
 
 
 def test_means_of_windows_are_blocks_too():
     comparison = RankComparison()
     for at in range(6):
-        found = comparison.add([4, 7], np.array([[0.5], [0.6]]), np.array([10.0]), np.array([0.7]), 10 * at + 1)
+        found = compared(comparison, at, np.array([[0.5], [0.6]]), [4, 7], weight=10.0)
 
     (slow,) = found
     assert (slow.rank, slow.since) == (7, 1)
@@ -125,28 +119,25 @@ def test_rank_that_is_missing_in_some_windows_is_still_compared():
     comparison, found = RankComparison(), []
     for at in range(30):
         ranks = [0, 1, 2, 3] if at % 4 else [0, 1, 3]
-        times = np.array([[0.5 + 0.1 * (rank == 1)] * WINDOW for rank in ranks])
-        found += comparison.add(ranks, times, np.ones(WINDOW), np.full(WINDOW, 0.7), WINDOW * at + 1)
+        found += compared(comparison, at, np.array([[0.5 + 0.1 * (rank == 1)] * WINDOW for rank in ranks]), ranks)
 
     assert {one.rank for one in found} == {1}
 
 
 def test_rank_has_recovered_and_is_not_named_again_for_its_past():
-    comparison, again = RankComparison(), []
-    for at in range(60):
-        times = np.full((4, WINDOW), 0.5)
-        times[2] += 0.1 * (at < 20)
-        found = comparison.add([0, 1, 2, 3], times, np.ones(WINDOW), np.full(WINDOW, 0.7), WINDOW * at + 1)
-        if at == 19:
-            (slow,) = found
-            assert not comparison.has_recovered(2, slow.level)
-        if at > 30:
-            if at == 31:
-                assert comparison.has_recovered(2, slow.level)
-                comparison.forget((2,))
-            again += found if at > 31 else []
+    comparison, times = RankComparison(), np.full((4, WINDOW), 0.5)
+    times[2] += 0.1
+    for at in range(20):
+        found = compared(comparison, at, times)
+    (slow,) = found
+    assert not comparison.has_recovered(2, slow.level)
+    times[2] -= 0.1
+    for at in range(20, 32):
+        compared(comparison, at, times)
+    assert comparison.has_recovered(2, slow.level)
+    comparison.forget((2,))
 
-    assert again == []
+    assert [compared(comparison, at, times) for at in range(32, 60)] == [[]] * 28
 
 
 @given(arrays(np.float64, st.tuples(st.integers(2, 9), st.integers(1, 3)), elements=st.floats(0, 100)))

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import duckdb
-import msgspec
 import pytest
-from run_folders import GOLDEN, copy_golden
+from run_folders import GOLDEN, change_document, copy_golden
 
 import effllm
 from effllm.analysis.column import COLUMNS
@@ -19,8 +18,7 @@ def make_run(folder, **fields):
     """Copy the golden run and change fields of its documents."""
     copy_golden(folder)
     for name in ("run.json", "summary.json"):
-        document = msgspec.json.decode((folder / name).read_bytes()) | {"tags": [], **fields}
-        (folder / name).write_bytes(msgspec.json.encode(document))
+        change_document(folder / name, **{"tags": [], **fields})
     return folder
 
 

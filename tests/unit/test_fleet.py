@@ -3,10 +3,9 @@
 import json
 import time
 
-import msgspec
 import pytest
-from msgspec.structs import replace
 from rich.cells import cell_len
+from run_folders import write_files
 from sink_examples import make_summary
 
 from effllm.analysis.run_folders import NoRun
@@ -18,11 +17,9 @@ from effllm.views.top.text import plain
 
 
 def lost(share):
-    parts = (
-        WaterfallPart("device_idle", 1000 * share, share, None, False, None, None),
-        WaterfallPart("useful", 1000 * (1 - share), 1 - share, None, False, None, None),
-    )
-    return Waterfall(1000.0, None, parts, OF_GPUS)
+    shares = {"device_idle": share, "useful": 1 - share}
+    parts = [WaterfallPart(name, 1000 * one, one, None, False, None, None) for name, one in shares.items()]
+    return Waterfall(1000.0, None, tuple(parts), OF_GPUS)
 
 
 @pytest.fixture
@@ -30,17 +27,13 @@ def job(tmp_path):
     """Return a function that writes the run folder of a running job."""
 
     def write(name, *, gpus=8, share=0.1, is_over=False, age_s=10.0, **changes):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
         known = {
             "run_id": name, "user": "alice", "status": "running", "is_over": is_over, "waterfall": lost(share),
             "updated_time_s": time.time() - age_s, "coverage": Coverage(gpus, gpus, gpus, gpus, 0, 0),
             "metrics": {"run_throughput/tokens_per_second_per_gpu": Value(19_900.0, ""), "pcu_ratio": Value(0.8, "")},
             "verdict": Verdict("device_idle", f"device idle: {share:.0%}", "", "", 0.1, "high"),
         }  # fmt: skip
-        summary = msgspec.json.encode(replace(make_summary(), **{**known, **changes}))
-        (folder / "summary.json").write_bytes(summary)
-        return folder
+        return write_files(tmp_path / "runs" / name, summary=make_summary(**{**known, **changes}))
 
     return write
 
@@ -64,10 +57,8 @@ def test_running_jobs_are_shown_the_worst_first(job, tmp_path):
     ]  # fmt: skip
 
 
-def test_job_in_its_first_minute_is_starting(job, tmp_path):
-    folder = tmp_path / "runs" / "new"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"schema_version": 5, "run_id": "new", "user": "bob"}))
+def test_job_in_its_first_minute_is_starting(tmp_path):
+    write_files(tmp_path / "runs" / "new", {"schema_version": 5, "run_id": "new", "user": "bob"})
 
     assert shown(tmp_path / "runs") == [("new", "starting")]
 

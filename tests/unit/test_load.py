@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from cases import cases
 from run_folders import GOLDEN, copy_golden
+from run_folders import write_files as write_run
 from run_lines import read_events, read_ranks, read_windows
 from sink_examples import complete_totals, make_report, make_row
 
@@ -25,17 +26,6 @@ from effllm.store.reader import RankRow
 from effllm.store.run_folder import RunFolder
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "runfolder"
-
-
-def write_run(folder, run=None, summary=None, **files):
-    """Write a run folder; further arguments are files by name without suffix."""
-    folder.mkdir(parents=True)
-    for name, document in (("run.json", run), ("summary.json", summary)):
-        if document is not None:
-            (folder / name).write_bytes(document if isinstance(document, bytes) else msgspec.json.encode(document))
-    for name, text in files.items():
-        (folder / f"{name}-0001.jsonl").write_text(text)
-    return folder
 
 
 def values(relation, columns):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from cases import cases
 from msgspec.structs import replace
-from run_folders import write_run
+from run_folders import write_files, write_run
 from sink_examples import make_summary
 from typer.testing import CliRunner
 
@@ -75,13 +75,7 @@ WINDOW = window(1)
 
 
 def folder_of(path, summary=SUMMARY, windows=WINDOW, events="", ranks="", facts=None):
-    path.mkdir()
-    if summary is not None:
-        (path / "summary.json").write_bytes(msgspec.json.encode(summary))
-    (path / "run.json").write_text(json.dumps(facts or {}))
-    for name, text in (("windows-0001", windows), ("events", events), ("ranks-0001", ranks)):
-        (path / f"{name}.jsonl").write_text(text)
-    return path
+    return write_files(path, facts or {}, summary, windows=windows, events=events, ranks=ranks)
 
 
 def text_of(page):

@@ -419,17 +419,6 @@ def test_new_aggregator_writes_no_line_twice(folder):
     ]  # fmt: skip
 
 
-def test_events_are_written_in_order(folder):
-    store = RunFolder(folder, {})
-    store.write_events([Event(1.0, "joined", "rank 0")])
-    store.write_events([Event(2.0 + rank, "left", f"rank {rank}", rank) for rank in range(1000)])
-    store.close()
-
-    events = list(read_events(folder))
-    assert [event.time_s for event in events] == [1.0, *(2.0 + rank for rank in range(1000))]
-    assert (events[-1].kind, events[-1].rank) == ("left", 999)
-
-
 class Killed(BaseException):
     """Simulates SIGKILL: the process runs no more code."""
 
@@ -610,10 +599,6 @@ def test_link_instead_of_a_file_is_not_followed(folder, tmp_path):
     with pytest.raises(StoreUnavailable, match="symbolic links"):
         open_run_folder(folder, {})
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_empty_folder_has_no_records(tmp_path):
-    assert (list(read_windows(tmp_path)), list(read_ranks(tmp_path)), list(read_events(tmp_path))) == ([], [], [])
 
 
 WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))

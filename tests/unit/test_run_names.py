@@ -12,6 +12,13 @@ from effllm.commands import top
 from effllm.commands.app import app
 
 NAMES = ("20260101-120000-1a2b3c4d", "20260101-130000-1a2b3c4d", "20260102-120000-1a2b3c4d")
+FOUND = {NAMES[0]: NAMES[0], "20260102": NAMES[2], "20260101-13": NAMES[1], "last": NAMES[1]}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_run_is_found_by_its_name(runs, name):
+    assert named_run(name) == runs / FOUND[name]
+    assert [run.folder for run in find_runs(name)] == [runs / FOUND[name]]
 
 
 @pytest.fixture
@@ -24,15 +31,6 @@ def runs(tmp_path, monkeypatch):
     monkeypatch.setenv("EFFICIENTLLM_RUN_DIR", str(folder))
     monkeypatch.chdir(tmp_path)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [(NAMES[0], NAMES[0]), ("20260102", NAMES[2]), ("20260101-13", NAMES[1]), ("last", NAMES[1])],
-)
-def test_a_run_is_found_by_its_name(runs, name, found):
-    assert named_run(name) == runs / found
-    assert [run.folder for run in find_runs(name)] == [runs / found]
 
 
 def test_a_path_is_before_a_name(runs):

@@ -6,7 +6,8 @@ import json
 
 import msgspec
 import pytest
-from run_folders import GOLDEN, copy_golden
+from cases import cases
+from run_folders import GOLDEN, change_document, copy_golden
 
 from effllm.commands.run_query import print_query
 
@@ -37,9 +38,7 @@ def test_result_is_an_aligned_table(ask):
 def test_wide_result_has_lines_of_at_most_eighty_letters(ask):
     status, out, _ = ask("SELECT * FROM runs")
 
-    assert status == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert "energy_total_joules" in out
+    assert (status, max(map(len, out.splitlines())) <= 80, "energy_total_joules" in out) == (0, True, True)
 
 
 def test_result_as_csv_and_json(ask):
@@ -62,33 +61,34 @@ def test_csv_has_no_formula_and_json_has_no_nan(ask):
     assert ask(query, "json")[1] == '[{"a": "=1+2", "b": -3, "c": [1.0, null], "d": {"d": null}}]\n'
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "COPY runs TO '{path}'",
-        "EXPLAIN ANALYZE COPY runs TO '{path}'",
-        "EXPORT DATABASE '{path}'",
-        "ATTACH '{path}'",
-        "CREATE TABLE x AS SELECT 1",
-        "DELETE FROM runs",
-        "SET enable_external_access = true",
-        "INSTALL httpfs",
-        "LOAD httpfs",
-        "PRAGMA database_list; SELECT 1",
-        "SELECT 1; COPY runs TO '{path}'",
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT * FROM read_text('/etc/passwd')",
-        "SELECT content FROM read_blob('/proc/self/environ')",
-        "SELECT * FROM glob('/etc/*')",
-        "FROM '/etc/passwd'",
-        "FROM 'data.parquet'",
-        "SELECT * FROM read_parquet('https://example.com/x.parquet')",
-        "SELECT getenv('HOME')",
-        "SELECT * FROM sqlite_scan('{path}', 'x')",
-        "SELECT * FROM runs_of_python",
-    ],
-)
+FORBIDDEN = """
+COPY runs TO '{path}'
+EXPLAIN ANALYZE COPY runs TO '{path}'
+EXPORT DATABASE '{path}'
+ATTACH '{path}'
+CREATE TABLE x AS SELECT 1
+DELETE FROM runs
+SET enable_external_access = true
+INSTALL httpfs
+LOAD httpfs
+PRAGMA database_list; SELECT 1
+SELECT 1; COPY runs TO '{path}'
+SELECT * FROM read_csv('/etc/passwd')
+SELECT * FROM read_text('/etc/passwd')
+SELECT content FROM read_blob('/proc/self/environ')
+SELECT * FROM glob('/etc/*')
+FROM '/etc/passwd'
+FROM 'data.parquet'
+SELECT * FROM read_parquet('https://example.com/x.parquet')
+SELECT getenv('HOME')
+SELECT * FROM sqlite_scan('{path}', 'x')
+SELECT * FROM python_object
+"""
+
+
+@cases("query", FORBIDDEN.strip().splitlines())
 def test_query_cannot_change_or_read_anything_else(ask, tmp_path, query):
+    python_object = {"a": [1]}  # noqa: F841 - DuckDB would find this name
     path = tmp_path / "out"
     status, out, err = ask(query.format(path=path))
 
@@ -97,12 +97,6 @@ def test_query_cannot_change_or_read_anything_else(ask, tmp_path, query):
     assert err.count("\n") == 1
     assert "root:" not in err
     assert not path.exists()
-
-
-def test_python_objects_are_not_tables(ask):
-    data = {"a": [1]}  # noqa: F841 - DuckDB would find this name
-
-    assert ask("SELECT * FROM data")[0] == 1
 
 
 def test_unknown_table_is_reported_with_the_names_of_the_tables(ask):
@@ -120,12 +114,9 @@ def test_missing_folder_is_one_line(ask, tmp_path):
 def test_terminal_escapes_in_files_are_never_printed(ask, tmp_path):
     folder = copy_golden(tmp_path / "run")
     hostile = "x\x1b[2J\x1b]0;title\x07\ny"
-    summary = msgspec.json.decode((folder / "summary.json").read_bytes()) | {"user": hostile, "status": [hostile]}
-    summary["events"] = {hostile: 1}
-    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    (folder / "events.jsonl").write_bytes(
-        msgspec.json.encode({"time_s": 1.0, "kind": hostile, "text": hostile}) + b'\n{"'
-    )
+    change_document(folder / "summary.json", user=hostile, status=[hostile], events={hostile: 1})
+    event = msgspec.json.encode({"time_s": 1.0, "kind": hostile, "text": hostile})
+    (folder / "events.jsonl").write_bytes(event + b'\n{"')
 
     for form in ("text", "csv", "json"):
         for query in ("SELECT user, events FROM runs", f'SELECT *, 1 AS "{hostile}" FROM events', f"SELEC '{hostile}'"):

@@ -9,7 +9,7 @@ import pytest
 from cases import cases
 from msgspec.structs import replace
 from rich.cells import cell_len
-from run_folders import GOLDEN, copy_golden
+from run_folders import GOLDEN, change_document, copy_golden, write_files
 from sink_examples import make_report, make_summary
 
 from effllm.analysis.run_folders import UnreadableRun
@@ -53,28 +53,22 @@ def row(rank, number=1, **changes):
     return RankRow(**{**known, **changes})
 
 
-def write_lines(path, records):
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
+@pytest.fixture
+def run(tmp_path):
+    """Write a finished run of five windows and eight ranks, of which rank 3 waits for data."""
+    return write_files(
+        tmp_path / "run-1",
+        {"run_id": "run-1", "ranks": {"3": {"host": "node0"}}},
+        make_summary(run_id="run-1", user="alice", is_over=True),
+        windows=[window_line(window(n), has_totals=False) for n in range(1, 6)],
+        ranks=[row(rank, n, wait_s=2.0 if rank == 3 else 0.2) for n in range(1, 6) for rank in range(8)],
+        events=[Event(NOW_S + 2.5, "gpus_idle", "no GPU works")],
+    )
 
 
 def append(path, text):
     with path.open("ab") as file:
         file.write(text)
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Write a finished run of five windows and eight ranks, of which rank 3 waits for data."""
-    folder = tmp_path / "run-1"
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"run_id": "run-1", "ranks": {"3": {"host": "node0"}}}))
-    summary = replace(make_summary(), run_id="run-1", user="alice", is_over=True, status="completed")
-    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    write_lines(folder / "windows-0001.jsonl", [window_line(window(n), has_totals=False) for n in range(1, 6)])
-    rows = [row(rank, n, wait_s=2.0 if rank == 3 else 0.2) for n in range(1, 6) for rank in range(8)]
-    write_lines(folder / "ranks-0001.jsonl", rows)
-    write_lines(folder / "events.jsonl", [Event(NOW_S + 2.5, "gpus_idle", "no GPU works")])
-    return folder
 
 
 def source_of(folder):
@@ -391,8 +385,7 @@ def test_recorded_run_folder_is_shown():
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
 def test_run_of_another_version_is_not_shown(tmp_path, name):
-    path = copy_golden(tmp_path / "run") / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3}))
+    change_document(copy_golden(tmp_path / "run") / name, schema_version=3)
 
     with pytest.raises(UnreadableRun, match=rf"{name} cannot be read: it has schema_version 3, .* reads only 5"):
         source_of(tmp_path / "run")
@@ -509,18 +502,15 @@ def test_screen_begins_with_the_run_and_its_verdict(run):
 
 def test_control_characters_of_names_never_reach_the_screen(run):
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n"
-    summary = msgspec.json.decode((run / "summary.json").read_bytes())
-    summary |= {"run_id": evil, "user": evil, "status": evil}
-    summary["verdict"] |= {"text": evil, "why": evil, "next": evil}
-    (run / "summary.json").write_bytes(msgspec.json.encode(summary))
-    write_lines(run / "ranks-0001.jsonl", [row(3, 5, host=evil, wait_s=2.0)])
-    write_lines(run / "events.jsonl", [Event(NOW_S, "straggler", evil)])
+    verdict = replace(make_summary().verdict, text=evil, why=evil, next=evil)
+    change_document(run / "summary.json", run_id=evil, user=evil, status=evil, verdict=verdict)
+    (run / "ranks-0001.jsonl").write_bytes(msgspec.json.encode(row(3, 5, host=evil, wait_s=2.0)) + b"\n")
+    (run / "events.jsonl").write_bytes(msgspec.json.encode(Event(NOW_S, "straggler", evil)) + b"\n")
     frame = shown(run)
 
     for pane in ("ranks", "events", "waterfall"):
         lines = render(frame, TopView(pane=pane), 120, 40, notice=evil)
-        text = "".join(part for line in lines for part, _ in line)
-        assert text.isprintable()
+        assert "".join(part for line in lines for part, _ in line).isprintable()
 
 
 def test_wide_letters_fill_two_cells():
