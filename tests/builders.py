@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import Ledger, restore
 from effllm.records import ring
+from effllm.records.clock import Now
 from effllm.records.counters import FIELDS
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import Device, DeviceWindow, Integrals, ParameterCount, RankReport
+from effllm.records.job import ClusterReport, Summary
+from effllm.records.rank import Device, DeviceWindow, Event, Integrals, ParameterCount, RankReport
 from effllm.records.ring import RingReader, RingWriter
-from effllm.records.wire import Hello, Reports
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports
 from effllm.trainer import counts as generations_module
 from effllm.trainer import recorder as recorder_module
 from effllm.trainer.recorder import Recorder
@@ -165,3 +170,61 @@ def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
 def reports(*rows: RankReport, **changes: Any) -> Reports:
     """Return a message with these reports."""
     return Reports(rows, **changes)
+
+
+class Job:
+    """An aggregator, its clock, and agents whose messages the test chooses; unix times are 1000 s larger."""
+
+    def __init__(self, world_size: int = 2, ledger: Ledger | None = None, name: str = "job", **settings: Any) -> None:
+        self.world_size, self.name, self.now_s = world_size, name, 0.0
+        attempt = ledger.attempt if ledger else 1
+        self.aggregator = Aggregator(Config(**settings), name, attempt, 1000.0, ledger)
+
+    @property
+    def now(self) -> Now:
+        return Now(self.now_s, self.now_s + 1000.0)
+
+    def hello(self, rank: int, **changes: Any) -> str:
+        """Send a HELLO; return the reason of a refusal."""
+        known = {"world_size": self.world_size, "job": self.name, **changes}
+        return self.aggregator.hello(hello(rank, **known), self.now)
+
+    def join(self, *ranks: int, **changes: Any) -> Job:
+        for rank in ranks or range(self.world_size):
+            assert self.hello(rank, **changes) == ""
+        return self
+
+    def send(self, *rows: RankReport, **changes: Any) -> bool:
+        return self.aggregator.reports(reports(*rows, **changes), self.now)
+
+    def event(self, rank: int, kind: str, text: str, time_s: float = 1000.0, **changes: Any) -> None:
+        agent = changes.pop("agent", f"agent-{rank}")
+        self.aggregator.agent_event(AgentEvent(agent, rank, Event(time_s, kind, text, **changes)), self.now)
+
+    def beat(self, rank: int, lost: int = 0) -> None:
+        self.aggregator.heartbeat(Heartbeat(f"agent-{rank}", rank, 10, "in an iteration", 0.0, lost), self.now)
+
+    def bye(self, rank: int, status: str = "completed", last_ordinal: int = 10, **changes: Any) -> bool:
+        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, last_ordinal, **changes), self.now)
+
+    def wait(self, seconds: int, *alive: int) -> Job:
+        """Advance the clock second by second; the ``alive`` ranks send a heartbeat in each second."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            for rank in alive:
+                self.beat(rank)
+            self.aggregator.tick(self.now)
+        return self
+
+    def closed(self) -> list[ClusterReport]:
+        return [one.report for one in self.aggregator.closed.take_windows()]
+
+    def events(self, kind: str = "") -> list[Event]:
+        return [event for event in self.aggregator.events.take_events() if kind in ("", event.kind)]
+
+    def summary(self, ended: bool = False) -> Summary:
+        return self.aggregator.summary(self.now.unix_s, ended)
+
+    def ledger(self) -> Ledger:
+        """Return the state that another aggregator continues."""
+        return restore(self.aggregator.snapshot())
