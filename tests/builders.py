@@ -213,7 +213,12 @@ class Job:
             self.now_s += 1.0
             for rank in alive:
                 self.beat(rank)
-            self.aggregator.tick(self.now)
+            self.tick()
+        return self
+
+    def tick(self, seconds: float = 0.0) -> Job:
+        self.now_s += seconds
+        self.aggregator.tick(self.now)
         return self
 
     def closed(self) -> list[ClusterReport]:

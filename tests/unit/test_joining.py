@@ -6,19 +6,15 @@ import statistics
 
 import msgspec
 import pytest
-from builders import device_window, full, hello, reports, row
+from builders import Job, device_window, full, reports, row
 from cases import cases, repeats
 
 from effllm.config.settings import MIN_WINDOW_S, Config, read_config
-from effllm.job.account import Rows
-from effllm.job.aggregator import Aggregator
 from effllm.job.joining import MAX_WAIT_S, WindowJoiner, join
-from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_PENDING_BYTES
-from effllm.records.clock import Now
+from effllm.job.account import Rows
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Allocator, Gauge, Integrals
-from effllm.records.wire import Bye
 
 
 def short(rank, window, window_s=0.01, **changes):
@@ -37,26 +33,8 @@ def short(rank, window, window_s=0.01, **changes):
     return row(rank, window, **{**values, **changes})
 
 
-class Job:
-    def __init__(self, world_size, snapshot=None, min_window_s=MIN_WINDOW_S):
-        config = Config(min_window_s=min_window_s)
-        self.aggregator = Aggregator(config, "job", 1, 1000.0, snapshot)
-        self.now_s = 0.0
-        for rank in range(world_size):
-            assert not self.aggregator.hello(hello(rank, world_size), Now(self.now_s, 1000.0))
-
-    def send(self, *rows):
-        return self.aggregator.reports(reports(*rows), Now(self.now_s, 1000.0 + self.now_s))
-
-    def tick(self, seconds=0.0):
-        self.now_s += seconds
-        self.aggregator.tick(Now(self.now_s, 1000.0 + self.now_s))
-
-    def bye(self, rank):
-        self.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 10), Now(self.now_s, 1000.0 + self.now_s))
-
-    def closed(self):
-        return self.aggregator.closed.take_windows()
+def joining(world_size, ledger=None, min_window_s=MIN_WINDOW_S):
+    return Job(world_size, ledger, min_window_s=min_window_s).join()
 
 
 def test_windows_are_joined_only_if_the_interval_is_unset():
@@ -66,12 +44,11 @@ def test_windows_are_joined_only_if_the_interval_is_unset():
 
 
 def test_windows_of_10_ms_become_one_window_per_second():
-    job = Job(2)
+    job = joining(2)
     for window in range(1, 1001):
-        job.send(short(0, window))
-        job.send(short(1, window))
+        job.send(short(0, window), short(1, window))
 
-    windows = [one.report for one in job.closed()]
+    windows = job.closed()
 
     assert 9 <= len(windows) <= 10
     assert [one.window for one in windows] == list(range(1, len(windows) + 1))
@@ -79,13 +56,15 @@ def test_windows_of_10_ms_become_one_window_per_second():
 
 
 def test_windows_of_a_second_are_not_joined():
-    joined, plain = Job(2), Job(2, min_window_s=0.0)
+    joined, plain = joining(2), joining(2, min_window_s=0.0)
     for window in range(501, 520):
         for job in (joined, plain):
-            job.send(short(0, window, 1.1))
-            job.send(short(1, window, 1.1))
+            job.send(short(0, window, 1.1), short(1, window, 1.1))
 
-    shown = [[(one.report.window, one.report.values, one.rows) for one in job.closed()] for job in (joined, plain)]
+    shown = [
+        [(one.report.window, one.report.values, one.rows) for one in job.aggregator.closed.take_windows()]
+        for job in (joined, plain)
+    ]
 
     assert len(shown[0]) == 19
     assert shown[0] == shown[1]
@@ -95,7 +74,7 @@ def test_windows_of_a_second_are_not_joined():
 def test_joined_windows_have_exact_totals_and_equal_edges(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160
-    job, plain = Job(ranks), Job(ranks, min_window_s=0.0)
+    job, plain = joining(ranks), joining(ranks, min_window_s=0.0)
     lengths_s = [chance.choice([0.01, 0.05, 0.3, 1.5]) for _ in range(last // 20)]
     left = {rank: list(range(1, last + 1)) for rank in range(ranks)}
     ends_s = [0.0]
@@ -118,7 +97,7 @@ def test_joined_windows_have_exact_totals_and_equal_edges(seed):
             one.bye(rank)
         one.tick()
 
-    windows, expected = job.closed(), plain.closed()
+    windows, expected = (one.aggregator.closed.take_windows() for one in (job, plain))
 
     assert job.aggregator.finished(job.now_s)
     assert not job.aggregator.summary(1000.0, ended=True).events.get("missing")
@@ -139,7 +118,7 @@ def test_joined_windows_have_exact_totals_and_equal_edges(seed):
 
 
 def test_each_report_is_counted_once_after_a_restart():
-    job = Job(2)
+    job = joining(2)
     rows = {rank: [short(rank, window, final=window == 400) for window in range(1, 401)] for rank in (0, 1)}
     for at in range(0, 230, 10):
         job.send(*rows[0][at : at + 10])
@@ -148,85 +127,67 @@ def test_each_report_is_counted_once_after_a_restart():
     assert len(job.closed()) == 2
     assert safe == {0: 200, 1: 200}
 
-    second = Job(2, restore(job.aggregator.snapshot()))
+    second = joining(2, job.ledger())
     for rank in (0, 1):
         second.send(*rows[rank][150:])  # reports 151 to 200 are already acknowledged
         second.bye(rank)
     second.tick()
 
-    report = second.closed()[-1].report
+    report = second.closed()[-1]
     assert report.run.counts.tokens == 2 * 400 * 1000
     assert report.run.counts.iterations == 4000
     assert report.run.energy.joules == pytest.approx(2 * 400 * full(0.01).energy.joules)
     assert report.window > 2
 
 
-def test_waiting_reports_are_not_acknowledged():
-    job = Job(2)
-    job.send(*(short(0, window) for window in range(1, 121)))
-    assert job.aggregator.open.safe() == {0: 0, 1: 0}
-    job.send(*(short(1, window) for window in range(1, 121)))
-    assert job.aggregator.open.safe() == {0: 100, 1: 100}
-
-
-def test_joined_reports_are_acknowledged_after_their_window_closes():
-    job = Job(3)
-    for rank in (0, 1):
-        job.send(*(short(rank, window) for window in range(1, 101)))
-    assert job.aggregator.open.safe() == {0: 0, 1: 0, 2: 0}
-    job.send(*(short(2, window) for window in range(1, 101)))
-    assert job.aggregator.open.safe() == {0: 100, 1: 100, 2: 100}
+@pytest.mark.parametrize(("first", "second"), [((0,), (1,)), ((0, 1), (2,))], ids=["two ranks", "three ranks"])
+def test_reports_are_acknowledged_after_their_joined_window_closes(first, second):
+    job = joining(len(first + second))
+    job.send(*(short(rank, window) for rank in first for window in range(1, 121)))
+    assert set(job.aggregator.open.safe().values()) == {0}
+    job.send(*(short(rank, window) for rank in second for window in range(1, 121)))
+    assert set(job.aggregator.open.safe().values()) == {100}
 
 
 def test_window_closes_after_the_maximum_wait_without_a_report():
-    job = Job(2)
-    for rank in (0, 1):
-        job.send(*(short(rank, window) for window in range(1, 31)))
-    job.tick(MAX_WAIT_S - 0.1)
-    assert not job.closed()
-    job.tick(0.2)
-    assert [one.report.iteration_last for one in job.closed()] == [300]
+    job = joining(2)
+    job.send(*(short(rank, window) for rank in (0, 1) for window in range(1, 31)))
+    assert not job.tick(MAX_WAIT_S - 0.1).closed()
+    assert [one.iteration_last for one in job.tick(0.2).closed()] == [300]
 
 
 def test_all_reports_of_a_late_rank_are_counted():
-    job = Job(3)
-    for window in range(1, 101):
-        job.send(short(0, window))
-        job.send(short(1, window))
+    job = joining(3)
+    job.send(*(short(rank, window) for window in range(1, 101) for rank in (0, 1)))
     job.send(*(short(2, window) for window in range(1, 41)))
-    for _ in range(100):
-        job.tick(1.0)
-    assert [one.report.last.counts.tokens for one in job.closed()] == [240 * 1000]
+    job.wait(100)
+    assert [one.last.counts.tokens for one in job.closed()] == [240 * 1000]
     job.send(*(short(2, window) for window in range(41, 101)))
     job.tick(1.0)
-    for window in range(101, 202):
-        for rank in range(3):
-            job.send(short(rank, window))
+    job.send(*(short(rank, window) for window in range(101, 202) for rank in range(3)))
 
-    report = job.closed()[-1].report
-
+    report = job.closed()[-1]
     assert report.run.counts.tokens == 600 * 1000
     assert report.run.energy.joules == pytest.approx(600 * full(0.01).energy.joules)
 
 
 def test_rank_far_ahead_does_not_delay_other_ranks():
-    job = Job(3)
+    job = joining(3)
     job.send(*(short(2, window, 1000.0) for window in range(10**9, 10**9 + 50)))
     for window in range(1, 1001):
-        job.send(short(0, window))
-        job.send(short(1, window))
+        job.send(short(0, window), short(1, window))
         job.tick()
 
-    assert [one.report.iteration_last for one in job.closed()] == list(range(1000, 10_001, 1000))
+    assert [one.iteration_last for one in job.closed()] == list(range(1000, 10_001, 1000))
 
 
 def test_rank_with_a_full_buffer_loses_no_report():
-    job = Job(1)
-    rows = [short(0, window, 0.0001) for window in range(1, 1501)]
-    taken = [job.aggregator.reports(reports(one), Now(0.0, 1000.0), MAX_PENDING_BYTES // 100) for one in rows]
-    assert all(taken)
+    job = joining(1)
+    for window in range(1, 1501):
+        one = reports(short(0, window, 0.0001))
+        assert job.aggregator.reports(one, job.now, MAX_PENDING_BYTES // 100)
     job.aggregator.close_all()
-    assert job.closed()[-1].report.run.counts.tokens == 1500 * 1000
+    assert job.closed()[-1].run.counts.tokens == 1500 * 1000
 
 
 def test_joined_report_has_the_sums_of_its_parts():

@@ -3,35 +3,16 @@
 import msgspec
 import numpy as np
 import pytest
-from builders import device_window, full, hello, reports, row
+from builders import Job, device_window, full, row
 
-from effllm.config.settings import Config
 from effllm.job import pacing
-from effllm.job.aggregator import Aggregator
-from effllm.job.ledger import Ledger, restore
+from effllm.job.ledger import Ledger
 from effllm.job.pacing import Pace
 from effllm.records.clock import Now
 from effllm.records.columns import from_json, to_json
-from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import MAX_ROWS, outliers
 
 RANKS = 1200
-
-
-def aggregator_of(ranks, ledger=None):
-    aggregator = Aggregator(Config(), "job", 1, 0.0, ledger)
-    for rank in range(ranks):
-        assert aggregator.hello(hello(rank, ranks, host=f"node{rank // 8}"), Now(0.0, 0.0)) == ""
-    return aggregator
-
-
-def report(aggregator, window, ranks, now_s, **changes):
-    for rank in ranks:
-        aggregator.reports(reports(row(rank, window, **changes)), Now(now_s, now_s))
-
-
-def closed_reports(aggregator):
-    return [one.report for one in aggregator.closed.take_windows()]
 
 
 # --- the pace -----------------------------------------------------------------------------------
@@ -89,67 +70,56 @@ def test_connection_of_a_quiet_rank_is_tested_later_in_a_large_world():
 
 @pytest.mark.parametrize(("is_behind", "closes_at_s"), [(False, 17), (True, 32)])
 def test_aggregator_with_unread_reports_waits_longer_for_ranks(is_behind, closes_at_s):
-    aggregator = aggregator_of(2)
-    report(aggregator, 1, [0, 1], 1.0)
-    report(aggregator, 2, [0], 2.0)
-    closed_reports(aggregator)
+    job = Job().join()
+    job.tick(1.0).send(row(0), row(1))
+    job.tick(1.0).send(row(0, 2))
+    job.closed()
 
     closed_at_s = []
     for now_s in range(3, 40):
-        aggregator.tick(Now(float(now_s), 0.0), heard_until_s=2.5 if is_behind else None)
-        closed_at_s += [now_s for _ in closed_reports(aggregator)]
+        job.aggregator.tick(Now(float(now_s), 0.0), heard_until_s=2.5 if is_behind else None)
+        closed_at_s += [now_s for _ in job.closed()]
 
     # Rank 1 last sent at 1 s and is lost 15 s later; an aggregator that is behind waits up to 15 s longer.
     assert closed_at_s == [closes_at_s]
 
 
 def test_late_reports_are_merged_and_joules_are_counted_once():
-    aggregator = aggregator_of(RANKS)
-    report(aggregator, 1, range(RANKS), 1.0)
-    for window in (2, 3):
-        report(aggregator, window, range(10, RANKS), 1.0 + window)
-    for now_s in range(5, 60):
-        for rank in range(RANKS):
-            aggregator.heartbeat(Heartbeat(f"agent-{rank}", rank, 1, "", 0.0), Now(float(now_s), 0.0))
-        aggregator.tick(Now(float(now_s), float(now_s)))
-    first, *others = closed_reports(aggregator)
+    job = Job(RANKS).join()
+    job.send(*map(row, range(RANKS)))
+    job.send(*(row(rank, window) for window in (2, 3) for rank in range(10, RANKS)))
+    job.wait(55, *range(RANKS))
+    first, *others = job.closed()
     assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]
     assert others[-1].job.energy.joules == 1000.0 * RANKS, "windows with holes are in no sum"
 
-    report(aggregator, 2, range(10), 60.0)
-    report(aggregator, 3, range(10), 60.0)
-    assert closed_reports(aggregator) == [], "late rows wait for more"
-    safe = aggregator.open.safe()
+    job.send(*(row(rank, window) for window in (2, 3) for rank in range(10)))
+    assert job.closed() == [], "late rows wait for more"
+    safe = job.aggregator.open.safe()
     assert (safe[0], safe[10]) == (1, 3), "waiting rows are not acknowledged"
-    aggregator.tick(Now(61.0, 61.0))
 
-    corrections = closed_reports(aggregator)
+    corrections = job.tick(1.0).closed()
     assert [(one.window, one.correction) for one in corrections] == [(2, True), (3, True)]
-    job = corrections[-1].job
-    assert (job.counts.tokens, job.energy.is_complete) == (3 * 1000 * RANKS, True)
-    assert job.energy.joules == pytest.approx(3 * 1000.0 * RANKS)
-    assert job.energy.counts.tokens == job.counts.tokens
-    assert aggregator.open.safe()[0] == 3
-    late = [event for event in aggregator.events.take_events() if event.kind == "late"]
-    assert len(late) == 2
-    assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
+    whole = corrections[-1].job
+    assert (whole.counts.tokens, whole.energy.is_complete) == (3 * 1000 * RANKS, True)
+    assert whole.energy.joules == pytest.approx(3 * 1000.0 * RANKS)
+    assert whole.energy.counts.tokens == whole.counts.tokens
+    assert job.aggregator.open.safe()[0] == 3
+    late, _ = job.events("late")
+    assert late.text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
 
 def test_new_aggregator_of_a_large_world_keeps_all_sums():
-    aggregator = aggregator_of(RANKS)
-    for window in (1, 2):
-        report(aggregator, window, range(RANKS), float(window), tokens=1000 + window)
-    before = closed_reports(aggregator)[-1]
+    job = Job(RANKS).join()
+    job.send(*(row(rank, window, tokens=1000 + window) for window in (1, 2) for rank in range(RANKS)))
+    assert job.closed()[-1].job.counts.tokens == RANKS * (1001 + 1002)
 
-    ledger = restore(aggregator.snapshot())
-    other = aggregator_of(RANKS, ledger)
-    report(other, 3, range(RANKS), 3.0)
-    report(aggregator, 3, range(RANKS), 3.0)
+    other = Job(RANKS, job.ledger()).join()
+    for one in (job, other):
+        one.send(*(row(rank, 3) for rank in range(RANKS)))
 
-    after, expected = closed_reports(other)[-1], closed_reports(aggregator)[-1]
-    assert before.job.counts.tokens == RANKS * (1001 + 1002)
-    assert after.job == expected.job
-    assert other.summary(3.0, ended=False).energy.by_device == aggregator.summary(3.0, ended=False).energy.by_device
+    assert other.closed()[-1].job == job.closed()[-1].job
+    assert other.summary().energy.by_device == job.summary().energy.by_device
 
 
 def test_aggregator_rejects_an_invalid_saved_state():
@@ -179,37 +149,29 @@ def test_outliers_and_median_of_10000_ranks_are_exact():
 
 
 def test_slow_rank_is_compared_with_the_exact_median_of_the_others():
-    aggregator = aggregator_of(RANKS)
+    job = Job(RANKS).join()
     own_s = [0.5 + rank / RANKS / 100 for rank in range(RANKS - 1)] + [0.6]
     for window in range(1, 8):
-        for rank in range(RANKS):
-            one = row(rank, window, own_steps=10, own_step_s=10 * own_s[rank])
-            aggregator.reports(reports(one), Now(1.0, 1.0))
+        job.send(*(row(rank, window, own_steps=10, own_step_s=10 * one) for rank, one in enumerate(own_s)))
 
-    *_, last = closed_reports(aggregator)
-
-    found = last.straggler
+    found = job.closed()[-1].straggler
     assert (found.rank, found.time_s) == (RANKS - 1, pytest.approx(0.6))
     assert found.median_s == pytest.approx(own_s[(RANKS - 1) // 2], rel=1e-9)
 
 
-@pytest.mark.parametrize("covered_s", [10.0, 5.0])
-def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(covered_s):
-    aggregator = aggregator_of(300)
-    for rank in range(300):
-        wall = full(10.0 if rank != 7 else covered_s)
-        aggregator.reports(reports(row(rank, devices=(device_window(f"GPU-{rank}", wall=wall),))), Now(1.0, 1.0))
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({}, []),
+        ({7: (device_window("GPU-7", wall=full(5.0)),)}, [7]),
+        ({6: (), 7: (device_window("GPU-6"), device_window("GPU-7"))}, [6]),
+    ],
+    ids=["no gap", "half of a window", "no device beside a rank with two"],
+)
+def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(changed, kept):
+    job = Job(300).join()
+    job.send(*(row(rank, **({"devices": changed[rank]} if rank in changed else {})) for rank in range(300)))
 
-    (closed,) = aggregator.closed.take_windows()
-    assert [one.rank for one in closed.kept.rows] == ([7] if covered_s < 10.0 else [])
+    (closed,) = job.aggregator.closed.take_windows()
+    assert [one.rank for one in closed.kept.rows] == kept
     assert closed.kept.start_time_s == closed.rows[0].start_time_s
-
-
-def test_rank_without_a_device_has_a_gap_beside_a_rank_with_two():
-    aggregator = aggregator_of(300)
-    for rank in range(300):
-        keys = {6: (), 7: ("GPU-6", "GPU-7")}.get(rank, (f"GPU-{rank}",))
-        aggregator.reports(reports(row(rank, devices=tuple(map(device_window, keys)))), Now(1.0, 1.0))
-
-    (closed,) = aggregator.closed.take_windows()
-    assert [one.rank for one in closed.kept.rows] == [6]

@@ -1,22 +1,18 @@
 """The windows of a loss, to which the evidence of a verdict points."""
 
 import pytest
-from builders import hello, reports, row
+from builders import Job, row
 from cases import cases, repeats
 from msgspec.structs import replace
 from sink_examples import make_summary
 
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
-from effllm.config.settings import Config
-from effllm.job.account import Rows
-from effllm.job.aggregator import Aggregator
 from effllm.job.goodput import Goodput
-from effllm.job.ledger import restore
 from effllm.job.losses import Loss
 from effllm.job.memory_pressure import ERRORS, RETRIES, MemoryPressure
+from effllm.job.account import Rows
 from effllm.job.verdict import windows_of
-from effllm.records.clock import Now
 from effllm.records.rank import ValueStatistics
 from effllm.records.verdict import LossWindows
 
@@ -41,32 +37,29 @@ def test_memory_pressure_points_to_the_windows_with_retries_and_the_error():
     assert windows_of(one, summary, Goodput()) == LossWindows(3, 20, 50, 30)
 
 
-def waits(aggregator, shares, first=1):
+def waits(job, shares):
     """Pass windows of ten iterations and 10 s with these shares of waits for data."""
-    aggregator.hello(hello(0, 1, job=aggregator.ledger.job), Now(0.0, 1000.0))
-    for number, share in enumerate(shares, first):
-        one = row(0, number, busy_s=10.0 * (1 - share), wait_s=10.0 * share)
-        assert aggregator.reports(reports(one), Now(10.0 * number, 1000.0 + 10.0 * number))
+    job.join()
+    for number, share in enumerate(shares, 1):
+        assert job.tick(10.0).send(row(0, number, busy_s=10.0 * (1 - share), wait_s=10.0 * share))
+    return job.aggregator.ledger.goodput
 
 
 def test_windows_above_the_share_are_counted_in_all_attempts():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    waits(aggregator, [0.0, 0.2, 0.04, 0.1])
-    goodput = aggregator.ledger.goodput
+    job = Job(1)
+    goodput = waits(job, [0.0, 0.2, 0.04, 0.1])
 
     assert goodput.windows_of("data", 0.05) == LossWindows(2, 20, 40, 20, pytest.approx(0.2))
     assert goodput.windows_of("straggling", 0.05) is None
-    again = Aggregator(Config(), "job2", 2, 1000.0, restore(aggregator.snapshot()).next_attempt("job2"))
-    waits(again, [0.3])
-    assert again.ledger.goodput.windows_of("data", 0.05).count == 3
+    again = Job(1, job.ledger().next_attempt("job2"), "job2")
+    assert waits(again, [0.3]).windows_of("data", 0.05).count == 3
 
 
 def test_merged_windows_are_still_counted():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    waits(aggregator, [0.2] * 10)
-    aggregator.ledger.goodput.attempt.merge_spans(3)
+    goodput = waits(Job(1), [0.2] * 10)
+    goodput.attempt.merge_spans(3)
 
-    assert aggregator.ledger.goodput.windows_of("data", 0.05).count == 10
+    assert goodput.windows_of("data", 0.05).count == 10
 
 
 def test_loss_outside_of_iterations_has_no_window():

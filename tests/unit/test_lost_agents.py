@@ -2,31 +2,27 @@
 
 import jobs
 import pytest
-from builders import hello
+from builders import Job
 
 from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
 from effllm.network.transport import AgentLink, ServerSocket, make_context
-from effllm.records.clock import Now
 from effllm.records.orders import Orders
-from effllm.records.wire import Ack, Bye
+from effllm.records.wire import Ack
 from effllm.server.job_end import JobEnd
 
 
 @pytest.fixture
 def lost():
     """Return a function of the time and the connected ranks: the lost ranks at the end of a job, which rank 0 left."""
-    aggregator, reached = Aggregator(Config(), "job", 1, 1000.0), set()
-    for rank in range(3):
-        assert aggregator.hello(hello(rank, 3), Now(0.0, 1000.0)) == ""
-    aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(5.0, 1005.0))
-    end = JobEnd(aggregator, Orders(Config(), "job", "", ""), lambda rank: rank in reached)
+    job, reached = Job(3).join(), set()
+    job.tick(5.0).bye(0)
+    end = JobEnd(job.aggregator, Orders(Config(), "job", "", ""), lambda rank: rank in reached)
 
     def look(now_s, *ranks):
         reached.clear()
         reached.update(ranks)
         end.give_up_lost(now_s)
-        return aggregator.presence.lost
+        return job.aggregator.presence.lost
 
     return look
 
@@ -66,19 +62,16 @@ def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
 
 
 def test_end_of_a_job_does_not_wait_for_lost_ranks():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    for rank in (0, 1):
-        assert aggregator.hello(hello(rank), Now(0.0, 1000.0)) == ""
-    assert aggregator.presence.awaited(before_s=1.0) == [0, 1]
-    aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(5.0, 1005.0))
-    assert aggregator.presence.awaited(before_s=6.0) == [1]
-    assert not aggregator.finished(8.0)
-    assert not aggregator.presence.is_deserted
-    aggregator.give_up(1, 1008.0)
+    job = Job().join()
+    presence = job.aggregator.presence
+    assert presence.awaited(before_s=1.0) == [0, 1]
+    job.tick(5.0).bye(0)
+    assert presence.awaited(before_s=6.0) == [1]
+    assert not job.aggregator.finished(8.0)
+    assert not presence.is_deserted
+    job.aggregator.give_up(1, 1008.0)
 
-    assert aggregator.finished(8.0)
-    assert aggregator.presence.is_deserted
-    assert aggregator.summary(1008.0, ended=True).status == "ended"
-    assert [event.text for event in aggregator.events.take_events() if event.kind == "rank_lost"] == [
-        "rank 1 is lost: its agent ended without a BYE"
-    ]
+    assert job.aggregator.finished(8.0)
+    assert presence.is_deserted
+    assert job.summary(ended=True).status == "ended"
+    assert [event.rank for event in job.events("rank_lost")] == [1]

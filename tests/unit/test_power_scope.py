@@ -1,17 +1,13 @@
 """effllm/job/power_scope.py: choice of the devices that count for a job's energy, and the job's sums."""
 
 import pytest
-from builders import device_window, full, gpu, hello, reports, row
+from builders import Job, device_window, full, gpu, row
 from cases import cases
 
-from effllm.config.settings import VARIABLES, Config
-from effllm.job.aggregator import Aggregator
-from effllm.job.ledger import restore
+from effllm.config.settings import VARIABLES
 from effllm.job.power_scope import CHOICES, choose, keep, scopes
-from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
-from effllm.records.wire import Bye
 
 # --- sensors that every node has ------------------------------------------------------------------------
 
@@ -49,18 +45,24 @@ def test_scope_choices_equal_the_allowed_values_of_the_variable():
         assert choice in variable.value_type.allowed
 
 
-def test_supplies_are_chosen_if_every_node_measures_them():
-    assert chosen(BOTH, (gpu("GPU-1"), psu("node1"))) == ("node-psu", {"psu:node0", "psu:node1"})
-
-
-def test_gpus_and_cpus_are_chosen_if_a_node_lacks_supplies():
-    nodes = BOTH, (gpu("GPU-1"), cpu("node1"))
-
-    assert chosen(*nodes) == ("gpu+cpu", {"GPU-0", "GPU-1", "cpu:node0", "cpu:node1"})
-
-
-def test_gpus_are_chosen_if_a_node_lacks_cpus_and_supplies():
-    assert chosen(BOTH, (gpu("GPU-1"),)) == ("gpu", {"GPU-0", "GPU-1"})
+@cases(
+    ("nodes", "label", "keys"),
+    [
+        ((BOTH, (gpu("GPU-1"), psu("node1"))), "node-psu", {"psu:node0", "psu:node1"}),
+        ((BOTH, (gpu("GPU-1"), cpu("node1"))), "gpu+cpu", {"GPU-0", "GPU-1", "cpu:node0", "cpu:node1"}),
+        ((BOTH, (gpu("GPU-1"),)), "gpu", {"GPU-0", "GPU-1"}),
+        (((module("GPU-0"),), (gpu("GPU-1"), cpu("node1"))), "gpu+module+cpu", {"GPU-0", "GPU-1", "cpu:node1"}),
+        (((module("GPU-0"),), (gpu("GPU-1"),)), "gpu+module", {"GPU-0", "GPU-1"}),
+        (((host_device(),), (host_device("node1"),)), "cpu", {"node0", "node1"}),
+        (((host_device(),), BOTH[:2]), "gpu+cpu", {"node0", "GPU-0", "cpu:node0"}),
+        # without a sensor: a gap in energy
+        (((gpu("GPU-0"), BLIND),), "gpu", {"GPU-0", "GPU-blind"}),
+        (((gpu("GPU-0"),), (BLIND,)), "gpu", {"GPU-0", "GPU-blind"}),
+        (((gpu("GPU-0"),), (host_device("node1", energy_method=None),)), "gpu", {"GPU-0", "node1"}),
+    ],
+)
+def test_widest_scope_that_every_node_measures_is_chosen(nodes, label, keys):
+    assert chosen(*nodes) == (label, keys)
 
 
 def test_cpu_inside_a_module_is_not_added_again():
@@ -69,27 +71,6 @@ def test_cpu_inside_a_module_is_not_added_again():
     assert chosen(node) == ("module", {"GPU-0", "GPU-1"})
     assert chosen(node, wanted="gpu+cpu") == ("module", {"GPU-0", "GPU-1"})
     assert choose([node], "gpu+cpu").complaint == "", "a module is both"
-
-
-def test_scope_of_modules_and_plain_gpus_names_both_kinds():
-    assert chosen((module("GPU-0"),), (gpu("GPU-1"), cpu("node1")))[0] == "gpu+module+cpu"
-    assert chosen((module("GPU-0"),), (gpu("GPU-1"),))[0] == "gpu+module"
-
-
-def test_scope_of_a_job_on_cpus_is_cpu():
-    assert chosen((host_device(),), (host_device("node1"),)) == ("cpu", {"node0", "node1"})
-    assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
-
-
-def test_gpu_without_a_sensor_counts_as_a_gap_in_energy():
-    assert chosen((gpu("GPU-0"), BLIND)) == ("gpu", {"GPU-0", "GPU-blind"})
-    assert chosen((gpu("GPU-0"),), (BLIND,)) == ("gpu", {"GPU-0", "GPU-blind"})
-
-
-def test_host_without_a_sensor_counts_as_a_gap_in_energy():
-    blind = host_device("node1", energy_method=None)
-
-    assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
 
 
 def test_supplies_with_two_sensors_are_counted_once():
@@ -104,9 +85,10 @@ def test_scope_is_none_without_energy_sensors():
     assert scopes([]) == []
 
 
-@pytest.mark.parametrize("wanted", ["gpu", "gpu+cpu", "node-psu"])
+@cases("wanted", ["gpu", "gpu+cpu", "node-psu", "module"])
 def test_requested_scope_is_used_if_every_node_has_it(wanted):
-    scope = choose([BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))], wanted)
+    plain = BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))
+    scope = choose([(module("GPU-0"), psu())] if wanted == "module" else plain, wanted)
 
     assert (scope.label, scope.complaint) == (wanted, "")
 
@@ -127,19 +109,11 @@ def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, u
     assert (scope.label, scope.complaint) == (used, f"power scope: not every node can measure {wanted}; {used} is used")
 
 
-def test_module_scope_is_used_if_it_is_requested():
-    assert choose([(module("GPU-0"), psu())], "module").label == "module"
-    assert choose([(module("GPU-0"), psu())], "module").complaint == ""
-
-
 def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
     scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
-    assert (
-        scope.complaint
-        == "power scope: the run began with node-psu, but not every node can measure it: the run's energy is incomplete"
-    )
+    assert "the run began with node-psu, but not every node can measure it" in scope.complaint
 
 
 def test_later_request_does_not_change_the_scope_of_a_run():
@@ -159,19 +133,18 @@ def test_scope_of_a_run_is_kept_without_sensors():
 # --- in a job -----------------------------------------------------------------------------------
 
 
-class Cluster:
+class Cluster(Job):
     """Nodes with the given devices; each node has one rank."""
 
     def __init__(self, *nodes: tuple[Device, ...], ledger=None, **settings):
+        super().__init__(len(nodes), ledger, **settings)
         self.nodes = list(nodes)
-        self.aggregator = Aggregator(Config(**settings), "job", 1, 1000.0, ledger)
         for rank in range(len(nodes)):
             self.introduce(rank)
 
     def introduce(self, rank, *more):
         self.nodes[rank] = (*self.nodes[rank], *more)
-        message = hello(rank, len(self.nodes), devices=self.nodes[rank], host=f"node{rank}")
-        assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
+        self.join(rank, devices=self.nodes[rank], host=f"node{rank}")
 
     def window(self, number, watts=None, without=()):
         """Close a window of 10 s; each device draws 100 W, or its `watts`; devices in `without` are not read."""
@@ -183,12 +156,9 @@ class Cluster:
                 for one in devices
                 if one.key not in without
             )
-            self.aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
-        [closed] = self.aggregator.closed.take_windows()
-        return closed.report
-
-    def summary(self):
-        return self.aggregator.summary(2000.0, ended=False)
+            self.send(row(rank, number, devices=windows))
+        (report,) = self.closed()
+        return report
 
 
 def test_module_energy_shown_by_two_gpus_is_counted_once():
@@ -222,10 +192,10 @@ def test_gauges_of_gpus_do_not_include_sensors_of_the_node():
     wall = Integrals(EnergyAmount(30_000.0, 10.0))
     supply = device_window("psu:node0", wall=wall, power_peak_w=3000.0, power_histogram_s={300: 10.0})
     one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
-    aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
-    aggregator.reports(reports(row(0, 1, devices=(one, supply))), Now(0.0, 1000.0))
+    job = Cluster((gpu("GPU-0"), psu()))
+    job.send(row(0, 1, devices=(one, supply)))
 
-    report = aggregator.closed.take_windows()[0].report
+    (report,) = job.closed()
     assert report.coverage.memory == report.coverage.utilization == 1.0
     assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
     assert (report.run.devices.power_peak_w, report.run.devices.power_histogram_s) == (500.0, {50: 10.0})
@@ -261,11 +231,11 @@ def test_sensor_unread_in_the_first_window_is_not_in_the_scope():
 
 @pytest.mark.parametrize(("covered_s", "label", "coverage"), [(6.0, "node-psu", 0.6), (4.0, "gpu", 1.0)])
 def test_scope_is_the_widest_measured_in_the_first_window(covered_s, label, coverage):
-    aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
+    job = Cluster((gpu("GPU-0"), psu()))
     late = device_window("psu:node0", wall=Integrals(EnergyAmount(1000.0, covered_s)))
-    aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), Now(0.0, 1000.0))
+    job.send(row(0, 1, devices=(device_window("GPU-0"), late)))
 
-    report = aggregator.closed.take_windows()[0].report
+    (report,) = job.closed()
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
@@ -288,21 +258,14 @@ def test_window_without_a_supply_needs_at_least_min_coverage(least, expected_j):
     assert job.summary().energy.measured_joules == pytest.approx(3000.0)
 
 
-def send(aggregator, rank, number, *keys):
-    windows = tuple(device_window(key) for key in keys)
-    aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
-
-
 def test_late_node_without_the_scope_counts_as_a_gap_in_energy():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), Now(0.0, 1000.0))
-    send(aggregator, 0, 1, "GPU-0", "psu:node0")
-    aggregator.close_all()
-    aggregator.hello(hello(1, devices=(gpu("GPU-1"),), host="node1"), Now(0.0, 1000.0))
-    send(aggregator, 0, 2, "GPU-0", "psu:node0")
-    send(aggregator, 1, 2, "GPU-1")
+    job = Job().join(0, devices=(gpu("GPU-0"), psu()))
+    job.send(row(0, 1, devices=(device_window("GPU-0"), device_window("psu:node0"))))
+    job.aggregator.close_all()
+    job.join(1, devices=(gpu("GPU-1"),), host="node1")
+    job.send(row(0, 2, devices=(device_window("GPU-0"), device_window("psu:node0"))), row(1, 2))
 
-    report = aggregator.closed.take_windows()[-1].report
+    report = job.closed()[-1]
     assert (report.power_scope, report.coverage.energy) == ("node-psu", pytest.approx(0.5))
 
 
@@ -310,7 +273,7 @@ def test_late_node_without_the_scope_counts_as_a_gap_in_energy():
 def test_next_aggregator_and_attempt_keep_the_scope(next_attempt):
     first = Cluster((gpu("GPU-0"), cpu()))
     first.window(1)
-    ledger = restore(first.aggregator.snapshot())
+    ledger = first.ledger()
     second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.next_attempt("job") if next_attempt else ledger)
     report = second.window(1 if next_attempt else 2)
 
@@ -332,16 +295,15 @@ def test_node_power_includes_ranks_without_a_device():
 
 
 def test_node_sensor_counts_as_a_gap_after_its_rank_has_left():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    job = Job(3)
     nodes = {0: ("node0", gpu("GPU-0"), psu()), 1: ("node0", gpu("GPU-1")), 2: ("node1", gpu("GPU-2"), psu("node1"))}
     for rank, (host, *devices) in nodes.items():
-        aggregator.hello(hello(rank, 3, devices=tuple(devices), host=host), Now(0.0, 1000.0))
-    for rank, (_, *devices) in nodes.items():
-        send(aggregator, rank, 1, *(device.key for device in devices))
-    aggregator.bye(Bye("agent-0", 0, "completed", 10), Now(0.0, 1000.0))
-    for rank in (1, 2):
-        send(aggregator, rank, 2, *(device.key for device in nodes[rank][1:]))
+        job.join(rank, devices=tuple(devices), host=host)
+    for window, ranks in ((1, (0, 1, 2)), (2, (1, 2))):
+        for rank in ranks:
+            job.send(row(rank, window, devices=tuple(device_window(one.key) for one in nodes[rank][1:])))
+        job.bye(0)
 
-    reports_of = [closed.report for closed in aggregator.closed.take_windows()]
+    reports_of = job.closed()
     assert [report.coverage.energy for report in reports_of] == [1.0, 0.5]
     assert [report.power_scope for report in reports_of] == ["node-psu", "node-psu"]

@@ -5,40 +5,35 @@ import statistics
 
 import numpy as np
 import pytest
-from builders import device_window, full, gpu, hello, reports, row
+from builders import Job, device_window, gpu, row
 from cases import cases
 
-from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
 from effllm.job.reporting import spread_of
-from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.job import Spread
 from effllm.records.rank import Integrals
 
 
 def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
-    aggregator = Aggregator(Config(), "job", 1, 0.0)
+    job = Job(world_size)
     for rank in range(world_size):
-        assert aggregator.hello(hello(rank, world_size, devices=devices(rank)), Now(0.0, 0.0)) == ""
-    for one in rows:
-        aggregator.reports(reports(one), Now(1.0, 1.0))
-    (closed,) = aggregator.closed.take_windows()
-    return closed.report
+        job.join(rank, devices=devices(rank))
+    job.send(*rows)
+    (report,) = job.closed()
+    return report
 
 
-def test_percentiles_are_interpolated():
-    # The fifth percentile of five values is at 0.05 * 4 = 0.2 of the way from the first to the second value.
-    assert spread_of(np.array([30.0, 10.0, 50.0, 20.0, 40.0])) == Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)
-
-
-def test_median_of_an_even_number_of_values_is_the_mean_of_two():
-    assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
-
-
-def test_quantiles_of_one_value_are_equal_and_no_value_has_no_spread():
-    assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
-    assert spread_of(np.array([])) is None
+@cases(
+    ("values", "spread"),
+    [
+        # The fifth percentile of five values is at 0.05 * 4 = 0.2 of the way from the first to the second value.
+        ([30.0, 10.0, 50.0, 20.0, 40.0], Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)),
+        ([7.0], Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)),
+        ([], None),
+    ],
+)
+def test_percentiles_are_interpolated(values, spread):
+    assert spread_of(np.array(values)) == spread
 
 
 @cases("count", [2, 101, 9_999, 10_000])
@@ -91,32 +86,24 @@ def test_spread_omits_unmeasured_ranks_and_ranks_without_steps():
 
 
 def test_power_of_a_module_with_two_dies_is_counted_once():
-    def devices(rank):
-        return (gpu(f"GPU-{rank}", energy_key="module"),)
-
-    report = window_of([row(0), row(1, devices=(device_window("GPU-1", wall=full(10.0, 100.0)),))], 2, devices)
+    report = window_of([row(0), row(1)], 2, lambda rank: (gpu(f"GPU-{rank}", energy_key="module"),))
 
     assert report.spread["gpu_watts"].count == 1
     assert report.spread["utilization_ratio"].count == 2
 
 
 def test_only_the_spread_of_steps_is_reported_without_gpus():
-    def devices(rank):
-        return (gpu(f"GPU-{rank}", is_gpu=False),)
+    report = window_of([row(0), row(1)], 2, lambda rank: (gpu(f"GPU-{rank}", is_gpu=False),))
 
-    assert list(window_of([row(0), row(1)], 2, devices).spread) == ["step_seconds"]
+    assert list(report.spread) == ["step_seconds"]
 
 
 def test_correction_has_no_spread():
-    aggregator = Aggregator(Config(), "job", 1, 0.0)
-    for rank in range(2):
-        assert aggregator.hello(hello(rank), Now(0.0, 0.0)) == ""
-    aggregator.reports(reports(row(0)), Now(1.0, 1.0))
-    aggregator.tick(Now(100.0, 100.0))
-    aggregator.reports(reports(row(1)), Now(101.0, 101.0))
+    job = Job().join()
+    job.send(row(0))
+    job.tick(100.0).send(row(1))
 
-    first, correction = [one.report for one in aggregator.closed.take_windows()]
+    first, correction = job.closed()
 
     assert first.spread["step_seconds"].count == 1
-    assert correction.correction
-    assert correction.spread == {}
+    assert (correction.correction, correction.spread) == (True, {})

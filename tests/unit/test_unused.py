@@ -1,39 +1,23 @@
 """GPUs that a scheduler has allocated to the job, and that no rank uses."""
 
 import pytest
-from builders import gpu, hello
-
-from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
-from effllm.job.ledger import restore
-from effllm.records.clock import Now
+from builders import Job, gpu
 
 SOURCE = "SLURM_GPUS_ON_NODE"
 
 
-class Job:
-    """An aggregator whose time passes in seconds."""
-
-    def __init__(self, world_size=2, name="job", ledger=None):
-        self.aggregator = Aggregator(Config(log_interval=10), name, 1, 1000.0, ledger)
-        self.world_size, self.name, self.now_s = world_size, name, 0.0
+class NodeJob(Job):
+    """A job whose ranks state how many GPUs of their node are allocated to it."""
 
     def join(self, rank, stated=4, host="a", keys=None):
         devices = tuple(gpu(key) for key in keys or (f"GPU-{rank}",))
-        facts = {"host": host, "devices": devices, "stated_gpus": stated, "gpus_source": SOURCE}
-        assert self.aggregator.hello(hello(rank, self.world_size, job=self.name, **facts), self.now) == ""
+        super().join(rank, host=host, devices=devices, stated_gpus=stated, gpus_source=SOURCE)
         return self.wait(0)
 
     def wait(self, seconds):
-        self.now_s += seconds
         for rank in self.aggregator.roster.hellos:
-            self.aggregator.presence.hear(rank, self.now_s)
-        self.aggregator.tick(self.now)
-        return self
-
-    @property
-    def now(self):
-        return Now(self.now_s, 1000.0 + self.now_s)
+            self.aggregator.presence.hear(rank, self.now_s + seconds)
+        return self.tick(seconds)
 
     @property
     def attempt(self):
@@ -41,15 +25,14 @@ class Job:
 
     @property
     def part(self):
-        found = self.aggregator.summary(1000.0 + self.now_s, False).waterfall
-        return next((part for part in found.parts if part.name == "unused"), None)
+        return next((part for part in self.summary().waterfall.parts if part.name == "unused"), None)
 
     def texts(self):
-        return [event.text for event in self.aggregator.events.take_events() if event.kind == "gpus_unused"]
+        return [event.text for event in self.events("gpus_unused")]
 
 
 def test_unused_gpus_count_from_the_start_of_the_attempt():
-    job = Job().join(0).wait(20)
+    job = NodeJob().join(0).wait(20)
     assert (job.attempt.unused_gpus, job.texts(), job.part) == (None, [], None)
 
     job.join(1).wait(80)
@@ -62,7 +45,7 @@ def test_unused_gpus_count_from_the_start_of_the_attempt():
 
 
 def test_each_node_with_unused_gpus_has_an_event():
-    job = Job(5).join(0, host="a").join(1, host="a").join(2, stated=1, host="b")
+    job = NodeJob(5).join(0, host="a").join(1, host="a").join(2, stated=1, host="b")
     job.join(3, stated=8, host="c").join(4, stated=8, host="c")
 
     assert [text.partition(":")[0] for text in job.texts()] == ["host a", "host c"]
@@ -70,10 +53,10 @@ def test_each_node_with_unused_gpus_has_an_event():
 
 
 def test_only_process_of_a_node_may_use_gpus_that_it_does_not_show():
-    job = Job(1).join(0, stated=4).wait(10)
+    job = NodeJob(1).join(0, stated=4).wait(10)
     assert (job.texts(), job.attempt.unused_gpus) == ([], None)
 
-    job = Job(1).join(0, stated=4, keys=("GPU-0", "GPU-1"))
+    job = NodeJob(1).join(0, stated=4, keys=("GPU-0", "GPU-1"))
     assert (len(job.texts()), job.attempt.unused_gpus) == (1, 2)
 
 
@@ -90,13 +73,13 @@ def test_only_process_of_a_node_may_use_gpus_that_it_does_not_show():
 )
 def test_job_that_uses_its_gpus_is_silent(stated, keys):
     """Ranks that have not selected their GPU all show the first GPU."""
-    job = Job().join(0, stated[0], keys=keys).join(1, stated[1], keys=keys)
+    job = NodeJob().join(0, stated[0], keys=keys).join(1, stated[1], keys=keys)
 
     assert (job.texts(), job.attempt.unused_gpus) == ([], 0)
 
 
 def test_job_with_a_rank_without_a_statement_is_not_compared():
-    job = Job().join(0).join(1, stated=0).wait(10)
+    job = NodeJob().join(0).join(1, stated=0).wait(10)
     assert (job.texts(), job.attempt.unused_gpus) == ([], None)
 
     job.join(1)  # its GPU was opened later
@@ -104,7 +87,7 @@ def test_job_with_a_rank_without_a_statement_is_not_compared():
 
 
 def test_gpus_are_compared_once():
-    job = Job().join(0).join(1)
+    job = NodeJob().join(0).join(1)
     assert len(job.texts()) == 1
 
     job.join(0, stated=8).join(1, stated=8)
@@ -112,8 +95,8 @@ def test_gpus_are_compared_once():
 
 
 def test_restarted_aggregator_keeps_the_number():
-    job = Job().join(0).join(1).wait(100)
-    again = Job(ledger=restore(job.aggregator.snapshot()))
+    job = NodeJob().join(0).join(1).wait(100)
+    again = NodeJob(ledger=job.ledger())
     again.now_s = 100.0
 
     assert again.attempt.unused_gpus == 2
@@ -123,13 +106,13 @@ def test_restarted_aggregator_keeps_the_number():
 
 def test_time_of_unused_gpus_is_added_over_attempts_and_gaps():
     """100 s with two unused GPUs, a gap of 50 s with the same GPUs, and 100 s with one unused GPU."""
-    job = Job().join(0).join(1).wait(100)
-    ledger = restore(job.aggregator.snapshot()).next_attempt("again")
-    again = Job(name="again", ledger=ledger)
+    job = NodeJob().join(0).join(1).wait(100)
+    ledger = job.ledger().next_attempt("again")
+    again = NodeJob(name="again", ledger=ledger)
     again.now_s = 150.0
     again.join(0, stated=3).join(1, stated=3).wait(100)
 
-    summary = again.aggregator.summary(1250.0, False)
+    summary = again.summary()
     assert [one.unused_gpus for one in summary.goodput.attempts] == [2, 1]
     assert summary.goodput.unused_gpu_seconds == pytest.approx(2 * 150.0 + 100.0)
     assert again.part.device_seconds == pytest.approx(400.0)

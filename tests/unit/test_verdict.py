@@ -4,18 +4,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from builders import device_window, full, hello, reports, row
+from builders import Job, device_window, full, row
 from cases import cases
 from msgspec.structs import replace
 from sink_examples import make_summary
 
-from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
 from effllm.job.causes import AVOIDABLE, MIN_ITERATIONS, SLOW_DATA, remedy
-from effllm.job.ledger import restore
 from effllm.job.losses import MIN_PROFILED, is_profiled, losses, profile_period
 from effllm.job.verdict import verdict_of as judged
-from effllm.records.clock import Now
 from effllm.records.host_lines import CodeLine, HostTime
 from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, LastRanks, StragglerVerdict, Value
 from effllm.records.job import PROFILE as PROFILE_EVIDENCE
@@ -33,7 +29,6 @@ from effllm.records.verdict import (
     Waterfall,
     WaterfallPart,
 )
-from effllm.records.wire import Bye
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = Profile(10, 10.0, computing_s=9.9)
@@ -150,7 +145,7 @@ def test_unused_gpus_may_be_used_by_another_program():
     assert verdict_of(job(data=400.0)).confidence == HIGH
 
 
-@pytest.mark.parametrize("expected", ["throttled", "power_limit"])
+@cases("expected", ["throttled", "power_limit"])
 def test_low_clock_with_a_reason_is_a_loss(expected):
     clocks = {expected: ClockLoss(60.0, 3, 5.0, "rank 3: SM clock 1.10 GHz")}
 
@@ -618,15 +613,13 @@ def test_verdict_is_read_back_from_a_summary():
 
 def windows_job(*waits_s, **changes):
     """Return the summary of a job of one rank, with windows of ten iterations and 10 s with these data waits."""
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    aggregator.hello(hello(0, 1, facts={"framework": "transformers"}), Now(0.0, 1000.0))
+    job = Job(1).join(facts={"framework": "transformers"})
     changes.setdefault("devices", (device_window(wall=full(10.0, utilization=1.0)),))
     for number, wait_s in enumerate(waits_s, 1):
-        now = Now(10.0 * number, 1000.0 + 10.0 * number)
-        aggregator.reports(reports(row(0, number, busy_s=10.0 - wait_s, wait_s=wait_s, **changes)), now)
-        aggregator.tick(now)
-    aggregator.bye(Bye("agent-0", 0, "completed", 10 * len(waits_s)), now)
-    return aggregator.summary(now.unix_s, ended=True)
+        job.tick(10.0).send(row(0, number, busy_s=10.0 - wait_s, wait_s=wait_s, **changes))
+        job.tick()
+    job.bye(0, last_ordinal=10 * len(waits_s))
+    return job.summary(ended=True)
 
 
 def test_evidence_of_a_job_has_the_windows_with_the_loss():
@@ -651,15 +644,12 @@ def test_loss_of_few_windows_has_the_iteration_of_the_worst_window():
 
 
 def test_windows_of_a_loss_survive_a_restart_of_the_aggregator():
-    aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    aggregator.hello(hello(0, 1), Now(0.0, 1000.0))
-    aggregator.reports(reports(row(0, 1)), Now(10.0, 1010.0))
-    aggregator.tick(Now(10.0, 1010.0))
+    job = Job(1).join()
+    job.tick(10.0).send(row(0, 1))
+    found = job.aggregator.ledger.goodput.windows_of("data", 0.05)
 
-    again = Aggregator(Config(), "job", 1, 1000.0, restore(aggregator.snapshot()))
-
-    found = again.ledger.goodput.windows_of("data", 0.05)
-    assert found == aggregator.ledger.goodput.windows_of("data", 0.05) and found.count == 1
+    assert found.count == 1
+    assert Job(1, job.ledger()).aggregator.ledger.goodput.windows_of("data", 0.05) == found
 
 
 def test_loss_by_a_clock_does_not_grow_with_unused_gpus():
