@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from builders import gpu, hello, reports, row
+from builders import Job, row
 
-from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
-from effllm.records.clock import Now
 from effllm.records.rank import ValueStatistics
 
 
@@ -17,34 +14,29 @@ def value(number: float, count: int = 1) -> ValueStatistics:
     return ValueStatistics(count=count, total=number * count, least=number, most=number)
 
 
-class AuditedJob:
+class AuditedJob(Job):
     """Ranks with equal windows of ten iterations of one second; a tenth of the time is data wait.
 
     Args:
         world_size: number of ranks.
         facts: facts of every rank.
-        gpu_name: name of the GPU of each rank; without a name, the ranks have no GPU.
         settings: settings of the job.
         changes: fields of HELLO.
     """
 
-    def __init__(
-        self, world_size: int = 1, facts: Any = None, gpu_name: str = "", settings: Any = None, **changes: Any
-    ):
-        self.world_size, self.number = world_size, 0
-        self.aggregator = Aggregator(Config(**(settings or {})), "job", 1, 1000.0)
-        for rank in range(world_size):
-            devices = (gpu(f"GPU-{rank}", name=gpu_name),) if gpu_name else ()
-            known = {"facts": facts or {}, "devices": devices, **changes}
-            assert self.aggregator.hello(hello(rank, world_size, **known), Now(0.0, 1000.0)) == ""
+    def __init__(self, world_size: int = 1, facts: Any = None, settings: Any = None, **changes: Any) -> None:
+        super().__init__(world_size, **(settings or {}))
+        self.number = 0
+        self.join(facts=facts or {}, devices=(), **changes)
 
     def window(self, figures: Any = None, **counts: Any) -> None:
         """Send a window of all ranks; rank 0 records the figures of the framework."""
         self.number += 1
+        self.now_s = float(self.number)
         values = {name: value(number) for name, number in (figures or {}).items()}
         for rank in range(self.world_size):
             known = {"devices": (), "values": values if values and rank == 0 else None, **counts}
-            self.aggregator.reports(reports(row(rank, self.number, **known)), Now(self.number, 1000.0 + self.number))
+            self.send(row(rank, self.number, **known))
 
     def windows(self, number: int, figures: Any = None, **counts: Any) -> AuditedJob:
         """Send windows; ``figures`` may be a function of the window's number, from 1."""
@@ -54,10 +46,7 @@ class AuditedJob:
 
     def printed(self) -> list[str]:
         """Return the texts of the new events of the audit."""
-        return [event.text for event in self.aggregator.events.take_events() if event.kind in ("audit", "mfu")]
-
-    def summary(self) -> Any:
-        return self.aggregator.summary(2000.0, False)
+        return [event.text for event in self.events() if event.kind in ("audit", "mfu")]
 
     @property
     def figure(self) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 from audited import AuditedJob, value
-from builders import reports, row
+from builders import row
 
 from effllm.job.audit import (
     FigureSums,
@@ -12,8 +12,6 @@ from effllm.job.audit import (
     tensor_utilization,
     unchecked_mfu,
 )
-from effllm.job.ledger import restore
-from effllm.records.clock import Now
 from effllm.records.framework_figures import (
     MFU_RATIO,
     SAMPLES_PER_S,
@@ -94,16 +92,16 @@ def test_windows_without_all_ranks_are_not_compared():
         for rank in range(2):
             job.aggregator.presence.hear(rank, 20.0 * number)
         values = {TOKENS_PER_S: value(200.0)}
-        now = Now(20.0 * number, 1000.0 + 20.0 * number)
-        job.aggregator.reports(reports(row(0, number, devices=(), values=values)), now)
-        job.aggregator.tick(now)
+        job.now_s = 20.0 * number
+        job.send(row(0, number, devices=(), values=values))
+        job.tick()
 
     assert job.summary().audit.figures == ()
 
 
 def test_restarted_aggregator_continues_the_audit():
     job = AuditedJob().windows(8, {TOKENS_PER_S: 25.0})
-    ledger = restore(job.aggregator.snapshot())
+    ledger = job.ledger()
     assert ledger.audit.figures == {TOKENS_PER_S: FigureSums(figure=1500.0, count=6000, over=60.0, windows=6)}
     assert list(ledger.audit.counts.column("tokens")) == [8000.0]
 
@@ -113,50 +111,42 @@ def test_figure_that_is_no_figure_of_a_framework_is_ignored(figure):
     """Any instrument can record a value under the name of a figure."""
     job = AuditedJob().windows(12, {TOKENS_PER_S: figure})
     assert job.summary().audit.figures == ()
-    assert restore(job.aggregator.snapshot()).audit.windows == 12
+    assert job.ledger().audit.windows == 12
 
 
 # --- counts of tokens ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("counts", "text"),
+    ("ranks", "counts", "facts", "text"),
     [
-        ({"tokens": 2000}, "rank 0 counted 2,000 tokens without padding in 1,000 positions: a factor of 2"),
-        ({"tokens_loss": 1500}, "rank 0 counted 1,500 positions with a label in 1,000 positions"),
+        (1, {"tokens": 2000}, {}, "rank 0 counted 2,000 tokens without padding in 1,000 positions: a factor of 2"),
+        (1, {"tokens_loss": 1500}, {}, "rank 0 counted 1,500 positions with a label in 1,000 positions"),
+        (2, {}, {"max_positions_per_iteration": 50},
+         "rank 0, 1 counted 2,000 positions in batches of 1,000: a factor of 2; the counts of tokens are wrong"),
     ],
-)
-def test_impossible_count_is_reported_in_its_first_window(counts, text):
-    job = AuditedJob().windows(1, **counts)
-    (printed,) = job.printed()
+)  # fmt: skip
+def test_impossible_count_is_reported_in_its_first_window(ranks, counts, facts, text):
+    (printed,) = AuditedJob(ranks, facts).windows(1, **counts).printed()
     assert printed.startswith(text)
 
 
-def test_more_positions_than_the_batch_are_reported():
-    (printed,) = AuditedJob(2, {"max_positions_per_iteration": 50}).windows(1).printed()
-    assert printed == (
-        "rank 0, 1 counted 2,000 positions in batches of 1,000: a factor of 2; the counts of tokens are wrong"
-    )
-
-
-def test_late_tokens_of_a_batch_are_possible():
-    """The tokens of half a window arrive with the next window."""
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [{"tokens": 500}, {"tokens": 1500}],
+        [{"tokens": 500, "tokens_loss": 1000}] * 3,
+        [{}, None, {"tokens": 1100}],
+    ],
+    ids=["half of a window arrives with the next one", "labels on padding", "positions of a lost report"],
+)
+def test_possible_counts_are_not_reported(windows):
     job = AuditedJob()
-    job.window(tokens=500)
-    job.window(tokens=1500)
-    assert job.printed() == []
-
-
-def test_labels_on_padding_are_possible():
-    """A batch whose labels are a copy of its padded ids has a label at each position."""
-    assert AuditedJob().windows(3, tokens=500, tokens_loss=1000).printed() == []
-
-
-def test_tokens_of_a_lost_report_are_possible():
-    job = AuditedJob()
-    job.window()
-    job.number += 1  # the report of window 2 is lost, and with it 1,000 positions
-    job.window(tokens=1100)
+    for counts in windows:
+        if counts is None:
+            job.number += 1
+        else:
+            job.window(**counts)
     assert job.printed() == []
 
 
@@ -168,7 +158,7 @@ def test_values_from_wrong_counts_are_marked():
     assert "tt_tokens_per_param_per_sec" in doubtful
     assert not doubtful & {"al_seconds", "run_throughput/samples_per_second"}
     assert found.audit.doubts == (found.metrics["tt_tokens_per_param_per_sec"].doubt,)
-    last = [one.report for one in job.aggregator.closed.take_windows()][-1]
+    last = job.closed()[-1]
     assert "throughput/tokens_per_second" in last.doubtful
     assert "al_seconds" not in last.doubtful
 
@@ -198,17 +188,15 @@ def test_tensor_utilization_is_activity_times_clock():
     assert tensor_utilization(mfu_totals(0.4, 0.5, 1.464e9), BF16) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("activity", [0.4, 0.45, 0.6, 0.9])
+@pytest.mark.parametrize("activity", [0.4, 0.45, 0.9])
 def test_mfu_below_the_tensor_activity_is_possible(activity):
     assert above_tensor_activity(mfu_totals(0.45, activity), BF16) == ""
 
 
 def test_mfu_above_the_tensor_activity_is_reported_with_its_factor():
     text = above_tensor_activity(mfu_totals(0.575, 0.25), BF16)
-    assert text == (
-        "MFU is 57.5 %, but tensor activity x SM clock is at most 25.0 %: the FLOPs per token, the tokens or the peak "
-        "are wrong by a factor of at least 2"
-    )
+    assert text.startswith("MFU is 57.5 %, but tensor activity x SM clock is at most 25.0 %")
+    assert text.endswith("by a factor of at least 2")
 
 
 def test_too_few_readings_in_iterations_are_not_compared_and_said():

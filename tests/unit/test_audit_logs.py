@@ -4,10 +4,9 @@ import random
 
 import pytest
 from audited import AuditedJob
-from builders import reports, row
+from builders import row
 
 from effllm.job.audit import excess_of_mean
-from effllm.records.clock import Now
 from effllm.records.framework_figures import TOKENS_PER_ITERATION, TOKENS_PER_S
 from effllm.records.moments import Moments
 from effllm.records.rank import ValueStatistics
@@ -70,8 +69,8 @@ class Loop:
             "iteration_last": iteration, "iteration_shown": iteration,
         }  # fmt: skip
         for rank in range(2):
-            one = row(rank, number, devices=(), values=values if values and rank == 0 else None, **changes)
-            self.job.aggregator.reports(reports(one), Now(number, 1000.0 + number))
+            self.job.now_s = float(number)
+            self.job.send(row(rank, number, devices=(), values=values if values and rank == 0 else None, **changes))
         self.sums = dict.fromkeys(self.sums, 0.0)
         self.figures = {name: [] for name in self.figures}
 
@@ -133,7 +132,7 @@ def test_rates_of_a_window_are_compared_if_they_are_similar(name, spread, window
     job = AuditedJob()
     for number in range(1, 13):
         values = {name: statistics_of([25.0 + spread * (at - 4.5) / 10 for at in range(10)])}
-        job.aggregator.reports(reports(row(0, number, devices=(), values=values)), Now(number, 1000.0 + number))
+        job.tick(1.0).send(row(0, number, devices=(), values=values))
     found = job.summary().audit.figures
     assert [one.windows for one in found] == windows
     assert [one.factor for one in found] == [pytest.approx(0.25)] * len(windows)

@@ -1,10 +1,10 @@
 """effllm/job/goodput*.py: classes of elapsed time; the classes always add up to the elapsed time."""
 
-import json
 from itertools import pairwise
 
 import pytest
 from builders import amount, device_window, full, gpu, hello, reports, row
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,10 +139,9 @@ def test_healthy_job_has_only_kept_time_and_data_wait():
 
 
 def test_phases_are_classes_with_their_own_joules():
-    run = Run(1).join()
+    run = Run(1).join().wait(17).bye()
     parts = {"evaluation": full(5.0, 40.0), "startup": full(2.0, 10.0)}
     device = device_window("GPU-0", wall=full(17.0, 70.0), phases=parts)
-    goodput = run.wait(17).bye().goodput()
     run.send(0, 1, phases_s={"evaluation": 5.0, "startup": 2.0}, devices=(device,))
     goodput = run.goodput()
 
@@ -177,12 +176,13 @@ def test_first_execution_of_repeated_iterations_counts_as_redone():
     assert adds_up(goodput)
 
 
-def test_redone_part_of_a_window_is_its_share_of_repeated_iterations():
-    goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
+@pytest.mark.parametrize(("offset", "redone"), [(14, 6), (0, 20)])
+def test_redone_part_of_a_window_is_its_share_of_repeated_iterations(offset, redone):
+    goodput = Run().join().window(1).window(2).bye().restart().join(offset=offset).window(1).goodput()
 
     # Iterations 15 to 20 are redone: six of the ten iterations of the second window.
-    assert goodput.redone_iterations == 6
-    assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
+    assert goodput.redone_iterations == redone
+    assert goodput.seconds["redone"] == pytest.approx(0.1 * redone * 9.0)
 
 
 def test_repeated_iterations_repeat_their_waits_and_phases():
@@ -203,12 +203,6 @@ def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
     # only the third attempt counts.
     assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
-
-
-def test_restart_from_iteration_zero_redoes_all_iterations():
-    run = Run(1).join().window(1).bye().restart()
-
-    assert run.join().window(1).goodput().redone_iterations == 10
 
 
 def test_unnumbered_iterations_give_a_remark_and_no_redone_time():
@@ -325,8 +319,7 @@ def test_straggling_and_hang_time_is_subtracted_from_other_classes():
 
 def test_stacks_are_requested_when_waits_for_data_begin():
     run, asked = Run().join(), []
-    for number in range(1, 7):
-        wait_s = 2.0 if number in (3, 4) else 0.0
+    for number, wait_s in enumerate((0.0, 0.0, 2.0, 2.0, 0.0, 0.0), 1):
         run.window(number, busy_s=9.0 - wait_s, wait_s=wait_s)
         asked.append(run.aggregator.take_to_record())
 
@@ -374,37 +367,27 @@ def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
     assert adds_up(goodput)
 
 
-def test_straggling_time_is_at_most_the_kept_time():
+@cases(
+    ("notes", "seconds"),
+    [
+        ([(1, {"straggling_s": 50.0})], {"straggling": 9.0, "data": 1.0}),
+        # ranks that wait for a rank that is named later
+        (
+            [(1, {"uneven_s": 3.0}), (1, {"straggling_s": 2.0, "uneven_s": -2.0})],
+            {"kept": 6.0, "straggling": 2.0, "uneven_ranks": 1.0, "data": 1.0},
+        ),
+        ([(1, {"straggling_s": 3.0}), (1, {"straggling_s": -50.0, "data_s": -50.0})], {"kept": 10.0}),
+        ([(2, {"straggling_s": 3.0})], {"kept": 9.0, "data": 1.0}),  # an unknown window
+    ],
+)
+def test_lost_time_moves_between_classes_within_the_time_of_its_window(notes, seconds):
     run = Run(1).join().window(1)
-    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=50.0)
+    for window, lost in notes:
+        run.aggregator.ledger.goodput.attempt.note_lost(window, **lost)
 
-    assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
-
-
-def test_waits_for_a_rank_that_is_named_later_move_from_uneven_ranks_to_straggling():
-    run = Run(1).join().window(1)
-    attempt = run.aggregator.ledger.goodput.attempt
-    attempt.note_lost(1, uneven_s=3.0)
-    attempt.note_lost(1, straggling_s=2.0, uneven_s=-2.0)
-
-    assert run.seconds() == pytest.approx({"kept": 6.0, "straggling": 2.0, "uneven_ranks": 1.0, "data": 1.0})
-    assert run.goodput().joules["uneven_ranks"] == pytest.approx(100.0)
-
-
-def test_negative_time_moves_at_most_the_time_of_its_class_back_to_kept():
-    run = Run(1).join().window(1)
-    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=3.0)
-    run.aggregator.ledger.goodput.attempt.note_lost(1, straggling_s=-50.0, data_s=-50.0)
-
-    assert run.seconds() == pytest.approx({"kept": 10.0})
+    assert run.seconds() == pytest.approx(seconds)
+    assert run.goodput().joules["uneven_ranks"] == pytest.approx(100.0 * seconds.get("uneven_ranks", 0.0))
     assert adds_up(run.goodput())
-
-
-def test_lost_time_of_an_unknown_window_is_ignored():
-    run = Run(1).join().window(1)
-    run.aggregator.ledger.goodput.attempt.note_lost(2, straggling_s=3.0)
-
-    assert run.seconds() == pytest.approx({"kept": 9.0, "data": 1.0})
 
 
 def test_class_seconds_are_means_over_the_ranks_of_an_attempt():
@@ -439,37 +422,20 @@ def test_device_time_of_an_attempt_is_that_of_its_own_gpus():
     assert sum(found.device_seconds.values()) == pytest.approx(2 * 15.0 + 4 * 20.0)
 
 
-def test_gpus_of_ranks_that_did_not_join_are_estimated():
-    run = Run(4).join(0, 1, 2).window(1, 0, 1, 2)
-
-    (attempt,) = run.goodput().attempts
-    assert (attempt.gpus, attempt.devices) == (3, 4.0)
-
-
-def test_attempt_that_ended_before_its_gpus_were_known_has_those_of_the_next():
-    run = Run(1).join(devices=()).wait(10).bye().restart(1).join(devices=gpus(0, 2)).window(1)
-
-    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 2.0), (2, 2.0)]
-
-
-def test_gpus_survive_an_aggregator_whose_ranks_have_left():
-    run = Run().join().window(1)
-    run.bye(1).restore().join(0)
-
-    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(2, 2.0)]
-
-
-def test_state_without_gpus_of_attempts_is_continued_with_those_of_this_attempt():
-    run = Run().join().window(1).restart().join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
-    state = json.loads(run.aggregator.snapshot())
-    for attempt in state["goodput"]["attempts"]:
-        del attempt["gpus"], attempt["ranks_joined"]
-
-    old = restore(json.dumps(state).encode())
-    run.aggregator = Aggregator(Config(), old.job, old.attempt, run.time_s, old, run.boot)
-    run.join(0, devices=gpus(0, 3)).join(1, devices=gpus(1, 3))
-
-    assert [(one.gpus, one.devices) for one in run.goodput().attempts] == [(None, 6.0), (6, 6.0)]
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (lambda: Run(4).join(0, 1, 2).window(1, 0, 1, 2), [(3, 4.0)]),
+        (
+            lambda: Run(1).join(devices=()).wait(10).bye().restart(1).join(devices=gpus(0, 2)).window(1),
+            [(None, 2.0), (2, 2.0)],
+        ),
+        (lambda: Run().join().window(1).bye(1).restore().join(0), [(2, 2.0)]),
+    ],
+    ids=["a rank that did not join", "an attempt that ended before its GPUs were known", "after a new aggregator"],
+)
+def test_unknown_gpus_of_an_attempt_are_estimated(start, expected):
+    assert [(one.gpus, one.devices) for one in start().goodput().attempts] == expected
 
 
 def test_new_aggregator_continues_the_goodput_account():
@@ -480,22 +446,15 @@ def test_new_aggregator_continues_the_goodput_account():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
 
 
-def test_clock_set_back_gives_no_negative_gap():
-    run = Run().join().window(1).bye()
-    run.time_s -= 3600
-    run.boot = "another"  # another machine: only the unix time can be compared
-    run.restart().join(offset=10).window(1)
-
-    assert run.goodput(ended=False).seconds["restart_gap"] == 0.0
-    assert adds_up(run.goodput(ended=False))
-
-
-def test_restart_gap_without_a_reboot_ignores_wall_clock_changes():
+@pytest.mark.parametrize(("shift_s", "boot", "gap_s"), [(-3600, "another", 0.0), (3600, "boot", 5.0)])
+def test_gap_is_of_the_unix_clock_only_after_a_reboot_and_never_negative(shift_s, boot, gap_s):
     run = Run().join().window(1).bye().wait(5)
-    run.time_s += 3600
+    run.time_s += shift_s
+    run.boot = boot  # on another machine, only the unix time can be compared
     run.restart().join(offset=10).window(1)
 
-    assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(5.0)
+    assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(gap_s)
+    assert adds_up(run.goodput(ended=False))
 
 
 def test_time_axis_continues_by_unix_time_on_another_machine():

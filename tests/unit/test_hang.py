@@ -15,9 +15,9 @@ from effllm.records.wire import Heartbeat
 class Job:
     """Ranks with heartbeats chosen by the test; checks are as frequent as in the aggregator."""
 
-    def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
+    def __init__(self, ranks: int = 4, at_s: float = 0.0, earlier_s: float = 0.0, **changes: Any) -> None:
         """Let ranks join; `changes` are of their HELLOs."""
-        self.hang = Hang(stall_s)
+        self.hang = Hang(30.0, earlier_s=earlier_s)
         self.lost: set[int] = set()
         for rank in range(ranks):
             self.hang.join(hello(rank, ranks, **changes), is_new=True, now_s=at_s)
@@ -25,11 +25,9 @@ class Job:
     def heartbeat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
         self.hang.heartbeat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
 
-    def all_heartbeat(
-        self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any
-    ) -> None:
+    def all_heartbeat(self, *position: Any, ranks=range(4), **changes: Any) -> None:
         for rank in ranks:
-            self.heartbeat(rank, ordinal, state, since_s, now_s, **changes)
+            self.heartbeat(rank, *position, **changes)
 
     def run(self, until_s: float, second_per_iteration: float = 1.0) -> None:
         """Let all ranks iterate until `until_s`, with a heartbeat every five seconds."""
@@ -79,7 +77,7 @@ def test_stall_is_reported_once_with_the_rank_behind_listed_first():
 
 
 def test_stall_timeout_is_at_least_three_median_iterations():
-    job = Job(at_s=0)
+    job = Job()
     for window in (1, 2, 3):
         for rank in range(4):
             job.hang.row(row(rank, window, busy_s=190.0, wait_s=10.0), 200.0 * window)  # 20 s an iteration
@@ -110,21 +108,12 @@ def test_stall_timeout_of_iteration_2_follows_from_iteration_1():
     assert [260 <= when_s <= 270 for when_s, _ in job.reported(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
 
 
-def test_new_aggregator_finds_a_stall_by_heartbeats():
-    job = Job(ranks=1, at_s=1000)
+@pytest.mark.parametrize(("earlier_s", "unmoved_s"), [(0.0, [pytest.approx(600.5)]), (300.0, [])])
+def test_new_aggregator_finds_a_stall_by_heartbeats_and_the_saved_iteration_time(earlier_s, unmoved_s):
+    job = Job(ranks=1, at_s=1000, earlier_s=earlier_s)
     job.heartbeat(0, 71, STEP, 600.0, 1000.5)
 
-    (stall,) = job.check(1001)
-    assert stall.unmoved_s == pytest.approx(600.5)
-
-
-def test_new_aggregator_uses_the_saved_iteration_time():
-    job = Job(ranks=1, at_s=1000)
-    job.hang = Hang(30.0, earlier_s=300.0)
-    job.hang.join(hello(0, 1), is_new=True, now_s=1000)
-    job.heartbeat(0, 71, STEP, 600.0, 1000.5)
-
-    assert job.check(1001) == []
+    assert [stall.unmoved_s for stall in job.check(1001)] == unmoved_s
 
 
 def test_stall_is_reported_again_after_5_min_30_min_and_2_h():
@@ -139,20 +128,13 @@ def test_end_of_a_stall_is_reported_with_its_duration():
     job = Job()
     job.run(100)
     job.reported(105, 510, dict.fromkeys(range(4), (101, STEP, 100)))
+    assert job.hang.total_s(510) == pytest.approx(410), "it is counted while it lasts"
     job.heartbeat(1, 102, STEP, 1.0, 513)
 
     assert job.check(513) == [Resumed(412.0)]
     assert resumed_text(Resumed(412.0)) == "resumed after 412 s"
     assert job.hang.total_s(600) == 412.0
     assert job.hang.since_s is None
-
-
-def test_the_seconds_of_a_running_stall_are_counted():
-    job = Job()
-    job.run(100)
-    job.reported(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
-
-    assert job.hang.total_s(200) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(("name", "phase_s", "allowed_s"), [("checkpoint", 0, 600), ("evaluation", 120, 1200)])
@@ -193,9 +175,11 @@ def test_pause_after_the_last_iteration_is_not_a_stall():
     assert job.reported(105, 690, dict.fromkeys(range(4), (101, BETWEEN, 100))) == []
 
 
-def test_finished_ranks_neither_stall_nor_resume():
+@pytest.mark.parametrize("state", [FINISHED, "lost"])
+def test_finished_and_lost_ranks_are_not_listed_in_a_stall(state):
     job = Job()
     job.run(100)
+    job.lost = {0} if state == "lost" else set()
     reported = job.reported(105, 200, {0: (101, FINISHED, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 101)))
 
     assert [ranks_of(stall) for _, stall in reported] == [[[1, 2, 3]]]
@@ -211,15 +195,6 @@ def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
 
     job.hang.leave(1, completed=True, now_s=203)
     assert job.check(203) == [Resumed(103.0)]
-
-
-def test_lost_rank_is_not_listed_in_a_stall():
-    job = Job()
-    job.run(100)
-    job.lost = {3}
-    reported = job.reported(105, 200, dict.fromkeys((0, 1, 2), (101, STEP, 100)))
-
-    assert [ranks_of(stall) for _, stall in reported] == [[[0, 1, 2]]]
 
 
 def test_only_the_stalled_rank_is_reported():
@@ -267,10 +242,7 @@ def test_late_window_does_not_count_as_progress():
     job.heartbeat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.heartbeat(0, 105, STEP, 0.7, 104.7)
-    for now_s in range(105, 300, 5):
-        job.heartbeat(1, 105, STEP, now_s - 104.0, now_s)
-        job.heartbeat(0, 105, "checkpoint", now_s - 104.8, now_s)
-        assert job.check(now_s) == []
+    assert job.reported(105, 300, {0: (105, "checkpoint", 104.8), 1: (105, STEP, 104.0)}) == []
 
 
 def test_delayed_heartbeat_causes_no_stall_of_a_rank():
@@ -280,10 +252,7 @@ def test_delayed_heartbeat_causes_no_stall_of_a_rank():
     job.heartbeat(1, 130, STEP, 0.0, 104.5)
     job.heartbeat(0, 141, STEP, 0.5, 104.6)
     job.heartbeat(1, 140, "checkpoint", 1.0, 105.0)
-    for now_s in range(110, 300, 5):
-        job.heartbeat(0, 141, STEP, now_s - 104.0, now_s)
-        job.heartbeat(1, 140, "checkpoint", now_s - 104.0, now_s)
-        assert job.check(now_s) == []
+    assert job.reported(110, 300, {0: (141, STEP, 104), 1: (140, "checkpoint", 104)}) == []
 
 
 def test_suspended_aggregator_reports_no_stall_of_one_rank():
@@ -295,10 +264,7 @@ def test_suspended_aggregator_reports_no_stall_of_one_rank():
         job.heartbeat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
         job.heartbeat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
     assert job.check(170) == []
-    for now_s in range(175, 400, 5):
-        job.heartbeat(0, 130, "checkpoint", now_s - 130.0, now_s)
-        job.heartbeat(1, 131, STEP, now_s - 130.0, now_s)
-        assert job.check(now_s) == []
+    assert job.reported(175, 400, {0: (130, "checkpoint", 130), 1: (131, STEP, 130)}) == []
 
 
 @pytest.mark.parametrize("ordinal", [0, 101])
@@ -308,23 +274,22 @@ def test_waiting_for_requests_has_no_timeout(ordinal):
     assert job.reported(105, 20_000, {0: (ordinal, WAITING, 100)}) == []
 
 
-def test_late_heartbeat_does_not_extend_the_stall():
+@pytest.mark.parametrize(
+    ("ordinal", "heartbeats", "since_s"),
+    [
+        # After a minute of suspension, all heartbeats arrive at once.
+        (101, [(1.0, 105), (6.0, 165), (11.0, 165), (16.0, 165), (21.0, 165)], 100.0),
+        (102, [(1.0, 110), (4.0, 106)], 102.0),  # the first one arrived eight seconds late
+    ],
+    ids=["late heartbeats", "delayed start"],
+)
+def test_iteration_start_is_the_earliest_start_of_its_heartbeats(ordinal, heartbeats, since_s):
     job = Job(ranks=1)
     job.run(100)
-    job.heartbeat(0, 101, STEP, 1.0, 105)
-    for since_s in (6.0, 11.0, 16.0, 21.0):  # after a minute of suspension, all heartbeats arrive at once
-        job.heartbeat(0, 101, STEP, since_s, 165)
+    for elapsed_s, now_s in heartbeats:
+        job.heartbeat(0, ordinal, STEP, elapsed_s, now_s)
 
-    assert job.hang.ranks[0].since_s == 100.0
-
-
-def test_iteration_start_is_the_earliest_start_of_its_heartbeats():
-    job = Job(ranks=1)
-    job.run(100)
-    job.heartbeat(0, 102, STEP, 1.0, 110)  # this heartbeat arrived eight seconds late
-    job.heartbeat(0, 102, STEP, 4.0, 105 + 1)
-
-    assert job.hang.ranks[0].since_s == 102.0
+    assert job.hang.ranks[0].since_s == since_s
 
 
 # --- the line ---
@@ -351,30 +316,24 @@ def test_stall_line_has_position_duration_and_device_readings():
     )
 
 
-def test_stall_line_names_stopped_ranks_at_equal_iterations():
+@pytest.mark.parametrize(
+    ("others", "own", "text"),
+    [
+        ({"process": "S"}, {"process": "T"}, "stopped by a signal"),
+        ({"utilization": 1.0}, {"utilization": 0.0, "power_w": 80.0}, "utilization 0 %, 80 W"),
+    ],
+    ids=["stopped", "idle"],
+)
+def test_stall_line_names_the_rank_that_differs_at_equal_iterations(others, own, text):
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
-        job.all_heartbeat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), process="S")
-        job.heartbeat(1, 101, STEP, now_s - 100, now_s, process="T")
+        job.all_heartbeat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), **others)
+        job.heartbeat(1, 101, STEP, now_s - 100, now_s, **own)
     (stall,) = job.check(140)
 
-    assert line(job, stall, 140) == (
-        "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, stopped by a signal; 3 others at 1101"
-    )
-
-
-def test_stall_line_names_idle_ranks_at_equal_iterations():
-    job = Job()
-    job.run(100)
-    for now_s in range(105, 140, 5):
-        job.all_heartbeat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), utilization=1.0)
-        job.heartbeat(1, 101, STEP, now_s - 100, now_s, utilization=0.0, power_w=80.0)
-    (stall,) = job.check(140)
-
-    assert line(job, stall, 140).startswith(
-        "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, utilization 0 %, 80 W; 3 others at 1101"
-    )
+    expected = f"stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, {text}; 3 others at 1101"
+    assert line(job, stall, 140).startswith(expected)
 
 
 def test_stall_line_is_short_for_8192_ranks():

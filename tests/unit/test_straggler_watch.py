@@ -1,52 +1,36 @@
 """Stragglers in the aggregator: verdicts, events and totals from reports, also with a new aggregator."""
 
 import pytest
-from builders import device_window, full, gpu, hello, reports, row
+from builders import Job, device_window, full, gpu, row
 
 import effllm
-from effllm.config.settings import Config
-from effllm.job.aggregator import Aggregator
 from effllm.job.causes import SLOW_DATA
-from effllm.job.ledger import restore
-from effllm.records.clock import Now
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.job import DATA_WAIT, StragglerVerdict
-from effllm.records.wire import Bye
 from effllm.store.summary_text import summary_text
 from effllm.trainer import collector as module
 
 
-class Job:
+class Stragglers(Job):
     """Four ranks on two nodes; one rank computes for 0.6 s per iteration, the other ranks for 0.5 s."""
 
-    def __init__(self, snapshot=None, ranks=4, **hellos):
-        self.aggregator = Aggregator(Config(), "job", 1, 1000.0, snapshot)
-        self.ranks = range(ranks)
-        for rank in self.ranks:
-            changes = {name: value(rank) for name, value in hellos.items()}
-            message = hello(rank, ranks, host=f"node{rank // 2}", **changes)
-            assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
+    def __init__(self, ledger=None, ranks=4, **hellos):
+        super().__init__(ranks, ledger)
+        for rank in range(ranks):
+            self.join(rank, host=f"node{rank // 2}", **{name: value(rank) for name, value in hellos.items()})
 
-    def run(self, first, last, slow=2, own_s=0.6):
+    def run(self, first, last, own_s=lambda rank: 0.6 if rank == 2 else 0.5 + 0.001 * rank, **changes):
+        """Send windows; ``changes`` are functions of the rank."""
         for window in range(first, last + 1):
-            for rank in self.ranks:
-                own = own_s if rank == slow else 0.5 + 0.001 * rank
-                one = row(rank, window, own_steps=10, own_step_s=10 * own)
-                self.aggregator.reports(reports(one), Now(10.0 * window, 1000.0 + 10.0 * window))
+            self.now_s = 10.0 * window
+            for rank in range(self.world_size):
+                known = {name: value(rank) for name, value in changes.items()}
+                self.send(row(rank, window, own_steps=10, own_step_s=10 * own_s(rank), **known))
         return self
-
-    def closed(self):
-        return [one.report for one in self.aggregator.closed.take_windows()]
-
-    def events_of(self, *kinds):
-        return [event for event in self.aggregator.events.take_events() if event.kind in kinds]
-
-    def summary(self):
-        return self.aggregator.summary(2000.0, ended=True)
 
 
 def test_stacks_of_a_new_straggler_and_of_a_peer_are_recorded_once():
-    job = Job().run(1, 8)
+    job = Stragglers().run(1, 8)
     assert job.aggregator.take_to_record()[-2:] == [2, 0]
     job.run(9, 12)
 
@@ -54,10 +38,10 @@ def test_stacks_of_a_new_straggler_and_of_a_peer_are_recorded_once():
 
 
 def test_straggler_is_in_events_reports_totals_and_summary():
-    job = Job().run(1, 8)
+    job = Stragglers().run(1, 8)
     reports_of = job.closed()
 
-    (event,) = job.events_of("straggler")
+    (event,) = job.events("straggler")
     assert event.rank == 2
     assert event.text.startswith("straggler: rank 2 (node node1, GPU-2) 19.")
     (verdict,) = reports_of[-1].stragglers
@@ -65,7 +49,7 @@ def test_straggler_is_in_events_reports_totals_and_summary():
     # The next rank takes 0.503 s: in ten iterations, the three ranks at 100 W wait for the slow rank for 0.97 s.
     assert reports_of[-1].last.health.straggling_s == pytest.approx(0.97)
     assert reports_of[-1].values["straggler/waiting_ratio"] == pytest.approx(0.097)
-    summary = job.summary()
+    summary = job.summary(ended=True)
     assert summary.stragglers == (verdict,)
     assert verdict.gpu_seconds == pytest.approx(8 * 3 * 0.97)
     assert verdict.joules == pytest.approx(8 * 3 * 0.97 * 100)
@@ -75,39 +59,43 @@ def test_straggler_is_in_events_reports_totals_and_summary():
 
 
 def test_closing_table_names_the_straggler():
-    lines = summary_text(Job().run(1, 8).summary()).splitlines()
+    lines = summary_text(Stragglers().run(1, 8).summary(ended=True)).splitlines()
 
     assert "  stragglers    GPU time of waiting ranks: rank 2 (23 s)" in lines  # 8 * 3 * 0.97 s
 
 
 def test_new_aggregator_keeps_totals_and_names_the_straggler_again():
-    job = Job().run(1, 8)
-    before = job.summary().stragglers[0].gpu_seconds
+    job = Stragglers().run(1, 8)
+    before = job.summary(ended=True).stragglers[0].gpu_seconds
 
-    after = Job(restore(job.aggregator.snapshot())).run(9, 16)
+    after = Stragglers(job.ledger()).run(9, 16)
 
-    assert len(after.events_of("straggler")) == 1
-    assert after.summary().stragglers[0].gpu_seconds == pytest.approx(before + 8 * 3 * 0.97)
+    assert len(after.events("straggler")) == 1
+    assert after.summary(ended=True).stragglers[0].gpu_seconds == pytest.approx(before + 8 * 3 * 0.97)
 
 
-def test_ranks_of_other_groups_and_roles_are_not_peers():
-    stages = Job(peer_group=lambda rank: f"stage {rank}").run(1, 8)
-    assert stages.events_of("straggler") == []
-    roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)
-    assert roles.events_of("straggler") == []
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"peer_group": lambda rank: f"stage {rank}"},
+        {"role": lambda rank: "trainer" if rank == 2 else "rollout"},
+    ],
+    ids=["group", "role"],
+)
+def test_ranks_of_other_groups_and_roles_are_not_peers(hello):
+    assert Stragglers(**hello).run(1, 8).events("straggler") == []
 
 
 def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
     psu = gpu("PSU", only_power=True, is_gpu=False)
-    job = Job(devices=lambda rank: (psu, gpu(f"GPU-{rank}"))).run(1, 8)
+    job = Stragglers(devices=lambda rank: (psu, gpu(f"GPU-{rank}"))).run(1, 8)
 
-    assert job.summary().stragglers[0].device == "GPU-2"
+    assert job.summary(ended=True).stragglers[0].device == "GPU-2"
 
 
 def test_no_straggler_metric_is_reported_without_own_times():
-    job = Job()
-    for rank in job.ranks:
-        job.aggregator.reports(reports(row(rank)), Now(10.0, 1010.0))
+    job = Stragglers()
+    job.send(*map(row, range(4)))
 
     (report,) = job.closed()
     assert report.last.health.straggling_s is None
@@ -115,40 +103,25 @@ def test_no_straggler_metric_is_reported_without_own_times():
 
 
 def test_thermal_slowdown_is_found_in_reports():
-    job = Job()
-    for window in range(1, 9):
-        for rank in job.ranks:
-            hot = {"throttled_s": {"sw_thermal": 9.0, "any": 9.0}} if rank == 2 else {}
-            one = row(
-                rank,
-                window,
-                own_steps=10,
-                own_step_s=6.0 if rank == 2 else 5.0,
-                devices=(device_window(f"GPU-{rank}", throttle_covered_s=10.0, **hot),),
-            )
-            job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0))
+    def device(rank):
+        hot = {"throttled_s": {"sw_thermal": 9.0, "any": 9.0}} if rank == 2 else {}
+        return (device_window(f"GPU-{rank}", throttle_covered_s=10.0, **hot),)
 
-    (event,) = job.events_of("straggler")
+    (event,) = Stragglers().run(1, 8, devices=device).events("straggler")
     assert " since iteration 1, last in 100 % of the iterations: thermal slowdown; cost " in event.text
 
 
 def test_number_of_verdicts_is_bounded_for_many_slow_ranks():
-    job = Job(ranks=100)
-    for window in range(1, 9):
-        for rank in job.ranks:
-            own = 0.6 if rank < 40 else 0.5
-            one = row(rank, window, own_steps=10, own_step_s=10 * own)
-            job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0))
+    job = Stragglers(ranks=100).run(1, 8, own_s=lambda rank: 0.6 if rank < 40 else 0.5)
 
     last = job.closed()[-1]
     assert len(last.stragglers) == 16 and last.last.health.stragglers == 40
     assert all(isinstance(one, StragglerVerdict) for one in last.stragglers)
-    assert len(job.events_of("straggler")) == 20, "a line for each node of two"
+    assert len(job.events("straggler")) == 20, "a line for each node of two"
 
 
 def test_sync_point_and_peer_group_are_accepted_without_metrics(monkeypatch):
     monkeypatch.setattr(module, "_collector", None)
-
     effllm.sync_point()
     effllm.set_peer_group("stage 3", "replica 0")
 
@@ -167,18 +140,17 @@ def test_any_peer_group_name_becomes_a_short_string(monkeypatch, name):
 
 def test_longer_waits_of_one_rank_are_data_loading_with_the_rank_and_its_own_action():
     """Of 10 s, rank 1 waits 4 s for data and rank 0 waits 0.3 s."""
-    job = Job(ranks=2, facts=lambda rank: {"framework": "torch"})
+    job = Stragglers(ranks=2, facts=lambda rank: {"framework": "torch"})
     for window in range(1, 31):
-        for rank in job.ranks:
-            wait_s = 4.0 if rank else 0.3
+        job.now_s = 10.0 * window
+        for rank, wait_s in enumerate((0.3, 4.0)):
             busy = device_window(f"GPU-{rank}", wall=full(10.0, utilization=1.0))
             times = IterationTimes.of([1.0 - wait_s / 10] * 10, [wait_s / 10] * 10, [])
-            one = row(rank, window, busy_s=10.0 - wait_s, wait_s=wait_s, devices=(busy,), times=times)
-            job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0 + 10.0 * window))
-    for rank in job.ranks:
-        job.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 300), Now(300.0, 1300.0))
+            job.send(row(rank, window, busy_s=10.0 - wait_s, wait_s=wait_s, devices=(busy,), times=times))
+    for rank in (0, 1):
+        job.bye(rank, last_ordinal=300)
 
-    summary = job.summary()
+    summary = job.summary(ended=True)
 
     assert (summary.verdict.cause, summary.verdict.next) == ("data_loading", SLOW_DATA.text)
     assert summary.verdict.why.endswith("rank 1 (node0): data wait 400.0 ms per iteration, its peer 29.9 ms")
