@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 from builders import GIB, device_window, full, gpu, row
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.job.account import Account, Rows
-from effllm.job.closed_windows import count_devices, count_rows
+from effllm.job.account import Account
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, Expected, merge_devices
 from effllm.job.power_scope import Scope
-from effllm.job.reporting import Window
+from effllm.job.account import Rows
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
@@ -63,7 +63,7 @@ def test_latency_is_the_largest_mean_step_time_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.loop.slowest_step_s, totals.loop.slowest_iterations) == (12.0, 10)
-    assert metrics.table.al_seconds(totals) == pytest.approx(1.2)
+    assert metrics.contract.al_seconds(totals) == pytest.approx(1.2)
 
 
 def test_each_token_and_sample_is_counted_once():
@@ -125,11 +125,8 @@ def test_memory_of_ranks_is_summed_over_windows_of_unequal_length():
 def test_memory_and_cpu_of_a_host_need_reports_of_all_its_ranks():
     totals = totals_of([[host_row(0, watts=300.0)]], HOST, {"node0": {0, 1}})
 
-    assert (totals.devices.memory_mean_bytes, totals.devices.utilization_mean, totals.devices.memory_peak_bytes) == (
-        None,
-        None,
-        None,
-    )
+    devices = totals.devices
+    assert devices.memory_mean_bytes is devices.utilization_mean is devices.memory_peak_bytes is None
     assert totals.energy.joules == 3000.0, "read once, by one rank"
 
 
@@ -145,14 +142,11 @@ def test_spread_uses_device_means_and_peak_uses_readings():
 
     totals = totals_of([[row(0, devices=(low,)), row(1, devices=(high,))]], *gpus(2))
 
-    assert (totals.devices.memory_min_bytes, totals.devices.memory_mean_bytes, totals.devices.memory_max_bytes) == (
-        GIB,
-        2 * GIB,
-        3 * GIB,
-    )
-    assert (totals.devices.utilization_min, totals.devices.utilization_max) == pytest.approx((0.2, 0.8))
-    assert totals.devices.utilization_mean == pytest.approx(0.5)
-    assert totals.devices.memory_peak_bytes == 5 * GIB
+    devices = totals.devices
+    memory = devices.memory_min_bytes, devices.memory_mean_bytes, devices.memory_max_bytes, devices.memory_peak_bytes
+    assert memory == (GIB, 2 * GIB, 3 * GIB, 5 * GIB)
+    utilization = devices.utilization_min, devices.utilization_mean, devices.utilization_max
+    assert utilization == pytest.approx((0.2, 0.5, 0.8))
 
 
 def test_time_of_phases_is_in_wall_time_and_not_in_iterations():
@@ -179,22 +173,16 @@ def test_window_below_min_coverage_is_not_in_the_energy_of_the_run():
     # In the second window, 14 of the 20 seconds of the two devices are covered.
     assert (totals.energy.joules, totals.energy.time_s, totals.energy.counts.tokens) == (2000.0, 10.0, 2000)
     assert (totals.energy.is_complete, totals.energy.measured_j) == (False, 2000.0 + 1000.0 + 400.0)
-    assert metrics.table.aec_watts(totals) == 200.0
+    assert metrics.contract.aec_watts(totals) == 200.0
     assert metrics.energy.total_joules(totals) is None
 
 
-def test_each_window_is_compared_with_min_coverage():
+@cases(("least", "joules", "is_complete"), [(0.7, 3400.0, False), (0.71, 2000.0, False), (0.4, 3400.0, True)])
+def test_each_window_and_device_is_compared_with_min_coverage(least, joules, is_complete):
     windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
-    assert totals_of(windows, *gpus(2), least=0.7).energy.joules == 3400.0
-    assert totals_of(windows, *gpus(2), least=0.71).energy.joules == 2000.0
-
-
-def test_total_energy_needs_every_device_of_every_window():
-    windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
-
-    assert not totals_of(windows, *gpus(2), least=0.7).energy.is_complete
-    assert totals_of(windows, *gpus(2), least=0.4).energy.is_complete
+    energy = totals_of(windows, *gpus(2), least=least).energy
+    assert (energy.joules, energy.is_complete) == (joules, is_complete)
 
 
 def test_memory_and_utilization_means_have_values_without_energy():
@@ -257,7 +245,7 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
     windows, ranks = cluster
 
     totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
-    power_w, per_token = metrics.table.aec_watts(totals), metrics.energy.joules_per_token(totals)
+    power_w, per_token = metrics.contract.aec_watts(totals), metrics.energy.joules_per_token(totals)
 
     if totals.energy.joules is None:
         assert power_w is None
@@ -308,15 +296,12 @@ def test_removing_a_window_restores_the_sums(cluster, wall):
 def test_shared_gpu_energy_is_counted_once_if_window_lengths_differ(edges_s):
     # Each rank's windows are adjacent; their lengths differ between the ranks. The GPU always draws 100 W.
     devices, members = {"GPU-0": gpu()}, {"GPU-0": {0, 1}}
-    windows = [
-        [
-            row(rank, number, busy_s=spans_s[rank], wait_s=0.0, devices=(device_window("GPU-0", spans_s[rank]),))
-            for rank in (0, 1)
-        ]
-        for number, spans_s in enumerate(edges_s, start=1)
-    ]
 
-    totals = totals_of(windows, devices, members, wall=True)
+    def windows(rank, number, span_s):
+        return row(rank, number, busy_s=span_s, wait_s=0.0, devices=(device_window("GPU-0", span_s),))
+
+    rows = [[windows(rank, number, edges[rank]) for rank in (0, 1)] for number, edges in enumerate(edges_s, start=1)]
+    totals = totals_of(rows, devices, members, wall=True)
 
     assert totals.energy.is_complete
     assert totals.energy.joules == pytest.approx(100.0 * sum(spans_s[0] for spans_s in edges_s))
@@ -405,9 +390,8 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
         number = rows[0].window
         merged = merge_devices(rows, devices, members)
         ledger.warm(number, rows, warmup, 0.0)
-        count_rows(ledger, number, rows)
-        energy = window_energy(merged, devices, scope_of(devices))
-        count_devices(ledger, Window(number, rows, merged, energy), least)
+        ledger.count_rows(number, rows)
+        ledger.count_devices(number, rows, merged, window_energy(merged, devices, scope_of(devices)), least)
     run, whole, by_class = *(one.totals(JobConstants()) for one in (ledger.run, ledger.whole)), ledger.energy_by_class()
 
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)
@@ -432,12 +416,8 @@ def test_inference_throughput_uses_the_longest_generation_time():
     # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of each window's
     # largest time would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
-    assert metrics.table.it_tokens_per_sec(totals) == 500.0
+    assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
-
-
-def test_inference_throughput_has_no_value_without_generation():
-    assert metrics.table.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
 def sampled(values, peak):
@@ -468,10 +448,6 @@ def test_sampling_error_covers_the_true_mean_in_95_percent_of_runs():
     assert covered >= 0.93 * 400
 
 
-def test_constant_memory_has_no_sampling_error():
-    assert sampled(np.ones(100), 8.0 * GIB).devices.memory_error_bytes == 0.0
-
-
 def test_mean_memory_and_utilization_have_errors_in_the_summary():
     totals = sampled(np.array([0.0, 1.0] * 50), 8.0 * GIB)
 
@@ -479,3 +455,4 @@ def test_mean_memory_and_utilization_have_errors_in_the_summary():
     # 1.96 sqrt(0.5 * 0.5 / 100)
     assert found["pcu_ratio"] == found["job/pcu_ratio"] == (pytest.approx(0.098), 0.0)
     assert found["amu_gb"] == (pytest.approx(8 * 0.098), 0.0)
+    assert sampled(np.ones(100), 8.0 * GIB).devices.memory_error_bytes == 0.0

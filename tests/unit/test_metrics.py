@@ -152,6 +152,7 @@ BY_HAND = {
     "sent_bytes_per_second": 200.0,
 }
 COMPLETE = with_keys(TOTALS, energy_complete=True)
+UNCOUNTED = ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token")
 
 
 @cases(("name", "expected"), BY_HAND.items())
@@ -288,100 +289,57 @@ def test_mfu_and_hfu_above_one_have_no_value():
     assert metrics.throughput.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event reports"
 
 
-def test_mfu_needs_a_peak_and_the_flops_of_a_token():
-    assert metrics.throughput.mfu_ratio(with_keys(TOTALS, peak_flops_per_s=None)) is None
-    assert metrics.throughput.mfu_ratio(with_keys(TOTALS, flops_per_token=None)) is None
+@cases(
+    ("name", "changes", "expected"),
+    [
+        ("mfu_ratio", {"peak_flops_per_s": None}, None),
+        ("mfu_ratio", {"flops_per_token": None}, None),
+        # without counts: no value, and not zero
+        *((name, {"tokens": 0, "samples": 0, "energy_tokens": 0}, None) for name in UNCOUNTED),
+        ("tt_tokens_per_param_per_sec", {"parameters": None}, None),
+        ("st_samples_per_param_per_sec", {"parameters": 0}, None),
+        ("padding_ratio", {"tokens_processed": 0}, None),
+        ("padding_ratio", {"tokens_processed": 600_000}, None),
+        # 12,000 tokens/s on 8 ranks
+        ("tokens_per_second_per_gpu", {"gpus": 0}, 1500.0),
+        ("watts_per_gpu", {"gpus": 0}, None),
+        ("gpu_cost", {"gpus": 0}, None),
+        ("gpu_cost", {"price_per_gpu_hour": None}, None),
+        ("total_wh", {"energy_complete": True}, 60_000 / 3600),
+        ("joules_per_generated_token", {"energy_complete": True}, 60_000 / 900),
+        # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
+        ("co2_kg", {"energy_complete": True}, 0.008),
+        ("co2_kg", {"energy_complete": True, "pue": 1.0}, 0.4 / 60),
+        ("co2_kg", {"energy_complete": True, "carbon_g_per_kwh": None}, None),  # never guessed
+        ("co2_kg", {"energy_complete": True, "carbon_g_per_kwh": 0.0}, 0.0),  # zero is an intensity
+        # 1/60 kWh * 1.2 * 0.25
+        ("electricity_cost", {"energy_complete": True}, 0.005),
+        ("electricity_cost", {"energy_complete": True, "price_per_kwh": None}, None),
+        ("joules_above_baseline", {"baseline_w": 2000.0}, -20_000.0),
+        # The mean is 48,000 J / 40 s / 4 GPUs: the peak is not below.
+        ("peak_watts_per_gpu", {"power_peak_w": 250.0}, 300.0),
+        ("peak_watts_per_gpu", {"power_peak_w": None}, None),
+        # A percentile is not above the peak.
+        ("p95_watts_per_gpu", {"power_histogram_s": {50: 10.0}, "power_peak_w": 501.0}, 501.0),
+        ("median_watts_per_gpu", {"power_histogram_s": {50: 10.0}, "power_peak_w": 501.0}, 501.0),
+        ("median_watts_per_gpu", {"power_histogram_s": {50: 10.0}, "power_peak_w": 509.0}, 505.0),
+    ],
+)
+def test_formula_follows_what_is_known(name, changes, expected):
+    value = METRICS[name].formula(with_keys(TOTALS, **changes))
 
-
-def test_throughput_is_none_and_not_zero_without_counted_tokens():
-    uncounted = with_keys(TOTALS, tokens=0, samples=0, energy_tokens=0)
-
-    for name in ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token"):
-        assert METRICS[name].formula(uncounted) is None
-
-
-def test_throughput_per_parameter_needs_the_parameters():
-    assert metrics.table.tt_tokens_per_param_per_sec(with_keys(TOTALS, parameters=None)) is None
-    assert metrics.table.st_samples_per_param_per_sec(with_keys(TOTALS, parameters=0)) is None
-
-
-def test_throughput_is_per_rank_without_gpus():
-    # 12,000 tokens/s on 8 ranks
-    assert metrics.throughput.tokens_per_second_per_gpu(with_keys(TOTALS, gpus=0)) == 1500.0
-    assert metrics.energy.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None
-
-
-def test_energy_is_available_in_wh_and_per_generated_token():
-    assert metrics.energy.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
-    assert metrics.energy.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
-
-
-def test_emissions_are_kwh_times_pue_times_intensity():
-    # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
-    assert metrics.energy.co2_kg(COMPLETE) == pytest.approx(0.008)
-    assert metrics.energy.co2_kg(with_keys(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
-    assert metrics.energy.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
-    assert metrics.energy.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
-
-
-def test_costs_need_prices_and_have_the_currency_of_the_prices():
-    # 1/60 kWh * 1.2 * 0.25
-    assert metrics.energy.electricity_cost(COMPLETE) == pytest.approx(0.005)
-    assert metrics.energy.electricity_cost(with_keys(COMPLETE, price_per_kwh=None)) is None
-    assert metrics.energy.gpu_cost(with_keys(COMPLETE, gpus=0)) is None
-    assert metrics.energy.gpu_cost(with_keys(COMPLETE, price_per_gpu_hour=None)) is None
-
-
-def test_joules_above_baseline_may_be_negative():
-    idle = with_keys(TOTALS, baseline_w=2000.0)
-
-    assert metrics.energy.joules_above_baseline(idle) == -20_000.0
-    assert metrics.energy.joules_per_token(idle) == metrics.energy.joules_per_token(TOTALS)
-
-
-def test_metrics_without_a_chart_are_exactly_the_listed_metrics():
-    hidden = {entry.name for entry in METRICS.values() if not entry.chart}
-
-    assert hidden == {
-        "joules_per_generated_token",
-        "total_wh", "joules_per_10k_tokens", "tokens_per_joule", "median_watts_per_gpu", "peak_watts_per_gpu",
-        "electricity_cost", "gpu_cost", "joules_per_sample", "exposed_seconds", "computation_seconds",
-        "communication_seconds", "device_step_seconds", "profiling_seconds", "joules_per_iteration",
-        "timing_error_ratio", "joules_above_baseline", "power_limit_ratio",
-        "redone_ratio", "restart_gap_ratio", "startup_ratio", "checkpoint_ratio", "unknown_ratio", "lost_joules",
-        "agent_cpu_ratio", "recorder_cpu_ratio", "aggregator_cpu_ratio", "sent_bytes_per_second",
-        "named_ranks", "waiting_ratio", "waiting_gpu_seconds", "waiting_joules",
-    }  # fmt: skip
-
-
-def test_peak_of_power_is_not_below_the_mean():
-    totals = with_keys(TOTALS, power_peak_w=250.0)  # the mean is 48,000 J / 40 s / 4 GPUs
-
-    assert metrics.energy.peak_watts_per_gpu(totals) == metrics.energy.watts_per_gpu(totals) == 300.0
-    assert metrics.energy.peak_watts_per_gpu(with_keys(totals, power_peak_w=None)) is None
-
-
-def test_a_percentile_of_power_is_not_above_the_peak():
-    totals = with_keys(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
-
-    assert metrics.energy.p95_watts_per_gpu(totals) == metrics.energy.median_watts_per_gpu(totals) == 501.0
-    assert metrics.energy.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
-
-
-def test_padding_ratio_needs_tokens_and_processed_tokens():
-    assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
-    assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
+    assert value is None if expected is None else value == pytest.approx(expected)
 
 
 def test_compression_ratio_is_size_ratio_times_kept_score():
     # A quarter of the size at 95 % of the score: 4 * 0.95.
-    assert metrics.table.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
+    assert metrics.contract.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
     for wrong in ((0, 4e9, 80, 76), (16e9, 0, 80, 76), (16e9, 4e9, 0, 76), (float("nan"), 4e9, 80, 76)):
         with pytest.raises(ValueError, match="above 0"):
-            metrics.table.model_compression_ratio(*wrong)
+            metrics.contract.model_compression_ratio(*wrong)
 
 
 def test_inference_throughput_is_not_divided_by_parameters():
-    assert metrics.table.inference_throughput(900, 30.0) == 30.0
-    assert metrics.table.inference_throughput(900, 0.0) is None
-    assert metrics.table.inference_throughput(0, 30.0) is None
+    assert metrics.contract.inference_throughput(900, 30.0) == 30.0
+    assert metrics.contract.inference_throughput(900, 0.0) is None
+    assert metrics.contract.inference_throughput(0, 30.0) is None

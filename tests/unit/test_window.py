@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 from builders import GIB, MADE_NS, NS, amount, gpu, looping
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.agent.series import Series
 from effllm.agent.window import WindowCutter
-from effllm.records import ring
 from effllm.records.energy import EnergyAmount
-from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, DeviceWindow, Integrals, Sample
+from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, Integrals, Sample
 
 GAP_S = 5.0
 
@@ -206,11 +206,8 @@ def test_report_begins_at_the_end_of_the_previous_report():
         rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
 
     # Iterations end at 1.5, 3, 4.5, 6 and 7.5 s; the run ends a second later.
-    assert [(r.window, r.iteration_first, r.iteration_last, r.final) for r in rows] == [
-        (1, 1, 2, False),
-        (2, 3, 4, False),
-        (3, 5, 5, True),
-    ]
+    assert [(r.window, r.iteration_first, r.iteration_last) for r in rows] == [(1, 1, 2), (2, 3, 4), (3, 5, 5)]
+    assert [r.final for r in rows] == [False, False, True]
     assert [r.wall_s for r in rows] == pytest.approx([3.0, 3.0, 2.5])
     assert [r.tokens for r in rows] == [200, 200, 100]
     assert [r.devices[0].wall.energy.joules for r in rows] == pytest.approx([300.0, 300.0, 250.0])
@@ -316,24 +313,15 @@ def test_missing_loss_is_not_counted():
     assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 0, None)
 
 
-def test_reset_is_reported_in_one_window():
+@pytest.mark.parametrize(("before", "resets"), [(3, [False, True, False, False]), (2, [True, False, False, False])])
+def test_reset_is_reported_in_the_window_of_the_last_iteration(before, resets):
     with looping(log_interval=2) as loop:
-        iterate(loop, 3)
+        iterate(loop, before)
         loop.recorder.reset()
-        iterate(loop, 3)
+        iterate(loop, 6 - before)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
 
-    assert [row.reset for row in rows] == [False, True, False, False]
-
-
-def test_a_reset_at_a_boundary_belongs_to_the_window_that_ended():
-    with looping(log_interval=2) as loop:
-        iterate(loop, 2)
-        loop.recorder.reset()
-        iterate(loop, 2)
-        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
-
-    assert [row.reset for row in rows] == [True, False, False]
+    assert [row.reset for row in rows] == resets
 
 
 def test_overwritten_boundary_makes_the_next_window_longer():
@@ -371,16 +359,12 @@ def test_unix_times_are_monotonic_times_plus_an_offset():
 def test_peaks_are_the_largest_readings_of_the_window():
     with looping(log_interval=1) as loop:
         iterate(loop, 2, step_s=2.0, wait_s=0.0)
-        samples = [
-            Sample(MADE_NS + i * NS, m * GIB, None, p)
-            for i, (m, p) in enumerate([(1, 10), (3, 20), (2, 90), (1, 5), (0, 7)])
-        ]
+        readings = enumerate([(1, 10), (3, 20), (2, 90), (1, 5), (0, 7)])
+        samples = [Sample(MADE_NS + i * NS, memory * GIB, None, power) for i, (memory, power) in readings]
         rows = cut_all(loop.slots(), samples, loop.now_ns, log_interval=1)
 
-    assert [(r.devices[0].memory_peak_bytes, r.devices[0].power_peak_w) for r in rows[:2]] == [
-        (3 * GIB, 90),
-        (2 * GIB, 90),
-    ]
+    peaks = [(row.devices[0].memory_peak_bytes, row.devices[0].power_peak_w) for row in rows[:2]]
+    assert peaks == [(3 * GIB, 90), (2 * GIB, 90)]
 
 
 @pytest.mark.long
@@ -533,21 +517,6 @@ def test_reports_made_during_a_run_equal_reports_made_at_its_end(run, log_interv
     assert rows == cut_all(slots, samples, end_ns, log_interval=log_interval)
 
 
-def test_window_without_phases_has_only_time_of_iterations():
-    wall = Integrals(amount(10.0, 2.0), 4.0, 2.0, 1.0, 2.0)
-
-    assert DeviceWindow("GPU-0", wall).iterations == wall
-
-
-def test_phase_names_of_ring_and_reports_are_equal():
-    with looping() as loop:
-        for name in ("evaluation", "checkpoint", "other"):
-            loop.phase(name, loop.now_ns, loop.now_ns + NS)
-        assert [slot.what for slot in loop.slots(ring.PHASE)] == [0, 1, 2]
-        (row,) = cut_all([], [], MADE_NS + 3 * NS)
-    assert row.phases_s == pytest.approx({"startup": 3.0})
-
-
 def test_report_has_generated_tokens_and_the_generation_phase():
     with looping(log_interval=2) as loop:
         for second in range(1, 5):
@@ -570,52 +539,42 @@ def test_report_has_generated_tokens_and_the_generation_phase():
     assert second.devices[0].phases["generation"].energy.joules == pytest.approx(100.0)  # 100 W for 1 s
 
 
-def test_window_has_number_and_sum_of_own_times():
-    with looping(log_interval=4) as loop:
-        for i, own_ns in enumerate((100, 400, 200, 300, 250)):
-            loop.start(2000 + 1000 * i)
-            loop.now_ns = 2000 + 1000 * i + own_ns
-            loop.recorder.sync_point(_now=loop.clock)
-            loop.end(2900 + 1000 * i)
-        first, rest = cut_all(loop.slots(), [], 10_000, log_interval=4)
-
-    # Own times are 100, 200, 300 and 400 ns: sum 1000.
-    assert (first.own_steps, first.own_step_s) == (4, pytest.approx(1000e-9))
-    assert (rest.own_steps, rest.own_step_s) == (1, pytest.approx(250e-9))
-
-
-def test_only_iterations_with_a_sync_point_have_an_own_time():
+@cases(
+    ("own_times_ns", "first", "second"),
+    [([100, 400, 200], (2, 500e-9), (1, 200e-9)), ([100, None, None, None], (1, 100e-9), (0, 0.0))],
+)
+def test_window_has_number_and_sum_of_own_times_of_iterations_with_a_sync_point(own_times_ns, first, second):
     with looping(log_interval=2) as loop:
-        for i in range(4):
+        for i, own_ns in enumerate(own_times_ns):
             loop.start(2000 + 1000 * i)
-            if i == 0:
-                loop.now_ns = 2100
+            if own_ns:
+                loop.now_ns = 2000 + 1000 * i + own_ns
                 loop.recorder.sync_point(_now=loop.clock)
             loop.end(2900 + 1000 * i)
-        first, second, _ = cut_all(loop.slots(), [], 10_000, log_interval=2)
+        rows = cut_all(loop.slots(), [], 10_000, log_interval=2)
 
-    assert (first.own_steps, first.own_step_s) == (1, pytest.approx(100e-9))
-    assert (second.own_steps, second.own_step_s) == (0, 0.0)
-
-
-def test_power_cap_is_a_separate_reason_and_not_a_slowdown():
-    series = Series(gpu(), 5.0)
-    reasons = [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)]
-    for second, throttled_by in enumerate(reasons):
-        series.add_sample(Sample(time_ns=(second + 1) * 10**9, power_w=100.0, throttled_by=throttled_by))
-
-    window = series.window(10**9, 4 * 10**9, {})
-    assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
+    assert [(row.own_steps, row.own_step_s) for row in rows[:2]] == [pytest.approx(first), pytest.approx(second)]
 
 
-def test_single_reading_of_a_hardware_slowdown_is_no_throttling():
-    series = Series(gpu(), 5.0)
-    reasons = [(), ("hw_slowdown",), (), ("hw_slowdown", "hw_thermal"), ("hw_slowdown",), ("reliability",)]
-    for second, throttled_by in enumerate(reasons):
-        series.add_sample(Sample(time_ns=(second + 1) * 10**9, throttled_by=throttled_by))
+@cases(
+    ("reasons", "throttled_s"),
+    [
+        # A power cap is no slowdown.
+        (
+            [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)],
+            {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0},
+        ),
+        # A single reading of a hardware slowdown is no throttling.
+        (
+            [(), ("hw_slowdown",), (), ("hw_slowdown", "hw_thermal"), ("hw_slowdown",), ("reliability",)],
+            {"hw_thermal": 1.0, "any": 2.0, "hw_slowdown": 1.0, "reliability": 1.0},
+        ),
+    ],
+)
+def test_throttled_time_is_counted_by_reason(reasons, throttled_s):
+    one = series(*[Sample(time_ns=at * NS, power_w=100.0, throttled_by=by) for at, by in enumerate(reasons, 1)])
 
-    window = series.window(10**9, 6 * 10**9, {})
-    assert window.throttled_s == {"hw_thermal": 1.0, "any": 2.0, "hw_slowdown": 1.0, "reliability": 1.0}
+    assert one.window(NS, len(reasons) * NS, {}).throttled_s == throttled_s
 
 
 def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
@@ -695,16 +654,12 @@ def test_folded_readings_keep_their_tensor_clock_unless_they_are_of_an_evaluatio
 
 
 def test_device_without_a_reference_clock_has_no_clock_ratio():
-    series = Series(gpu(), 5.0)
-    for second in (1, 2):
-        series.add_sample(Sample(time_ns=second * 10**9, gauges={"sm_clock_hz": 1e9}))
+    one = series(*[Sample(time_ns=second * NS, gauges={"sm_clock_hz": 1e9}) for second in (1, 2)])
 
-    assert series.window(10**9, 2 * 10**9, {}).gauges.keys() == {"sm_clock_hz"}
+    assert one.window(NS, 2 * NS, {}).gauges.keys() == {"sm_clock_hz"}
 
 
 def test_power_above_the_last_bin_is_counted_in_the_last_bin():
-    series = Series(gpu(), 5.0)
-    for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
-        series.add_sample(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
+    one = series(*[Sample(time_ns=at * NS, power_w=watts) for at, watts in enumerate((100.0, 3995.0, 9e3, 9e3), 1)])
 
-    assert series.window(10**9, 4 * 10**9, {}).power_histogram_s == {399: 3.0}
+    assert one.window(NS, 4 * NS, {}).power_histogram_s == {399: 3.0}
