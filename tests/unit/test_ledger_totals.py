@@ -62,6 +62,17 @@ def rows(tmp_path, by, **options):
     return {row.group: row for row in totals(tmp_path / "runs", by, **options).rows}
 
 
+def printed(tmp_path, *options):
+    """Return what the command prints."""
+    return CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), *options]).stdout
+
+
+def write_lines(path, *lines):
+    """Write a ledger file."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def shown(*paths, **options):
     """Run the command; return its exit status."""
     usual = {"by": "", "since": "", "wasted": False, "sql": "", "export": "", "as_csv": False, "as_json": False}
@@ -93,7 +104,7 @@ def test_losses_that_can_be_avoided_are_wasted(run, tmp_path):
     found = rows(tmp_path, "outcome")["completed"]
     assert (found.gpu_hours, found.wasted_gpu_hours) == (pytest.approx(2.0), pytest.approx(3500 / 3600))
     line = {"run_id": "a", "status": "completed", "gpu_hours": 2.0, "wasted_gpu_hours": 1.25}
-    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(tmp_path / "lines.jsonl", line)
     assert totals(tmp_path / "lines.jsonl", "outcome").total.wasted_gpu_hours == pytest.approx(1.25)
 
 
@@ -116,7 +127,7 @@ def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp
 def test_running_job_of_a_ledger_without_a_new_line_was_killed(tmp_path):
     line = {"run_id": "a", "status": "running", "gpu_hours": 2.0, "updated_time_s": time.time()}
     old = {**line, "run_id": "b", "updated_time_s": time.time() - 2 * 3600}
-    (tmp_path / "lines.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(old)}\n")
+    write_lines(tmp_path / "lines.jsonl", line, old)
 
     groups = {row.group: row.gpu_hours for row in totals(tmp_path / "lines.jsonl", "outcome").rows}
     assert groups == {"running": 2.0, "killed": 2.0}
@@ -153,11 +164,8 @@ def test_energy_of_a_group_with_a_hole_is_no_total(run, tmp_path):
     total = totals(tmp_path / "runs", "outcome").total
 
     assert (total.joules, total.incomplete) == (pytest.approx(1.5 * HOUR_J), 1)
-    assert (
-        "\n≥ kWh: no total energy in 1 run;"
-        in CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
-    )
-    assert "≥1.50" in CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
+    text = printed(tmp_path, "--by", "outcome")
+    assert "\n≥ kWh: no total energy in 1 run;" in text and "≥1.50" in text
 
 
 def test_goodput_of_a_group_is_weighted_by_device_time(run, tmp_path):
@@ -228,21 +236,18 @@ def test_lines_of_ledger_files_are_counted_and_the_last_attempt_wins(tmp_path):
 
 
 def test_lines_of_another_version_are_left_out_and_named(tmp_path):
-    lines = ({"run_id": "new"}, {"run_id": "old", "schema_version": 3})
-    (tmp_path / "alice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "alice.jsonl", {"run_id": "new"}, {"run_id": "old", "schema_version": 3})
 
     found = totals(tmp_path, "outcome")
 
     assert found.total.runs == 1
-    assert found.skipped == [
-        f"{tmp_path}/alice.jsonl: a line was left out: it has schema_version 3, and this version of effllm reads only "
-        "5: use the version of effllm that wrote it"
-    ]
+    (text,) = found.skipped
+    assert text.startswith(f"{tmp_path}/alice.jsonl: a line was left out: it has schema_version 3")
 
 
 def test_runs_of_two_users_with_one_name_are_two_runs(tmp_path):
     for user in ("alice", "bob"):
-        (tmp_path / f"{user}.jsonl").write_text(json.dumps({"run_id": "base", "user": user, "gpu_hours": 1.0}) + "\n")
+        write_lines(tmp_path / f"{user}.jsonl", {"run_id": "base", "user": user, "gpu_hours": 1.0})
 
     assert totals(tmp_path, "user").total.gpu_hours == 2.0
 
@@ -251,7 +256,7 @@ def test_a_run_with_a_folder_and_a_line_is_counted_once(run, tmp_path):
     run("one")
     line = {"run_id": "one", "started_time_s": 1_790_000_000.0, "gpu_hours": 2.0}
     other = {"run_id": "one", "started_time_s": 1_790_009_999.0, "gpu_hours": 2.0, "folder": "/elsewhere/one"}
-    (tmp_path / "runs/alice.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+    write_lines(tmp_path / "runs/alice.jsonl", line, other)
 
     assert (total := totals(tmp_path / "runs", "outcome").total).runs == 2
     assert total.gpu_hours == pytest.approx(4.0)
@@ -292,7 +297,7 @@ def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
     metrics = {"energy/total_joules": {"value": value, "unit": "J", "error": value}}
     run("huge", joules=value, hours=value / 1e4, started_time_s=value, metrics=metrics)
     line = {"run_id": "line", "gpus": 2, "gpu_hours": value, "error_joules": value, "started_time_s": value}
-    (tmp_path / "runs/alice.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(tmp_path / "runs/alice.jsonl", line)
 
     assert shown(tmp_path / "runs", by=by, as_json=True) == 0
 
@@ -304,27 +309,20 @@ def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
     ]
 
 
-def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
-    terminal, times = io.StringIO(), iter([0.0, 0.5, 1.5, 1.5, 1.6])
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
+@pytest.mark.parametrize(
+    ("is_terminal", "text"),
+    [(True, "\r2,000 of 3,000 run folders were read\r" + " " * 36 + "\r"), (False, "")],
+)
+def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch, is_terminal, text):
+    output, times = io.StringIO(), iter([0.0, 0.5, 1.5, 1.5, 1.6])
+    monkeypatch.setattr(output, "isatty", lambda: is_terminal)
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stderr", output)
     progress = ReadingProgress()
     for done in (0, 2000, 2001, 3000):
         progress(done, 3000)
 
-    assert terminal.getvalue() == "\r2,000 of 3,000 run folders were read\r" + " " * 36 + "\r"
-
-
-def test_progress_is_not_written_to_a_file(monkeypatch):
-    file = io.StringIO()
-    monkeypatch.setattr(time, "monotonic", iter(map(float, range(0, 100, 10))).__next__)
-    monkeypatch.setattr("sys.stderr", file)
-    progress = ReadingProgress()
-    for done in range(4):
-        progress(done, 3)
-
-    assert file.getvalue() == ""
+    assert output.getvalue() == text
 
 
 def test_unknown_gpu_hours_are_not_zero_hours(run, tmp_path):
@@ -334,7 +332,7 @@ def test_unknown_gpu_hours_are_not_zero_hours(run, tmp_path):
     run("cpu", waterfall=None, coverage={"gpus_expected": 0, "ranks_expected": 2})
 
     total = totals(tmp_path / "runs", "outcome").total
-    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
+    text = printed(tmp_path, "--by", "outcome")
 
     assert (total.gpu_hours, total.without_hours) == (pytest.approx(2.0), 1)
     assert "≥2.00" in text and "\n≥ GPU-h: unknown in 1 run (" in text
@@ -344,16 +342,14 @@ def test_simulated_runs_are_named(run, tmp_path):
     run("real")
     run("demo", simulated=True)
 
-    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "outcome"]).stdout
-
-    assert "simulated: the GPUs of 1 run were simulated" in text
+    assert "simulated: the GPUs of 1 run were simulated" in printed(tmp_path, "--by", "outcome")
     assert totals(tmp_path / "runs", "outcome").total.simulated == 1
 
 
 def test_one_ledger_file_is_read_and_other_files_are_not_opened(run, tmp_path):
     """A named pipe would block; files of a run folder are no ledgers."""
-    (tmp_path / "alice.jsonl").write_text(json.dumps({"run_id": "one", "gpu_hours": 1.0}) + "\n")
-    (tmp_path / "bob.jsonl").write_text(json.dumps({"run_id": "two", "gpu_hours": 1.0}) + "\n")
+    write_lines(tmp_path / "alice.jsonl", {"run_id": "one", "gpu_hours": 1.0})
+    write_lines(tmp_path / "bob.jsonl", {"run_id": "two", "gpu_hours": 1.0})
     os.mkfifo(tmp_path / "pipe.jsonl")
     folder = run("own")
     (folder / "events.jsonl").write_text("{}\n")
@@ -377,8 +373,7 @@ def test_names_can_neither_move_the_cursor_nor_be_a_formula(run, tmp_path):
     run("b", user="=1+2")
     run("c")
 
-    text = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "user"]).stdout
-    table = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", "user", "--csv"]).stdout
+    text, table = printed(tmp_path, "--by", "user"), printed(tmp_path, "--by", "user", "--csv")
 
     assert "\x1b" not in text + table and "[red]=cmd" in text
     assert "\n'=1+2," in table
@@ -393,7 +388,7 @@ def test_table_has_at_most_80_columns(run, tmp_path, by, cause):
         "energy/gpu_cost": {"value": 12345.6, "unit": "money"}, "energy/co2_kg": {"value": 1234.5, "unit": "kg"},
     })  # fmt: skip
 
-    lines = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--by", by]).stdout.splitlines()
+    lines = printed(tmp_path, "--by", by).splitlines()
 
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(by) and "cost" in lines[0] and "…" not in "".join(lines)

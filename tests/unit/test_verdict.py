@@ -78,6 +78,32 @@ def test_loss_from_its_threshold_on_is_the_cause(part, expected):
     assert cause(job(**{part: 0.99 * limit})) == HEALTHY
 
 
+@cases(
+    ("facts", "expected"),
+    [
+        ({"clock_below_maximum": 100.0}, HEALTHY),  # a low clock without a reason
+        ({"uneven_ranks": 49.0}, HEALTHY),
+        ({"metrics": {"padding_ratio": 0.14}}, HEALTHY),
+        # A long start-up is a loss only of a long job.
+        ({"startup": 200.0, "elapsed_s": 3600.0}, "startup"),
+        ({"startup": 200.0, "elapsed_s": 60.0}, HEALTHY),
+        ({"hang": 5.0, "data": 100.0, "status": "stalled"}, "hang"),
+        ({"data": 300.0, "status": "interrupted"}, "data_loading"),
+        ({"data": 300.0, "status": "running"}, "data_loading"),
+        # Few iterations are no evidence.
+        ({"data": 300.0, "iterations": MIN_ITERATIONS - 1}, NO_VERDICT),
+        ({"hang": 300.0, "iterations": MIN_ITERATIONS - 1}, "hang"),
+        # A loss that is smaller than the time without reports is not the primary cause.
+        ({"data": 80.0, "unreported": 90.0}, NO_VERDICT),
+        ({"data": 100.0, "unreported": 90.0}, "data_loading"),
+        ({"unreported": 90.0}, HEALTHY),
+        ({"unreported": 110.0}, NO_VERDICT),
+    ],
+)
+def test_cause_follows_from_what_is_known_of_the_job(facts, expected):
+    assert cause(job(**facts)) == expected
+
+
 def test_primary_cause_is_the_largest_loss_above_its_threshold():
     """Exposed communication of 14 % is the largest loss, but usual; 8 % of checkpoints is not."""
     found = verdict_of(job(exposed_communication=140.0, checkpoint=80.0, data=60.0))
@@ -140,11 +166,6 @@ def test_losses_of_stragglers_with_different_causes_are_separate():
     assert found == {"throttled": pytest.approx(60.0), "straggler": pytest.approx(30.0)}
 
 
-def test_unused_gpus_may_be_used_by_another_program():
-    assert verdict_of(job(unused=400.0, data=100.0)).confidence == MEDIUM
-    assert verdict_of(job(data=400.0)).confidence == HIGH
-
-
 @cases("expected", ["throttled", "power_limit"])
 def test_low_clock_with_a_reason_is_a_loss(expected):
     clocks = {expected: ClockLoss(60.0, 3, 5.0, "rank 3: SM clock 1.10 GHz")}
@@ -162,10 +183,6 @@ def test_gain_of_a_clock_includes_time_without_kernels():
 
     assert found.text.startswith("throttled: 6.0 % of GPU time")
     assert found.bound == gain_of(0.1)
-
-
-def test_low_clock_without_a_reason_is_no_loss():
-    assert cause(job(clock_below_maximum=100.0)) == HEALTHY
 
 
 def test_waits_for_a_throttled_gpu_are_a_part_of_the_loss_by_its_clock():
@@ -198,31 +215,45 @@ def test_straggler_without_a_reason_has_its_slowdown():
     assert found.why == "rank 1: computation takes 140.0 % longer than its peer, reason unknown"
 
 
-@cases(("max_seconds", "saved"), [(0.0, 0.12), (150.0, 0.15)])
-def test_gain_without_a_straggler_includes_time_after_the_first_wait(max_seconds, saved):
-    """Four ranks lose 30 s each; at most, the slow rank is as slow after its first wait for other ranks."""
-    slow = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, own_seconds=30.0)
-    summary = job(straggling=120.0, stragglers=(replace(slow, max_seconds=max_seconds),))
-
-    assert verdict_of(summary).bound == gain_of(saved)
+SLOW = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, own_seconds=30.0)
+IN_EACH_STEP = replace(SLOW, own_seconds=90.0)
 
 
-def test_gain_without_a_straggler_includes_waits_in_windows_in_which_it_was_not_named():
-    slow = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, own_seconds=30.0, max_seconds=120.0)
-    last = LastRanks(200.0, {1: 60.0, 2: 50.0}, max_waits_s={1: 150.0, 2: 80.0})
-
-    assert verdict_of(job(straggling=120.0, stragglers=(slow,), last_ranks=last)).bound == gain_of(0.15)
+@cases(
+    ("facts", "saved"),
+    [
+        # Four ranks lose 30 s each; at most, the slow rank is as slow after its first wait for other ranks.
+        ({"straggling": 120.0, "stragglers": (SLOW,)}, 0.12),
+        ({"straggling": 120.0, "stragglers": (replace(SLOW, max_seconds=150.0),)}, 0.15),
+        # with the waits in windows in which it was not named
+        (
+            {
+                "straggling": 120.0,
+                "stragglers": (replace(SLOW, max_seconds=120.0),),
+                "last_ranks": LastRanks(200.0, {1: 60.0, 2: 50.0}, max_waits_s={1: 150.0, 2: 80.0}),
+            },
+            0.15,
+        ),
+        # Two ranks save 90 s each, also in repeated steps: 90 of 910.
+        (
+            {"straggling": 180.0, "redone": 82.0, "attempts": 2, "stragglers": (IN_EACH_STEP,)},
+            0.18 * (1 + 82 / 918),
+        ),
+        # waits of which only means are known
+        ({"data": 100.0, "goodput": GoodputSummary(100.0, 0.7, {}, {"kept": 1e3}, {}, hidden_data_s=50.0)}, 0.15),
+    ],
+)
+def test_bound_of_a_gain_includes_what_also_ends_without_the_loss(facts, saved):
+    assert verdict_of(job(**facts)).bound == gain_of(saved)
 
 
 def test_text_of_a_straggler_has_the_share_of_iterations_in_which_it_is_last():
-    slow = StragglerVerdict((1,), "a", "", 1, 0.2, 3, "own time", "unknown", 90.0, last_share=0.31)
+    slow = replace(SLOW, last_share=0.31)
 
     found = verdict_of(job(straggling=120.0, stragglers=(slow, replace(slow, ranks=(2,), gpu_seconds=10.0))))
 
-    assert (
-        found.why
-        == "rank 1 (a): 20.0 % slower than 3 peers, reason unknown, last in 31 % of the iterations; and 1 more"
-    )
+    text = "rank 1 (a): 20.0 % slower than 3 peers, reason unknown, last in 31 % of the iterations; and 1 more"
+    assert found.why == text
 
 
 def test_waits_of_the_ranks_without_a_slow_rank_are_their_own_cause():
@@ -233,7 +264,6 @@ def test_waits_of_the_ranks_without_a_slow_rank_are_their_own_cause():
 
     assert (found.cause, found.bound) == ("uneven_ranks", gain_of(0.15))
     assert found.why.endswith("no rank is named as slow (most often last: rank 3, in 30 % of the iterations)")
-    assert cause(job(uneven_ranks=49.0)) == HEALTHY
 
 
 def test_waits_of_the_ranks_in_communication_are_uneven_ranks_if_enough_iterations_were_profiled():
@@ -246,17 +276,28 @@ def test_waits_of_the_ranks_in_communication_are_uneven_ranks_if_enough_iteratio
     assert cause(job(**parts, profile=Profile(100, 100.0), stragglers=(slow,))) == HEALTHY, "they may be for this rank"
 
 
-def test_long_first_iterations_may_have_the_cause_of_the_other_long_ones():
-    parts = {"slow_iterations": 80.0, "warmup": 20.0, "useful": 900.0}
+def split_job(parts, **facts):
+    """Return a job of which these parts, in seconds of 1,000, are all of its time."""
     whole = Waterfall(1000.0, None, tuple(WaterfallPart(name, s, s / 1000.0) for name, s in parts.items()), "GPU")
-    found = verdict_of(replace(job(slow_iterations=SlowIterations(5, 100, 0.1, 0.9, 60)), waterfall=whole))
+    return replace(job(slow_iterations=SlowIterations(5, 100, 0.1, 0.9, 60), **facts), waterfall=whole)
+
+
+def test_long_first_iterations_may_have_the_cause_of_the_other_long_ones():
+    found = verdict_of(split_job({"slow_iterations": 80.0, "warmup": 20.0, "useful": 900.0}))
 
     assert (found.cause, found.bound) == ("slow_iterations", gain_of(0.1))
 
 
+def core_waits(share):
+    return GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=1000.0 * share)
+
+
 def waiting_for_cores(share, **parts):
-    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=1000.0 * share)
-    return verdict_of(job(**parts, goodput=goodput))
+    return verdict_of(job(**parts, goodput=core_waits(share)))
+
+
+def host_in(line):
+    return HostTime(100, by_rank={0: 100}, by_kind={line.kind: 100}, lines=(line,))
 
 
 def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
@@ -276,24 +317,19 @@ def test_oversubscribed_cores_are_stated_with_the_losses_that_they_may_cause():
 
 def test_slow_line_of_the_data_is_remedied_in_the_data_also_beside_waits_for_cores():
     line = CodeLine("data", "Rows.__getitem__ (train.py:8)", "", 100)
-    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=400.0)
-    without = job(data=600.0, goodput=goodput)
+    without = job(data=600.0, goodput=core_waits(0.4))
 
-    found = verdict_of(replace(without, host=HostTime(100, by_rank={0: 100}, by_kind={"data": 100}, lines=(line,))))
+    found = verdict_of(replace(without, host=host_in(line)))
 
     assert "Rows.__getitem__ (train.py:8)" in found.why and found.next.startswith("raise num_workers")
     assert verdict_of(without).next.startswith("more CPU cores")
 
 
-@pytest.mark.parametrize(("slow_s", "is_named"), [(120.0, False), (300.0, True)])
+@cases(("slow_s", "is_named"), [(120.0, False), (300.0, True)])
 def test_no_line_is_named_for_long_iterations_that_wait_for_cores(slow_s, is_named):
-    line = CodeLine("other", "refresh (train.py:5)", "", 100, long=60)
-    host = HostTime(100, by_rank={0: 100}, by_kind={"other": 100}, lines=(line,))
+    host = host_in(CodeLine("other", "refresh (train.py:5)", "", 100, long=60))
     parts = {"slow_iterations": slow_s, "useful": 1000.0 - slow_s}
-    whole = Waterfall(1000.0, None, tuple(WaterfallPart(name, s, s / 1000.0) for name, s in parts.items()), "GPU")
-    goodput = GoodputSummary(100.0, 1.0, {"kept": 100.0}, {"kept": 1000.0}, {}, core_wait_s=90.0)
-    slow = SlowIterations(5, 100, 0.1, 0.9, 60)
-    found = verdict_of(replace(job(slow_iterations=slow, goodput=goodput, host=host), waterfall=whole))
+    found = verdict_of(split_job(parts, goodput=core_waits(0.09), host=host))
 
     assert found.cause == "slow_iterations"
     assert ("refresh (train.py:5)" in found.why) is is_named
@@ -304,12 +340,6 @@ def test_locked_clocks_are_stated_and_no_loss():
     found = verdict_of(job(slow_clocks={"locked": locked}))
 
     assert (found.cause, found.evidence[-1].claim, found.evidence[-1].share) == (HEALTHY, locked.why, None)
-
-
-def test_gain_without_waits_of_which_only_means_are_known_has_their_upper_bound():
-    goodput = GoodputSummary(100.0, 0.7, {}, {"kept": 1000.0}, {}, hidden_data_s=50.0)
-
-    assert verdict_of(job(data=100.0, goodput=goodput)).bound == gain_of(0.15)
 
 
 def test_repeated_iterations_repeat_their_waits_and_phases():
@@ -341,13 +371,9 @@ def test_start_ups_of_later_attempts_belong_to_the_restarts():
     assert found.cause == "restarts"
     assert found.text.startswith("restarts: 6.0 % of GPU time")
     assert found.why == "2 attempts (1 killed), gaps 5 s, 7 repeated iterations"
-
-
-def test_gain_without_restarts_includes_the_shutdown_of_attempts():
-    """60 s of restarts and at most 40 s of shutdown, of 1,000 s: a gain of at most 0.1 / 0.9."""
-    summary = job(startup=40.0, restart_gap=20.0, redone=10.0, shutdown=40.0, attempts=2, goodput=attempts(10.0, 30.0))
-
-    assert verdict_of(summary).bound == gain_of(0.1, rel=1e-3)
+    # and at most 40 s of shutdown
+    with_end = job(startup=40.0, restart_gap=20.0, redone=10.0, shutdown=40.0, attempts=2, goodput=attempts(10.0, 30.0))
+    assert verdict_of(with_end).bound == gain_of(0.1, rel=1e-3)
 
 
 def test_gain_without_a_loss_includes_the_shorter_time_of_unused_gpus():
@@ -364,32 +390,14 @@ def test_steps_that_compute_padding_have_a_gain_proportional_to_the_padding():
 
     assert found.cause == "padding"
     assert found.bound == gain_of(0.18)
-    assert cause(job(metrics={"padding_ratio": 0.14})) == HEALTHY
 
 
-def test_long_start_up_is_a_loss_only_of_a_long_job():
-    assert cause(job(startup=200.0, elapsed_s=3600.0)) == "startup"
-    assert cause(job(startup=200.0, elapsed_s=60.0)) == HEALTHY
-
-
-def test_job_that_ended_in_a_stall_has_the_cause_hang():
-    assert cause(job(hang=5.0, data=100.0, status="stalled")) == "hang"
-
-
-def test_gain_without_a_straggler_includes_its_repeated_steps():
-    """Two ranks save 90 s each, also in repeated steps: 90 of 910."""
-    slow = StragglerVerdict((1,), "", "", 1, 0.01, 1, "own time", "unknown", 90.0, own_seconds=90.0)
-    summary = job(straggling=180.0, redone=82.0, attempts=2, stragglers=(slow,))
-
-    assert verdict_of(summary).bound == gain_of(0.18 * (1 + 82 / 918))
-
-
-def test_why_of_a_hang_is_its_time():
+@cases(("status", "why"), [("completed", ""), ("stalled", ", and the job ended so")])
+def test_why_of_a_hang_is_its_time(status, why):
     seconds = {"hang": 81.4}
-    summary = job(hang=300.0, goodput=GoodputSummary(1000.0, None, seconds, seconds, {}))
+    summary = job(hang=300.0, goodput=GoodputSummary(1000.0, None, seconds, seconds, {}), status=status)
 
-    assert verdict_of(summary).why == "no rank made progress for 81 s"
-    assert verdict_of(replace(summary, status="stalled")).why.endswith("for 81 s, and the job ended so")
+    assert verdict_of(summary).why == f"no rank made progress for 81 s{why}"
 
 
 def test_why_of_unused_gpus_names_them():
@@ -458,11 +466,6 @@ def test_killed_job_is_no_performance_problem():
     assert found.next == "dmesg, and the log of the scheduler"
 
 
-def test_interrupted_job_and_a_running_job_have_the_usual_verdict():
-    assert verdict_of(job(data=300.0, status="interrupted"), ends={"interrupted": [0]}).cause == "data_loading"
-    assert verdict_of(job(data=300.0, status="running")).cause == "data_loading"
-
-
 def test_profiled_iterations_that_are_unlike_the_others_split_nothing():
     iteration_s = PROFILE.time_s / PROFILE.iterations
     for factor, is_like in ((1.0, True), (1.2, True), (1.3, False), (0.7, False)):
@@ -495,20 +498,6 @@ def test_proposed_period_gives_enough_profiled_iterations(iterations, ranks):
     assert iterations // profile_period(iterations, ranks) * ranks >= MIN_PROFILED
 
 
-def test_few_iterations_are_no_evidence():
-    few = MIN_ITERATIONS - 1
-
-    assert cause(job(data=300.0, iterations=few)) == NO_VERDICT
-    assert cause(job(hang=300.0, iterations=few)) == "hang"
-
-
-def test_loss_smaller_than_the_time_without_reports_is_not_the_primary_cause():
-    assert cause(job(data=80.0, unreported=90.0)) == NO_VERDICT
-    assert cause(job(data=100.0, unreported=90.0)) == "data_loading"
-    assert cause(job(unreported=90.0)) == HEALTHY
-    assert cause(job(unreported=110.0)) == NO_VERDICT
-
-
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
@@ -521,29 +510,37 @@ def test_time_without_reports_is_called_lost_only_if_something_was_lost(facts, w
     assert verdict_of(job(unreported=110.0, **facts)).why == why
 
 
-def test_failed_job_has_a_largest_loss_only_above_the_threshold():
-    whys = [verdict_of(job(data=lost, status="failed"), ends={"failed": [0]}).why for lost in (30.0, 300.0)]
-
-    assert whys[0] == "an exception of the script"
-    assert whys[1].startswith("largest loss: data loading 30.0 %")
+@cases(("lost", "why"), [(30.0, "an exception of the script"), (300.0, "largest loss: data loading 30.0 %")])
+def test_failed_job_has_a_largest_loss_only_above_the_threshold(lost, why):
+    assert verdict_of(job(data=lost, status="failed"), ends={"failed": [0]}).why.startswith(why)
 
 
-def test_confidence_is_medium_while_a_larger_loss_can_be_hidden_in_the_steps():
-    assert verdict_of(job(data=100.0, steps=500.0)).confidence == HIGH
-    assert verdict_of(job(profile=None, data=100.0, steps=500.0)).confidence == MEDIUM
-    assert verdict_of(job(profile=None, data=100.0, steps=50.0)).confidence == HIGH
+@cases(
+    ("facts", "confidence"),
+    [
+        ({"data": 100.0, "steps": 500.0}, HIGH),
+        # A larger loss can be hidden in the steps.
+        ({"profile": None, "data": 100.0, "steps": 500.0}, MEDIUM),
+        ({"profile": None, "data": 100.0, "steps": 50.0}, HIGH),
+        # Another program may use the GPUs.
+        ({"unused": 400.0, "data": 100.0}, MEDIUM),
+        ({"data": 400.0}, HIGH),
+    ],
+)
+def test_confidence_is_medium_if_something_is_not_seen(facts, confidence):
+    assert verdict_of(job(**facts)).confidence == confidence
 
 
 def test_job_without_a_waterfall_has_no_verdict():
     assert verdict_of(replace(make_summary(), waterfall=None)) is None
 
 
-def test_next_action_is_in_the_words_of_the_framework():
-    data = job(data=100.0)
-
-    assert "dataloader_num_workers" in verdict_of(data, "transformers").next
-    assert "--num-workers" in verdict_of(data, "megatron").next
-    assert "DataLoader" in verdict_of(data, "something else").next
+@cases(
+    ("framework", "words"),
+    [("transformers", "dataloader_num_workers"), ("megatron", "--num-workers"), ("something else", "DataLoader")],
+)
+def test_next_action_is_in_the_words_of_the_framework(framework, words):
+    assert words in verdict_of(job(data=100.0), framework).next
 
 
 @cases(
