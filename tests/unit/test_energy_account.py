@@ -48,26 +48,6 @@ def test_error_of_a_window_has_an_edge_part_and_an_inner_part():
     assert summed((7, amount())).total().error_j == pytest.approx(amount().error_j)
 
 
-def test_adjacent_windows_have_the_error_of_the_outer_edges():
-    sums = summed((1, amount(end=16.0)), (2, amount(start=25.0, end=36.0)), (3, amount(start=49.0, end=64.0)))
-
-    # The variance is 9 at the start of the first window, 64 at the end of the last window, and 4 within each window.
-    assert variance(sums) == pytest.approx(9 + 64 + 3 * 4)
-    assert sums.total().joules == 3000.0
-
-
-def test_windows_with_a_gap_between_them_have_four_edges():
-    sums = summed((1, amount(start=1.0, end=2.0)), (3, amount(start=3.0, end=4.0)))
-
-    assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 2 * 4)
-
-
-def test_late_window_in_a_gap_reduces_four_edges_to_two():
-    sums = summed((1, amount(start=1.0)), (3, amount(end=4.0)), (2, amount()))
-
-    assert variance(sums) == pytest.approx(1 + 4 + 3 * 4)
-
-
 @pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
 def test_windows_of_two_attempts_share_no_edge(first):
     sums = summed((1, amount(start=1.0)), (2, amount(end=2.0)))
@@ -75,16 +55,6 @@ def test_windows_of_two_attempts_share_no_edge(first):
     summed((first, amount(start=3.0)), (first + 1, amount()), (first + 2, amount(end=4.0)), sums=sums)
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 5 * 4)
-
-
-def test_old_window_can_be_removed_and_added_again():
-    sums = summed(*[(number, amount()) for number in range(1, 3 * OPEN_WINDOWS)])
-    before = fields(sums)
-
-    enter(sums, 2, amount(), sign=-1)
-    enter(sums, 2, amount())
-
-    assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
 def test_error_of_a_thousand_windows_equals_error_of_one_window():

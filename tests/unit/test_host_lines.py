@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from cases import cases
 
 from effllm.commands.inspect import host_lines
 from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
@@ -16,99 +17,74 @@ def summary(*lines, rank=0, torn=0):
 
 
 SLOW = CodeLine("tokenization", "collate (data.py:41)", "encode", 61)
+ENCODE = "was in encode, called in collate (data.py:41)"
+TORCH = "was in functions of torch, which start kernels"
+WAITED = "waited for the device, most in item (probably), called in norm (train.py:30)"
 
 
-def test_line_with_the_most_samples_of_the_loss_is_named():
-    found = summary(
-        SLOW, CodeLine("forward", "step (train.py:9)", "Linear.forward", 39), CodeLine("device", "a (b.py:1)", "", 390)
-    )
-
-    assert where(found, "device_idle") == (
-        "in 61 % of 100 samples the host was in encode, called in collate (data.py:41)"
-    )
+def line(kind, samples, place="step (train.py:9)", function="f", **changes):
+    return CodeLine(kind, place, function, samples, **changes)
 
 
-def test_torch_is_named_for_an_idle_device_only_if_the_host_does_hardly_anything_else():
-    torch = CodeLine("compute", "step (train.py:9)", "_engine_run_backward", 300)
-    few = msgspec.structs.replace(SLOW, samples=60)
-
-    assert where(summary(torch, SLOW), "device_idle") == (
-        "in 83 % of 361 samples the host was in functions of torch, which start kernels"
-    )
-    assert where(summary(torch, msgspec.structs.replace(SLOW, samples=90)), "device_idle").startswith(
-        "in 100 % of 90 samples the host was in encode"
-    )
-    assert "_engine_run_backward" not in where(summary(torch, few), "between_iterations")
+def slow(samples):
+    return msgspec.structs.replace(SLOW, samples=samples)
 
 
-def test_line_that_waits_for_the_device_is_named_if_the_host_does_hardly_anything_else():
-    waits = CodeLine("device", "norm (train.py:30)", "item (probably)", 100)
-    torch, few = CodeLine("compute", "step (train.py:9)", "f", 90), msgspec.structs.replace(SLOW, samples=10)
-
-    assert where(summary(waits, torch, few), "device_idle") == (
-        "in 50 % of 200 samples the host waited for the device, most in item (probably), called in norm (train.py:30)"
-    )
-    assert where(summary(waits, torch, SLOW), "device_idle").startswith("in 100 % of 61 samples the host was in encode")
-    most = msgspec.structs.replace(waits, samples=500)  # SLOW has 10 % of all samples, and most of the others
-    assert where(summary(most, few, SLOW), "device_idle").startswith("in 100 % of 71 samples the host was in encode")
-    assert where(summary(msgspec.structs.replace(waits, samples=9), torch), "device_idle").endswith("start kernels")
-    assert where(summary(CodeLine("ranks", "step (train.py:9)", "", 100), few), "device_idle") == ""
-    assert where(summary(waits), "device_idle").startswith("in 100 % of 100 samples the host waited for the device")
+WAITS = line("device", 100, "norm (train.py:30)", "item (probably)")
 
 
-def test_samples_of_one_line_with_several_functions_are_its_own():
-    found = summary(
-        CodeLine("data", "load (data.py:7)", "read", 20),
-        CodeLine("data", "load (data.py:7)", "decode", 25),
-        CodeLine("data", "other (data.py:9)", "", 30),
-    )
-
-    assert where(found, "data_loading") == "in 60 % of 75 samples the host was in decode, called in load (data.py:7)"
-
-
-def test_loop_that_fetches_its_batches_itself_is_named_for_waits_for_data():
-    own, step = CodeLine("other", "rows (corpus.py:33)", "", 80), CodeLine("compute", "step (train.py:9)", "f", 100)
-
-    assert where(summary(own, step), "data_loading", 0.45) == (
-        "in 100 % of 80 samples the host was in rows (corpus.py:33)"
-    )
-    # A wait of 5 % of the time has 9 of 180 samples: the 80 are in the step.
-    data = CodeLine("data", "<module> (train.py:8)", "select", 7)
-    assert (
-        where(summary(own, step, data), "data_loading", 0.05) == where(summary(own, step), "data_loading", 0.05) == ""
-    )
-
-
-@pytest.mark.parametrize("cause", ["straggler", "evaluation", "healthy", "unknown", ""])
-def test_no_line_is_named_for_other_causes(cause):
-    assert where(summary(SLOW), cause) == ""
-    assert list(host_lines(summary(SLOW), cause)) == []
+@cases(
+    ("lines", "cause", "percent", "samples", "text"),
+    [
+        ([SLOW, line("forward", 39), line("device", 390)], "device_idle", 61, 100, ENCODE),
+        # torch is named for an idle device only if the host does hardly anything else
+        ([line("compute", 300), SLOW], "device_idle", 83, 361, TORCH),
+        ([line("compute", 300), slow(90)], "device_idle", 100, 90, ENCODE),
+        ([line("compute", 300), slow(60)], "between_iterations", 100, 60, ENCODE),
+        # and so is a line that waits for the device
+        ([WAITS, line("compute", 90), slow(10)], "device_idle", 50, 200, WAITED),
+        ([WAITS], "device_idle", 100, 100, WAITED),
+        ([WAITS, line("compute", 90), SLOW], "device_idle", 100, 61, ENCODE),
+        ([line("device", 500), slow(10), SLOW], "device_idle", 100, 71, ENCODE),  # 10 % of all, and most of the others
+        ([line("device", 9), line("compute", 90)], "device_idle", 91, 99, TORCH),
+        # several functions of one line, and several lines of one function that calls nothing
+        ([line("data", 20), line("data", 25, function="g"), line("data", 30, "a (b.py:1)")], "data_loading", 60, 75,
+         "was in g, called in step (train.py:9)"),
+        ([*(line("data", 10, f"f (data.py:{at})", "") for at in (7, 12, 9)), line("data", 10)], "data_loading", 75, 40,
+         "was in f (data.py:7-12)"),
+        ([SLOW, line("checkpoint", 40)], "checkpoint", 100, 40, "was in f, called in step (train.py:9)"),
+    ],
+)  # fmt: skip
+def test_line_with_the_most_samples_of_the_loss_is_named(lines, cause, percent, samples, text):
+    assert where(summary(*lines), cause) == f"in {percent} % of {samples} samples the host {text}"
 
 
-def test_line_that_saves_is_named_for_checkpoints():
-    found = summary(SLOW, CodeLine("checkpoint", "save (train.py:30)", "_save", 40))
-
-    assert where(found, "checkpoint") == "in 100 % of 40 samples the host was in _save, called in save (train.py:30)"
-
-
-def test_no_line_is_named_for_few_samples_of_the_loss():
-    few = CodeLine("data", "load (data.py:7)", "", MIN_SAMPLES - 1)
-
-    assert where(summary(few, CodeLine("compute", "step (train.py:9)", "", 1000)), "data_loading") == ""
-    assert where(None, "data_loading") == ""
-
-
-def test_no_line_is_named_if_each_has_few_of_the_samples():
-    lines = [CodeLine("data", f"f{number} (data.py:{number})", "", 10) for number in range(10)]
-
-    assert where(summary(*lines), "data_loading") == ""
+@cases(
+    ("lines", "cause"),
+    [
+        ([line("ranks", 100), slow(10)], "device_idle"),
+        ([line("data", MIN_SAMPLES - 1), line("compute", 1000)], "data_loading"),  # few samples of the loss
+        ([line("data", 10, f"f{at} (data.py:{at})") for at in range(10)], "data_loading"),  # few in each line
+        *(([SLOW], cause) for cause in ("straggler", "evaluation", "healthy", "unknown", "")),
+    ],
+)
+def test_no_line_is_named_for_few_samples_and_other_causes(lines, cause):
+    assert where(summary(*lines), cause) == where(None, cause) == ""
 
 
-def test_lines_of_a_function_that_calls_nothing_are_one_place():
-    own = [CodeLine("data", f"f (data.py:{number})", "", 10) for number in (7, 12, 9)]
-    found = summary(*own, CodeLine("data", "f (data.py:20)", "read", 10))
+@cases(
+    ("share", "data", "text"),
+    [
+        (0.45, [], "in 100 % of 80 samples the host was in rows (corpus.py:33)"),
+        # A wait of 5 % of the time has 9 of 180 samples: the 80 are in the step.
+        (0.05, [], ""),
+        (0.05, [line("data", 7, "<module> (train.py:8)", "select")], ""),
+    ],
+)
+def test_loop_that_fetches_its_batches_itself_is_named_for_waits_for_data(share, data, text):
+    own = line("other", 80, "rows (corpus.py:33)", "")
 
-    assert where(found, "data_loading") == "in 75 % of 40 samples the host was in f (data.py:7-12)"
+    assert where(summary(own, line("compute", 100), *data), "data_loading", share) == text
 
 
 @pytest.mark.parametrize(
@@ -119,13 +95,10 @@ def test_a_line_without_a_number_is_shown_as_it_is(line):
 
 
 def test_only_the_additional_samples_of_long_iterations_count_for_them():
-    found = summary(
-        CodeLine("other", "refresh (train.py:5)", "", 100, long=60), CodeLine("backward", "step (train.py:9)", "", 400)
-    )
+    found = summary(line("other", 100, "refresh (train.py:5)", "", long=60), line("backward", 400))
 
-    assert where(found, "slow_iterations") == (
-        "in 100 % of 60 samples of long iterations the host was in refresh (train.py:5)"
-    )
+    text = "in 100 % of 60 samples of long iterations the host was in refresh (train.py:5)"
+    assert where(found, "slow_iterations") == text
     assert next(host_lines(found, "slow_iterations")) == "where the host was, in 60 of 500 samples of rank 0:"
 
 
@@ -162,13 +135,12 @@ def test_reason_of_a_failed_recording_is_kept_without_samples():
 
 
 def test_text_has_the_samples_the_interval_and_the_lines():
-    assert list(
-        host_lines(summary(SLOW, CodeLine("device", "a (b.py:1)", "item (probably)", 39), torn=2), "device_idle")
-    ) == [
+    assert list(host_lines(summary(SLOW, line("device", 39), torn=2), "device_idle")) == [
         "where the host was, in 61 of 100 samples of rank 0 (2 torn):",
         " 100 % (94 to 100)  encode, called in collate (data.py:41)",
     ]
-    assert list(host_lines(summary(CodeLine("data", "a (b.py:1)", "", 3)), "data_loading")) == []
+    assert list(host_lines(summary(line("data", 3)), "data_loading")) == []
+    assert list(host_lines(summary(SLOW), "straggler")) == []
 
 
 def test_interval_of_a_share_contains_it_and_stays_inside_of_zero_and_one():
@@ -183,22 +155,21 @@ def of_ranks(*shares, samples=200):
     found = HostLines()
     for rank, share in enumerate(shares):
         count = round(share * samples)
-        lines = (
-            CodeLine("other", "log_grads (train.py:120)", "", count),
-            CodeLine("backward", "step (train.py:9)", "backward", samples - count),
-        )
+        lines = line("other", count, "log_grads (train.py:120)", ""), line("backward", samples - count)
         found.add_samples(HostSamples("agent", rank, samples, 0, lines))
     return found.summary()
 
 
-def test_line_of_a_slow_rank_is_the_one_with_more_samples_than_its_peers():
-    assert where_slow(of_ranks(0.02, 0.02, 0.44), [2]) == (
-        "rank 2 is in log_grads (train.py:120) in 44 % of the samples, rank 0,1 in 2 %"
-    )
-
-
-def test_many_peers_of_a_slow_rank_are_a_number():
-    assert where_slow(of_ranks(0.44, *[0.02] * 7), [0]).endswith(", 7 ranks in 2 %")
+@cases(
+    ("shares", "rank", "others"),
+    [
+        ((0.02, 0.02, 0.44), 2, "rank 0,1 in 2 %"),
+        ((0.44, *[0.02] * 7), 0, "7 ranks in 2 %"),
+    ],
+)
+def test_line_of_a_slow_rank_is_the_one_with_more_samples_than_its_peers(shares, rank, others):
+    text = f"rank {rank} is in log_grads (train.py:120) in 44 % of the samples, {others}"
+    assert where_slow(of_ranks(*shares), [rank]) == text
 
 
 @pytest.mark.parametrize("shares", [(0.40, 0.44), (0.02, 0.05)])

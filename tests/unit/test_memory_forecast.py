@@ -75,18 +75,30 @@ def test_forecast_names_the_evaluation_with_the_largest_peak():
     assert "at an evaluation" in text
 
 
+@pytest.mark.parametrize(
+    ("used", "num_readings", "capacity"),
+    [
+        *[
+            pytest.param(lambda at, cache=cache: 10 * GB + 4 * GB * (1 - 2.718 ** (-at / cache)), 3000, 24 * GB,
+                         id=f"a cache that fills in {cache} iterations")
+            for cache in (30, 100, 400)
+        ],
+        pytest.param(
+            lambda at: 10 * GB + 3 * GB * (at > 100) + 2 * GB * (at > 300) + 1 * GB * (at > 400), 800, 22 * GB,
+            id="few jumps",
+        ),
+    ],
+)  # fmt: skip
+def test_memory_that_does_not_grow_on_is_neither_a_leak_nor_a_forecast(used, num_readings, capacity):
+    readings = [reading(at, used(at), used(at) + 5 * GB) for at in range(1, num_readings)]
+
+    assert warned(DeviceWatch(), readings, capacity) == []
+
+
 def test_reserved_memory_near_the_limit_alone_is_no_alarm():
     readings = [reading(at, 30 * GB, 60 * GB, reserved=79.9 * GB) for at in range(1, 400)]
 
     assert warned(DeviceWatch(), readings, 80 * GB) == []
-
-
-@pytest.mark.parametrize("cache", [30, 100, 400])
-def test_cache_that_fills_is_neither_a_leak_nor_a_forecast(cache):
-    used = [10 * GB + 4 * GB * (1 - 2.718 ** (-at / cache)) for at in range(1, 3000)]
-    readings = [reading(at, one, one + 5 * GB) for at, one in enumerate(used, start=1)]
-
-    assert warned(DeviceWatch(), readings, 24 * GB) == []
 
 
 @pytest.mark.parametrize("stops_at", [150, 180, 250, 400, 700])
@@ -108,13 +120,6 @@ def test_growth_that_goes_on_after_a_pause_is_foretold():
     assert [440 < one < 800 for one in at] == [True]
 
 
-def test_few_jumps_of_the_memory_are_no_growth():
-    used = [10 * GB + 3 * GB * (at > 100) + 2 * GB * (at > 300) + 1 * GB * (at > 400) for at in range(1, 800)]
-    readings = [reading(at, one, one + 5 * GB) for at, one in enumerate(used, start=1)]
-
-    assert warned(DeviceWatch(), readings, 22 * GB) == []
-
-
 def test_leak_far_from_the_limit_is_a_leak_and_no_forecast():
     readings = [reading(at, 10 * GB + at * MB, 12 * GB + at * MB) for at in range(1, 800)]
     (found,) = warned(DeviceWatch(), readings, 80 * GB)
@@ -123,22 +128,15 @@ def test_leak_far_from_the_limit_is_a_leak_and_no_forecast():
     assert "the allocated memory of the GPU grows steadily, by 1 MB per iteration" in found[2]
 
 
-def test_leak_of_a_process_is_reported_once():
+@pytest.mark.parametrize(("available", "text"), [(None, ""), (2 * GB, "the available 2.00 GB of the host are full in "
+                                                              "about 2,000 iterations (2,000 to 2,000)")])  # fmt: skip
+def test_leak_of_a_process_is_reported_once_with_the_time_until_the_host_is_full(available, text):
     watch, found = LeakWatch("private memory of the training process"), []
     for at in range(1, 2000):
-        watch.add(at, 500 * MB + at * MB + (at % 7) * MB)
-        found += watch.warnings()
+        watch.add(at, 500 * MB + at * MB + (at % 7) * MB * (available is None))
+        found += watch.warnings(*([lambda: available] if available else []))
 
-    assert [one.kind for one in found] == [LEAK]
-
-
-def test_leak_of_a_process_has_the_time_until_the_host_is_full():
-    watch, found = LeakWatch("private memory of the training process"), []
-    for at in range(1, 800):
-        watch.add(at, 500 * MB + at * MB)
-        found += watch.warnings(lambda: 2 * GB)
-
-    assert "the available 2.00 GB of the host are full in about 2,000 iterations (2,000 to 2,000)" in found[0].text
+    assert [(one.kind, text in one.text) for one in found] == [(LEAK, True)]
 
 
 def steps(sizes):

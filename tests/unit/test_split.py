@@ -10,36 +10,28 @@ from cases import cases
 from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
 
 
-def test_communication_during_computation_is_not_exposed():
-    # Computation runs at 0-60 and communication at 50-80, which is 30 in total; 60-80 is exposed, and 80-100 is idle.
-    assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
-
-
-def test_computation_on_two_streams_is_counted_once():
-    # Computation at 0-40 and 20-50 takes 50 in total, and hides the communication at 10-45.
-    assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
-
-
-def test_overlapping_communication_of_two_groups_is_counted_once():
-    # dp at 10-30 and tp at 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
-    found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
-
-    assert (found.communication_ns, found.exposed_ns) == (30, 25)
-    assert found.kinds == {"dp": (20, 15), "tp": (20, 20)}
-
-
-def test_time_outside_the_iteration_is_not_counted():
-    # The iteration is 20-100, so only 20-30 of the computation and 90-100 of the communication are inside.  The copy at
-    # 5-15 is outside.
-    assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
-
-
-def test_an_iteration_without_a_record_is_idle():
-    assert split(5, 25, [], []) == Split(20, 0, 0, 0, 20, {})
-
-
-def test_interval_that_does_not_end_after_its_start_is_ignored():
-    assert split(0, 10, [(3, 3), (7, 5)], [("pp", 4, 4)]) == Split(10, 0, 0, 0, 10, {})
+@cases(
+    ("iteration", "computing", "communicating", "expected"),
+    [
+        # Computation runs at 0-60 and communication at 50-80, which is 30 in total; 60-80 is exposed, 80-100 is idle.
+        ((0, 100), [(0, 60)], [("dp", 50, 80)], Split(100, 30, 20, 60, 20, {"dp": (30, 20)})),
+        # Computation on two streams at 0-40 and 20-50 takes 50 in total, and hides the communication at 10-45.
+        ((0, 50), [(20, 50), (0, 40)], [("tp", 10, 45)], Split(50, 35, 0, 50, 0, {"tp": (35, 0)})),
+        # dp at 10-30 and tp at 20-40 are 30 of communication in total; computation at 0-15 hides 5 of dp's 20.
+        (
+            (0, 40),
+            [(0, 15)],
+            [("dp", 10, 30), ("tp", 20, 40)],
+            Split(40, 30, 25, 15, 0, {"dp": (20, 15), "tp": (20, 20)}),
+        ),
+        # Only 20-30 of the computation and 90-100 of the communication are inside of the iteration.
+        ((20, 100), [(0, 30), (5, 15)], [("ep", 90, 130)], Split(80, 10, 10, 10, 60, {"ep": (10, 10)})),
+        ((5, 25), [], [], Split(20, 0, 0, 0, 20, {})),  # without a record
+        ((0, 10), [(3, 3), (7, 5)], [("pp", 4, 4)], Split(10, 0, 0, 0, 10, {})),  # ends that are not after starts
+    ],
+)
+def test_communication_during_computation_is_not_exposed(iteration, computing, communicating, expected):
+    assert split(*iteration, computing, communicating) == expected
 
 
 @cases("seed", range(20))

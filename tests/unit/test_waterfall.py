@@ -157,41 +157,28 @@ def test_time_of_padding_and_recomputation_is_computed_at_the_peak():
 PROFILE = Profile(10, 10.0, exposed_s=3.0, computing_s=6.0)  # 30 % exposed communication, 10 % idle
 
 
-def test_profiled_steps_are_split_without_counting_stragglers_twice():
-    """Of 120 s, 20 s of the communication are waits for a straggler."""
-    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=PROFILE, waiting_s=20.0))
+@cases(
+    ("classes", "waiting_s", "uneven_share", "expected"),
+    [
+        # Of 120 s, 20 s of the communication are waits for a straggler.
+        ({"straggling": 20.0}, 20.0, 0.0, {"straggling": 20.0, "exposed_communication": 16.0, "steps": 72.0}),
+        # Of 20 s lost by a slow rank, the other ranks wait 15 s; it computes in the other 5 s.
+        ({"straggling": 20.0}, 15.0, 0.0, {"straggling": 20.0, "exposed_communication": 21.0, "steps": 67.0}),
+        ({"uneven_ranks": 20.0}, 0.0, 0.0, {"uneven_ranks": 20.0, "exposed_communication": 16.0, "steps": 72.0}),
+        # In profiles, ranks wait for each other in 25 % of 120 s, of which own times show 20 s.
+        (
+            {"uneven_ranks": 20.0},
+            0.0,
+            0.25,
+            {"uneven_ranks": 20.0, "waits_in_communication": 10.0, "exposed_communication": 6.0, "steps": 72.0},
+        ),
+    ],
+)
+def test_waits_for_ranks_are_no_exposed_communication(classes, waiting_s, uneven_share, expected):
+    whole = totals(profile=PROFILE, waiting_s=waiting_s)
+    found = waterfall(goodput(kept=100.0, **classes), whole, uneven_share=uneven_share)
 
-    expected = {"straggling": 20.0, "exposed_communication": 16.0, "device_idle": 12.0, "steps": 72.0}
-    assert seconds(found) == pytest.approx(expected)
-
-
-def test_time_that_slow_ranks_lose_themselves_is_no_communication():
-    """Of 20 s lost by a slow rank, the other ranks wait 15 s; it computes in the other 5 s."""
-    found = waterfall(goodput(kept=100.0, straggling=20.0), totals(profile=PROFILE, waiting_s=15.0))
-
-    expected = {"straggling": 20.0, "exposed_communication": 21.0, "device_idle": 12.0, "steps": 67.0}
-    assert seconds(found) == pytest.approx(expected)
-
-
-def test_waits_of_uneven_ranks_are_no_exposed_communication():
-    found = waterfall(goodput(kept=100.0, uneven_ranks=20.0), totals(profile=PROFILE))
-
-    expected = {"uneven_ranks": 20.0, "exposed_communication": 16.0, "device_idle": 12.0, "steps": 72.0}
-    assert seconds(found) == pytest.approx(expected)
-
-
-def test_waits_that_profiles_show_beyond_own_times_are_no_exposed_communication():
-    """In profiles, ranks wait for each other in 25 % of 120 s, of which own times show 20 s."""
-    found = waterfall(goodput(kept=100.0, uneven_ranks=20.0), totals(profile=PROFILE), uneven_share=0.25)
-
-    expected = {
-        "uneven_ranks": 20.0,
-        "waits_in_communication": 10.0,
-        "exposed_communication": 6.0,
-        "device_idle": 12.0,
-        "steps": 72.0,
-    }
-    assert seconds(found) == pytest.approx(expected)
+    assert seconds(found) == pytest.approx({"device_idle": 12.0, **expected})
 
 
 @cases(
