@@ -20,7 +20,7 @@ from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
 from effllm.records.iteration_times import IterationTimes, codes_of
-from effllm.records.job import SCHEMA_VERSION, JobConstants, LastRanks
+from effllm.records.job import SCHEMA_VERSION, JobConstants
 from effllm.records.rank import ParameterCount, RankReport, Sensor, ValueStatistics
 from effllm.server.messages import Acknowledgement
 
@@ -620,16 +620,6 @@ def test_means_of_iterations_are_stated_as_not_measured():
     assert text.startswith("single iterations: of 10 iterations only means are known, so their losses are lower bounds")
 
 
-def test_ranks_are_not_compared_without_own_times():
-    job = Job(3).join()
-    for window in range(1, 21):
-        for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
-            job.send(row(rank, window, busy_s=busy_s))
-
-    assert [report.straggler for report in job.closed()] == [None] * 20
-    assert job.summary().last_ranks == LastRanks()
-
-
 def test_report_has_style_and_scope_and_is_marked_as_simulated():
     job = Job(1).join(devices=(gpu(simulated=True),), style="Step")
     (report,) = run_of(job, 1)
@@ -838,15 +828,6 @@ def test_new_aggregator_counts_a_gap_in_reports_once():
     second.send(row(0, 4), row(1, 4))
 
     assert second.summary().coverage.reports_lost == 2 + 2, "and as many of rank 1"
-
-
-def test_only_reports_of_closed_windows_are_acknowledged():
-    job = Job().join()
-    job.send(row(0, 1), row(0, 2), row(0, 3), row(1, 1))
-
-    (closed,) = job.aggregator.closed.take_windows()
-    assert [one.rank for one in closed.rows] == [0, 1]
-    assert job.aggregator.open.safe() == {0: 1, 1: 1}
 
 
 def test_next_attempt_keeps_sums_and_starts_with_new_ranks():

@@ -18,21 +18,3 @@ def test_all_cases_run_and_all_failures_are_reported():
     assert str(caught.value).startswith("2 of 3 cases failed\ncase 0, number, name = 1, 'a': AssertionError: odd\n")
     assert "case 2, number, name = 3, 'c'" in str(caught.value)
     assert str(caught.value.__cause__).startswith("odd")
-
-
-def test_cases_can_be_combined():
-    seen = []
-
-    @cases("first", [1, 2])
-    @cases(("second", "third"), [(3, 4), (5, 6)])
-    def check(first, second, third):
-        seen.append((first, second, third))
-
-    check()
-    assert seen == [(1, 3, 4), (1, 5, 6), (2, 3, 4), (2, 5, 6)]
-
-
-@cases("name", ["a", "b"])
-def test_fixtures_are_shared_by_all_cases(tmp_path, name):
-    (tmp_path / name).touch()
-    assert (tmp_path / "a").exists()

@@ -135,17 +135,21 @@ def test_tags_of_the_settings_are_used_without_an_agent_of_rank_0():
     assert facts_of(tags="a=1,b").begin(None)["tags"] == ("a=1", "b")
 
 
-def test_next_attempt_keeps_start_and_identity_and_has_no_end(tmp_path):
-    first = facts_of(folder=str(tmp_path))
-    store = RunFolder(tmp_path, first.begin(tmp_path))
+def first_attempt(folder):
+    """Write the run folder of an attempt of 60 s; return its facts."""
+    first = facts_of(folder=str(folder))
+    store = RunFolder(folder, first.begin(folder))
     first.learn(hello(0, submission=ALICE))
     first.add_times(1000.0)
     first.add_times(1000.0, 1060.0)
     store.update_facts(taken(first))
     store.close()
-    written = json.loads((tmp_path / "run.json").read_text())
+    return first
 
-    second = facts_of(folder=str(tmp_path))
+
+def test_next_attempt_keeps_start_and_identity_and_has_no_end(tmp_path):
+    first, second = first_attempt(tmp_path), facts_of(folder=str(tmp_path))
+    written = json.loads((tmp_path / "run.json").read_text())
     second.begin(tmp_path)
 
     assert (written["started_time_s"], written["ended_time_s"]) == (1000.0, 1060.0)
@@ -154,11 +158,7 @@ def test_next_attempt_keeps_start_and_identity_and_has_no_end(tmp_path):
 
 
 def test_next_attempt_in_another_scheduler_job_has_its_job_id(tmp_path):
-    first = facts_of(folder=str(tmp_path))
-    store = RunFolder(tmp_path, first.begin(tmp_path))
-    first.learn(hello(0, submission=ALICE))
-    store.update_facts(taken(first))
-    store.close()
+    first_attempt(tmp_path)
     second = facts_of(folder=str(tmp_path))
     second.begin(tmp_path)
     second.learn(hello(0, submission=Submission("alice", job_id="4712")))

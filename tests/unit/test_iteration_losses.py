@@ -139,12 +139,6 @@ def test_waits_of_the_ranks_in_turn_are_added():
         assert found == pytest.approx(4 * 0.8, rel=0.01), "0.2 s in each iteration, for each of four ranks"
 
 
-def test_wait_behind_a_slower_rank_costs_nothing():
-    waits, own = [[0.05] * 4, [0.0] * 4], [[0.1] * 4, [0.3] * 4]
-
-    assert data_of(window(1, synchronous(waits, own), waits, own)) == pytest.approx(0.0, abs=1e-3)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_wait_for_the_checkpoint_of_rank_0_wait_for_a_checkpoint(ranks):
     losses, lost = IterationLosses(), []

@@ -148,17 +148,6 @@ def test_outliers_and_median_of_10000_ranks_are_exact():
     assert len(outliers(rows)) == MAX_ROWS
 
 
-def test_slow_rank_is_compared_with_the_exact_median_of_the_others():
-    job = Job(RANKS).join()
-    own_s = [0.5 + rank / RANKS / 100 for rank in range(RANKS - 1)] + [0.6]
-    for window in range(1, 8):
-        job.send(*(row(rank, window, own_steps=10, own_step_s=10 * one) for rank, one in enumerate(own_s)))
-
-    found = job.closed()[-1].straggler
-    assert (found.rank, found.time_s) == (RANKS - 1, pytest.approx(0.6))
-    assert found.median_s == pytest.approx(own_s[(RANKS - 1) // 2], rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("changed", "kept"),
     [

@@ -32,19 +32,10 @@ def losses(*windows, default_w=700.0, others_s=6.0, **fields):
     """
     known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ, "power_limit_default_w": default_w}
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(len(windows))}
-    rows = [
-        row(
-            rank,
-            devices=(one,),
-            **{
-                "own_steps": 10,
-                "busy_s": 8.0,
-                "own_step_s": 8.0 if any(one.throttled_s.values()) else others_s,
-                **fields,
-            },
-        )
-        for rank, one in enumerate(windows)
-    ]
+    rows = []
+    for rank, one in enumerate(windows):
+        times = {"own_steps": 10, "busy_s": 8.0, "own_step_s": 8.0 if any(one.throttled_s.values()) else others_s}
+        rows.append(row(rank, devices=(one,), **{**times, **fields}))
     clocks = SlowClocks()
     clocks.close(Rows(rows), devices, {})
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
@@ -87,6 +78,7 @@ def test_clock_at_a_lowered_limit_rises_at_most_in_proportion_to_the_limit():
         window(0, 0.7),  # without a reason
         window(0, 1.0, sw_thermal=0.9),  # at the maximum clock
         window(0, 0.95, 695.0, power_cap=1.0),
+        *(window(0, clock, limit_w=350.0, power_cap=0.9) for clock in (0.0, -1.0)),  # not measured
     ],
 )
 def test_usual_clocks_are_no_loss(usual):
@@ -97,12 +89,18 @@ def test_unknown_default_limit_is_no_reason():
     assert losses(window(0, 0.6, 600.0, power_cap=1.0), default_w=None) == {}
 
 
-def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
-    clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
-    for number, clock in enumerate((0.75, 0.5), 1):
-        clocks.close(Rows([row(0, number, devices=(window(0, clock, sw_thermal=0.5),))]), devices, HELLOS)
+def alone(*windows, hellos=None, busy_s=()):
+    """Return the losses by cause of a rank with these windows, by default with steps of 9 s."""
+    clocks, device = SlowClocks(), gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)
+    for number, one in enumerate(windows, 1):
+        times = {"busy_s": busy_s[number - 1]} if busy_s else {}
+        clocks.close(Rows([row(0, number, devices=(one,), **times)]), {"GPU-0": device}, hellos or {})
+    return clocks.by_cause
 
-    found = clocks.by_cause["throttled"]
+
+def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
+    found = alone(*(window(0, clock, sw_thermal=0.5) for clock in (0.75, 0.5)), hellos=HELLOS)["throttled"]
+
     # Steps of 9 s: at most at the maximum clock; at least at the clock of the peak, which is 90 % of it.
     assert found.max_rank_seconds == pytest.approx(9 * 0.25 + 9 * 0.5)
     assert found.rank_seconds == pytest.approx(9 * (1 - 0.75 / 0.9) + 9 * (1 - 0.5 / 0.9))
@@ -111,16 +109,9 @@ def test_losses_of_windows_add_up_and_the_worst_window_gives_the_text():
 
 def test_clock_of_earlier_windows_is_the_reference_if_all_gpus_have_a_reason():
     """At first, the GPU runs at 80 % of its maximum clock without a reason: 9 s at 60 % are 6.75 s at 80 %."""
-    clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
-    clocks.close(Rows([row(0, 1, devices=(window(0, 0.8),))]), devices, {})
-    clocks.close(Rows([row(0, 2, devices=(window(0, 0.6, sw_thermal=0.9),))]), devices, {})
+    found = alone(window(0, 0.8), window(0, 0.6, sw_thermal=0.9))
 
-    assert clocks.by_cause["throttled"].rank_seconds == pytest.approx(9 - 6.75)
-
-
-@pytest.mark.parametrize("clock", [0.0, -1.0])
-def test_clock_of_zero_is_not_compared(clock):
-    assert losses(window(0, clock, limit_w=350.0, power_cap=0.9), window(1)) == {}
+    assert found["throttled"].rank_seconds == pytest.approx(9 - 6.75)
 
 
 @cases(
@@ -156,9 +147,6 @@ def test_low_clock_without_a_longer_own_time_is_no_loss():
 
 @pytest.mark.parametrize(("busy_s", "is_loss"), [(10.0, False), (8.2, True)])
 def test_low_clocks_of_all_gpus_are_compared_with_windows_without_a_reason(busy_s, is_loss):
-    clocks, devices = SlowClocks(), {"GPU-0": gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)}
-    for number in range(1, 6):
-        clocks.close(Rows([row(0, number, devices=(window(0),), busy_s=busy_s)]), devices, {})
-    clocks.close(Rows([row(0, 6, devices=(window(0, 0.75, sw_thermal=0.9),), busy_s=10.0)]), devices, {})
+    found = alone(*[window(0)] * 5, window(0, 0.75, sw_thermal=0.9), busy_s=[busy_s] * 5 + [10.0])
 
-    assert bool(clocks.by_cause) == is_loss
+    assert bool(found) == is_loss

@@ -6,7 +6,7 @@ from builders import Job, device_window, full, gpu, row
 import effllm
 from effllm.job.causes import SLOW_DATA
 from effllm.records.iteration_times import IterationTimes
-from effllm.records.job import DATA_WAIT, StragglerVerdict
+from effllm.records.job import DATA_WAIT, LastRanks, StragglerVerdict
 from effllm.store.summary_text import summary_text
 from effllm.trainer import collector as module
 
@@ -100,6 +100,7 @@ def test_no_straggler_metric_is_reported_without_own_times():
     (report,) = job.closed()
     assert report.last.health.straggling_s is None
     assert not any(tag.startswith("straggler/") for tag in report.values)
+    assert (report.straggler, job.summary().last_ranks) == (None, LastRanks())
 
 
 def test_thermal_slowdown_is_found_in_reports():

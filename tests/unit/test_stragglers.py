@@ -47,33 +47,24 @@ def test_slow_rank_of_1024_is_named_within_110_iterations():
     assert verdict.slowdown == pytest.approx(0.1, abs=0.03)
 
 
+def pipeline(has_groups=True, **changes):
+    """Return a job with a light last stage; compared with it, all other stages would be slow."""
+    groups = {"group": lambda rank: f"trainer stage {rank // 8}"} if has_groups else {}
+    return SynchronousJob(32, weight=lambda rank: 0.4 if rank >= 24 else 1.0, **groups, **changes)
+
+
 @cases("seed", range(5))
 def test_no_rank_is_named_for_a_light_pipeline_stage(seed):
-    weights = (1.0, 1.0, 1.0, 0.4)  # compared with the light last stage, all other stages would be slow
-    job = SynchronousJob(
-        32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
-    )
-    assert job.run(30).named_ranks == set()
+    assert pipeline(seed=seed).run(30).named_ranks == set()
 
 
 def test_slow_rank_of_a_light_stage_is_named_among_its_peers():
-    weights = (1.0, 1.0, 1.0, 0.4)
-    job = SynchronousJob(
-        32,
-        weight=lambda rank: weights[rank // 8],
-        group=lambda rank: f"trainer stage {rank // 8}",
-        slow=slowed({30}, by=1.4),
-    ).run(20)
-
-    (verdict,) = job.stragglers.verdicts
+    (verdict,) = pipeline(slow=slowed({30}, by=1.4)).run(20).stragglers.verdicts
     assert (verdict.ranks, verdict.peers) == ((30,), 7)
 
 
 def test_no_rank_is_named_for_a_light_stage_without_groups():
-    weights = (1.0, 1.0, 1.0, 0.4)
-    job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
-
-    assert job.run(30).named_ranks == set()  # most ranks are equally slow, and near the median
+    assert pipeline(has_groups=False).run(30).named_ranks == set()  # most ranks are equally slow, and near the median
 
 
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
@@ -115,10 +106,15 @@ def test_half_of_a_group_is_named_if_it_is_slow(ranks):
     assert SynchronousJob(ranks, slow=slowed(slow)).run(30).named_ranks == slow
 
 
-def test_single_rank_of_a_group_is_not_compared():
-    job = SynchronousJob(4, group=lambda rank: f"stage {rank}", slow=slowed({2}, 1.5)).run(20)
-
-    assert job.named_ranks == set()
+@cases(
+    "job",
+    [
+        SynchronousJob(4, group=lambda rank: f"stage {rank}", slow=slowed({2}, 1.5)),  # a single rank of a group
+        SynchronousJob(8, slow=slowed({3}, by=1.3, first=6, last=6)),  # slow in a single window
+    ],
+)
+def test_rank_without_peers_or_slow_in_a_single_window_is_not_named(job):
+    assert job.run(40).named_ranks == set()
 
 
 def test_waits_for_slow_ranks_are_unknown_without_peers():
@@ -147,12 +143,6 @@ def test_rank_that_is_slow_in_some_windows_is_named_for_its_mean_excess(every):
     assert verdict.slowdown == pytest.approx(0.1, abs=0.05)
 
 
-def test_rank_that_is_slow_in_a_single_window_is_not_named():
-    job = SynchronousJob(8, slow=slowed({3}, by=1.3, first=6, last=6)).run(40)
-
-    assert job.named_ranks == set()
-
-
 def test_slow_data_loader_is_named_by_its_waits():
     waits = {3: 0.08}
     job = SynchronousJob(8, has_sync_point=False, waits=lambda rank, window: waits.get(rank, 0.002)).run(20)
@@ -168,26 +158,15 @@ def test_rank_is_not_named_if_its_waits_delay_no_other_rank():
     # Only the iterations of the rank with data waits are longer, so the ranks do not train together.
     job = SynchronousJob(8)
     for _ in range(12):
-        rows = job.rows()
-        changed = [
-            type(row)(**{**{name: getattr(row, name) for name in row.__struct_fields__}, "wait_s": 2.0})
-            if row.rank == 3
-            else row
-            for row in rows
-        ]
-        job.close(changed)
+        job.close([replace(row, wait_s=2.0) if row.rank == 3 else row for row in job.rows()])
 
     assert job.named_ranks == set()
 
 
 def test_ranks_that_wait_for_each_other_are_named_together():
     # Eight replicas of two ranks: with tensor parallelism both ranks of a replica take as long as the slower rank.
-    job = SynchronousJob(
-        16,
-        replica=lambda rank: f"replica {rank // 2}",
-        group=lambda rank: f"tensor {rank % 2}",
-        slow=slowed({6, 7}),
-    ).run(20)
+    ranks = {"replica": lambda rank: f"replica {rank // 2}", "group": lambda rank: f"tensor {rank % 2}"}
+    job = SynchronousJob(16, slow=slowed({6, 7}), **ranks).run(20)
 
     (verdict,) = job.stragglers.verdicts
     assert verdict.ranks == (6, 7)
@@ -317,13 +296,8 @@ def test_reason_is_unknown_without_readings():
 
 
 def test_cost_is_time_and_energy_of_the_waiting_ranks():
-    steady = SynchronousJob(
-        8,
-        jitter=0.0,
-        tail=0.0,
-        slow=slowed({3}, 1.2, first=1),
-        device=lambda rank, _, s: gpu_window(rank, s, watts=300.0),
-    ).run(10)
+    watts = {"device": lambda rank, _, s: gpu_window(rank, s, watts=300.0)}
+    steady = SynchronousJob(8, jitter=0.0, tail=0.0, slow=slowed({3}, 1.2, first=1), **watts).run(10)
 
     # In each of the window's ten iterations, the rank takes 0.1 s more than the median: seven ranks wait for 1 s.
     assert steady.seen[-1].seconds == pytest.approx(1.0, rel=ROUNDING)

@@ -241,15 +241,6 @@ def test_run_without_iterations_has_only_start_up_and_phases():
     assert row.devices[0].phases["startup"].energy.joules == pytest.approx(400.0)
 
 
-def test_time_after_the_last_boundary_is_in_the_next_window():
-    with looping(log_interval=2) as loop:
-        iterate(loop, 2)
-        rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
-
-    assert [(r.window, r.iteration_first, r.iteration_last, r.iterations) for r in rows] == [(1, 1, 2, 2), (2, 3, 2, 0)]
-    assert rows[-1].phases_s == pytest.approx({"shutdown": 1.0})
-
-
 def test_windows_end_at_multiples_of_the_interval_after_a_resume():
     with looping(log_interval=10, offset=25) as loop:
         iterate(loop, 7)  # 26 to 32
