@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.job.account import Account
+from effllm.job.account import Account, Rows
+from effllm.job.closed_windows import count_devices, count_rows
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, Expected, merge_devices
 from effllm.job.power_scope import Scope
-from effllm.job.account import Rows
+from effllm.job.reporting import Window
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
@@ -63,7 +64,7 @@ def test_latency_is_the_largest_mean_step_time_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.loop.slowest_step_s, totals.loop.slowest_iterations) == (12.0, 10)
-    assert metrics.contract.al_seconds(totals) == pytest.approx(1.2)
+    assert metrics.table.al_seconds(totals) == pytest.approx(1.2)
 
 
 def test_each_token_and_sample_is_counted_once():
@@ -173,7 +174,7 @@ def test_window_below_min_coverage_is_not_in_the_energy_of_the_run():
     # In the second window, 14 of the 20 seconds of the two devices are covered.
     assert (totals.energy.joules, totals.energy.time_s, totals.energy.counts.tokens) == (2000.0, 10.0, 2000)
     assert (totals.energy.is_complete, totals.energy.measured_j) == (False, 2000.0 + 1000.0 + 400.0)
-    assert metrics.contract.aec_watts(totals) == 200.0
+    assert metrics.table.aec_watts(totals) == 200.0
     assert metrics.energy.total_joules(totals) is None
 
 
@@ -245,7 +246,7 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
     windows, ranks = cluster
 
     totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
-    power_w, per_token = metrics.contract.aec_watts(totals), metrics.energy.joules_per_token(totals)
+    power_w, per_token = metrics.table.aec_watts(totals), metrics.energy.joules_per_token(totals)
 
     if totals.energy.joules is None:
         assert power_w is None
@@ -390,8 +391,9 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
         number = rows[0].window
         merged = merge_devices(rows, devices, members)
         ledger.warm(number, rows, warmup, 0.0)
-        ledger.count_rows(number, rows)
-        ledger.count_devices(number, rows, merged, window_energy(merged, devices, scope_of(devices)), least)
+        count_rows(ledger, number, rows)
+        energy = window_energy(merged, devices, scope_of(devices))
+        count_devices(ledger, Window(number, rows, merged, energy), least)
     run, whole, by_class = *(one.totals(JobConstants()) for one in (ledger.run, ledger.whole)), ledger.energy_by_class()
 
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)
@@ -416,7 +418,7 @@ def test_inference_throughput_uses_the_longest_generation_time():
     # Rank 0 generates for 2 + 1 s, and at the same time rank 1 generates for 1 + 3 s.  The sum of each window's
     # largest time would be 2 + 3 s.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
-    assert metrics.contract.it_tokens_per_sec(totals) == 500.0
+    assert metrics.table.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
 
 

@@ -10,9 +10,9 @@ from builders import Job, device_window, full, reports, row
 from cases import cases, repeats
 
 from effllm.config.settings import MIN_WINDOW_S, Config, read_config
+from effllm.job.account import Rows
 from effllm.job.joining import MAX_WAIT_S, WindowJoiner, join
 from effllm.job.open_windows import MAX_PENDING_BYTES
-from effllm.job.account import Rows
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Allocator, Gauge, Integrals
 

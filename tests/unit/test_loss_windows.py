@@ -8,10 +8,10 @@ from sink_examples import make_summary
 
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
+from effllm.job.account import Rows
 from effllm.job.goodput import Goodput
 from effllm.job.losses import Loss
 from effllm.job.memory_pressure import ERRORS, RETRIES, MemoryPressure
-from effllm.job.account import Rows
 from effllm.job.verdict import windows_of
 from effllm.records.rank import ValueStatistics
 from effllm.records.verdict import LossWindows

@@ -333,13 +333,13 @@ def test_formula_follows_what_is_known(name, changes, expected):
 
 def test_compression_ratio_is_size_ratio_times_kept_score():
     # A quarter of the size at 95 % of the score: 4 * 0.95.
-    assert metrics.contract.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
+    assert metrics.table.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
     for wrong in ((0, 4e9, 80, 76), (16e9, 0, 80, 76), (16e9, 4e9, 0, 76), (float("nan"), 4e9, 80, 76)):
         with pytest.raises(ValueError, match="above 0"):
-            metrics.contract.model_compression_ratio(*wrong)
+            metrics.table.model_compression_ratio(*wrong)
 
 
 def test_inference_throughput_is_not_divided_by_parameters():
-    assert metrics.contract.inference_throughput(900, 30.0) == 30.0
-    assert metrics.contract.inference_throughput(900, 0.0) is None
-    assert metrics.contract.inference_throughput(0, 30.0) is None
+    assert metrics.table.inference_throughput(900, 30.0) == 30.0
+    assert metrics.table.inference_throughput(900, 0.0) is None
+    assert metrics.table.inference_throughput(0, 30.0) is None
