@@ -7,9 +7,11 @@ import sys
 import time
 
 import pytest
+from cases import cases
 from nvml_library import GIB, Gpu, Trace, flat
 
 from effllm.devices import DeviceUnavailable, Site
+from effllm.devices._nvml_identity import choose_uuid
 
 # C, A, B is the order of NVML; the order of the PCI buses is A, B, C. Each GPU has a different amount of used memory.
 GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
@@ -49,42 +51,42 @@ def device_of(trace, **site):
         return reader.device.key, sample.memory_bytes / GIB
 
 
-@pytest.mark.parametrize(
+@cases(
     ("visible", "local_rank", "expected"),
     [
-        (None, 0, (A, 1)),
-        (None, 2, (C, 3)),
-        ("2,0,1", 0, (C, 3)),
-        ("2,0,1", 1, (A, 1)),
-        ("1", 0, (B, 2)),
-        ("1", 2, (B, 2)),  # the launcher makes one GPU visible to each rank
-        (f"{C},{A}", 1, (A, 1)),
-        ("GPU-cccc", 0, (C, 3)),
-        (f" {B} , 2 ", 1, (C, 3)),
-        ("1,99,0", 0, (B, 2)),
+        (None, 0, A),
+        (None, 2, C),
+        (None, 3, None),
+        ("", 0, None),
+        ("-1", 0, None),
+        ("0,1", 2, None),
+        ("2,0,1", 0, C),
+        ("2,0,1", 1, A),
+        ("1", 0, B),
+        ("1", 2, B),  # the launcher makes one GPU visible to each rank
+        (f"{C},{A}", 1, A),
+        ("GPU-cccc", 0, C),
+        ("GPU-aaaa", 0, None),  # two GPUs begin so
+        ("GPU-none", 0, None),
+        (f" {B} , 2 ", 1, C),
+        ("1,99,0", 0, B),
+        ("1,99,0", 1, None),  # CUDA ignores all entries after an invalid one
     ],
 )
-def test_visible_devices_in_any_order_select_the_correct_gpu(trace, visible, local_rank, expected):
-    assert device_of(trace, visible_devices=visible, local_rank=local_rank) == expected
+def test_visible_devices_in_any_order_select_the_correct_gpu(visible, local_rank, expected):
+    site, in_bus_order = Site(visible_devices=visible, local_rank=local_rank), [A, B, C]
+
+    if expected:
+        assert choose_uuid(site, in_bus_order) == expected
+    else:
+        with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
+            choose_uuid(site, in_bus_order)
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_rank"),
-    [
-        ("", 0),
-        ("-1", 0),
-        ("0,1", 2),
-        (None, 3),
-        ("1,99,0", 1),  # CUDA ignores all entries after an invalid one
-        ("GPU-aaaa", 0),  # two GPUs begin so
-        ("GPU-none", 0),
-    ],
-)
-def test_local_rank_without_a_visible_gpu_causes_an_error(trace, visible, local_rank):
-    with (
-        pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
-        trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
-    ):
+def test_visible_gpu_of_a_rank_is_opened(trace):
+    assert device_of(trace, local_rank=2) == (C, 3)
+    assert device_of(trace, visible_devices="2,0,1", local_rank=1) == (A, 1)
+    with pytest.raises(DeviceUnavailable, match="local rank 3 has no GPU"), trace.reader(Site(local_rank=3)):
         pass
 
 

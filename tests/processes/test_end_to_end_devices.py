@@ -1,8 +1,5 @@
 """Complete jobs on devices with known true values: GPUs of a trace with the real pynvml, and simulated GPUs."""
 
-import math
-import time
-
 import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, sine
@@ -39,26 +36,17 @@ def trace(library, tmp_path):
     return trace
 
 
-def start_on(launch, trace, *arguments, visible=(None, None), **settings):
-    """Start one rank for each item of ``visible``; return the aggregator and the ranks."""
+def train_on(launch, trace, *arguments, visible=(None, None), **settings):
+    """Run one rank for each item of ``visible``; return the aggregator and the steps of each rank."""
     aggregator = launch.aggregator(**settings)
+    chosen = {"device": "nvml", "collection_interval": INTERVAL_S, "endpoint": aggregator.endpoint, **settings}
+    shown = [{} if one is None else {"CUDA_VISIBLE_DEVICES": one} for one in visible]
     ranks = [
         launch.python(
-            LOOP,
-            *arguments,
-            environ=jobs.rank_environ(rank, len(visible))
-            | trace.environment()
-            | ({} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}),
-            **{"device": "nvml", "collection_interval": INTERVAL_S, "endpoint": aggregator.endpoint, **settings},
+            LOOP, *arguments, environ=jobs.rank_environ(rank, len(visible)) | trace.environment() | environ, **chosen
         )
-        for rank, shown in enumerate(visible)
+        for rank, environ in enumerate(shown)
     ]
-    return aggregator, ranks
-
-
-def train_on(*arguments, **settings):
-    """Start ranks with `start_on` and wait for their end; return the aggregator and the steps of each rank."""
-    aggregator, ranks = start_on(*arguments, **settings)
     truths = [rank.done().output()["steps"] for rank in ranks]
     assert not aggregator.job.left()
     return aggregator, truths
@@ -106,56 +94,6 @@ def test_report_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, vis
     named = {row.rank: row.device for row in aggregator.ledger.ranks}
 
     assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
-
-
-def test_no_aec_is_reported_for_windows_without_the_energy_of_a_gpu(launch, trace):
-    aggregator, ranks = start_on(launch, trace, "--until", "enough", "--step-s", 0.02, log_interval=25)
-    ledger = aggregator.ledger
-    to_unix_s = time.time() - time.monotonic()
-
-    def windows(start_s, end_s=math.inf):
-        """Return the windows whose reports are all between two times of the monotonic clock."""
-        found, rows = ledger.windows, ledger.ranks
-        outside = {row.window for row in rows if row.start_time_s < start_s + to_unix_s}
-        outside |= {row.window for row in rows if row.end_time_s > end_s + to_unix_s}
-        inside = {row.window for row in rows} - outside
-        return [window for window in found if window.window in inside]
-
-    def with_aec(*moments_s):
-        return [window for window in windows(*moments_s) if "window/aec_watts" in window.values]
-
-    jobs.until(lambda: len(with_aec(0.0)) >= 5)
-    lost_s = time.monotonic() + 0.1
-    trace.fault(f"2 energy error 999 {lost_s}", f"2 power error 999 {lost_s}")
-    jobs.until(lambda: any(f"{B.uuid}: energy_j is not measured" in text for text in ledger.event_texts("agent")))
-    unseen_s = time.monotonic()
-    jobs.until(lambda: len(windows(unseen_s)) >= 3)
-    bad = windows(unseen_s)
-    trace.fault()
-    jobs.until(lambda: any(f"{B.uuid}: energy_j is measured again" in text for text in ledger.event_texts("agent")))
-    seen_s = time.monotonic()
-    jobs.until(lambda: len(with_aec(seen_s)) >= 3)
-    for rank in ranks:
-        (rank.folder / "enough").touch()
-    for rank in ranks:
-        rank.done()
-    assert not aggregator.job.left()
-    summary = ledger.summary
-
-    for window in bad:
-        assert "window/aec_watts" not in window.values
-        assert window.coverage.energy < 0.6  # of A alone
-        assert window.values["window/amu_gb"] > 0  # means are there
-    assert max(window.coverage.energy for window in bad) == pytest.approx(0.5, abs=0.1)
-    assert all(window.values["window/aec_watts"] > 0 for window in (*with_aec(0.0, lost_s), *with_aec(seen_s)))
-
-    assert summary.energy.total_joules is None
-    assert summary.energy.measured_joules > 0
-    assert "energy/total_joules" not in summary.metrics
-    assert "measured only in part" in aggregator.job.stdout
-    # AEC of the run: joules of complete windows divided by seconds of complete windows.
-    both_w = 400 + 200
-    assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)
 
 
 def test_console_prints_no_energy_line_without_energy(launch, trace):

@@ -47,6 +47,7 @@ class Run:
     ended_s: float  # monotonic time when all processes had ended
     to_monotonic_s: float
     fault_s: float  # monotonic time of the fault
+    printed: str  # by the aggregator
 
     @property
     def summary(self) -> Summary:
@@ -92,7 +93,9 @@ def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
         assert not aggregator.job.left()
         iterations_ended_s = max(end_s for rank in steps for _, end_s in rank)
         to_monotonic_s = time.monotonic() - time.time()
-        return Run(aggregator.ledger, iterations_ended_s, time.monotonic(), to_monotonic_s, fault_s)
+        return Run(
+            aggregator.ledger, iterations_ended_s, time.monotonic(), to_monotonic_s, fault_s, aggregator.job.stdout
+        )
 
 
 def showing(trace: Trace, device: str) -> dict[str, str]:
@@ -310,12 +313,17 @@ def test_rank_without_nvml_trains_and_reports_the_reason(crippled):
 
 
 def test_coverage_of_energy_is_the_share_of_measured_gpus(crippled):
-    coverages = [window.coverage for window in crippled.ledger.windows[:18]]
+    windows = crippled.ledger.windows[:18]
+    coverages = [window.coverage for window in windows]
     summary = crippled.summary
 
     assert coverages[1].energy == pytest.approx(2 / 3, abs=0.02)
     assert coverages[-1].energy == pytest.approx(1 / 3, abs=0.02)
     assert [one.gpus_measured for one in (coverages[1], coverages[-1])] == [2, 1]
+    assert not [window for window in windows if "window/aec_watts" in window.values], "one GPU has no energy"
+    assert windows[-1].values["window/amu_gb"] > 0  # means are there
+    assert not {"aec_watts", "energy/total_joules"} & summary.metrics.keys()
+    assert "measured only in part" in crippled.printed
     assert {one.gpus_expected for one in coverages} == {3}
     assert summary.energy.total_joules is None
     assert summary.energy.measured_joules == pytest.approx(math.fsum(summary.energy.by_device.values()))

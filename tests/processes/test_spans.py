@@ -44,20 +44,12 @@ def test_energy_of_a_span_agrees_with_the_trace(traced):
     wrong_j = [abs(part["joules"] - true) for part, true in zip(found, truths_j, strict=True)]
 
     assert len(found) == 12
-    assert all(part["covered_s"] == pytest.approx((part["end_ns"] - part["start_ns"]) * NS) for part in found), (
-        "each span is covered"
-    )
+    assert all(one["end_ns"] == other["start_ns"] for one, other in itertools.pairwise(found))
+    assert (truth["lost"], truth["waiting"]) == (0, 0)
+    assert all(part["covered_s"] == pytest.approx((part["end_ns"] - part["start_ns"]) * NS) for part in found)
     assert sum(wrong <= error_j(part) + 0.5 for wrong, part in zip(wrong_j, found, strict=True)) >= 10
     assert statistics.fmean(wrong_j) < 0.02 * statistics.fmean(truths_j)
     assert sum(part["joules"] for part in found) == pytest.approx(sum(truths_j), rel=0.01)
-
-
-def test_span_of_a_chain_begins_at_the_end_of_the_previous_span(traced):
-    truth = traced(Gpu("GPU-a", "0:01:00"), 8, 0.1)
-    found = parts(truth)
-
-    assert all(one["end_ns"] == other["start_ns"] for one, other in itertools.pairwise(found))
-    assert (truth["lost"], truth["waiting"]) == (0, 0)
 
 
 def test_power_temperature_utilization_and_memory_are_in_a_span(traced):
