@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
+
+from nvml_library import Curve
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.energy import EnergyAmount
@@ -21,16 +22,6 @@ NS = 1_000_000_000
 BEGIN_S = 1000.0
 EDGE_WAIT_S = 1.0  # as in effllm/agent/track.py
 HORIZON_S = 5000.0  # length of a telegraph signal
-
-
-class Power(Protocol):
-    """Common interface of `nvml_library.Curve` and `Telegraph`."""
-
-    def at(self, t: float) -> float:
-        """Return the watts at a moment."""
-
-    def integral(self, t0: float, t1: float) -> float:
-        """Return the joules between two moments."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +46,9 @@ class Telegraph:
         switches, high_s = _switches(self.mean_s, self.seed)
         index = bisect.bisect_right(switches, t)
         return high_s[index] + ((t - switches[index - 1]) if index % 2 else 0.0)
+
+
+Power = Curve | Telegraph
 
 
 @functools.lru_cache

@@ -1,6 +1,5 @@
 """effllm/devices/nvml.py with the real pynvml and the NVML library of the tests."""
 
-import json
 import os
 import subprocess
 import sys
@@ -323,70 +322,6 @@ def test_missing_gpu_is_not_read_until_it_is_found_again(trace, reader):
     assert sample.memory_bytes is None  # the old handle can now be a handle of another GPU
     assert set(failures.values()) == {"Uninitialized"}
     assert back.memory_bytes == 1 * GIB
-
-
-HANGS = """
-import json, os, sys, time
-from effllm.agent import sampler
-from effllm.devices import Site, open_device
-from effllm.agent.track import DeviceTrack
-
-sampler.STALE_AFTER_S = 1.5  # a busy machine delays a read by some tenths of a second
-lines, events, num_samples = [], [], 0
-open_reader = lambda: open_device("nvml", Site(visible_devices="0"))
-reading = sampler.Sampler(open_reader, 0.02, lambda event: lines.append(event.text), os.eventfd(0))
-track = DeviceTrack(reading, 0.02)
-reading.start()
-
-def until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-        track.take_samples()
-        events.extend((one.kind, one.text) for one in track.take_events(time.monotonic_ns(), time.time()))
-
-until(lambda: track.series is not None and track.series.newest_ns)
-start_ns = track.series.newest_ns
-path = os.environ["NVML_TRACE"] + ".faults"
-open(path + ".draft", "w").write("1 energy hang " + sys.argv[1])
-os.replace(path + ".draft", path)
-until(lambda: events)
-hung_ns = time.monotonic_ns()
-result = {"settled": track.is_settled(hung_ns), "stale_s": reading.stale_s()}
-if float(sys.argv[1]) < 5:
-    until(lambda: len(events) > 1)
-    end_ns = time.monotonic_ns()
-    track.ask(end_ns)
-    until(lambda: track.series.is_settled(end_ns))
-    result["energy"] = track.series.integrals(start_ns, end_ns).energy.joules
-    result["truth"] = 300.0 * (end_ns - start_ns) / 1e9
-began_s = time.monotonic()
-result["stopped"] = reading.stop(0.2)
-result["stop_s"] = time.monotonic() - began_s
-print(json.dumps(result | {"events": events, "lines": lines}))
-"""
-
-
-def test_hanging_call_marks_the_device_as_stale_without_blocking(trace):
-    result = json.loads(run_python(HANGS, "30", **trace.environment()))
-
-    assert [kind for kind, _ in result["events"]] == ["stale"]
-    assert f"{A} is stale" in result["events"][0][1]
-    assert result["settled"]  # the window does not wait for this device
-    assert result["stale_s"] >= 1.5
-    assert not result["stopped"]
-    assert result["stop_s"] < 10.0  # of the 30 s
-
-
-@pytest.mark.alone
-def test_energy_is_complete_after_a_hanging_call(trace):
-    result = json.loads(run_python(HANGS, "4", **trace.environment()))
-
-    assert [kind for kind, _ in result["events"]] == ["stale", "stale"]
-    assert result["events"][1][1].endswith("answers again")
-    assert result["energy"] == pytest.approx(result["truth"], rel=0.005)
-    assert result["stopped"]
 
 
 def test_all_energy_of_a_gpu_belongs_to_its_only_slice(sliced):
