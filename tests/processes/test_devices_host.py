@@ -268,23 +268,19 @@ def test_reader_searches_descendants_every_ten_seconds(trainer, reader, clock):
     assert late.memory_bytes / MIB - before > 40
 
 
-def test_reading_an_ended_trainer_is_reported_as_a_failure(trainer, reader):
+@pytest.mark.parametrize("is_zombie", [False, True])
+def test_reading_an_ended_trainer_is_reported_as_a_failure(trainer, reader, is_zombie):
     reader.read()
-    trainer.end()
+    if is_zombie:
+        os.kill(trainer.pid, signal.SIGKILL)
+        wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
+    else:
+        trainer.end()
 
     sample, failures = reader.read()
 
     assert (sample.memory_bytes, sample.utilization) == (None, None)
     assert failures == dict.fromkeys(["memory_bytes", "utilization"], "the trainer has ended")
-
-
-def test_zombie_trainer_is_reported_as_ended(trainer, reader):
-    os.kill(trainer.pid, signal.SIGKILL)
-    wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
-
-    _, failures = reader.read()
-
-    assert failures["memory_bytes"] == "the trainer has ended"
 
 
 def test_reads_with_an_invalid_trainer_pid_are_reported_as_failures(clock, no_rapl):

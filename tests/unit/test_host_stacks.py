@@ -205,24 +205,20 @@ def test_call_into_c_is_recognised_from_the_line_if_it_is_the_only_call(tmp_path
     assert lines((stack, 1.0), folder=str(tmp_path)) == [(kind, "<module> (train.py:2)", function, RATE_HZ)]
 
 
-@pytest.mark.parametrize("path", ["/nowhere/train.py", "/dev/zero", "<string>", "a\0b", "/job/zipped.zip/pkg/mod.py"])
-def test_files_that_cannot_be_read_have_names(path):
-    ((kind, line, function, samples),) = lines(((("f", path, 3),), 1.0))
-
-    assert (kind, function, samples) == ("other", "", RATE_HZ)
-    assert line.endswith(":3)")
-
-
-def test_cell_of_a_notebook_has_a_name():
-    kernel = ("run_cell", f"{SITE}/IPython/core/interactiveshell.py", 3077)
-    cell = "/tmp/ipykernel_4711/1094765309.py"
-
-    (found,) = lines(((kernel, ("<module>", cell, 3), ("slow", cell, 2)), 1.0))
-    assert found == ("other", "slow (notebook cell:2)", "", 50)
-
-
-def test_names_have_no_line_breaks():
-    assert lines(((("f;\n g", "/job/мой код/a;b.py", 3),), 1.0)) == [("other", "f g (мой код/a b.py:3)", "", RATE_HZ)]
+@pytest.mark.parametrize(
+    ("function", "path", "name"),
+    [
+        ("f", "/nowhere/train.py", "f (/nowhere/train.py:3)"),
+        ("f", "/dev/zero", "f (/dev/zero:3)"),
+        ("f", "<string>", "f (<string>:3)"),
+        ("f", "a\0b", "f (a b:3)"),
+        ("f", "/job/zipped.zip/pkg/mod.py", "f (zipped.zip/pkg/mod.py:3)"),
+        ("slow", "/tmp/ipykernel_4711/1094765309.py", "slow (notebook cell:3)"),
+        ("f;\n g", "/job/мой код/a;b.py", "f g (мой код/a b.py:3)"),
+    ],
+)
+def test_line_of_any_file_has_a_name_in_one_line(function, path, name):
+    assert lines(((MAIN, (function, path, 3)), 1.0)) == [("other", name, "", RATE_HZ)]
 
 
 def test_deep_stacks_keep_their_innermost_frames():

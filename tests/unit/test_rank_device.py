@@ -95,20 +95,6 @@ def test_gpus_of_an_earlier_training_are_forgotten():
     assert (declared.facts.gpus, declared.facts.cuda_uuid) == ((), UUIDS[2])
 
 
-def test_allocator_without_statistics_ends_no_step_and_no_phase():
-    torch = FakeTorch(1, (0,))
-    torch.cuda.memory_stats_as_nested_dict = lambda: 1 / 0
-    loop = Loop(torch)
-    loop.recorder.phase_start("checkpoint")
-    loop.recorder.phase_end()
-    loop.iterate(5)
-    loop.recorder.phase_start("evaluation")
-    loop.recorder.phase_end()
-    loop.close()
-
-    assert loop.warned == ["the memory of torch's allocator is not measured: ZeroDivisionError: division by zero"]
-
-
 def test_parameters_on_the_host_say_nothing():
     declared = Declared()
     declared.parameters_on([SimpleNamespace(type="cpu", index=None)])

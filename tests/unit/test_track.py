@@ -177,24 +177,29 @@ def test_energy_of_edges_is_not_final_during_calibration(tracked):
     assert track.is_settled(past_ns)
 
 
-def test_hanging_device_is_reported_once_without_waiting(tracked, monkeypatch):
+def test_hanging_device_is_reported_once_and_its_energy_is_complete(tracked, wake, monkeypatch):
     monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
     answer = threading.Event()
     reader = Gpu(hold=answer)
     track = tracked(reader)
     track.take_samples()
-    edge_ns = time.monotonic_ns()
+    start_ns, edge_ns = track.series.newest_ns, time.monotonic_ns()
     track.ask(edge_ns)
     assert reader.holding.wait(5.0)
     assert not track.is_settled(edge_ns)
     until(lambda: track.sampler.stale_s() is not None)
 
-    assert track.is_settled(edge_ns)
+    assert track.is_settled(edge_ns), "a window does not wait for this device"
     assert events_of(track) == [("stale", "GPU-0 is stale: a read has not returned for 0 s")]
     assert events_of(track) == []
     answer.set()
     until(lambda: track.sampler.stale_s() is None)
     assert events_of(track) == [("stale", "GPU-0 answers again")]
+    woken(wake)
+    track.take_samples()
+    end_ns = track.series.newest_ns
+    assert end_ns > edge_ns
+    assert track.series.integrals(start_ns, end_ns).energy.joules == pytest.approx(100.0 * (end_ns - start_ns) / NS)
 
 
 def events_of(track):
