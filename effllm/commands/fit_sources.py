@@ -12,7 +12,7 @@ from effllm.analysis.yaml_document import load_yaml
 from effllm.config.isolated import NoAnswer
 from effllm.memory.architectures import UnknownArchitecture, architecture_of
 from effllm.memory.config_json import find_model, find_variant, known_models, read_config, similar_names
-from effllm.memory.megatron_arguments import ambiguous, is_megatron, read_script, read_settings, read_shape
+from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.model_count import can_count, count_model, stated_model, with_counted
 from effllm.memory.stated_fields import StatedFields, left_out
@@ -100,7 +100,7 @@ def _file(path: Path, sizes: StatedSizes) -> FoundModel:
     try:
         if path.suffix in (".yaml", ".yml"):
             return _yaml(path, text, sizes)
-        if path.suffix != ".json" and is_megatron(read_script(text)):
+        if path.suffix != ".json" and {"num-layers", "hidden-size"} <= read_script(text).keys():
             return _megatron(text, sizes.vocab, path.stem, str(path))
         return _json(path, text, sizes)
     except (RecursionError, WrongModel) as error:

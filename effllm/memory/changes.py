@@ -51,10 +51,7 @@ class FittingChange:
 def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: bool = False) -> list[FittingChange]:
     """Return the cheapest changes with which the upper limit of the interval fits; none contains another.
 
-    Args:
-        given: the estimate of a plan that does not fit.
-        usable_bytes: memory of a GPU.
-        keeps_gpus: whether the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
+    If ``keeps_gpus``, the number of GPUs is given, so that a larger TP leaves fewer ranks for data parallelism.
     """
     if not given.shape.has_known_layers:
         return []
@@ -69,43 +66,37 @@ def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: b
             settings = dict(changed)
             if len(settings) < len(changed) or any(subset <= names for subset in sets):
                 continue
-            plan = _same_batch(replace(given.plan, **settings), given.plan)
-            try:
-                total = estimate(given.shape, plan).total
-            except ImpossiblePlan:
-                continue
-            if total.high <= usable_bytes:
+            change = _together(chosen, replace(given.plan, **settings), given, keeps_gpus)
+            if change is not None and change.total.high <= usable_bytes:
                 sets.append(names)
-                options, costs = _options(chosen, plan, given.plan, keeps_gpus), tuple(_costs(chosen, plan, given.plan))
-                fitting.append(FittingChange(" ".join(options), costs, sum(pick.rank for pick in chosen), plan, total))
+                fitting.append(change)
         if len(fitting) >= MAX_CHANGES:
             break
     return sorted(fitting, key=lambda change: (change.rank, change.total.high))[:MAX_CHANGES]
 
 
-def _same_batch(plan: MemoryPlan, before: MemoryPlan) -> MemoryPlan:
-    """Return a plan with fewer ranks for data parallelism with more accumulation, for the same global batch."""
-    if not plan.is_training or plan.dp >= before.dp:
-        return plan
-    return replace(plan, accumulation=plan.accumulation * before.dp // plan.dp)
-
-
-def _options(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan, keeps_gpus: bool) -> Iterator[str]:
+def _together(
+    chosen: Sequence[PlanChange], plan: MemoryPlan, given: MemoryEstimate, keeps_gpus: bool
+) -> FittingChange | None:
+    """Return changes as one; fewer ranks for data parallelism have more accumulation, for the same global batch."""
+    before = given.plan
+    costs, options = [change.cost for change in chosen if change.cost], [change.options for change in chosen]
     if keeps_gpus and plan.gpus > before.gpus:
-        yield f"--gpus {plan.gpus}"
-    yield from (change.options for change in chosen)
-    if plan.accumulation != before.accumulation:
-        yield f"--accumulation {plan.accumulation}"
-
-
-def _costs(chosen: Sequence[PlanChange], plan: MemoryPlan, before: MemoryPlan) -> Iterator[str]:
-    yield from (change.cost for change in chosen if change.cost)
+        options.insert(0, f"--gpus {plan.gpus}")
     if plan.gpus > before.gpus:
-        yield f"{plan.gpus // before.gpus} times as many GPUs"
+        costs.append(f"{plan.gpus // before.gpus} times as many GPUs")
     if plan.dp < before.dp and plan.is_training:
-        yield f"DP {plan.dp} instead of {before.dp}, with the accumulation that keeps the global batch"
+        plan = replace(plan, accumulation=plan.accumulation * before.dp // plan.dp)
+        costs.append(f"DP {plan.dp} instead of {before.dp}, with the accumulation that keeps the global batch")
     elif plan.dp < before.dp:
-        yield f"replicas on these GPUs: {plan.dp} instead of {before.dp}"
+        costs.append(f"replicas on these GPUs: {plan.dp} instead of {before.dp}")
+    if plan.accumulation != before.accumulation:
+        options.append(f"--accumulation {plan.accumulation}")
+    try:
+        total = estimate(given.shape, plan).total
+    except ImpossiblePlan:
+        return None
+    return FittingChange(" ".join(options), tuple(costs), sum(change.rank for change in chosen), plan, total)
 
 
 def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:

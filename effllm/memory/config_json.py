@@ -37,7 +37,12 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
         UnknownArchitecture: there are no formulas for its architecture.
         WrongModel: sizes are missing or impossible.
     """
-    notes = _quantization(fields)
+    quantized = [config for part in configs(fields) if isinstance(config := part.get("quantization_config"), Mapping)]
+    notes = [
+        f"the weights are quantized ({text(config, 'quant_method') or 'an unknown method'}), which is not read: the "
+        "estimate is without it; --base-bits 4 or 8 estimates quantized matrices, for a training together with --lora"
+        for config in quantized[-1:]
+    ]
     other = [key for key in ("vision_config", "audio_config") if key in fields]
     if other:
         notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
@@ -48,10 +53,8 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
         fields = _text_model(inner, fields, notes)
     architecture = text(fields, "model_type") or architecture_of(fields)
     if not architecture:
-        stated = (
-            f"model_type is {written(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
-        )
-        raise WrongModel(f"{stated}, and architectures name no class: give the config.json of a model")
+        stated = written(fields.get("model_type"))
+        raise WrongModel(f"model_type is {stated}, and architectures name no class: give the config.json of a model")
     if architecture not in architectures():
         key = "model_type" if text(fields, "model_type") else "architectures"
         raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
@@ -81,53 +84,16 @@ def _of_mistral(fields: Fields) -> Fields:
 def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
     stated = {key: value for key, value in inner.items() if value is not None}
-    stated["tie_word_embeddings"] = _tied(inner, outer, notes)
+    key = "tie_word_embeddings"
+    places = [flag(place, key, False) for place in (inner, outer) if place.get(key) is not None]
+    stated[key] = any(places) if places else None
+    if len(set(places)) != 1:  # the classes of transformers read one, the other, or either
+        notes.append(f"{key} is not stated once: with the extra fit, the class of the model decides about its head")
     defaults = text_defaults().get(text(inner, "model_type"), {})
     absent = [key for key in defaults if key not in stated]
     if absent:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
     return {**defaults, **stated}
-
-
-#: Whose tie_word_embeddings transformers 5.23 obeys in a multimodal model: that of the outer config, with true or false
-#: as default, or of the text model, or either one; measured for each class. Others: the text model, or else outside.
-_OUTER_OR_TRUE = re.compile(
-    "aya_vision|cohere2_vision|deepseek_vl(_hybrid)?|gemma3|got_ocr2|internvl|janus|kimi_k25|lighton_ocr|mistral3|ovis2"
-    "|paligemma|pp_chart2table"
-)
-_OUTER_OR_FALSE = re.compile(
-    "cosmos3_omni|exaone4_5|idefics[23]|llava_next|qianfan_ocr|qwen3_vl(_moe)?|smolvlm|video_llava|vipllava"
-)
-_INNER = re.compile("llama4|blip-2|instructblip(video)?")
-_EITHER = re.compile("llava|llava_next_video|llava_onevision|qwen2(_5)?_vl|video_llama_3")
-
-
-def _tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
-    """Return whether the head of a multimodal model is its embedding; None: the default of the text model."""
-    kind, key = text(outer, "model_type"), "tie_word_embeddings"
-    if (is_default := _OUTER_OR_TRUE.fullmatch(kind) is not None) or _OUTER_OR_FALSE.fullmatch(kind):
-        if is_default and outer.get(key) is None:
-            notes.append(
-                f"{key} of {kind} is not stated, so head and embedding are one in transformers: a checkpoint with a "
-                "head of its own has more parameters"
-            )
-        return flag(outer, key, is_default)
-    if _EITHER.fullmatch(kind):
-        return flag(outer, key, False) or flag(inner, key, False)
-    places = (inner,) if _INNER.fullmatch(kind) else (inner, outer)
-    return next((place[key] for place in places if place.get(key) is not None), None)
-
-
-def _quantization(fields: Fields) -> list[str]:
-    """Return a note if the weights of a config are quantized: the estimate is that of the unquantized model."""
-    stated = [
-        part["quantization_config"] for part in configs(fields) if isinstance(part.get("quantization_config"), Mapping)
-    ]
-    return [
-        f"the weights are quantized ({text(config, 'quant_method') or 'an unknown method'}), which is not read: the "
-        "estimate is without it; --base-bits 4 or 8 estimates quantized matrices, for a training together with --lora"
-        for config in stated[-1:]
-    ]
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -144,7 +110,6 @@ class KnownModel(msgspec.Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the remarks of the row, and that its sizes were not compared."""
         unsure = "" if self.compared else "the sizes of this row were not compared with a source: check its config.json"
         return tuple(note for note in (self.note, unsure) if note)
 

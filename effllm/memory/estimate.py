@@ -8,27 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from effllm.memory import states
 from effllm.memory.blocks import FULL, TensorSizes
-from effllm.memory.model import ModelShape, ParameterTensor
+from effllm.memory.model import Group, ModelShape, ParameterTensor
 from effllm.memory.plan import MemoryPlan, check_plan
-from effllm.memory.states import (
-    ADAPTER_BYTES,
-    ParameterCounts,
-    Stage,
-    count_parameters,
-    divided,
-    double_quantization_saving,
-    elements,
-    gradient_bytes,
-    largest_matrix,
-    parameter_tensors,
-    rank_tensors,
-    stages,
-    state_bytes,
-    trained_tensors,
-    unquantized_expert_bytes,
-    weight_bytes,
-)
+from effllm.memory.states import ADAPTER_BYTES, Stage, divided, elements
 from effllm.memory.training import held_by_products, torch_tiles, training_course
 
 
@@ -125,7 +109,7 @@ class MemoryEstimate:
 
     shape: ModelShape
     plan: MemoryPlan
-    parameters: ParameterCounts
+    parameters: states.ParameterCounts
     trained: float  # parameters that the optimizer changes, of all ranks together
     parts: tuple[MemoryPart, ...]
     moment: str  # of the peak
@@ -146,13 +130,14 @@ def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None 
     check_plan(plan, shape)
     plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
     parts_of = partial(_training_parts, measured=measured) if plan.is_training else _serving_parts
-    moments = [moment for stage in stages(shape, plan) for moment in parts_of(shape, plan, stage)]
-    trained = float(elements(trained_tensors(plan, parameter_tensors(shape)))) if plan.is_training else 0.0
+    moments = [moment for stage in states.stages(shape, plan) for moment in parts_of(shape, plan, stage)]
+    trained = states.trained_tensors(plan, states.parameter_tensors(shape)) if plan.is_training else []
     totals = [total_of(part.bytes for part in parts) for _, parts in moments]
     moment, parts = max(zip(totals, moments, strict=True), key=lambda pair: pair[0].expected)[1]
-    total, counts = _largest(totals), count_parameters(shape)
+    total, counts = _largest(totals), states.count_parameters(shape)
     allocated, reserved = (_largest([_of_torch(plan, parts, out) for _, parts in moments]) for out in _OUTSIDE)
-    return MemoryEstimate(shape, plan, counts, trained, tuple(parts), moment, total, allocated, reserved)
+    count = float(elements(trained))
+    return MemoryEstimate(shape, plan, counts, count, tuple(parts), moment, total, allocated, reserved)
 
 
 def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
@@ -191,23 +176,19 @@ def _with_rest(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
 
 def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured: MeasuredStep | None) -> list[Moment]:
     """Return the parts at the two moments of a training step that can have its peak."""
-    held = rank_tensors(shape, plan, stage)
-    trained = trained_tensors(plan, held)
-    states = state_bytes(plan, divided(plan, trained, 1))
-    all_gradients = gradient_bytes(plan, trained)
-    held_gradients = gradient_bytes(plan, divided(plan, trained, 2))
-    at_peak, activations, again = _forward_and_backward(shape, plan, stage, held, measured)
+    held = states.rank_tensors(shape, plan, stage)
+    trained = states.trained_tensors(plan, held)
+    all_gradients = states.gradient_bytes(plan, trained)
+    held_gradients = states.gradient_bytes(plan, divided(plan, trained, 2))
+    at_peak, activations = _forward_and_backward(shape, plan, stage, held, measured)
     gradients = at_peak * (held_gradients / all_gradients if all_gradients else 1.0)
-    sizes = weight_bytes(plan, held, trained)
-    buffers = communication(plan, all_gradients, sizes, sizes / stage.layers)
+    sizes = states.weight_bytes(plan, held, trained)
+    of_optimizer = ByteRange.exact(states.state_bytes(plan, divided(plan, trained, 1)))
     master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     fixed = [
         _weights(plan, held, trained, measured),
-        _static("optimizer states", states, plan.optimizer + master),
-        MemoryPart("communication buffers", buffers, _PUBLISHED),
-        *_of_quantized_base(plan, held, again),
-        MemoryPart("CUDA context", CUDA_CONTEXT[plan.implementation], _PUBLISHED),
-        _WORKSPACE,
+        MemoryPart("optimizer states", of_optimizer, plan.optimizer + master),
+        *_fixed(plan, held, communication(plan, all_gradients, sizes, sizes / stage.layers)),
     ]
     basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
     largest = max(held_gradients, gradients)
@@ -215,42 +196,43 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     # flat parameter with adapters as a whole.
     flat = elements(divided(plan, held, 2)) * plan.numbers.gradients if plan.lora_rank and plan.zero == 3 else 0.0
     of_gradients = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
-    forward_backward = [MemoryPart("gradients", of_gradients, basis, largest), *activations]
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
     copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
-        _static("gradients", held_gradients, basis),
+        MemoryPart("gradients", ByteRange.exact(held_gradients), basis),
         MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
     ]
+    forward_backward = [MemoryPart("gradients", of_gradients, basis, largest), *activations]
     moments = (FORWARD_BACKWARD, forward_backward), (OPTIMIZER_STEP, optimizer_step)
     return [(name, _with_rest(plan, [*fixed, *parts])) for name, parts in moments]
 
 
 def _forward_and_backward(
     shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor], measured: MeasuredStep | None
-) -> tuple[float, list[MemoryPart], float]:
-    """Return the gradients at the peak, the parts of the activations, and the inputs that a quantized base keeps."""
+) -> tuple[float, list[MemoryPart]]:
+    """Return the gradients at the peak, and the parts of the activations."""
     if not shape.has_known_layers:
         if measured is None:
-            gradients = gradient_bytes(plan, trained_tensors(plan, held))
-            return gradients, [MemoryPart("activations", UNKNOWN, _NOT_KNOWN)], 0.0
-        low, high = 0.0 if measured.has_other_kernels else ACTIVATION_LIMITS[0], ACTIVATION_LIMITS[1]
+            gradients = states.gradient_bytes(plan, states.trained_tensors(plan, held))
+            return gradients, [MemoryPart("activations", UNKNOWN, _NOT_KNOWN)]
+        low = 0.0 if measured.has_other_kernels else ACTIVATION_LIMITS[0]
         basis = f"{_MEASURED}{'; low: its kernels need less' if measured.has_other_kernels else ''}"
-        size = ByteRange.exact(measured.activations).scaled(low, high)
-        return measured.gradients_at_peak, [MemoryPart("activations", size, basis)], 0.0
+        size = ByteRange.exact(measured.activations).scaled(low, ACTIVATION_LIMITS[1])
+        return measured.gradients_at_peak, [MemoryPart("activations", size, basis)]
     peak = training_course(shape, plan, stage, held).peak
-    once = training_course(shape, replace(plan, base_keeps_inputs=False), stage, held).peak
-    counted = _is_counted(shape, plan)
-    limits = ACTIVATION_LIMITS if counted else NOT_COUNTED_LIMITS
-    source = "errors of configurations counted on CPU" if counted else "assumed, no such plan was counted"
+    # Counted were configurations of one rank, with the kernels of transformers and of bitsandbytes.
+    is_counted = plan.gpus == plan.ep == 1 and plan.implementation == "transformers" and not plan.keeps_frozen_inputs
+    is_counted = is_counted and (plan.checkpointing != "selective" or plan.attention == "eager")
+    is_counted = is_counted and shape.architecture in COUNTED_ARCHITECTURES
+    limits = ACTIVATION_LIMITS if is_counted else NOT_COUNTED_LIMITS
+    source = "errors of configurations counted on CPU" if is_counted else "assumed, no such plan was counted"
     basis = f"tensors kept for the backward pass; limits: {source}"
     size = ByteRange.exact(peak.activations).scaled(*limits)
     if held_inputs := stage.layers * held_by_products(TensorSizes(shape, plan)):
         size = size._replace(low=(peak.activations - held_inputs) * limits[0])
         basis += "; low: use_reentrant=True frees the inputs of products of 8 bits"
-    part = MemoryPart("activations", size, basis)
-    return peak.gradients, [part, _logits(shape, plan, peak.logits, limits)], peak.activations - once.activations
+    return peak.gradients, [MemoryPart("activations", size, basis), _logits(shape, plan, peak.logits, limits)]
 
 
 def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
@@ -268,20 +250,13 @@ def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[floa
     return MemoryPart("logits", tiles, "a fused loss: tiles of TRL 1.16 with Triton; high: without Triton")
 
 
-def _is_counted(shape: ModelShape, plan: MemoryPlan) -> bool:
-    """Whether configurations of this kind were counted: one rank, kernels of transformers and of bitsandbytes."""
-    is_plain = plan.gpus == plan.ep == 1 and plan.implementation == "transformers" and not plan.keeps_frozen_inputs
-    is_plain = is_plain and (plan.checkpointing != "selective" or plan.attention == "eager")
-    return is_plain and shape.architecture in COUNTED_ARCHITECTURES
-
-
 def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
     """Return the parts of a server.
 
     The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
     """
-    held = rank_tensors(shape, plan, stage)
-    weights = weight_bytes(plan, held, [])
+    held = states.rank_tensors(shape, plan, stage)
+    weights = states.weight_bytes(plan, held, [])
     buffers = communication(plan, 0.0, weights, weights / stage.layers)
     if shape.has_known_layers:
         cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
@@ -292,19 +267,24 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
         ]
     else:
         dynamic = [MemoryPart("KV cache, activations", UNKNOWN, _NOT_KNOWN)]
-    parts = [
-        _weights(plan, held, []),
-        *dynamic,
-        MemoryPart("communication buffers", buffers, _PUBLISHED),
-        *_of_quantized_base(plan, held),
-        MemoryPart("CUDA context", CUDA_CONTEXT[plan.implementation], _PUBLISHED),
-        _WORKSPACE,
-    ]
-    return [(SERVING, parts)]
+    return [(SERVING, [_weights(plan, held, []), *dynamic, *_fixed(plan, held, buffers)])]
 
 
-# torch allocates the workspaces of cuBLAS, so that they are in its own counts.
-_WORKSPACE = MemoryPart("cuBLAS workspace", CUBLAS_WORKSPACE, "published peaks; not measured on a GPU")
+def _fixed(plan: MemoryPlan, held: list[ParameterTensor], buffers: ByteRange) -> list[MemoryPart]:
+    """Return the parts beside weights, states and tensors of a step; torch allocates the workspaces of cuBLAS.
+
+    A product copies its quantized matrix to its precision.  High: the head is quantized too, and the copy is made in
+    one type of 16 bits and cast to another, as in LitGPT.
+    """
+    parts = [MemoryPart("communication buffers", buffers, _PUBLISHED)]
+    if plan.base_bits:
+        size = plan.numbers.compute / plan.tp
+        expected = 0.0 if plan.is_training else states.largest_matrix([tensor for tensor in held if tensor.name]) * size
+        copies = ByteRange(0.0, expected, max(2 * states.largest_matrix(held) * size, expected))
+        basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
+        parts.append(MemoryPart("beside a quantized base", copies, basis))
+    context = MemoryPart("CUDA context", CUDA_CONTEXT[plan.implementation], _PUBLISHED)
+    return [*parts, context, MemoryPart("cuBLAS workspace", CUBLAS_WORKSPACE, _PUBLISHED)]
 
 
 def _fragmentation(plan: MemoryPlan, allocated: float) -> MemoryPart:
@@ -313,40 +293,27 @@ def _fragmentation(plan: MemoryPlan, allocated: float) -> MemoryPart:
     return MemoryPart("fragmentation", size, f"0 to {100 * shares[2]:.0f} %: published pairs of allocated and reserved")
 
 
-def _static(name: str, size: float, basis: str) -> MemoryPart:
-    return MemoryPart(name, ByteRange.exact(size), basis)
-
-
 def _weights(
     plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor], measured: MeasuredStep | None = None
 ) -> MemoryPart:
-    """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized."""
-    tensors = divided(plan, held, 3)
-    size, saving = weight_bytes(plan, tensors, divided(plan, trained, 3)), double_quantization_saving(plan, tensors)
-    more = unquantized_expert_bytes(plan, tensors) if plan.base_bits else 0.0
-    experts = "; high: experts are not quantized (transformers 5)" if more else ""
-    if measured and plan.base_bits:  # which matrices are quantized is then known
-        size, more, experts = measured.weights / (plan.shards if plan.zero == 3 else 1), 0.0, ""
-    bits = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
-    basis = bits if plan.base_bits else f"{plan.numbers.weights} bytes for each parameter"
-    return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + more), basis + experts)
+    """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized.
 
-
-def _of_quantized_base(plan: MemoryPlan, held: list[ParameterTensor], again: float = 0.0) -> list[MemoryPart]:
-    """Return copies of quantized matrices that other parts do not have, and inputs that are kept once more.
-
-    A product copies its matrix to the precision of the product.  High: the head is quantized too, and the copy is made
-    in one type of 16 bits and cast to another, as in LitGPT.  bitsandbytes before 0.43.2 keeps inputs as long as the
-    loss of their micro-batch exists: a loop whose variable holds it until the next loss has those of two micro-batches.
+    bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
     """
+    tensors = divided(plan, held, 3)
+    size = states.weight_bytes(plan, tensors, divided(plan, trained, 3))
     if not plan.base_bits:
-        return []
-    size = plan.numbers.compute / plan.tp
-    layers = [tensor for tensor in held if tensor.name]
-    expected = 0.0 if plan.is_training else largest_matrix(layers) * size
-    high = max(2 * largest_matrix(held) * size, expected) + again
-    basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
-    return [MemoryPart("beside a quantized base", ByteRange(0.0, expected, high), basis)]
+        return MemoryPart("weights", ByteRange.exact(size), f"{plan.numbers.weights} bytes for each parameter")
+    basis = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
+    saving = states.NF4_BYTES - states.NF4_DOUBLE_BYTES if plan.base_bits == 4 else 0.0
+    saving *= states.quantized_elements(tensors)
+    experts = [tensor for tensor in tensors if tensor.group == Group.EXPERT]
+    more = states.weight_bytes(replace(plan, base_bits=0), experts, []) - states.weight_bytes(plan, experts, [])
+    if measured:  # which matrices are quantized is then known
+        size, more = measured.weights / (plan.shards if plan.zero == 3 else 1), 0.0
+    elif more:
+        basis += "; high: experts are not quantized (transformers 5)"
+    return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + more), basis)
 
 
 def nccl_buffers(plan: MemoryPlan) -> ByteRange:

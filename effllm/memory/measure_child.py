@@ -21,11 +21,7 @@ from effllm.config.isolated import NoAnswer, answer
 from effllm.memory.estimate import MeasuredStep
 from effllm.memory.model_count import build_model
 from effllm.memory.plan import MemoryPlan
-from effllm.memory.quantized_stand_ins import quantize
 
-#: What has no answer with fake tensors, because the code reads the values of a tensor (pytorch/pytorch#126738).
-_DEPENDS_ON_VALUES = ("DataDependent", "DynamicOutputShape")
-_REMEDY = "train a step of it on a GPU, and read torch.cuda.max_memory_allocated()"
 #: Names of layers with a state in place of attention, whose kernels are in packages of their own.
 _RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightningattention", "shortconv", "rglru")
 
@@ -36,11 +32,7 @@ def main(_arguments: Sequence[str]) -> None:
 
 
 def measured(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `MeasuredStep` of a document with a config and a plan.
-
-    Raises:
-        NoAnswer: the model cannot be built or trained here; with the reason and the remedy.
-    """
+    """Return the fields of a `MeasuredStep` of a document with a config and a plan."""
     plan, fields = MemoryPlan(**document["plan"]), document["config"]
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # the error of an operation is raised as well
     _run_as_on_real_tensors()
@@ -50,7 +42,9 @@ def measured(document: Mapping[str, Any]) -> dict[str, Any]:
             attn_implementation="eager" if plan.attention == "eager" else None,
             dtype=torch.float32 if plan.numbers.weights == 4 else _short(plan),
         )
-        notes, has_other_kernels = list(_notes(model, plan)), _is_recurrent(model)
+        kinds = {type(module).__name__.lower() for module in model.modules()}
+        has_other_kernels = any(word in kind for kind in kinds for word in _RECURRENT)
+        notes = list(_notes(model, plan, has_other_kernels))
         model = _prepared(model, plan, fields)
         with FakeTensorMode():
             _make_fake(model)
@@ -59,15 +53,13 @@ def measured(document: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except ImportError as error:
         raise NoAnswer(f"this needs a package that is not installed: {error}") from None
-    except Exception as error:
-        kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
-        if any(word in kind for word in _DEPENDS_ON_VALUES):
-            why = f"its code reads the values of tensors ({lines[0][:100]}), which fake tensors do not have"
-        else:
-            why = f"{kind}: {lines[0][:200]}"
+    except Exception as error:  # such as the code of a model that reads values, which fake tensors do not have
+        lines = str(error).strip().splitlines() or [""]
         skip = "name the modules whose weights it reads in llm_int8_skip_modules of its quantization_config, or "
-        remedy = f"{skip if plan.base_bits else ''}{_REMEDY}"
-        raise NoAnswer(f"this model cannot be measured, because {why}: {remedy}") from error
+        raise NoAnswer(
+            f"this model cannot be measured, because {type(error).__name__}: {lines[0][:200]}: "
+            f"{skip if plan.base_bits else ''}train a step of it on a GPU, and read torch.cuda.max_memory_allocated()"
+        ) from error
 
 
 def _run_as_on_real_tensors() -> None:
@@ -91,7 +83,7 @@ def _run_as_on_real_tensors() -> None:
     masking_utils.find_packed_sequence_indices = lambda _position_ids: None
 
 
-def _notes(model: Any, plan: MemoryPlan) -> Iterator[str]:
+def _notes(model: Any, plan: MemoryPlan, has_other_kernels: bool) -> Iterator[str]:
     """Yield what is measured otherwise than a reader expects."""
     inner = model.config.get_text_config()
     if inner is not model.config:
@@ -100,13 +92,8 @@ def _notes(model: Any, plan: MemoryPlan) -> Iterator[str]:
         yield "measured with eager attention, because this model has no other"
     if any(hasattr(module, "is_concatenated") for module in model.modules()):
         yield f"measured with the {inner._experts_implementation} experts of transformers"
-    if _is_recurrent(model):
+    if has_other_kernels:
         yield "measured without the kernels of mamba_ssm, causal_conv1d and fla: with them a step needs less"
-
-
-def _is_recurrent(model: Any) -> bool:
-    kinds = {type(module).__name__.lower() for module in model.modules()}
-    return any(word in kind for kind in kinds for word in _RECURRENT)
 
 
 def _short(plan: MemoryPlan) -> torch.dtype:
@@ -120,7 +107,7 @@ def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
             module.config.use_cache = False
     if plan.base_bits:
         skipped = (fields.get("quantization_config") or {}).get("llm_int8_skip_modules")
-        quantize(model, plan.base_bits, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
+        quantize(model, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
     if plan.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -186,7 +173,8 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
     inputs |= {name: torch.zeros_like(words) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     storages = Storages()
     weights = storages.numbers_of(model.parameters())
-    states = storages.numbers_of(_tensors(optimizer))
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    states = storages.numbers_of(value for value in values if isinstance(value, torch.Tensor) and value.dim())
     other = storages.numbers_of((*model.buffers(), *inputs.values()))
     with storages:
         for _ in range(min(plan.accumulation, 2)):  # a third micro-batch needs as much as the second
@@ -208,11 +196,6 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
         activations=storages.size(live - weights - states - gradients),
         peak=max(storages.size(live), storages.size(storages.live_at_peak(len(storages.log), without=other))),
     )
-
-
-def _tensors(optimizer: Any) -> Iterable[Any]:
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
 
 
 class Storages(TorchDispatchMode):  # type: ignore[misc]
@@ -238,12 +221,9 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         if key not in self._numbers:
             self._numbers[key] = len(self._sizes)
             self.log.append(len(self._sizes))
-            weakref.finalize(storage, self._gone, key)
+            weakref.finalize(storage, lambda: self.log.append(-self._numbers.pop(key)))
             self._sizes.append(storage.nbytes())
         return self._numbers[key]
-
-    def _gone(self, key: int) -> None:
-        self.log.append(-self._numbers.pop(key))
 
     def size(self, numbers: Iterable[int]) -> int:
         """Return the bytes of storages."""
@@ -256,11 +236,62 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
             if abs(number) not in without:
                 live += self._sizes[number] if number > 0 else -self._sizes[-number]
                 most, peak = max((most, peak), (live, at + 1), key=lambda pair: pair[0])
-        return self.live(peak) - without
-
-    def live(self, end: int) -> set[int]:
-        """Return the storages that live at a position of the log."""
         numbers: set[int] = set()
-        for number in self.log[:end]:
+        for number in self.log[:peak]:
             numbers ^= {abs(number)}
-        return numbers
+        return numbers - without
+
+
+# --- stand-ins with the memory of bitsandbytes' linear modules, whose kernels have no fake tensors without a GPU ---
+
+
+class _Product4bit(torch.autograd.Function):  # type: ignore[misc]
+    """``MatMul4Bit`` of bitsandbytes 0.50.2: both passes make a copy of the matrix in the precision of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Any, module: Any) -> Any:
+        ctx.module = module
+        return torch.nn.functional.linear(inputs, module.copied(inputs.dtype), module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.matmul(gradient, ctx.module.copied(gradient.dtype)), None
+
+
+class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
+    """A linear module of 4 bits: NF4 in blocks of 64, without double quantization."""
+
+    def __init__(self, module: Any, computed: torch.dtype) -> None:
+        columns, rows = module.weight.shape if type(module).__name__ == "Conv1D" else reversed(module.weight.shape)
+        super().__init__(columns, rows, bias=False, device="meta")
+        packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8, device="meta")
+        scales = torch.empty(-(-rows * columns // 64), dtype=torch.float32, device="meta")
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.scales = torch.nn.Parameter(scales, requires_grad=False)
+        if module.bias is not None:
+            self.bias = torch.nn.Parameter(module.bias.to(computed), requires_grad=False)
+        self.computed = computed
+
+    def copied(self, computed: torch.dtype) -> torch.Tensor:
+        """Return the matrix in a precision."""
+        return torch.empty(self.out_features, self.in_features, dtype=computed)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product, as PEFT's adapters take it: copied once more."""
+        return _Product4bit.apply(inputs.to(self.computed), self).to(inputs.dtype).clone()
+
+
+def quantize(model: Any, computed: torch.dtype, skipped: Sequence[str] | None) -> None:
+    """Replace the matrices of a model that transformers quantizes with bitsandbytes, and freeze all others.
+
+    ``skipped`` is ``llm_int8_skip_modules`` of the config; None: the head, and modules with tied weights.
+    """
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    left_out = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+    for name, module in list(model.named_modules()):
+        is_matrix = type(module) is torch.nn.Linear or type(module).__name__ == "Conv1D"
+        if is_matrix and should_convert_module(name, left_out):
+            model.set_submodule(name, QuantizedLinear(module, computed))
+    model.requires_grad_(False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from effllm.memory.config_json import find_model
-from effllm.memory.model import MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
+from effllm.memory.model import MAX_LAYERS, MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
 from effllm.memory.stated_fields import training_systems
 
 Arguments = Mapping[str, str]
@@ -116,16 +116,8 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
         yield name.replace("_", "-"), (value if equals else following).translate(_AS_WRITTEN)
 
 
-def is_megatron(arguments: Arguments) -> bool:
-    return "num-layers" in arguments and "hidden-size" in arguments
-
-
 def read_shape(arguments: Arguments, name: str) -> ModelShape:
-    """Return the model of Megatron's arguments.
-
-    Raises:
-        WrongModel: an argument is missing or impossible.
-    """
+    """Return the model of Megatron's arguments."""
     if other := [f"--{name}" for name in OTHER_MODELS if name in arguments]:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
@@ -137,7 +129,10 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
     if "kv-channels" not in arguments and hidden % heads:
         raise WrongModel(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}")
     head_dim = _number(arguments, "kv-channels", hidden // heads)
-    rms, learned = arguments.get("normalization") == "RMSNorm", _learned_positions(arguments)
+    rms = arguments.get("normalization") == "RMSNorm"
+    is_learned = arguments.get("position-embedding-type", "learned_absolute") == "learned_absolute"
+    is_learned &= not _has(arguments, "use-rotary-position-embeddings", "enable-gpt-oss", "no-position-embedding")
+    positions = _number(arguments, "max-position-embeddings", _number(arguments, "seq-length", 0)) if is_learned else 0
     return ModelShape(
         name=name,
         architecture="megatron",
@@ -153,7 +148,7 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
         qkv_bias=bias or "add-qkv-bias" in arguments,
         out_bias=bias,
         mlp_bias=bias,
-        positions=learned,
+        positions=positions,
         norm_bias=not rms,
         layer_norm=not rms,
         qk_norm_per_layer=2 * head_dim * (1 if rms else 2) if "qk-layernorm" in arguments else 0,
@@ -167,13 +162,9 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
 
 
 def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a plan, with ``gpus`` and ``global_batch`` where they are stated, and notes.
-
-    The notes are what is estimated as another setting, and variables that have no value in the script.
-    """
-    notes = []
-    if "spec" in arguments:
-        notes.append("--spec names layers of another module: the estimate has those of Megatron's GPT model")
+    """Return the settings of a plan, with ``gpus`` and ``global_batch`` where they are stated, and notes."""
+    other_layers = "--spec names layers of another module: the estimate has those of Megatron's GPT model"
+    notes = [other_layers] if "spec" in arguments else []
     settings: dict[str, Any] = {}
     for key, name in _names("plan").items():
         if (value := arguments.get(name, "")).startswith("$"):
@@ -197,22 +188,13 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
         arguments.get("expert-tensor-parallel-size")
     elif "sequence-parallel" in arguments:
         settings["sequence_parallel"] = True
-    if "recompute-activations" in arguments:
-        settings["checkpointing"] = "selective"
-    if stated := arguments.get("recompute-granularity"):
-        settings["checkpointing"] = "full" if stated == "full" else "selective"
+    granularity = arguments.get("recompute-granularity")
+    if "recompute-activations" in arguments or granularity:
+        settings["checkpointing"] = "full" if granularity == "full" else "selective"
     processes, nodes = arguments.get("nproc-per-node", ""), arguments.get("nnodes", "1")
     if processes.isdigit() and nodes.isdigit():
         settings["gpus"] = int(processes) * int(nodes)
     return settings, notes
-
-
-def _learned_positions(arguments: Arguments) -> int:
-    if arguments.get("position-embedding-type", "learned_absolute") != "learned_absolute":
-        return 0
-    if _has(arguments, "use-rotary-position-embeddings", "enable-gpt-oss", "no-position-embedding"):
-        return 0
-    return _number(arguments, "max-position-embeddings", _number(arguments, "seq-length", 0))
 
 
 def _vocabulary(arguments: Arguments) -> int:
@@ -220,9 +202,8 @@ def _vocabulary(arguments: Arguments) -> int:
     if arguments.get("padded-vocab-size"):
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
-    vocab = TOKENIZERS.get(kind)
-    if row := find_model(arguments.get("tokenizer-model", "")):
-        vocab = row.shape.vocab
+    row = find_model(arguments.get("tokenizer-model", ""))
+    vocab = row.shape.vocab if row else TOKENIZERS.get(kind)
     if not arguments.get("vocab-size") and vocab is None:
         raise WrongModel(
             "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"
@@ -236,24 +217,24 @@ def _vocabulary(arguments: Arguments) -> int:
 def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
     if not arguments.get("num-experts"):
         return None
+    has_bias = "disable-bias-linear" not in arguments
+    # Every Nth layer from the first, or a list such as [0]*3+[1]*58.
+    stated = arguments.get("moe-layer-freq") or "1"
+    terms = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term) for term in stated.split("+")]
+    if stated.isdecimal() and 0 < int(stated) <= MAX_LAYERS:
+        count = -(-min(layers, MAX_LAYERS) // int(stated))
+    elif None in terms:
+        raise WrongModel(f"--moe-layer-freq {stated}: a whole number or a list such as [0]*3+[1]*58 can be read")
+    else:
+        count = sum(term[1].count("1") * int(term[2] or 1) for term in terms if term)
     return Experts(
         **_numbers(arguments, "experts"),
         intermediate=_number(arguments, "moe-ffn-hidden-size", width),
-        layers=_sparse_layers(arguments.get("moe-layer-freq") or "1", layers),
+        layers=count,
         shared_gate="moe-shared-expert-gate" in arguments,
-        router_bias="disable-bias-linear" not in arguments,
-        expert_bias="disable-bias-linear" not in arguments,
+        router_bias=has_bias,
+        expert_bias=has_bias,
     )
-
-
-def _sparse_layers(stated: str, layers: int) -> int:
-    """Return the number of layers with experts: every Nth from the first, or a list such as [0]*3+[1]*58."""
-    terms = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term) for term in stated.split("+")]
-    if stated.isdecimal() and 0 < int(stated) <= 10_000:
-        return -(-min(layers, 10_000) // int(stated))
-    if None in terms:
-        raise WrongModel(f"--moe-layer-freq {stated}: a whole number or a list such as [0]*3+[1]*58 can be read")
-    return sum(term[1].count("1") * int(term[2] or 1) for term in terms if term)
 
 
 def _names(kind: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ LEFT_OUT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers
 #: Names of the experts that compute a token, in the configs of transformers 5.23.
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "experts_per_token")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_QKV = ("q", "k", "v")
 
 
 def can_count() -> bool:
@@ -41,30 +40,42 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
 
     Raises:
         NoAnswer: the class is not named, or transformers cannot build it.
-        WrongModel: sizes are impossible.
+        WrongModel: there are more layers than are built in any time.
     """
     named = architecture_of(fields)
     if not named:
         raise NoAnswer("the config has no architectures, which name the class of the model")
-    _check(fields)
+    stated = {key: value for config in configs(fields) for key, value in config.items()}
+    for key in ALIASES["layers"]:
+        if isinstance(stated.get(key), (int, float)) and stated[key] > MAX_LAYERS:
+            raise WrongModel(f"{key} is {stated[key]}: a number from 1 to {MAX_LAYERS:,} is possible")
     reply = ask("effllm.memory.model_count", "build", fields, DEADLINE_S)
-    tensors = tuple(ParameterTensor(*row) for row in reply["tensors"])
-    notes = (f"parameters counted in {named} of transformers {reply['version']}", *_left_out(fields))
-    experts = _experts(tensors, reply["active_experts"], reply["experts"])
-    return _unknown_layers(name, named, tensors, notes, *reply["sizes"], experts=experts)
+    left_out = [f"{key} is {stated[key]}: transformers builds no such layers" for key in LEFT_OUT if stated.get(key)]
+    attributes = _UNKNOWN | {
+        **reply["sizes"],
+        "tensors": tuple(ParameterTensor(*row) for row in reply["tensors"]),
+        "notes": (f"parameters counted in {named} of transformers {reply['version']}", *left_out),
+        "experts": Experts(**reply["experts"], intermediate=1, layers=1) if reply["experts"] else None,
+    }
+    return ModelShape(name, named, **attributes)
+
+
+#: Of a model whose layers have no formulas.
+_UNKNOWN: dict[str, Any] = {
+    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"), 1),
+    "tied": True,
+    "has_known_layers": False,
+}
 
 
 def stated_model(name: str, architecture: str, parameters: int, active: int | None) -> ModelShape:
-    """Return the shape of a model of which only the number of parameters is known.
-
-    Raises:
-        WrongModel: more parameters are active than there are.
-    """
+    """Return the shape of a model of which only the number of parameters is known."""
     if active is not None and active > parameters:
         raise WrongModel(f"{active:,} of {parameters:,} parameters are active")
-    tensors = (ParameterTensor(Group.MLP, "", parameters, 0, 1),)
     notes = ("only the number of parameters is known: as vectors, without matrices for Adafactor, Muon or LoRA",)
-    return _unknown_layers(name, architecture or "this model", tensors, notes, active_parameters=active)
+    tensors = (ParameterTensor(Group.MLP, "", parameters, 0, 1),)
+    attributes = _UNKNOWN | {"tensors": tensors, "notes": notes, "active_parameters": active}
+    return ModelShape(name, architecture or "this model", **attributes)
 
 
 def with_counted(model: ModelShape, counted: ModelShape) -> ModelShape:
@@ -74,42 +85,8 @@ def with_counted(model: ModelShape, counted: ModelShape) -> ModelShape:
         return replace(model, notes=(*model.notes, *counted.notes))
     notes = [note for note in model.notes if not note.startswith(ONLY_TEXT)]
     more = f"the formulas of {model.architecture} give {totals[0]:,}"
-    return replace(model, tensors=counted.tensors, notes=(*notes, *counted.notes, more))
-
-
-def _experts(tensors: tuple[ParameterTensor, ...], active: int | None, total: int | None) -> Experts | None:
-    has_experts = any(tensor.group == Group.EXPERT for tensor in tensors)
-    if not has_experts or active is None or total is None or not 1 <= active <= total:
-        return None
-    return Experts(total=total, active=active, intermediate=1, layers=1)
-
-
-def _unknown_layers(
-    name: str,
-    architecture: str,
-    tensors: tuple[ParameterTensor, ...],
-    notes: tuple[str, ...],
-    layers: int = 1,
-    hidden: int = 1,
-    heads: int = 1,
-    **attributes: Any,
-) -> ModelShape:
-    attributes |= {"tied": True, "tensors": tensors, "notes": notes, "has_known_layers": False}
-    return ModelShape(name, architecture, layers, hidden, heads, 1, 1, 1, 1, **attributes)
-
-
-def _left_out(fields: Mapping[str, Any]) -> list[str]:
-    stated = {name: value for config in configs(fields) for name, value in config.items()}
-    return [f"{name} is {stated[name]}: transformers builds no such layers" for name in LEFT_OUT if stated.get(name)]
-
-
-def _check(fields: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers with which a model would not be built in any time."""
-    for config in configs(fields):
-        for name in ALIASES["layers"]:
-            value = config.get(name)
-            if isinstance(value, (int, float)) and value > MAX_LAYERS:
-                raise WrongModel(f"{name} is {value}: a number from 1 to {MAX_LAYERS:,} is possible")
+    tied = all(tensor.group != Group.HEAD for tensor in counted.tensors)
+    return replace(model, tensors=counted.tensors, tied=tied, notes=(*notes, *counted.notes, more))
 
 
 # --- in the process of its own ---
@@ -121,24 +98,16 @@ def main(_arguments: Sequence[str]) -> None:
 
 
 def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
-    """Return a model on the meta device: the class in ``architectures``, or the causal one of ``model_type``.
-
-    Raises:
-        NoAnswer: transformers has no such class.
-    """
+    """Return a model on the meta device: the class in ``architectures``, or the causal one of ``model_type``."""
     import torch
     import transformers
 
     named = architecture_of(fields)
-    if not named:
-        configs, models = transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = fields.get("model_type")
-        build: Any = models.get(configs[kind], None) if kind in configs else None
-    else:
-        build = getattr(transformers, named, None)
+    kind, known, build = fields.get("model_type"), transformers.CONFIG_MAPPING, getattr(transformers, named, None)
+    if not named and kind in known:
+        build = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(known[kind], None)
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        wanted = named or f"of the model_type {fields.get('model_type')}"
-        raise NoAnswer(f"transformers {transformers.__version__} has no model {wanted}")
+        raise NoAnswer(f"transformers {transformers.__version__} has no model {named or f'of the model_type {kind}'}")
     # transformers 5 writes an infinity as {"__float__": "Infinity"}.
     stated = json.loads(json.dumps(fields), object_hook=lambda value: float(value.get("__float__", 0)) or value)
     config = build.config_class.from_dict(stated)  # type: ignore[attr-defined]
@@ -147,24 +116,26 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
 
 
 def count(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model by kind, and the sizes that its config states.
-
-    Raises:
-        NoAnswer: transformers has no such class.
-    """
+    """Return the tensors of a model by kind, and the sizes that its config states."""
     import transformers
 
     model = build_model(fields)
     inner = model.config.get_text_config()
 
-    def stated(*names: str) -> int | None:
-        return next((value for name in names if isinstance(value := getattr(inner, name, None), int)), None)
+    def stated(*names: str) -> int:
+        return next((value for name in names if isinstance(value := getattr(inner, name, None), int)), 0)
 
-    sizes = [max(stated(name) or 1, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
+    sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
     tensors = Counter(tensors_of(model))
     rows = [[kind.group, kind.name, kind.rows, kind.columns, kind.count * times] for kind, times in tensors.items()]
-    experts = {"active_experts": stated(*ACTIVE), "experts": stated(*EXPERTS)}
-    return {"version": transformers.__version__, **experts, "sizes": sizes, "tensors": rows}
+    experts = {"total": stated(*EXPERTS), "active": stated(*ACTIVE)}
+    has_experts = any(kind.group == Group.EXPERT for kind in tensors) and 1 <= experts["active"] <= experts["total"]
+    return {
+        "version": transformers.__version__,
+        "experts": experts if has_experts else None,
+        "sizes": {size: max(stated(name), 1) for size, name in sizes.items()},
+        "tensors": rows,
+    }
 
 
 def tensors_of(model: Any) -> Iterator[ParameterTensor]:
@@ -202,18 +173,11 @@ def _tensor(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> Paramet
         count, *rest = sizes
         sizes = tuple(rest)
     rows, columns = (sizes[0] if sizes else 1), (math.prod(sizes[1:]) if len(sizes) > 1 else 0)
-    if is_bias:
-        name = "bias"
-    elif group in (Group.ATTENTION, Group.MLP, Group.EXPERT, Group.SHARED) and columns:
-        name = _name_of_matrix(path.rsplit(".", 1)[-1]) if group == Group.ATTENTION else "mlp"
-    else:
-        name = ""
+    matrix, name = path.rsplit(".", 1)[-1], "bias" if is_bias else ""
+    if columns and not is_bias and group in (Group.MLP, Group.EXPERT, Group.SHARED):
+        name = "mlp"
+    elif columns and not is_bias and group == Group.ATTENTION:  # the name by which LoRA chooses a matrix
+        first = matrix.removeprefix("c_")[:1]
+        is_fused = matrix in ("c_attn", "W_pack")
+        name = "v" if matrix.startswith("kv_b") else first if first in ("q", "k", "v") else "q" if is_fused else "o"
     return ParameterTensor(group, name, rows, columns, count)
-
-
-def _name_of_matrix(leaf: str) -> str:
-    """Return the name by which LoRA chooses a matrix of an attention."""
-    if leaf.startswith("kv_b"):
-        return "v"
-    first = leaf.removeprefix("c_")[:1]
-    return first if first in _QKV else "q" if leaf in ("c_attn", "W_pack") else "o"

@@ -114,11 +114,7 @@ class MemoryPlan:
 
 
 def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
-    """Raise an error if a plan contradicts itself or the model.
-
-    Raises:
-        ImpossiblePlan: with the reason.
-    """
+    """Raise an error if a plan contradicts itself or the model."""
     allowed: dict[str, tuple[object, Iterable[object]]] = {
         "precision": (plan.precision, PRECISIONS),
         "optimizer": (plan.optimizer, OPTIMIZERS),
@@ -132,53 +128,40 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
     for name, (value, choices) in allowed.items():
         if value not in choices:
             raise ImpossiblePlan(f"{name} {value} is not one of: {', '.join(map(str, choices))}")
-    counts = {
-        "sequence length": plan.seq_length,
-        "micro-batch": plan.micro_batch,
-        "gradient accumulation": plan.accumulation,
-        "tensor parallelism": plan.tp,
-        "pipeline parallelism": plan.pp,
-        "context parallelism": plan.cp,
-        "expert parallelism": plan.ep,
-        "data parallelism": plan.dp,
-    }
-    for name, value in counts.items():
-        if not 1 <= value <= MAX_COUNT:
-            raise ImpossiblePlan(f"{name} is {value:,}: a number from 1 to {MAX_COUNT:,} is possible")
-    if plan.tokens > 10**10:
-        raise ImpossiblePlan(f"a micro-batch of {plan.tokens:,} tokens is not possible")
-    if not 0 <= plan.lora_rank <= shape.hidden:
-        raise ImpossiblePlan(f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}")
-    if plan.base_bits and plan.is_training and not plan.lora_rank:
-        raise ImpossiblePlan(
-            f"a base of {plan.base_bits} bits cannot be trained: give --lora RANK, or --mode inference"
-        )
-    if plan.base_keeps_inputs and plan.base_bits != 4:
-        raise ImpossiblePlan("kept inputs of a frozen base are those of 4 bits: give --base-bits 4")
-    _check_layout(plan, shape)
-
-
-def _check_layout(plan: MemoryPlan, shape: ModelShape) -> None:
-    split = {"TP": plan.tp, "PP": plan.pp, "CP": plan.cp, "EP": plan.ep}
-    if not shape.has_known_layers and (names := [name for name, size in split.items() if size > 1]):
-        raise ImpossiblePlan(
-            f"{', '.join(names)}: it is not known how {shape.architecture} is divided; give --dp, --zero"
-        )
-    if shape.heads % plan.tp:
-        raise ImpossiblePlan(f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads")
-    if plan.pp > shape.layers:
-        raise ImpossiblePlan(f"pipeline parallelism {plan.pp} is above the {shape.layers} layers")
-    if plan.cp > plan.seq_length:
-        raise ImpossiblePlan(f"context parallelism {plan.cp} is above the sequence length {plan.seq_length}")
+    parallel = {"tensor": plan.tp, "pipeline": plan.pp, "context": plan.cp, "expert": plan.ep, "data": plan.dp}
+    counts = {"sequence length": plan.seq_length, "micro-batch": plan.micro_batch}
+    counts |= {"gradient accumulation": plan.accumulation}
+    counts |= {f"{name} parallelism": size for name, size in parallel.items()}
+    for name, size in counts.items():
+        if not 1 <= size <= MAX_COUNT:
+            raise ImpossiblePlan(f"{name} is {size:,}: a number from 1 to {MAX_COUNT:,} is possible")
     experts = shape.experts.total if shape.experts else 0
-    if plan.ep > 1 and not experts:
-        raise ImpossiblePlan(f"expert parallelism {plan.ep}: the model has no experts")
-    if plan.ep > 1 and experts % plan.ep:
-        raise ImpossiblePlan(f"expert parallelism {plan.ep} does not divide {experts} experts")
-    if plan.ep > plan.gpus // plan.pp:
-        raise ImpossiblePlan(
-            f"expert parallelism {plan.ep} is above the {plan.gpus // plan.pp} ranks of a pipeline stage: "
-            "give more GPUs (--gpus or --dp)"
-        )
-    if plan.sequence_parallel and plan.tp == 1:
-        raise ImpossiblePlan("sequence parallelism needs tensor parallelism")
+    ep, ranks = plan.ep, plan.gpus // plan.pp
+    split = [name for name, size in (("TP", plan.tp), ("PP", plan.pp), ("CP", plan.cp), ("EP", plan.ep)) if size > 1]
+    wrong = {
+        f"a micro-batch of {plan.tokens:,} tokens is not possible": plan.tokens > 10**10,
+        f"LoRA rank {plan.lora_rank:,} is not between 0 and the hidden size {shape.hidden:,}": (
+            not 0 <= plan.lora_rank <= shape.hidden
+        ),
+        f"a base of {plan.base_bits} bits cannot be trained: give --lora RANK, or --mode inference": (
+            plan.base_bits and plan.is_training and not plan.lora_rank
+        ),
+        "kept inputs of a frozen base are those of 4 bits: give --base-bits 4": (
+            plan.base_keeps_inputs and plan.base_bits != 4
+        ),
+        f"{', '.join(split)}: it is not known how {shape.architecture} is divided; give --dp, --zero": (
+            split and not shape.has_known_layers
+        ),
+        f"tensor parallelism {plan.tp} does not divide {shape.heads} attention heads": shape.heads % plan.tp,
+        f"pipeline parallelism {plan.pp} is above the {shape.layers} layers": plan.pp > shape.layers,
+        f"context parallelism {plan.cp} is above the sequence length {plan.seq_length}": plan.cp > plan.seq_length,
+        f"expert parallelism {ep}: the model has no experts": ep > 1 and not experts,
+        f"expert parallelism {ep} does not divide {experts} experts": experts % ep,
+        f"expert parallelism {ep} is above the {ranks} ranks of a pipeline stage: give more GPUs (--gpus or --dp)": (
+            ep > ranks
+        ),
+        "sequence parallelism needs tensor parallelism": plan.sequence_parallel and plan.tp == 1,
+    }
+    for reason, is_wrong in wrong.items():
+        if is_wrong:
+            raise ImpossiblePlan(reason)

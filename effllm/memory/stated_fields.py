@@ -63,13 +63,11 @@ def _is_off(value: Any) -> bool:
 
 def _is_without_effect(system: str, path: str, value: str) -> bool:
     named = path.replace("-", "_").lower()
-    short = named.rsplit(".", 1)[-1]
-    return any(_without_effect(system).fullmatch(f"{name}={value.lower()}") for name in (named, short))
+    return any(_without_effect(system).fullmatch(f"{key}={value.lower()}") for key in (named, named.split(".")[-1]))
 
 
 @cache
 def _without_effect(system: str) -> re.Pattern[str]:
-    """Return a pattern of NAME=VALUE of the settings of a system that have no effect on the memory."""
     data = training_systems()
     names = [name.lower() for table in data["systems"][system] for name in data["without_effect"][table]]
     return re.compile("|".join(fnmatch.translate(name if "=" in name else f"{name}=*") for name in names))
@@ -77,5 +75,4 @@ def _without_effect(system: str) -> re.Pattern[str]:
 
 @cache
 def training_systems() -> dict[str, Any]:
-    """Return what is known of the settings of training systems."""
     return msgspec.toml.decode(Path(__file__).with_name("training_systems.toml").read_bytes(), type=dict[str, Any])

@@ -200,20 +200,6 @@ def largest_matrix(held: list[ParameterTensor]) -> int:
     return max((tensor.elements for tensor in held if tensor.columns and tensor.group != Group.EXPERT), default=0)
 
 
-def double_quantization_saving(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
-    """Return the bytes by which quantized scales make the weights of a base of 4 bits smaller."""
-    return quantized_elements(held) * (NF4_BYTES - NF4_DOUBLE_BYTES) if plan.base_bits == 4 else 0.0
-
-
-def unquantized_expert_bytes(plan: MemoryPlan, held: list[ParameterTensor]) -> float:
-    """Return the bytes that a quantized base has in addition if routed experts are not quantized.
-
-    bitsandbytes quantizes linear modules; in transformers 5 all experts of a layer are parameters of one module.
-    """
-    experts = [tensor for tensor in held if tensor.group == Group.EXPERT]
-    return weight_bytes(replace(plan, base_bits=0), experts, []) - weight_bytes(plan, experts, [])
-
-
 def gradient_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     return elements(trained) * (ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients)
 

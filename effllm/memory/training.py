@@ -27,38 +27,64 @@ TORCH_TILES = 7.25
 
 
 def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor]) -> StepCourse:
-    """Return what a step of a rank needs beside weights and optimizer states."""
+    """Walk through the forward and the backward pass of the last micro-batch in flight.
+
+    Kept tensors add up during the forward pass, and are freed in the backward pass while gradients appear.  The peak is
+    where their sum is largest: at the loss, or at the end of the backward pass.
+    """
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
-    dense = [
-        norm(sizes),
-        weights.attach(_attention(sizes), Group.ATTENTION),
-        *[norm(sizes)] * (shape.norms_per_layer - 1),
-    ]
-    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]]
-    routed = shape.experts
-    if routed:
-        share = routed.layers / shape.layers
-        blocks = [*dense, weights.attach(experts(sizes, routed), Group.EXPERT, Group.ROUTER)]
-        if routed.shared_intermediate:
-            blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), Group.SHARED))
-        count = round(stage.layers * share)
-        layers = layers * (stage.layers - count) + [blocks] * count
-    else:
-        layers = layers * stage.layers
+    layers = _layers(sizes, weights, stage)
     stream = sizes.tokens * shape.hidden * sizes.stream / sizes.spread
+    first = _first(sizes, weights, stream)
+    is_checkpointed = plan.checkpointing == "full" or plan.keeps_products
+    input_bytes = stream + held_by_products(sizes) + _kept_products(sizes)  # what a checkpointed layer keeps
+    once = 0.0 if is_checkpointed else sum(block.casts for layer in layers for block in layer)
+    stored = sum(input_bytes if is_checkpointed else _kept(layer) for layer in layers) - once
+    in_flight = min(plan.pp, plan.accumulation) if stage.is_first else 1
     is_resident = plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1
-    return StepCourse(
-        first=_first(sizes, weights, stream),
-        layers=layers,
-        final=_final(sizes) if stage.is_last else None,
-        last=_last(sizes, weights) if stage.is_last else None,
-        input_bytes=stream + held_by_products(sizes) + _kept_products(sizes),
-        is_checkpointed=plan.checkpointing == "full" or plan.keeps_products,
-        is_resident=is_resident,
-        gradients=gradient_bytes(plan, weights.trained) if is_resident else 0.0,
-        in_flight=min(plan.pp, plan.accumulation) if stage.is_first else 1,
-    ).walk()
+    gradients = gradient_bytes(plan, weights.trained) if is_resident else 0.0
+    course = StepCourse(is_resident, stored * (in_flight - 1) + first.kept, gradients)
+    for layer in layers:
+        before = course.live
+        for block in layer:
+            course.record(block.kept + block.casts + block.forward)
+            course.live += block.kept + block.casts
+        if is_checkpointed:  # the cache of autocast keeps the casts until the end of the forward pass
+            course.live = before + input_bytes + sum(block.cached for block in layer)
+    if stage.is_last:
+        final = norm(sizes)
+        final = replace(final, kept=final.kept + sizes.tokens * shape.hidden * sizes.compute / sizes.spread)
+        cached = sum(block.cached for layer in layers for block in layer) if is_checkpointed else 0.0
+        course.pass_loss(final, weights.attach(_loss(sizes), Group.HEAD), cached)
+    for layer in reversed(layers):
+        if is_checkpointed:
+            course.live += _kept(layer) - input_bytes
+        for block in reversed(layer):
+            course.record(block.backward + (block.largest if is_resident else 0.0))
+            course.add_gradients(block.gradients)
+            course.live -= block.kept + block.casts
+    course.add_gradients(first.gradients)
+    course.record(first.backward)
+    return course
+
+
+def _layers(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[list[LayerBlock]]:
+    shape, routed = sizes.shape, sizes.shape.experts
+    inner = weights.attach(_attention(sizes), Group.ATTENTION)
+    dense = [norm(sizes), inner, *[norm(sizes)] * (shape.norms_per_layer - 1)]
+    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]]
+    if not routed:
+        return layers * stage.layers
+    blocks = [*dense, weights.attach(experts(sizes, routed), Group.EXPERT, Group.ROUTER)]
+    if routed.shared_intermediate:
+        blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), Group.SHARED))
+    count = round(stage.layers * (routed.layers / shape.layers))
+    return layers * (stage.layers - count) + [blocks] * count
+
+
+def _kept(layer: Sequence[LayerBlock]) -> float:
+    return sum(block.kept + block.casts for block in layer)
 
 
 def held_by_products(sizes: TensorSizes) -> float:
@@ -98,8 +124,10 @@ class _BlockWeights:
         self.sparse_layers = stage.layers * (shape.experts.layers / shape.layers if shape.experts else 0.0)
 
     def attach(self, block: LayerBlock, *groups: str) -> LayerBlock:
-        plan, numbers = self.sizes.plan, self.sizes.plan.numbers
-        layers = self._layers(groups[0])
+        plan, numbers, sparse = self.sizes.plan, self.sizes.plan.numbers, self.sparse_layers
+        of_group = {Group.HEAD: 1.0, Group.EMBEDDING: 1.0, Group.EXPERT: sparse, Group.SHARED: sparse}
+        of_group[Group.MLP] = self.stage.layers - sparse
+        layers = max(of_group.get(groups[0], self.stage.layers), 1.0)
         held = [tensor for tensor in self.held if tensor.group in groups]
         trained = [tensor for tensor in self.trained if tensor.group in groups]
         if Group.HEAD in groups and self.sizes.shape.tied and not held:
@@ -109,7 +137,9 @@ class _BlockWeights:
         cast = [tensor for tensor in held if tensor.columns and tensor.group != Group.EXPERT]
         matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
+        # Of a fused loss, tiles of the head are cast, not the head.
         scale = numbers.compute / layers if plan.casts_weights else 0.0
+        scale = 0.0 if plan.fused_loss and Group.HEAD in groups else scale
         largest = max((tensor.elements for tensor in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * numbers.compute if plan.base_bits and Group.HEAD not in groups else 0.0
@@ -122,13 +152,6 @@ class _BlockWeights:
             cached=(adapters if plan.lora_rank else matrices) * scale,
             largest=largest * size,
         )
-
-    def _layers(self, group: str) -> float:
-        if group in (Group.HEAD, Group.EMBEDDING):
-            return 1.0
-        if group in (Group.EXPERT, Group.SHARED):
-            return max(self.sparse_layers, 1.0)
-        return max(self.stage.layers - (self.sparse_layers if group == Group.MLP else 0.0), 1.0)
 
 
 def _attention(sizes: TensorSizes) -> LayerBlock:
@@ -159,49 +182,30 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     )
 
 
-def _final(sizes: TensorSizes) -> LayerBlock:
-    block = norm(sizes)
-    return replace(block, kept=block.kept + sizes.tokens * sizes.shape.hidden * sizes.compute / sizes.spread)
-
-
-def _last(sizes: TensorSizes, weights: _BlockWeights) -> LayerBlock:
-    if not sizes.plan.fused_loss:
-        return weights.attach(_loss(sizes), Group.HEAD)
-    block = weights.attach(fused_loss(sizes, trains_head=not sizes.plan.lora_rank), Group.HEAD)
-    return replace(block, casts=0.0, cached=0.0)  # tiles of the head are cast, not the head
-
-
 def _loss(sizes: TensorSizes) -> LayerBlock:
     """Return the bytes of logits and cross-entropy.
 
     transformers converts logits to 32 bits, and the loss keeps their log-softmax.  In the backward pass, the gradients
-    of the log-softmax and of its input are beside it.
+    of the log-softmax and of its input are beside it.  Without whole logits, as in TRL's SFTTrainer since version 1.16
+    (``trl/kernels/chunked_logprob.py``), there is one buffer of a whole tile, also for a small vocabulary, and
+    gradients are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were not counted.
     """
-    logits = sizes.tokens * sizes.shape.vocab / sizes.plan.tp
+    plan, compute = sizes.plan, sizes.compute
+    width = sizes.shape.vocab / plan.tp
+    if plan.fused_loss:
+        hidden = sizes.tokens * sizes.shape.hidden
+        tile: float = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * compute
+        tile += min(width, TILE_WORDS) * sizes.shape.hidden * compute if plan.casts_weights else 0.0
+        converted = plan.numbers.gradients if plan.numbers.gradients != FULL else 0
+        of_head = 0 if plan.lora_rank else width * sizes.shape.hidden * (FULL + converted)
+        kept = hidden * compute + LOSS_STATISTICS * sizes.tokens * FULL
+        return LayerBlock(kept, forward=tile, backward=tile + hidden * FULL + of_head)
+    logits = sizes.tokens * sizes.shape.vocab / plan.tp
     if sizes.is_fused:  # the softmax in 32 bits, made in place, and its gradient in the precision of the logits
-        return LayerBlock(kept=logits * FULL, forward=logits * sizes.compute, backward=logits * sizes.compute)
-    converted = 0 if sizes.compute == FULL else sizes.compute
-    capped = logits * sizes.compute if sizes.shape.logit_cap else 0.0
+        return LayerBlock(kept=logits * FULL, forward=logits * compute, backward=logits * compute)
+    converted = 0 if compute == FULL else compute
+    capped = logits * compute if sizes.shape.logit_cap else 0.0
     return LayerBlock(kept=logits * FULL + capped, forward=logits * (FULL + converted), backward=logits * 2 * FULL)
-
-
-def fused_loss(sizes: TensorSizes, *, trains_head: bool) -> LayerBlock:
-    """Return the bytes of head and loss without whole logits, as in TRL's SFTTrainer since version 1.16.
-
-    The formulas follow ``trl/kernels/chunked_logprob.py``: one buffer of a whole tile, also for a small vocabulary, and
-    gradients that are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were not counted.
-    """
-    hidden, width = sizes.tokens * sizes.shape.hidden, sizes.shape.vocab / sizes.plan.tp
-    tile = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * sizes.compute
-    words = min(width, TILE_WORDS) * sizes.shape.hidden
-    cast = words * sizes.compute if sizes.plan.casts_weights else 0.0
-    short = sizes.plan.numbers.gradients != FULL
-    of_head = width * sizes.shape.hidden * (FULL + (sizes.plan.numbers.gradients if short else 0)) if trains_head else 0
-    return LayerBlock(
-        kept=hidden * sizes.compute + LOSS_STATISTICS * sizes.tokens * FULL,
-        forward=tile + cast,
-        backward=tile + cast + hidden * FULL + of_head,
-    )
 
 
 def torch_tiles(sizes: TensorSizes) -> float:
@@ -224,78 +228,30 @@ class StepMemory(NamedTuple):
 
 @dataclass
 class StepCourse:
-    """A walk through the forward and the backward pass of the last micro-batch in flight.
+    """The memory during a step, and at the moment of its largest sum."""
 
-    Kept tensors add up during the forward pass, and are freed in the backward pass while gradients appear.  The peak is
-    where their sum is largest: at the loss, or at the end of the backward pass.
-    """
-
-    first: LayerBlock  # the embedding, and what lives during the whole step
-    layers: Sequence[Sequence[LayerBlock]]  # of one micro-batch
-    final: LayerBlock | None  # the last norm with the input of the head; without the head in the last stage
-    last: LayerBlock | None  # logits and loss
-    input_bytes: float  # what a checkpointed layer keeps
-    is_checkpointed: bool
     is_resident: bool  # whether gradients exist during the whole step
-    gradients: float  # of all trained weights of the rank, if they are resident; then those so far
-    in_flight: int  # micro-batches of a pipeline stage that wait for their backward pass
-    live: float = 0.0
-    peak: StepMemory = field(default_factory=StepMemory)  # at the moment of the largest sum
+    live: float
+    gradients: float  # of all trained weights of the rank, if they are resident; otherwise those so far
+    peak: StepMemory = field(default_factory=StepMemory)
     activations: float = 0.0  # largest sum without gradients
 
-    def walk(self) -> StepCourse:
-        once = sum(block.casts for layer in self.layers for block in layer)
-        stored = sum(self.input_bytes if self.is_checkpointed else _kept(layer) for layer in self.layers)
-        stored -= 0.0 if self.is_checkpointed else once
-        self.live = stored * (self.in_flight - 1) + self.first.kept
-        for layer in self.layers:
-            self._forward(layer)
-        if self.last is not None and self.final is not None:
-            self._loss(self.final, self.last)
-        for layer in reversed(self.layers):
-            self._backward(layer)
-        self._add_gradients(self.first.gradients)
-        self._record_peak(self.first.backward)
-        return self
-
-    def _record_peak(self, extra: float, logits: float = 0.0) -> None:
+    def record(self, extra: float, logits: float = 0.0) -> None:
         memory = StepMemory(self.live + extra, logits, self.gradients)
-        if memory.total > self.peak.total:
-            self.peak = memory
+        self.peak = max(self.peak, memory, key=lambda moment: moment.total)
         self.activations = max(self.activations, memory.activations + logits)
 
-    def _add_gradients(self, size: float) -> None:
+    def add_gradients(self, size: float) -> None:
         self.gradients += 0.0 if self.is_resident else size
 
-    def _forward(self, layer: Sequence[LayerBlock]) -> None:
-        before = self.live
-        for block in layer:
-            self._record_peak(block.kept + block.casts + block.forward)
-            self.live += block.kept + block.casts
-        if self.is_checkpointed:
-            # The cache of autocast keeps the casts until the end of the forward pass.
-            self.live = before + self.input_bytes + sum(block.cached for block in layer)
-
-    def _loss(self, final: LayerBlock, last: LayerBlock) -> None:
-        self._record_peak(final.kept + final.forward)
+    def pass_loss(self, final: LayerBlock, last: LayerBlock, cached: float) -> None:
+        """Pass the last norm and the loss; ``cached`` are the casts of checkpointed layers, which are freed between."""
+        self.record(final.kept + final.forward)
         self.live += final.kept
-        self._record_peak(0.0, last.kept + last.casts + last.forward)
-        if self.is_checkpointed:
-            self.live -= sum(block.cached for layer in self.layers for block in layer)
-        self._record_peak(0.0, last.kept + last.casts + last.backward)
-        self._add_gradients(last.gradients)
-        self._record_peak(last.largest if self.is_resident else 0.0, last.kept / 2)
-        self._record_peak(final.backward)
+        self.record(0.0, last.kept + last.casts + last.forward)
+        self.live -= cached
+        self.record(0.0, last.kept + last.casts + last.backward)
+        self.add_gradients(last.gradients)
+        self.record(last.largest if self.is_resident else 0.0, last.kept / 2)
+        self.record(final.backward)
         self.live -= final.kept
-
-    def _backward(self, layer: Sequence[LayerBlock]) -> None:
-        if self.is_checkpointed:
-            self.live += _kept(layer) - self.input_bytes
-        for block in reversed(layer):
-            self._record_peak(block.backward + (block.largest if self.is_resident else 0.0))
-            self._add_gradients(block.gradients)
-            self.live -= block.kept + block.casts
-
-
-def _kept(layer: Sequence[LayerBlock]) -> float:
-    return sum(block.kept + block.casts for block in layer)

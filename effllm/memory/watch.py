@@ -113,10 +113,7 @@ class MemoryBlocks:
         return early, late
 
     def newest_growth(self, iteration: float, used_bytes: float) -> float:
-        """Return the growth from the second newest block to a later measurement, in bytes per 1,000 iterations.
-
-        The newest block may have ended with this measurement.  At least two blocks must be complete.
-        """
+        """Return the growth from the second newest block: the newest one may have ended with this measurement."""
         at, before = self._done[-2]
         return 1000 * (used_bytes - before) / (iteration - at)
 
@@ -171,18 +168,6 @@ class MemoryGrowth(NamedTuple):
     judged: float  # number of iterations that were judged
 
 
-class ForetoldStep(NamedTuple):
-    """The forecast for the longest possible micro-batch.
-
-    The temporary bytes of a step are taken as linear in the positions.  They are more if a model stores attention
-    scores, which are quadratic in the length.
-    """
-
-    peak_bytes: float
-    shortest: float  # positions of the shortest and the longest of the steps from which the peak follows
-    longest: float
-
-
 class Warned(NamedTuple):
     """A warning: a kind of event, and its text."""
 
@@ -191,11 +176,7 @@ class Warned(NamedTuple):
 
 
 class LeakWatch:
-    """Reports the steady growth of one kind of memory, once.
-
-    Args:
-        what: the memory, for the text: ``private memory of the training process``.
-    """
+    """Reports the steady growth of one kind of memory, once; ``what`` names it in the text."""
 
     def __init__(self, what: str) -> None:
         self._what, self.blocks, self._is_reported = what, MemoryBlocks(), False
@@ -210,18 +191,15 @@ class LeakWatch:
         self.blocks.add(iteration, used_bytes)
 
     def warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[Warned]:
-        """Yield the leak, once.
-
-        Args:
-            available: returns the bytes by which the memory can grow, ``None`` if unknown; called for a leak only.
-        """
+        """Yield the leak, once; ``available`` returns the bytes by which the memory can grow, for a leak only."""
         if self._is_reported or self.blocks.count < MIN_LEAK_READINGS:
             return
         passed = self._last - self._first + 1
         if passed < MIN_LEAK_ITERATIONS or self._last < self._confirmed_from:
             return
-        trend = self.blocks.trend()
-        if trend is None or not self._is_leak(trend):
+        trend, (early, late) = self.blocks.trend(), self.blocks.early_and_late_growth()
+        is_leak = trend is not None and trend.is_growing and trend.certain_bytes > MIN_LEAK_BYTES
+        if trend is None or not is_leak or late < MIN_LATER_LEAK * early:
             self._confirmed_from = 0
         elif not self._confirmed_from:
             self._confirmed_from = self._first + int(CONFIRMED_AT * passed)
@@ -234,10 +212,6 @@ class LeakWatch:
                 f"{_size(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
                 + _until_full(trend, available()),
             )
-
-    def _is_leak(self, trend: MemoryTrend) -> bool:
-        early, late = self.blocks.early_and_late_growth()
-        return trend.is_growing and trend.certain_bytes > MIN_LEAK_BYTES and late >= MIN_LATER_LEAK * early
 
 
 class DeviceWatch:
@@ -284,7 +258,10 @@ class DeviceWatch:
         newest = self._leak.blocks.newest_growth(last.iteration, last.allocated)
         if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
             return None
-        place, temporary = self._largest()
+        # The part of the loop with the largest temporary bytes.
+        sizes = {STEPS: 0.0, **self._temporary}
+        sizes.pop(STARTUP, None)
+        place, temporary = max(sizes.items(), key=lambda pair: pair[1])
         # The growth may go on to change as it has changed between the two halves.
         low, high = min(trend.low_bytes, early, late), max(trend.high_bytes, early, late)
         low = max(low, 0.0) * min(late / early, 1.0) if early > 0 else low
@@ -301,31 +278,31 @@ class DeviceWatch:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
         return growth.iterations <= MAX_HORIZON * growth.judged
 
-    def step_of_length(self, positions: int) -> ForetoldStep | None:
-        """Return the forecast for the longest possible micro-batch.
+    def _longest_step(self, positions: int, capacity: float) -> str:
+        """Return the forecast for the longest possible micro-batch, if its step needs more than the capacity.
 
-        ``None`` if a micro-batch of this length has been measured, or if those so far have too similar lengths.
+        There is none after such a micro-batch, or if those so far have too similar lengths.  The temporary
+        bytes of a step are taken as linear in the positions; with attention scores they are more.
         """
         lengths = [length for length, _ in self._steps]
         shortest, longest = min(lengths, default=0.0), max(lengths, default=0.0)
         is_near = positions - longest <= MAX_REACH * (longest - shortest)
         if self.last is None or positions <= self._longest or not is_near:
-            return None
+            return ""
         slope, intercept = statistics.linear_regression(lengths, [temporary for _, temporary in self._steps])
-        return ForetoldStep(self.last.allocated + intercept + slope * positions, shortest, longest)
-
-    def _largest(self) -> tuple[str, float]:
-        """Return the part of the loop with the largest temporary bytes, and these bytes."""
-        sizes = {place: size for place, size in self._temporary.items() if place != STARTUP}
-        place = max(sizes, key=lambda name: sizes[name], default=STEPS)
-        return place, sizes.get(place, 0.0)
+        needed = self.last.allocated + intercept + slope * positions
+        if needed <= capacity:
+            return ""
+        return (
+            f"GPU memory runs out at the longest micro-batch, {positions:,} positions: a step needs about "
+            f"{needed / _GB:.2f} GB of at most {capacity / _GB:.2f} GB, if memory grows with the length as it did from "
+            f"{shortest:,.0f} to {longest:,.0f} positions"
+        )
 
     def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
         """Yield the new warnings at the end of a window.
 
-        Args:
-            capacity: bytes that torch's allocator can have; ``None`` if unknown.
-            max_positions: positions of the largest possible micro-batch; 0 if unknown.
+        ``capacity`` is that of torch's allocator; ``max_positions`` those of the largest micro-batch, 0 if unknown.
         """
         yield from self._leak.warnings()
         if capacity is None or self.last is None:
@@ -334,15 +311,10 @@ class DeviceWatch:
         if growth is not None and self.is_near(growth):
             self._reported.add("growth")
             yield Warned(FORECAST, self._of_growth(growth, capacity))
-        step = None if "length" in self._reported else self.step_of_length(max_positions)
-        if step is not None and step.peak_bytes > capacity:
+        step = "" if "length" in self._reported else self._longest_step(max_positions, capacity)
+        if step:
             self._reported.add("length")
-            yield Warned(
-                FORECAST,
-                f"GPU memory runs out at the longest micro-batch, {max_positions:,} positions: a step needs "
-                f"about {step.peak_bytes / _GB:.2f} GB of at most {capacity / _GB:.2f} GB, if memory grows with the "
-                f"length as it did from {step.shortest:,.0f} to {step.longest:,.0f} positions",
-            )
+            yield Warned(FORECAST, step)
 
     def _of_growth(self, rise: MemoryGrowth, capacity: float) -> str:
         at = "in a step" if rise.place == STEPS else f"at a{'n' if rise.place[:1] in 'aeiou' else ''} {rise.place}"

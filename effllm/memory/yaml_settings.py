@@ -13,11 +13,8 @@ Fields = Mapping[str, Any]
 Read = tuple[dict[str, Any], list[str]]
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_TARGETS = {
-    "qv": {"q_proj", "v_proj"},
-    "attention": _ATTENTION,
-    "all": _ATTENTION | {"gate_proj", "up_proj", "down_proj"},
-}
+_ALL = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
+_TARGETS = {"qv": {"q_proj", "v_proj"}, "attention": _ATTENTION, "all": _ALL}
 #: Keys of a training in Megatron, in a YAML of LLaMA-Factory or ms-swift, beside its sizes.
 _MEGATRON = ("use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
 
@@ -28,7 +25,6 @@ def _is_of_megatron(fields: Fields) -> bool:
 
 
 def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
-    """Return the settings of a YAML whose training runs in Megatron; none if it has no such key."""
     if not _is_of_megatron(fields):
         return {}
     settings: dict[str, Any] = {
@@ -61,13 +57,12 @@ def _llama_factory(fields: Fields) -> _Training:
     LLaMA-Factory loads the model in the precision of the products, and trains weights or adapters in 32 bits unless
     ``pure_bf16`` is set; it checkpoints activations unless ``disable_gradient_checkpointing`` is set.
     """
-    kind, stage = str(fields.get("finetuning_type", "lora")), fields.get("stage")
+    kind, stage, notes = str(fields.get("finetuning_type", "lora")), fields.get("stage"), []
     has_adapters = kind in ("lora", "oft")
-    notes = [f"finetuning_type {kind} is estimated as {'LoRA' if has_adapters else 'full'}"]
-    notes = notes if kind not in ("lora", "full") else []
+    if kind not in ("lora", "full"):
+        notes.append(f"finetuning_type {kind} is estimated as {'LoRA' if has_adapters else 'full'}")
     if stage in ("dpo", "kto", "rm", "ppo"):
-        left = "a reference or reward model and pairs of answers are left out"
-        notes.append(f"stage {stage} is estimated as sft: {left}")
+        notes.append(f"stage {stage} is estimated as sft: other models and pairs of answers are left out")
     short = "fp16" if fields.get("fp16") else "bf16" if fields.get("bf16") or fields.get("pure_bf16") else ""
     is_autocast = not has_adapters and not fields.get("pure_bf16")
     bits = _whole(fields, "quantization_bit", 0) if has_adapters else 0
@@ -107,12 +102,17 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
     notes, has_adapters, short = training.notes, training.has_adapters, training.short
     settings: dict[str, Any] = {name: _first(fields, keys) for name, keys in names["numbers"].items()}
     flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
+    attention = str(fields.get(names["attention"]) or flags).lower()
+    is_flash, is_eager = "flash" in attention or attention in ("fa2", "fa3"), attention in ("eager", "disabled")
+    optimizer = str(fields.get(names["optimizer"]) or "adamw_torch")
+    if optimizer not in training_systems()["optimizers"]:
+        notes.append(f"{names['optimizer']} {optimizer} is estimated as AdamW")
+    optimizer = "muon" if fields.get("use_muon") else training_systems()["optimizers"].get(optimizer, "adamw")
     settings |= {
         "checkpointing": "full" if training.is_checkpointed else "none",
-        "attention": _attention(fields.get(names["attention"]) or flags),
+        "attention": "flash" if is_flash else "eager" if is_eager else "sdpa",
         "precision": f"{short}-mixed" if short and training.is_autocast and not has_adapters else short or "fp32",
-        "optimizer": _optimizer(fields, names["optimizer"], notes),
-        **({"optimizer": "muon"} if fields.get("use_muon") else {}),
+        "optimizer": optimizer,
         **_sharded(fields, deepspeed, notes),
     }
     if has_adapters:
@@ -161,10 +161,7 @@ def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
 
 
 def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict[str, Any]:
-    """Return the stage of ZeRO of a config of DeepSpeed, or of ``fsdp`` and ``fsdp_config``, if there is one.
-
-    Keys of ``fsdp_config`` may begin with ``fsdp_``.
-    """
+    """Return the stage of ZeRO of a config of DeepSpeed, or of ``fsdp`` and ``fsdp_config``, if there is one."""
     stated = fields.get("fsdp")
     words = stated.split() if isinstance(stated, str) else stated if isinstance(stated, list) else []
     config = _mapping(fields, "fsdp_config")
@@ -177,7 +174,7 @@ def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict
     if not stated and not config:
         return {}
 
-    def fsdp_value(name: str, default: Any) -> Any:
+    def fsdp_value(name: str, default: Any) -> Any:  # keys may begin with fsdp_
         return config.get(f"fsdp_{name}", config.get(name, default))
 
     named = [word for word in map(str, words) if word.endswith(("_shard", "_op", "_zero2"))]
@@ -192,20 +189,6 @@ def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict
     return settings | ({"checkpointing": "full"} if fsdp_value("activation_checkpointing", False) else {})
 
 
-def _attention(stated: Any) -> str:
-    name = str(stated).lower()
-    if "flash" in name or name in ("fa2", "fa3"):
-        return "flash"
-    return "eager" if name in ("eager", "disabled") else "sdpa"
-
-
-def _optimizer(fields: Fields, key: str, notes: list[str]) -> str:
-    stated, optimizers = str(fields.get(key) or "adamw_torch"), training_systems()["optimizers"]
-    if stated not in optimizers:
-        notes.append(f"{key} {stated} is estimated as AdamW")
-    return str(optimizers.get(stated, "adamw"))
-
-
 def system_of(fields: Fields) -> tuple[str, str]:
     """Return the training system of a YAML, or "", and its key with the name or path of a model, if it has one."""
     for system, row in training_systems()["yaml"].items():
@@ -216,11 +199,7 @@ def system_of(fields: Fields) -> tuple[str, str]:
 
 
 def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> Read:
-    """Return the settings of a plan, and notes: what is estimated as another setting, or not in the estimate.
-
-    Raises:
-        WrongModel: a number is not possible.
-    """
+    """Return the settings of a plan, and notes: what is estimated as another setting, or not in the estimate."""
     stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
     given = None if deepspeed is None else stages
     settings, notes = _trainer(system, stated, given) if system in _READERS else _accelerate(stated, given)
