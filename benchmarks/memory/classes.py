@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.memory.published import head, line
 from effllm.memory import model_count
 from effllm.memory.config_json import ONLY_TEXT, UnknownArchitecture, read_config
-from effllm.memory.model import WrongModel
+from effllm.memory.plan import WrongModel
 from effllm.memory.states import count_parameters
 
 OUTCOMES = ("exact by formulas", "text by formulas, whole counted", "counted", "refused", "wrong", "not built")

@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.memory.configurations import Configuration
 from effllm.memory.config_json import read_config
 from effllm.memory.estimate import as_computed
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import MemoryPlan
+from effllm.memory.plan import MemoryPlan, ModelShape
 from effllm.memory.states import (
     count_parameters,
     gradient_bytes,

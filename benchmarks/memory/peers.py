@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import MemoryPlan
+from effllm.memory.plan import MemoryPlan, ModelShape
 from effllm.memory.states import count_parameters, parameter_tensors
 
 THEORY = "megatron/training/theoretical_memory_usage.py"

@@ -15,8 +15,7 @@ from benchmarks.memory.peers import Peer
 from effllm.job.host_lines import share_interval
 from effllm.memory.config_json import find_model, find_variant, read_config
 from effllm.memory.estimate import ByteRange, estimate
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import MemoryPlan
+from effllm.memory.plan import MemoryPlan, ModelShape
 
 ROOT = Path(__file__).parents[2]
 SETS = {

@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks.memory.judged import plan_of
 from effllm.memory.config_json import KnownModel, find_model
 from effllm.memory.estimate import estimate
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import MemoryPlan
+from effllm.memory.plan import MemoryPlan, ModelShape
 
 #: From 0.1 to 8 thousand million parameters; of the architectures, two were never counted on the CPU.
 MODELS = (

@@ -34,8 +34,8 @@ from effllm.commands.fit_sources import FoundModel, StatedSizes, UnknownModel, U
 from effllm.commands.output import complain
 from effllm.config.isolated import NoAnswer, ask
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.memory.architectures import architecture_of
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
+from effllm.memory.config_json import architecture_of
 from effllm.memory.estimate import MeasuredStep, estimate
 from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line

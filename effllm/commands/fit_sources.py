@@ -10,13 +10,19 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
 from effllm.config.isolated import NoAnswer
-from effllm.memory.architectures import UnknownArchitecture, architecture_of
-from effllm.memory.config_json import find_model, find_variant, known_models, read_config, similar_names
+from effllm.memory.config_json import (
+    UnknownArchitecture,
+    architecture_of,
+    find_model,
+    find_variant,
+    known_models,
+    read_config,
+    similar_names,
+)
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
-from effllm.memory.model import ModelShape, WrongModel
 from effllm.memory.model_count import can_count, count_model, stated_model, with_counted
-from effllm.memory.stated_fields import StatedFields, left_out
-from effllm.memory.yaml_settings import read_yaml, system_of
+from effllm.memory.plan import ModelShape, WrongModel
+from effllm.memory.yaml_settings import StatedFields, left_out, read_yaml, system_of
 
 MAX_BYTES = 10**7  # of a config file
 

@@ -8,8 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from effllm.memory.estimate import ByteRange, MemoryEstimate, estimate
-from effllm.memory.model import ModelShape
-from effllm.memory.plan import ImpossiblePlan, MemoryPlan
+from effllm.memory.plan import ImpossiblePlan, MemoryPlan, ModelShape
 
 FITS, DOES_NOT_FIT, UNCLEAR = "fits", "does not fit", "unclear"
 MAX_CHANGES, MAX_TOGETHER = 5, 3

@@ -1,8 +1,13 @@
-"""The shape of a model, from the fields of a Hugging Face config.json or from a row of known_models.json."""
+"""The shape of a model, from the fields of a Hugging Face config.json or from a row of known_models.json.
+
+The sizes follow the modules of transformers, with the table architectures.toml; a test builds these modules on the meta
+device and compares the numbers of parameters.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,31 +17,87 @@ from typing import Any
 
 import msgspec
 
-from effllm.memory.architectures import (
-    ALIASES,
-    Fields,
-    UnknownArchitecture,
-    architecture_of,
-    architectures,
-    configs,
-    flag,
-    shape_of,
-    text,
-    text_defaults,
-    written,
-)
-from effllm.memory.model import ModelShape, WrongModel
+from effllm.memory.plan import MAX_LAYERS, MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
 
+Fields = Mapping[str, Any]
 ONLY_TEXT = "only the text model"  # beginning of a note
 
 
-def read_config(fields: Fields, name: str = "") -> ModelShape:
-    """Return the shape of the model that a config.json describes.
+class UnknownArchitecture(WrongModel):
+    """A config whose architecture has no formulas here."""
 
-    Raises:
-        UnknownArchitecture: there are no formulas for its architecture.
-        WrongModel: sizes are missing or impossible.
-    """
+
+#: Numbers that may be 0.
+_MAY_BE_ZERO = re.compile(
+    "first_k_dense_replace|n_(routed|shared)_experts|q_lora_rank|qk_rope_head_dim|shared_expert_intermediate_size"
+    "|sliding_window(_pattern)?|max_window_layers"
+)
+
+
+#: Names of the same size in different architectures.
+ALIASES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
+}
+
+
+def text(fields: Fields, key: str) -> str:
+    value = fields.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def architecture_of(fields: Fields) -> str:
+    names = fields.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def configs(fields: Fields) -> list[Fields]:
+    """Return the config of the text model, if there is one, and the whole config."""
+    inner = fields.get("text_config")
+    return [inner, fields] if isinstance(inner, Mapping) else [fields]
+
+
+def written(value: Any) -> str:
+    """Return the beginning of a value as it is in a JSON file."""
+    return json.dumps(value)[:60]
+
+
+def whole(fields: Fields, key: str, default: int | None = None) -> int:
+    value = fields.get(key)
+    if value is None:
+        if default is None:
+            raise WrongModel(f"{key} is null" if key in fields else f"the config has no {key}")
+        return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        raise UnknownArchitecture(f"{key} is {written(value)}: there are no formulas for a size of each layer")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise WrongModel(f"{key} is {written(value)}, not a whole number")
+    lowest, limit = not _MAY_BE_ZERO.fullmatch(key), MAX_LAYERS if key in ALIASES["layers"] else MAX_SIZE
+    if not lowest <= value <= limit:
+        raise WrongModel(f"{key} is {written(fields[key])}: a number from {lowest:d} to {limit:,} is possible")
+    return value
+
+
+def size(fields: Fields, kind: str, default: int | None = None) -> int:
+    stated = [key for key in ALIASES[kind] if key in fields]
+    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else ALIASES[kind][0])
+    return whole(fields, key, default)
+
+
+def flag(fields: Fields, key: str, default: bool) -> bool:
+    value = fields.get(key)
+    if value not in (None, True, False):
+        raise WrongModel(f"{key} is {written(value)}, not true or false")
+    return default if value is None else bool(value)
+
+
+def read_config(fields: Fields, name: str = "") -> ModelShape:
+    """Return the shape of the model that a config.json describes."""
     quantized = [config for part in configs(fields) if isinstance(config := part.get("quantization_config"), Mapping)]
     notes = [
         f"the weights are quantized ({text(config, 'quant_method') or 'an unknown method'}), which is not read: the "
@@ -89,11 +150,153 @@ def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     stated[key] = any(places) if places else None
     if len(set(places)) != 1:  # the classes of transformers read one, the other, or either
         notes.append(f"{key} is not stated once: with the extra fit, the class of the model decides about its head")
-    defaults = text_defaults().get(text(inner, "model_type"), {})
+    defaults = config_tables()["text_defaults"].get(text(inner, "model_type"), {})
     absent = [key for key in defaults if key not in stated]
     if absent:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
     return {**defaults, **stated}
+
+
+#: Fields that are lists, with a value for each layer.
+_PER_LAYER = re.compile(".*per_layer.*|block_configs|.*_multipliers")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+
+
+@cache
+def architectures() -> dict[str, dict[str, Any]]:
+    """Return the rows of the table by ``model_type``."""
+    rows: dict[str, dict[str, Any]] = config_tables()["layers"]
+    return rows | {kind: rows[other] for kind, other in config_tables()["same"].items()}
+
+
+@cache
+def config_tables() -> dict[str, Any]:
+    return msgspec.toml.decode(Path(__file__).with_name("architectures.toml").read_bytes(), type=dict[str, Any])
+
+
+def shape_of(fields: Fields, architecture: str) -> ModelShape:
+    """Return the shape of a model whose architecture is in the table."""
+    row = architectures()[architecture]
+    stated = {key: value for key, value in fields.items() if key not in row.get("ignored", ())}
+    fields = {**row.get("defaults", {}), **stated}
+    if architecture == "falcon":
+        fields = _of_falcon(fields)
+    latent = LatentAttention(**_sizes(fields, row["latent"])) if "latent" in row else None
+    if latent:
+        head_dim = latent.nope_head_dim + latent.rope_head_dim
+        fields = {**fields, "head_dim": head_dim, "num_key_value_heads": size(fields, "heads")}
+    shape = _attention_and_mlp(fields, row)
+    heads = {"": 0, "head": 2, "all": shape.heads + shape.kv_heads}[row.get("qk_norm", "")]
+    has_norms = "qk_norm_if" not in row or flag(fields, row["qk_norm_if"], False)
+    experts = _experts(fields, shape, row["experts"]) if "experts" in row else None
+    notes = ("the module that predicts a further token (MTP) is not counted",)
+    return replace(
+        shape,
+        qk_norm_per_layer=heads * shape.head_dim if has_norms else 0,
+        other_per_layer=shape.heads if "sinks" in row else 0,
+        experts=experts,
+        latent=latent,
+        notes=notes if experts and fields.get("num_nextn_predict_layers") else (),
+    )
+
+
+def _attention_and_mlp(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of the usual layer: attention with grouped queries, an MLP and two norms."""
+    if listed := [key for key in fields if _PER_LAYER.fullmatch(key) and isinstance(fields[key], (list, dict))]:
+        raise UnknownArchitecture(
+            f"{listed[0]} is {written(fields[listed[0]])}: there are no formulas for a size of each layer"
+        )
+    hidden, heads, layers = size(fields, "hidden"), size(fields, "heads"), size(fields, "layers")
+    if other := [key for key in row.get("unknown", ()) if fields.get(key) not in (None, False, hidden)]:
+        raise UnknownArchitecture(f"{other[0]} is {written(fields[other[0]])}: there are no formulas for such layers")
+    if not fields.get("head_dim") and hidden % heads:
+        raise WrongModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    window = whole(fields, "sliding_window", 0) if flag(fields, "use_sliding_window", True) else 0
+    sliding, bias = _sliding_layers(fields, layers), _stated(fields, row.get("bias", False))
+    activations = [text(fields, key) for key in ("hidden_activation", "hidden_act", "activation_function")]
+    shape = ModelShape(
+        name="",
+        architecture=text(fields, "model_type"),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=whole(fields, "num_key_value_heads", heads),
+        head_dim=whole(fields, "head_dim", hidden // heads),
+        intermediate=size(fields, "intermediate", 4 * hidden),
+        vocab=size(fields, "vocab"),
+        tied=flag(fields, "tie_word_embeddings", row.get("tied", False)),
+        qkv_bias=bias,
+        out_bias=bias,
+        sliding_window=window,
+        sliding_layers=sliding if window else 0,
+        activation=next(filter(None, activations), row.get("activation", "silu")),
+        attention_cap=bool(fields.get("attn_logit_softcapping")),
+        logit_cap=bool(fields.get("final_logit_softcapping")),
+    )
+    changes = _sizes(fields, row.get("shape", {}))
+    changes["positions"] = changes.get("positions", 0) + row.get("more_positions", 0)
+    return replace(shape, **changes)
+
+
+def _stated(fields: Fields, value: Any) -> Any:
+    """Return a constant of the table, or the first of its fields that the config states, or their default."""
+    if not isinstance(value, list):
+        return value
+    names = [name for name in value if isinstance(name, str)]
+    default = value[-1] if len(names) < len(value) else None
+    key = next((name for name in names if fields.get(name) is not None), names[-1])
+    return flag(fields, key, default) if isinstance(default, bool) else whole(fields, key, default)
+
+
+def _sizes(fields: Fields, row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _stated(fields, value) for name, value in row.items()}
+
+
+def _sliding_layers(fields: Fields, layers: int) -> int:
+    kinds, pattern = fields.get("layer_types"), fields.get("sliding_window_pattern")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise WrongModel(f"layer_types is {written(kinds)}, not a list of {layers} layers")
+        if other := [kind for kind in kinds if kind not in _LAYER_TYPES]:
+            raise UnknownArchitecture(f"layer_types has {written(other[0])}: there are no formulas for such a layer")
+        return kinds.count("sliding_attention")
+    if isinstance(pattern, str):  # such as LLLG of EXAONE 4: local and global layers, of which the last one is global
+        if not re.fullmatch("[LG]+", pattern):
+            raise WrongModel(f"sliding_window_pattern is {written(pattern)}, not a number or letters L and G")
+        return sum(pattern[layer % len(pattern)] == "L" for layer in range(layers - 1))
+    if every := whole(fields, "sliding_window_pattern", 0):
+        return layers - layers // every
+    return max(layers - whole(fields, "max_window_layers", 0), 0)
+
+
+def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Experts | None:
+    """Return the experts, in the layers after the first dense ones, every Nth, without the dense ones of a list."""
+    if not _stated(fields, row["total"]):
+        return None
+    stated = _sizes(fields, row)
+    width = stated.setdefault("intermediate", shape.intermediate)
+    first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
+    step = whole(fields, "decoder_sparse_step", whole(fields, "interleave_moe_layer_step", 1))
+    without, listed = fields.get("mlp_only_layers") or [], fields.get("moe_layers")
+    layers = sum(
+        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in without
+        for layer in range(shape.layers)
+    )
+    shared = width * stated.pop("shared", 0)
+    return Experts(
+        **{"shared_intermediate": shared, **stated, "layers": len(listed) if isinstance(listed, list) else layers}
+    )
+
+
+def _of_falcon(fields: Fields) -> Fields:
+    """Return the fields with the numbers of key-value heads and norms, which follow from switches."""
+    heads = size(fields, "heads")
+    if flag(fields, "new_decoder_architecture", False):
+        keys, norms = whole(fields, "num_kv_heads", heads), whole(fields, "num_ln_in_parallel_attn", 2)
+    else:
+        keys = 1 if flag(fields, "multi_query", True) else heads
+        norms = 1 if flag(fields, "parallel_attn", True) else 2
+    return {**fields, "num_key_value_heads": keys, "norms_per_layer": norms}
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -130,10 +333,7 @@ def find_model(name: str) -> KnownModel | None:
 
 
 def find_variant(name: str) -> KnownModel | None:
-    """Return the model of which a name is a variant, such as an Instruct model: variants have the sizes of their base.
-
-    Quantized variants are not found, because their weights are others.
-    """
+    """Return the model of which a name is a variant with the same sizes; quantized ones have other weights."""
     short = name.split("/")[-1].lower().removeprefix("meta-")
     while (shorter := re.sub(_VARIANT, "", short)) != short:
         short = shorter

@@ -9,11 +9,9 @@ from functools import partial
 from typing import NamedTuple
 
 from effllm.memory import states
-from effllm.memory.blocks import FULL, TensorSizes
-from effllm.memory.model import Group, ModelShape, ParameterTensor
-from effllm.memory.plan import MemoryPlan, check_plan
+from effllm.memory.plan import Group, MemoryPlan, ModelShape, ParameterTensor, check_plan
 from effllm.memory.states import ADAPTER_BYTES, Stage, divided, elements
-from effllm.memory.training import held_by_products, torch_tiles, training_course
+from effllm.memory.training import FULL, TensorSizes, held_by_products, torch_tiles, training_course
 
 
 class ByteRange(NamedTuple):
@@ -122,11 +120,7 @@ class MemoryEstimate:
 
 
 def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None = None) -> MemoryEstimate:
-    """Return the memory of the rank of a plan that needs most; layers without formulas need a measured step.
-
-    Raises:
-        ImpossiblePlan: the plan contradicts itself or the model.
-    """
+    """Return the memory of the rank of a plan that needs most; layers without formulas need a measured step."""
     check_plan(plan, shape)
     plan, measured = as_computed(shape, plan), None if shape.has_known_layers else measured
     parts_of = partial(_training_parts, measured=measured) if plan.is_training else _serving_parts
@@ -251,10 +245,7 @@ def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[floa
 
 
 def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Moment]:
-    """Return the parts of a server.
-
-    The plan's sequence length is that of prompt and answer together, and its micro-batch the number of sequences.
-    """
+    """Return the parts of a server; the plan has the length of prompt and answer, and the number of sequences."""
     held = states.rank_tensors(shape, plan, stage)
     weights = states.weight_bytes(plan, held, [])
     buffers = communication(plan, 0.0, weights, weights / stage.layers)

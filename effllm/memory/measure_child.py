@@ -27,7 +27,6 @@ _RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightnin
 
 
 def main(_arguments: Sequence[str]) -> None:
-    """Answer `effllm fit`."""
     answer(measured)
 
 
@@ -101,7 +100,6 @@ def _short(plan: MemoryPlan) -> torch.dtype:
 
 
 def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
-    """Return the model with a quantized base, adapters and checkpointing."""
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
@@ -131,11 +129,9 @@ def _is_adapted(name: str, module: Any, model: Any, plan: MemoryPlan) -> bool:
     is_matrix = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
     if not is_matrix or module is model.get_output_embeddings() or "vision" in name or "visual" in name:
         return False
-    is_attention = "attn" in name or "attention" in name
-    if plan.lora_targets == "qv":
-        leaf = name.rsplit(".", 1)[-1]
-        return is_attention and leaf in ("q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
-    return is_attention or plan.lora_targets == "all"
+    is_attention, leaf = "attn" in name or "attention" in name, name.rsplit(".", 1)[-1]
+    is_qv = leaf in ("q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
+    return plan.lora_targets == "all" or (is_attention and (plan.lora_targets == "attention" or is_qv))
 
 
 def _make_fake(model: Any) -> None:
@@ -155,14 +151,10 @@ def _make_fake(model: Any) -> None:
 
 
 def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
-    """Train a step, after the optimizer's states exist."""
-    build = {
-        "adamw": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build[plan.optimizer](trained)
+    momentum = 0.9 if plan.optimizer == "sgd-momentum" else 0.0
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, momentum=momentum)
+    optimizer = torch.optim.AdamW(trained) if plan.optimizer == "adamw" else optimizer
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
@@ -226,7 +218,6 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         return self._numbers[key]
 
     def size(self, numbers: Iterable[int]) -> int:
-        """Return the bytes of storages."""
         return sum(self._sizes[number] for number in numbers)
 
     def live_at_peak(self, end: int, without: set[int]) -> set[int]:
@@ -273,7 +264,6 @@ class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
         self.computed = computed
 
     def copied(self, computed: torch.dtype) -> torch.Tensor:
-        """Return the matrix in a precision."""
         return torch.empty(self.out_features, self.in_features, dtype=computed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

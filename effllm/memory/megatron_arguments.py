@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from effllm.memory.config_json import find_model
-from effllm.memory.model import MAX_LAYERS, MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
-from effllm.memory.stated_fields import training_systems
+from effllm.memory.plan import MAX_LAYERS, MAX_SIZE, Experts, LatentAttention, ModelShape, WrongModel
+from effllm.memory.yaml_settings import training_systems
 
 Arguments = Mapping[str, str]
 

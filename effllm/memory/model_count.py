@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from effllm.config.isolated import NoAnswer, answer, ask
-from effllm.memory.architectures import ALIASES, architecture_of, configs
-from effllm.memory.config_json import ONLY_TEXT
-from effllm.memory.model import MAX_LAYERS, Experts, Group, ModelShape, ParameterTensor, WrongModel
+from effllm.memory.config_json import ALIASES, ONLY_TEXT, architecture_of, configs
+from effllm.memory.plan import MAX_LAYERS, Experts, Group, ModelShape, ParameterTensor, WrongModel
 from effllm.memory.states import count_parameters
 
 DEADLINE_S = 120.0  # the import of torch and transformers takes 3 to 10 s, the largest models 3 s more
@@ -36,12 +35,7 @@ def can_count() -> bool:
 
 
 def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape of a model whose layers are unknown, with the tensors that were counted.
-
-    Raises:
-        NoAnswer: the class is not named, or transformers cannot build it.
-        WrongModel: there are more layers than are built in any time.
-    """
+    """Return the shape of a model whose layers are unknown, with the tensors that were counted."""
     named = architecture_of(fields)
     if not named:
         raise NoAnswer("the config has no architectures, which name the class of the model")
@@ -93,7 +87,6 @@ def with_counted(model: ModelShape, counted: ModelShape) -> ModelShape:
 
 
 def main(_arguments: Sequence[str]) -> None:
-    """Answer `model_count`."""
     answer(count)
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from effllm.memory.model import Experts, Group, ModelShape, ParameterTensor
-from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, MemoryPlan
+from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, Experts, Group, MemoryPlan, ModelShape, ParameterTensor
 
 #: Of an element of an adapter: PEFT makes adapters in 32 bits, also of a base in 16 bits.
 ADAPTER_BYTES = 4
@@ -114,10 +113,8 @@ class Stage:
 
 def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
     """Return the stages that can have the largest peak."""
-    layers = -(-shape.layers // plan.pp)
-    if plan.pp == 1:
-        return [Stage(True, True, layers)]
-    return [Stage(True, False, layers), Stage(False, True, layers)]
+    layers, is_only = -(-shape.layers // plan.pp), plan.pp == 1
+    return [Stage(True, is_only, layers), Stage(False, True, layers)][: 1 if is_only else 2]
 
 
 def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[ParameterTensor]:
@@ -160,10 +157,7 @@ def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[Param
 
 
 def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -> list[ParameterTensor]:
-    """Return the part of tensors that a rank holds if ZeRO divides them from a stage on.
-
-    Ranks that hold different experts cannot share the states of an expert.
-    """
+    """Return the part of tensors that a rank holds if ZeRO divides them from a stage on; experts not between EP."""
     if plan.zero < from_stage or plan.shards == 1:
         return tensors
     return [
@@ -205,10 +199,7 @@ def gradient_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
 
 
 def state_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
-    """Return the bytes of optimizer states and of the optimizer's copy of the weights, before ZeRO.
-
-    The step counter of each tensor, of 4 bytes, is not counted.
-    """
+    """Return the bytes of optimizer states without step counters, and of the optimizer's copy of the weights."""
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     master = 0 if plan.lora_rank else plan.numbers.master
     return sum(kind.count * (_states_of(plan.optimizer, kind, size) + master * kind.elements) for kind in trained)

@@ -102,10 +102,7 @@ class MemoryBlocks:
         return MemoryTrend(1000 * middle, 1000 * low, 1000 * high, points[-1][0] - points[0][0], _is_steady(points))
 
     def early_and_late_growth(self) -> tuple[float, float]:
-        """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown.
-
-        If the later growth is smaller, a cache fills up.
-        """
+        """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown."""
         points = self._judged()
         middle = len(points) // 2
         slopes = [_slopes(part) for part in (points[: middle + 1], points[middle:])]
@@ -227,10 +224,7 @@ class DeviceWatch:
         self._reported: set[str] = set()  # causes of the reported forecasts
 
     def add_reading(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
-        """Add a reading; yield an event after an out-of-memory error.
-
-        The readings at the ends of windows are compared with each other.
-        """
+        """Add a reading; yield an event after an out-of-memory error."""
         before, self.last = self.last, reading
         # The script may have reset the peak: then the peaks of the later parts are known again.
         has_risen = reading.allocated_peak > (before.allocated_peak if before is not None else 0.0)

@@ -9,9 +9,8 @@ from benchmarks.memory.built import Built, build
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.counted import count_step
 from benchmarks.memory.judged import shape_and_plan
-from effllm.memory.blocks import TensorSizes
 from effllm.memory.estimate import estimate
-from effllm.memory.training import torch_tiles
+from effllm.memory.training import TensorSizes, torch_tiles
 
 tiles = pytest.importorskip("trl.kernels.chunked_logprob")
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -8,9 +8,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from effllm.memory.architectures import architectures, text_defaults
-from effllm.memory.config_json import known_models, read_config
-from effllm.memory.model import WrongModel
+from effllm.memory.config_json import architectures, config_tables, known_models, read_config
+from effllm.memory.plan import WrongModel
 from effllm.memory.states import count_parameters
 
 SIZES = {
@@ -109,11 +108,13 @@ def test_parameters_of_text_models_are_exact(kind, is_tied):
     assert "only the text model: the parameters of vision_config are not counted" in shape.notes
 
 
-@pytest.mark.parametrize("kind", text_defaults())
+@pytest.mark.parametrize("kind", config_tables()["text_defaults"])
 def test_defaults_of_text_models_are_those_of_transformers(kind):
     stated = AutoConfig.for_model(kind).to_dict()
 
-    assert text_defaults()[kind] == {name: stated[name] for name in text_defaults()[kind]}
+    assert config_tables()["text_defaults"][kind] == {
+        name: stated[name] for name in config_tables()["text_defaults"][kind]
+    }
 
 
 def test_formulas_give_the_parameters_of_each_text_model_of_transformers_or_none():

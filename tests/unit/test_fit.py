@@ -10,9 +10,15 @@ import pytest
 from cases import cases, repeats
 
 from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
-from effllm.memory.architectures import UnknownArchitecture, architectures
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
-from effllm.memory.config_json import find_model, known_models, read_config, similar_names
+from effllm.memory.config_json import (
+    UnknownArchitecture,
+    architectures,
+    find_model,
+    known_models,
+    read_config,
+    similar_names,
+)
 from effllm.memory.estimate import (
     ACTIVATION_LIMITS,
     NOT_COUNTED_LIMITS,
@@ -22,9 +28,8 @@ from effllm.memory.estimate import (
     estimate,
     total_of,
 )
-from effllm.memory.model import WrongModel
 from effllm.memory.model_count import stated_model
-from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan
+from effllm.memory.plan import INFERENCE, ImpossiblePlan, MemoryPlan, WrongModel
 from effllm.memory.states import count_parameters
 from effllm.views.fit_text import BASIS_AT, wrapped
 

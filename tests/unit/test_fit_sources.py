@@ -9,11 +9,10 @@ from effllm.commands import fit_sources
 from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
 from effllm.config.isolated import NoAnswer
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
-from effllm.memory.model import WrongModel
 from effllm.memory.model_count import stated_model
-from effllm.memory.stated_fields import left_out
+from effllm.memory.plan import WrongModel
 from effllm.memory.states import count_parameters
-from effllm.memory.yaml_settings import read_yaml
+from effllm.memory.yaml_settings import left_out, read_yaml
 
 SCRIPT = """#!/bin/bash
 # --num-layers 99 is a comment
