@@ -20,12 +20,11 @@ from effllm.records.job import (
     EnergySummary,
     JobConstants,
     Overhead,
-    Straggler,
     Summary,
     Value,
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
-from effllm.records.verdict import Evidence, Verdict
+from effllm.records.verdict import Evidence, Straggler, Verdict
 from effllm.sinks import RunInfo
 from effllm.store.reader import keys_of
 

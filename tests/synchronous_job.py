@@ -17,8 +17,8 @@ from effllm.job.health.stragglers import Stragglers, Straggling
 from effllm.job.iteration_losses import IterationLosses, IterationMatrix
 from effllm.records.energy import EnergyAmount
 from effllm.records.iteration_times import IterationTimes
-from effllm.records.job import LastRanks, StragglerVerdict
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, RankReport
+from effllm.records.verdict import LastRanks, StragglerVerdict
 
 ITERATION_S = 0.5
 COMMUNICATION_S = 0.05

@@ -11,7 +11,8 @@ from effllm.commands.metrics_page import address, fetch_text, labels_of, samples
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import name_of
 from effllm.records.forecast import FORECAST, Foretold
-from effllm.records.job import Coverage, Straggler, WindowReport
+from effllm.records.job import Coverage, WindowReport
+from effllm.records.verdict import Straggler
 from effllm.store.own_files import read_private
 from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, is_point, problems_of, status_of
 from effllm.views.top.ranks import RankStates, rank_table

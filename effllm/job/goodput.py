@@ -146,7 +146,7 @@ class Goodput(Struct):
             unused_s += span_s * (attempt.unused_gpus or 0)
             data_s += max(attempt.data_in_steps_s, 0.0) * per_rank
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
-            attempts.append(attempt.summary(span_s, gap_s, startup_s, status, knows_repeats, per_rank))
+            attempts.append(_summary_of(attempt, span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
                 before, before_per_rank = attempt, per_rank
         _move_rounding_errors(elapsed_s, seconds, rank_seconds, device_seconds)
@@ -209,6 +209,32 @@ class Goodput(Struct):
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
         return begun[::-1]
+
+
+def _summary_of(
+    attempt: Attempt, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool, per_rank: float
+) -> AttemptSummary:
+    """Return the entry in summary.json; ``startup_s`` is a mean over ranks, ``per_rank`` a number of devices."""
+    begin_s = attempt.zero_time_s + (attempt.begin_s or 0.0)
+    return AttemptSummary(
+        attempt=attempt.number,
+        status=status if attempt.end_s is None else attempt.status,
+        start_time_s=begin_s,
+        end_time_s=begin_s + span_s,
+        elapsed_s=span_s,
+        gap_before_s=gap_s,
+        world_size=attempt.world_size,
+        iterations=attempt.last - attempt.first + 1 if attempt.last else 0,
+        first=attempt.first + attempt.offset if attempt.last else None,
+        last=attempt.last + attempt.offset if attempt.last else None,
+        redone_iterations=attempt.redone.iterations if knows_repeats else None,
+        startup_s=startup_s,
+        gpus=attempt.gpus if attempt.ranks_joined else None,
+        unused_gpus=attempt.unused_gpus,
+        devices=per_rank * attempt.world_size,
+        redone_around_s=attempt.redone.around_s / max(attempt.world_size, 1),
+        max_redone_around_s=attempt.redone.max_around_s / max(attempt.world_size, 1),
+    )
 
 
 def _move_rounding_errors(elapsed_s: float, seconds: dict[str, float], *others: dict[str, float]) -> None:

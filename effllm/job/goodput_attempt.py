@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from effllm.job.account import Rows
 from effllm.job.goodput_tiles import Tiles
-from effllm.records.job import AttemptSummary
 from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
 
 KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
@@ -343,40 +342,6 @@ class Attempt(Struct):
         joules[KEPT] = joules.get(KEPT, 0.0) - redone_j
         joules[REDONE] = redone_j
         return joules
-
-    def summary(
-        self, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool, per_rank: float
-    ) -> AttemptSummary:
-        """Return the attempt's entry in summary.json.
-
-        Args:
-            span_s: duration so far.
-            gap_s: seconds since the end of the previous attempt.
-            startup_s: time before the first iteration, mean over ranks.
-            status: status of the attempt if it is running.
-            knows_repeats: whether the repeated iterations are known.
-            per_rank: number of devices of a rank.
-        """
-        begin_s = self.zero_time_s + (self.begin_s or 0.0)
-        return AttemptSummary(
-            attempt=self.number,
-            status=status if self.end_s is None else self.status,
-            start_time_s=begin_s,
-            end_time_s=begin_s + span_s,
-            elapsed_s=span_s,
-            gap_before_s=gap_s,
-            world_size=self.world_size,
-            iterations=self.last - self.first + 1 if self.last else 0,
-            first=self.first + self.offset if self.last else None,
-            last=self.last + self.offset if self.last else None,
-            redone_iterations=self.redone.iterations if knows_repeats else None,
-            startup_s=startup_s,
-            gpus=self.gpus if self.ranks_joined else None,
-            unused_gpus=self.unused_gpus,
-            devices=per_rank * self.world_size,
-            redone_around_s=self.redone.around_s / max(self.world_size, 1),
-            max_redone_around_s=self.redone.max_around_s / max(self.world_size, 1),
-        )
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:

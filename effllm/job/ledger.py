@@ -18,16 +18,9 @@ from effllm.job.iteration_losses import IterationLosses
 from effllm.job.memory_pressure import MemoryPressure
 from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
-from effllm.records.job import (
-    SCHEMA_VERSION,
-    HealthTotals,
-    LastRanks,
-    Overhead,
-    Straggler,
-    StragglerVerdict,
-    version_error,
-)
+from effllm.records.job import SCHEMA_VERSION, HealthTotals, Overhead, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, ValueStatistics
+from effllm.records.verdict import LastRanks, Straggler, StragglerVerdict
 from effllm.records.wire import Bye, Reports
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)

@@ -16,8 +16,8 @@ from effllm.job.health.own_times import UNLIKE
 from effllm.job.health.straggler_reasons import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.slow_clocks import LOCKED
 from effllm.metrics import METRICS
-from effllm.records.job import DATA_WAIT, PROFILE, AttemptSummary, StragglerVerdict, Summary
-from effllm.records.verdict import OF_GPUS, SlowIterations, Waterfall
+from effllm.records.job import AttemptSummary, Summary
+from effllm.records.verdict import DATA_WAIT, OF_GPUS, PROFILE, SlowIterations, StragglerVerdict, Waterfall
 
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
 MIN_PROFILED = 5

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from effllm.job.account import Rows
 from effllm.job.health.straggler_reasons import REASONS, mean_of
-from effllm.records.job import ClockLoss
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
+from effllm.records.verdict import ClockLoss
 from effllm.records.wire import Hello
 
 THROTTLED, POWER_LIMIT, LOCKED = "throttled", "power_limit", "locked"

@@ -236,8 +236,9 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
         return Gauge(value_seconds, covered_s, min(self.least, other.least), max(self.most, other.most))
 
 
-#: Number of bins of the power histogram; the last bin also has all higher powers (no GPU draws 4 kW).
-NUM_POWER_BARS = 400
+#: Bins of the power histogram, from which percentiles are computed: their width and their number; the last bin also has
+#: all higher powers (no GPU draws 4 kW).
+POWER_STEP_W, NUM_POWER_BARS = 10.0, 400
 PowerBar = Annotated[int, Meta(ge=0, lt=NUM_POWER_BARS)]
 
 
@@ -260,10 +261,6 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     def iterations(self) -> Integrals:
         """The integrals over the iterations of the window: the window without its phases."""
         return reduce(sub, self.phases.values(), self.wall)
-
-
-#: Width of a bin of the power histogram; percentiles are computed from this histogram.
-POWER_STEP_W = 10.0
 
 
 class Profile(Struct, frozen=True):

@@ -1,8 +1,11 @@
-"""The judgements in summary.json: waterfall, verdict (largest loss, evidence, next action), memory and audit."""
+"""The judgements in summary.json: waterfall, verdict (largest loss, evidence, action), stragglers, memory and audit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
+from msgspec.structs import replace
 
 #: Part -> meaning, in the order of the waterfall: time without training, other work, waits, steps, useful work.
 PARTS: dict[str, str] = {
@@ -103,6 +106,87 @@ class Verdict(Struct, frozen=True):
     bound: float | None  # upper bound of the gain in tokens per device time if the loss is removed; 0.14 is 14 %
     confidence: str  # HIGH, MEDIUM or NO_CONFIDENCE
     evidence: tuple[Evidence, ...] = ()  # the largest losses, also below their thresholds
+
+
+#: Maximum number of ranks in `LastRanks.by_rank`.
+MAX_LAST = 64
+
+
+class LastRanks(Struct, frozen=True):
+    """The ranks for which all others waited longest, and the waits of the ranks for each other."""
+
+    iterations: float = 0.0  # compared iterations
+    by_rank: dict[int, float] = {}  # rank -> number of iterations in which it was the last one; at most 64 ranks
+    max_waits_s: dict[int, float] = {}  # rank -> upper bound of the rank-seconds of waits for it in these iterations
+    max_uneven_s: float = 0.0  # upper bound of the rank-seconds of waits without a slow rank
+    profiled_s: float = 0.0  # rank-seconds of profiled iterations that are not long
+    profiled_uneven_s: float = 0.0  # waits without a slow rank in them, also those inside communication
+
+    @property
+    def profiled_uneven_share(self) -> float:
+        """The share of these waits in iterations that are not long; 0 without profiles."""
+        return self.profiled_uneven_s / self.profiled_s if self.profiled_s else 0.0
+
+    @property
+    def most(self) -> tuple[int, float]:
+        """The rank that was most often the last one, and the number of these iterations; -1 without any."""
+        return max(self.by_rank.items(), key=lambda item: item[1], default=(-1, 0.0))
+
+    def with_more(self, iterations: float, by_rank: Mapping[int, float], waits_s: Mapping[int, float]) -> LastRanks:
+        """Return the counts with those of further iterations, for the ranks that were last most often."""
+        counts = {rank: self.by_rank.get(rank, 0.0) + by_rank.get(rank, 0.0) for rank in {**self.by_rank, **by_rank}}
+        counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LAST])
+        seconds = {rank: self.max_waits_s.get(rank, 0.0) + waits_s.get(rank, 0.0) for rank in counts}
+        return replace(self, iterations=self.iterations + iterations, by_rank=counts, max_waits_s=seconds)
+
+
+class Straggler(Struct, frozen=True):
+    """The slowest named rank.
+
+    Iteration times cannot show a slow rank: in synchronous training, all ranks wait for the slowest rank.
+    """
+
+    rank: int
+    time_s: float  # own time of the rank in an iteration
+    median_s: float  # median of the own times of its peers
+
+
+#: The evidence of a verdict, from the strongest to the weakest.
+OWN_TIME = "own time"  # time from an iteration's start to the sync point
+PROFILE = "profile"  # computation in profiled iterations
+DATA_WAIT = "data wait"  # wait for data, during which other ranks wait for this rank
+EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT)
+
+
+class StragglerVerdict(Struct, frozen=True):
+    """A rank that delays other ranks in many iterations, and the cost so far."""
+
+    ranks: tuple[int, ...]  # one rank; or a group of ranks that wait for each other before the sync point
+    host: str
+    device: str
+    since_iteration: int  # the number shown
+    slowdown: float  # time of the rank over the median of its peers, minus one
+    peers: int  # number of ranks in the comparison
+    evidence: str  # one of EVIDENCE
+    why: str = "unknown"
+    gpu_seconds: float = 0.0  # waiting time of the other ranks
+    joules: float | None = None  # energy of the waiting ranks' devices while they waited
+    differences: tuple[
+        str, ...
+    ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
+    own_seconds: float = 0.0  # time that the slow ranks would save themselves
+    max_seconds: float = 0.0  # upper bound of both, if the ranks are as slow after the first wait for other ranks
+    last_share: float | None = None  # share of the iterations in which the ranks were last; None without own times
+
+
+class ClockLoss(Struct, frozen=True):
+    """The time that ranks would save if the slowest GPU with one reason had the clock of the other GPUs."""
+
+    rank_seconds: float  # only time with kernels, where iterations are profiled
+    rank: int  # rank of the slowest GPU in the worst window
+    worst_rank_seconds: float  # loss in the worst window
+    why: str
+    max_rank_seconds: float = 0.0  # upper bound: all own time in inverse proportion to the clock
 
 
 class MemoryPressureLoss(Struct, frozen=True):

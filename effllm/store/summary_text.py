@@ -10,11 +10,11 @@ from itertools import islice
 from effllm.metrics import METRICS, Metric, describe
 from effllm.records.framework_figures import FIGURES, MFU_RATIO
 from effllm.records.identity import Identity
-from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
+from effllm.records.job import EnergySummary, GoodputSummary, Summary, Value
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
-from effllm.records.verdict import Audit, Verdict
+from effllm.records.verdict import Audit, StragglerVerdict, Verdict
 
 WIDTH = 78
 

@@ -8,7 +8,7 @@ from textwrap import dedent
 import jobs
 import pytest
 
-from effllm.records.job import OWN_TIME
+from effllm.records.verdict import OWN_TIME
 
 pytestmark = [*jobs.needs_torch, pytest.mark.system("torchrun", how="ran")]
 

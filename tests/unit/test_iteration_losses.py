@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
 from effllm.job.iteration_losses import MIN_KEPT, IterationLosses, IterationMatrix
 from effllm.records.iteration_times import LONG, IterationTimes, codes_of
-from effllm.records.job import MAX_LAST, LastRanks
+from effllm.records.verdict import MAX_LAST, LastRanks
 
 
 def window(number, steps, waits, own=None, first=1, shown=0):

@@ -11,7 +11,7 @@ from benchmarks.planted.job import HEALTHY, MAX_SECOND, MIN_PADDING, NUM_HEALTHY
 from benchmarks.planted.reports import summary_of_planted
 from benchmarks.planted.timeline import planned, timeline
 from effllm.job.causes import SLOW_DATA
-from effllm.records.job import DATA_WAIT, OWN_TIME
+from effllm.records.verdict import DATA_WAIT, OWN_TIME
 
 #: Cause -> parts of the waterfall that have its device time, also without a verdict.
 PARTS = {

@@ -18,9 +18,9 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 from effllm import metrics
 from effllm.config.settings import Config
 from effllm.records.events import KINDS
-from effllm.records.job import Coverage, EnergySummary, GoodputSummary, LastRanks, StragglerVerdict, Value
+from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Value
 from effllm.records.rank import Event, Profile
-from effllm.records.verdict import HIGH, Audit, Verdict
+from effllm.records.verdict import HIGH, Audit, LastRanks, StragglerVerdict, Verdict
 from effllm.sinks import open_sink
 from effllm.store import window_text
 from effllm.store.closing_text import closing_text, facts_of, how_to_open

@@ -6,7 +6,7 @@ from builders import Job, device_window, full, gpu, row
 import effllm
 from effllm.job.causes import SLOW_DATA
 from effllm.records.iteration_times import IterationTimes
-from effllm.records.job import DATA_WAIT, LastRanks, StragglerVerdict
+from effllm.records.verdict import DATA_WAIT, LastRanks, StragglerVerdict
 from effllm.store.summary_text import summary_text
 from effllm.trainer import collector as module
 

@@ -16,8 +16,9 @@ from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands import top_reader
 from effllm.commands.top_folder import FolderSource
 from effllm.commands.top_reader import TopReader, ordered_frame
-from effllm.records.job import SPREADS, Coverage, Spread, Straggler, StragglerVerdict
+from effllm.records.job import SPREADS, Coverage, Spread
 from effllm.records.rank import Event
+from effllm.records.verdict import Straggler, StragglerVerdict
 from effllm.store.line_files import END, MAX_READ_BYTES, START, LineFiles, end_of, read_at
 from effllm.store.reader import RankRow, window_line
 from effllm.views.top.frame import (

@@ -13,22 +13,26 @@ from effllm.job.causes import AVOIDABLE, MIN_ITERATIONS, SLOW_DATA, remedy
 from effllm.job.losses import MIN_PROFILED, is_profiled, losses, profile_period
 from effllm.job.verdict import verdict_of as judged
 from effllm.records.host_lines import CodeLine, HostTime
-from effllm.records.job import DATA_WAIT, AttemptSummary, ClockLoss, GoodputSummary, LastRanks, StragglerVerdict, Value
-from effllm.records.job import PROFILE as PROFILE_EVIDENCE
+from effllm.records.job import AttemptSummary, GoodputSummary, Value
 from effllm.records.rank import Profile
 from effllm.records.verdict import (
     CAUSES,
+    DATA_WAIT,
     FAILED,
     HEALTHY,
     HIGH,
     MEDIUM,
     NO_VERDICT,
     NONE_FOUND,
+    ClockLoss,
+    LastRanks,
     LossWindows,
     SlowIterations,
+    StragglerVerdict,
     Waterfall,
     WaterfallPart,
 )
+from effllm.records.verdict import PROFILE as PROFILE_EVIDENCE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = Profile(10, 10.0, computing_s=9.9)

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from effllm.job.iteration_losses import IterationMatrix, Lost
 from effllm.records.columns import Array, Positions, fields_of
 from effllm.records.iteration_times import LONG
-from effllm.records.job import LastRanks
 from effllm.records.rank import RankReport
+from effllm.records.verdict import LastRanks
 
 #: Maximum size of the kept own times, with which the waits for a newly named rank are computed in earlier windows.
 MAX_KEPT_BYTES = 1 << 24

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from effllm.job.health.comparison import Slow
 from effllm.job.health.peers import PeerGroups
-from effllm.records.job import DATA_WAIT, StragglerVerdict
 from effllm.records.rank import DeviceWindow, Event, RankReport
+from effllm.records.verdict import DATA_WAIT, StragglerVerdict
 
 UNKNOWN = "unknown"
 

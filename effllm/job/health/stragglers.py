@@ -8,7 +8,7 @@ by their waits for data; each rank only with its peers, which do the same work.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from effllm.job.health.own_times import UNLIKE, CountedWaits, Times, by_iteratio
 from effllm.job.health.peers import Peer, PeerGroups
 from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
 from effllm.job.iteration_losses import IterationMatrix, Lost
-from effllm.records.job import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 from effllm.records.rank import Event, RankReport
+from effllm.records.verdict import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 
 #: Maximum number of verdicts in a report, and of verdicts with totals.
 MAX_VERDICTS, MAX_KEPT = 16, 64
@@ -57,13 +57,18 @@ class _Named(Struct):
     iterations: float = 0.0
 
 
-class Stragglers:
-    """Judges the closed windows of a job.
+class _Window(NamedTuple):
+    """An earlier window."""
 
-    Args:
-        totals: earlier verdicts by their ranks, to which costs are added.
-        last_ranks: the ranks that were last so far.
-    """
+    number: int
+    shown: int  # displayed number of the last iteration
+    iterations: int
+    ranks: int
+    time_s: float  # of the iterations of a rank
+
+
+class Stragglers:
+    """Judges the closed windows of a job, and adds the costs to ``totals``: earlier verdicts by their ranks."""
 
     def __init__(self, totals: dict[str, StragglerVerdict], last_ranks: LastRanks) -> None:
         self._totals, self.waits = totals, CountedWaits(last_ranks)
@@ -72,8 +77,7 @@ class Stragglers:
         self._named: dict[Unit, _Named] = {}
         self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
         self._reasons = Reasons(self.peers)
-        # Of the last windows: number, displayed number of the last iteration, numbers of iterations and ranks, time.
-        self._last: deque[tuple[int, int, int, int, float]] = deque(maxlen=MAX_WINDOWS)
+        self._last: deque[_Window] = deque(maxlen=MAX_WINDOWS)
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
@@ -126,7 +130,7 @@ class Stragglers:
             for evidence, times in ((OWN_TIME, own), (PROFILE, profiles), (DATA_WAIT, waits))
             if times is not None
         }
-        slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if self._is_usual(profiled)]
+        slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if _is_usual(profiled, self._last)]
         cleared = self._clear()
         fresh = self._name(slow)
         self._update()
@@ -144,14 +148,10 @@ class Stragglers:
         ]
         is_known = (own is not None and self.peers.has_peers) or bool(self._named)
         return straggling._replace(
-            seconds=straggling.seconds if is_known else None, events=events, slowest=self._slowest()
+            seconds=straggling.seconds if is_known else None,
+            events=events,
+            slowest=_slowest(self._named_for(OWN_TIME)),
         )
-
-    def _slowest(self) -> Straggler | None:
-        """Return the slowest of the ranks that are named for their own time."""
-        candidates = [slow for named in self._named_for(OWN_TIME).values() for slow in named.slow.values()]
-        worst = max(candidates, key=lambda slow: slow.excess_s / slow.iteration_s, default=None)
-        return None if worst is None else Straggler(worst.rank, worst.peers_s + worst.excess_s, worst.peers_s)
 
     # --- verdicts ---
 
@@ -251,31 +251,22 @@ class Stragglers:
             more_s, seconds = profiled_s - seconds, profiled_s
             straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
             lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
-        lost += (before := list(self._before(fresh)))
+        of_profiles = self._named_for(PROFILE)
+        lost += (
+            before := list(_waits_before([of_profiles[unit] for unit in fresh if unit in of_profiles], self._last))
+        )
         before_s = sum(loss.straggling_s for loss in before) / len(rows)
         straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
-        self._last.append((rows[0].window, rows[0].iteration_shown, rows[0].iterations, len(rows), rows[0].time_s))
+        row = rows[0]
+        self._last.append(_Window(row.window, row.iteration_shown, row.iterations, len(rows), row.time_s))
         rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
         return Straggling(seconds, rank_seconds, joules, [loss for loss in lost if loss.straggling_s or loss.uneven_s])
-
-    def _before(self, fresh: Sequence[Unit]) -> Iterator[Lost]:
-        """Yield the waits in earlier windows for ranks that profiles name now."""
-        named = self._named_for(PROFILE)
-        slow = [candidate for unit in fresh if unit in named for candidate in named[unit].slow.values()]
-        for window, shown, iterations, ranks, _ in self._last if slow else ():
-            excess_s = max((candidate.excess_s for candidate in slow if shown >= candidate.since), default=0.0)
-            yield Lost(window, straggling_s=excess_s * iterations * ranks)
 
     def _profiled_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
         comparison = self._comparisons.get((self.peers.known[slow.rank].group, PROFILE))
         profiled = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
-        return profiled.excess_s if profiled is not None and self._is_usual(profiled) else 0.0
-
-    def _is_usual(self, profiled: Slow) -> bool:
-        """Whether profiles do not hit only the long iterations: slow iterations may have the period of the profiles."""
-        since = [(window[2], window[4]) for window in self._last if window[1] >= profiled.since]
-        return profiled.iteration_s * sum(count for count, _ in since) <= UNLIKE * sum(time_s for _, time_s in since)
+        return profiled.excess_s if profiled is not None and _is_usual(profiled, self._last) else 0.0
 
     def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
         """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
@@ -331,6 +322,28 @@ class Stragglers:
         last = named.last / named.iterations if named.iterations else None
         named.verdict = _with_cost(replace(named.verdict, last_share=last), joules, seconds)
         _add_to(self._totals, named.verdict, has_reason, joules, seconds)
+
+
+def _waits_before(fresh: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[Lost]:
+    """Yield the waits in earlier windows for ranks that profiles name now."""
+    slow = [candidate for named in fresh for candidate in named.slow.values()]
+    for window in windows if slow else ():
+        excess_s = max((candidate.excess_s for candidate in slow if window.shown >= candidate.since), default=0.0)
+        yield Lost(window.number, straggling_s=excess_s * window.iterations * window.ranks)
+
+
+def _is_usual(profiled: Slow, windows: Sequence[_Window]) -> bool:
+    """Whether profiles do not hit only the long iterations: slow iterations may have the period of the profiles."""
+    since = [window for window in windows if window.shown >= profiled.since]
+    usual_s = sum(window.time_s for window in since)
+    return profiled.iteration_s * sum(window.iterations for window in since) <= UNLIKE * usual_s
+
+
+def _slowest(named_units: Mapping[Unit, _Named]) -> Straggler | None:
+    """Return the slowest of the ranks that are named for their own time."""
+    candidates = [slow for named in named_units.values() for slow in named.slow.values()]
+    worst = max(candidates, key=lambda slow: slow.excess_s / slow.iteration_s, default=None)
+    return None if worst is None else Straggler(worst.rank, worst.peers_s + worst.excess_s, worst.peers_s)
 
 
 def _add_to(

@@ -9,9 +9,9 @@ from effllm.analysis.recorded_run import MAX_TIMED_RANKS, RankMeans, RecordedRun
 from effllm.analysis.run_row import utc
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS, is_problem
-from effllm.records.job import SPREADS, GoodputSummary, StragglerVerdict, Summary
+from effllm.records.job import SPREADS, GoodputSummary, Summary
 from effllm.records.rank import Event
-from effllm.records.verdict import CAUSES
+from effllm.records.verdict import CAUSES, StragglerVerdict
 from effllm.store.run_folder import MAX_ROWS
 from effllm.store.summary_text import duration, readable, slowest_text
 from effllm.views.report.markup import (

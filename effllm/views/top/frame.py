@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from effllm.records.forecast import Foretold
-from effllm.records.job import Coverage, StragglerVerdict, WindowReport
+from effllm.records.job import Coverage, WindowReport
 from effllm.records.rank import Event
-from effllm.records.verdict import Verdict, Waterfall
+from effllm.records.verdict import StragglerVerdict, Verdict, Waterfall
 from effllm.store.summary_text import duration
 from effllm.views.top.ranks import COMPLETED, HostLine, RankLine, RankStates, RankTable
 

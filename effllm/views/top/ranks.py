@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from effllm.metrics.table import measured_quotient
-from effllm.records.job import STEP_SECONDS, StragglerVerdict, WindowReport
+from effllm.records.job import STEP_SECONDS, WindowReport
 from effllm.records.rank import Event
+from effllm.records.verdict import StragglerVerdict
 from effllm.store.reader import RankRow
 
 GB = 1e9
