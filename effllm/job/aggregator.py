@@ -13,7 +13,7 @@ from effllm.job.goodput_tiles import MAX_BEFORE_S
 from effllm.job.health.stalls import Stalls
 from effllm.job.health.stragglers import Stragglers
 from effllm.job.ledger import Ledger, RankState
-from effllm.job.open_windows import OpenWindow, OpenWindows
+from effllm.job.open_windows import OpenWindows
 from effllm.job.pacing import is_large, late_every_s
 from effllm.job.reporting import summary_of
 from effllm.job.roster import Roster
@@ -195,11 +195,6 @@ class Aggregator:
         recorded, self._recorded = self._recorded, []
         return recorded
 
-    def take_to_record(self) -> list[int]:
-        """Return the ranks whose stacks are to be recorded now."""
-        ranks, self.closed.to_record = self.closed.to_record, []
-        return ranks
-
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
@@ -263,11 +258,7 @@ class Aggregator:
             self._take_late(now)
 
     def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
-        """Return the state as JSON, for a restarted aggregator.
-
-        Args:
-            safe: the result of `OpenWindows.safe`, if already computed.
-        """
+        """Return the state as JSON, for a restarted aggregator; ``safe`` is the result of `OpenWindows.safe`."""
         return self.ledger.encode(self.open.safe() if safe is None else safe)
 
     def finished(self, now_s: float) -> bool:
@@ -281,24 +272,18 @@ class Aggregator:
 
     def close_all(self) -> None:
         for window in self.open.take_all():
-            self._close(window)
+            self.closed.close(window.number, window.rows)
         self.events.roll()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
         summary = summary_of(self.ledger, self.roster, self.closed.last_report, time_s, ended)
         implausible = sum(rank.implausible for rank in self.ledger.ranks.values())
-        # exact counts
         counts = {"rejected": self.garbage, "duplicate": self.duplicates, "implausible": implausible}
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        verdict = verdict_of(
-            summary,
-            self.roster.job.facts,
-            self.ledger.goodput,
-            self._config.profile_every,
-            self.ledger.ends() if ended else {},
-        )
+        facts, ends = self.roster.job.facts, self.ledger.ends() if ended else {}
+        verdict = verdict_of(summary, facts, self.ledger.goodput, self._config.profile_every, ends)
         return replace(summary, verdict=verdict)
 
     # --- windows and time ---
@@ -306,10 +291,7 @@ class Aggregator:
     def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         for window in self.open.take_ready(now_s, self.closed.deadline_s, heard_until_s):
             self._pass_time(now_s)
-            self._close(window)
-
-    def _close(self, window: OpenWindow) -> None:
-        self.closed.close(window.number, window.rows)
+            self.closed.close(window.number, window.rows)
 
     def _take_late(self, now: Now) -> None:
         self._pass_time(now.mono_s, now.unix_s)

@@ -69,7 +69,7 @@ class ClosedWindows:
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
-        self.to_record: list[int] = []  # ranks whose stacks are to be recorded
+        self._to_record: list[int] = []  # ranks whose stacks are to be recorded
         self._share = 0.0  # of the losses `RECORDED` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
@@ -78,6 +78,11 @@ class ClosedWindows:
         """Return the windows that closed since the last call, in order."""
         closed, self._closed = self._closed, []
         return closed
+
+    def take_to_record(self) -> list[int]:
+        """Return the ranks whose stacks are to be recorded now."""
+        ranks, self._to_record = self._to_record, []
+        return ranks
 
     def deadline_s(self) -> float:
         """Return the seconds that a window waits for late ranks: three median windows, but at least five seconds."""
@@ -124,7 +129,7 @@ class ClosedWindows:
             seconds = {name: getattr(loss, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.note_lost(loss.window, **seconds)
         if (share := ledger.goodput.attempt.share_of_newest(RECORDED)) > MIN_LOSS and self._share <= MIN_LOSS:
-            self.to_record.append(rows[0].rank)  # the loss is new
+            self._to_record.append(rows[0].rank)  # the loss is new
         self._share = share
 
     def _note_straggling(self, straggling: Straggling) -> None:
@@ -137,7 +142,7 @@ class ClosedWindows:
             self._events.record(event)
         if verdicts and any(event.kind == "straggler" for event in straggling.events):
             slow, peers = verdicts[0].ranks[0], stragglers.peers
-            self.to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
+            self._to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""

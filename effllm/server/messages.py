@@ -97,14 +97,14 @@ class Messages:
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
-        for rank in self._aggregator.stalls.take_asked():
+        """Request the stacks of stalled ranks, and recordings of the stacks of ranks with a new loss."""
+        asked: list[tuple[int, wire.FromAggregator]] = [
+            *((rank, wire.Inspect("the job has stalled")) for rank in self._aggregator.stalls.take_asked()),
+            *((rank, wire.RecordStacks()) for rank in self._aggregator.closed.take_to_record()),
+        ]
+        for rank, request in asked:
             if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, wire.Inspect("the job has stalled"))
-
-    def request_recordings(self) -> None:
-        for rank in self._aggregator.take_to_record():
-            if (peer := self._peers.of_rank(rank)) is not None:
-                self._socket.send(peer, wire.RecordStacks())
+                self._socket.send(peer, request)
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""

@@ -123,7 +123,8 @@ class Server:
         if not self._secret and (line := openness(self.address)):
             self._warn(line, "security")
         was_there = Path(orders.folder).exists()
-        with lock_folder(orders, self.address, context, self._read_secret, self._warn) as folder:
+        read_secret = partial(secret.read, secret_path(self._config))
+        with lock_folder(orders, self.address, context, lambda: self._secret or read_secret(), self._warn) as folder:
             self._start(folder)
             if orders.listen_descriptor >= 0:
                 self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
@@ -184,9 +185,6 @@ class Server:
         if unknown := unknown_variables(this_process()):
             self._warn("; ".join(unknown), "warning")
         threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
-
-    def _read_secret(self) -> bytes:
-        return self._secret or secret.read(secret_path(self._config))
 
     # --- loop ---
 
@@ -284,7 +282,6 @@ class Server:
         if events := self._aggregator.events.take_events():
             self._outputs.write_events(events)
         self._messages.request_stacks()
-        self._messages.request_recordings()
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
         if recorded := self._aggregator.take_recorded():
@@ -333,20 +330,21 @@ class Server:
         # The state includes the BYEs, from which the next attempt computes the status of this attempt.
         self._outputs.stop_store(self._aggregator.snapshot(), summary)
         if not self._outputs.join_store(deadline_s - time.monotonic()):
-            self._release_output()
+            _release_output(self._orders)
             self._outputs.join_store(DISK_WAIT_S)
         self._hand_out()
         if summary.status == "completed" and self._folder is not None:
             remove_state(self._folder)
         return summary.status
 
-    def _release_output(self) -> None:
-        """Close the job's output before a wait for a stalled disk, because readers of the output would also wait."""
-        if self._orders.trainer_descriptor >= 0:
-            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            for descriptor in (self._orders.stdout_descriptor, 2):
-                os.dup2(null, descriptor)
-            os.close(null)
+
+def _release_output(orders: Orders) -> None:
+    """Close the job's output before a wait for a stalled disk, because readers of the output would also wait."""
+    if orders.trainer_descriptor >= 0:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for descriptor in (orders.stdout_descriptor, 2):
+            os.dup2(null, descriptor)
+        os.close(null)
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:

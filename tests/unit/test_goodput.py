@@ -321,7 +321,7 @@ def test_stacks_are_requested_when_waits_for_data_begin():
     run, asked = Run().join(), []
     for number, wait_s in enumerate((0.0, 0.0, 2.0, 2.0, 0.0, 0.0), 1):
         run.window(number, busy_s=9.0 - wait_s, wait_s=wait_s)
-        asked.append(run.aggregator.take_to_record())
+        asked.append(run.aggregator.closed.take_to_record())
 
     assert asked == [[], [], [0], [], [], []]
 

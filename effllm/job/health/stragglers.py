@@ -92,13 +92,7 @@ class Stragglers:
     def close(
         self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost] = ()
     ) -> Straggling:
-        """Judge the next window; windows come in ascending order.
-
-        Args:
-            rows: one report per rank.
-            matrix: the times of its iterations; ``None`` if they are not known.
-            lost: the windows whose long iterations are known now; a window waits until they are known.
-        """
+        """Judge the next window; windows come in order, and wait until ``lost`` has their long iterations."""
         worked, straggling = self.peers.at_work(rows), Straggling()
         if matrix is not None and len(worked) == len(rows) > 1:
             self._pending[matrix.window] = matrix, worked
