@@ -1,4 +1,4 @@
-"""Messages of agents: received at a limited rate, passed to the aggregator, answered; and the admission of ranks.
+"""Messages of agents: received at a limited rate, passed to the aggregator, answered; ranks are admitted or rejected.
 
 Reports are acknowledged after a state of the aggregator with these reports was written.
 """
@@ -12,7 +12,6 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.pacing import Pace, is_large, report_every_s
 from effllm.network.listening import needed, raise_limit
-from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records import wire
@@ -20,6 +19,7 @@ from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.clock import Now
 from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
+from effllm.server.job_end import JobEnd
 
 MAX_FRAMES = 1000  # limit of the frames received in one turn of the loop
 MAX_RECEIVE_S = 0.1  # limit of a turn's duration: on a busy machine frames may arrive as fast as they are received
@@ -37,8 +37,9 @@ class Messages:
         peers: the connections, with the rate and the rank of each connection.
         aggregator: receives accepted messages.
         folder: the run folder, sent to agents.
-        admit: handles a HELLO, with the objection of `Peers`; returns the answer if the HELLO is rejected.
-        supersede: handles the request of the next attempt's aggregator.
+        end: returns whether rank 0's trainer has ended, and whether the next attempt's aggregator replaces this one.
+        learn: handles the HELLO of an admitted rank.
+        warn: reports an event with a text and a kind.
     """
 
     def __init__(
@@ -47,15 +48,16 @@ class Messages:
         peers: Peers,
         aggregator: Aggregator,
         folder: str,
-        admit: Callable[[bytes, wire.Hello, str, Now], wire.Rejected | None],
-        supersede: Callable[[wire.Supersede], None],
+        end: JobEnd,
+        learn: Callable[[wire.Hello], None],
+        warn: Callable[[str, str], None],
     ) -> None:
-        self._socket = socket
-        self._peers = peers
-        self._aggregator = aggregator
-        self._folder = folder
-        self._admit = admit
-        self._supersede = supersede
+        self._socket, self._peers, self._aggregator, self._folder = socket, peers, aggregator, folder
+        self._end, self._learn, self._warn = end, learn, warn
+        self.is_superseded = False  # whether the aggregator of the next attempt replaces this one
+        self._has_room_for = 0  # number of ranks that the limit of open files allows
+        self.has_shortage = False  # whether the job was rejected for lack of descriptors
+        self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
         self.is_flooded = False  # True: the last complete read of the socket ended with rejected frames
 
     def receive(self) -> bool:
@@ -126,13 +128,16 @@ class Messages:
                 self._peers.hold(peer)  # the agent will send the rejected reports again
             return
         if isinstance(message, wire.Supersede):
-            self._supersede(message)
+            self.is_superseded = self.is_superseded or self._end.must_end_for(message)
         elif isinstance(message, wire.Hello):
+            if (refused := self._refusal(peer, message, objection, now)) is not None:
+                self._peers.count_rejected_hello()
+                self._socket.send(peer, refused)
+                return
+            self._peers.introduce(peer, message, now_s)
+            self._learn(message)
             every_s = report_every_s(message.world_size)
-            refused = self._admit(peer, message, objection, now)
-            self._socket.send(
-                peer, refused or wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s)
-            )
+            self._socket.send(peer, wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
         elif objection:
             self._ask_again(peer, now_s)
         elif isinstance(message, wire.Heartbeat):
@@ -145,6 +150,32 @@ class Messages:
             aggregator.stack(message, now)
         elif isinstance(message, wire.Bye) and aggregator.bye(message, now):
             self._socket.send(peer, wire.ByeSeen(message.rank))
+
+    def _refusal(self, peer: bytes, hello: wire.Hello, objection: str, now: Now) -> wire.Rejected | None:
+        """Handle a HELLO, with the objection of `Peers`; return the answer if the HELLO is rejected."""
+        reason, is_trainer_gone = objection, self._end.has_trainer_ended()
+        if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(hello):
+            reason = "this attempt is over"
+        if not reason and (shortage := self._shortage(hello, now.mono_s)):
+            # In a larger job other agents would continue to search for an aggregator.
+            if hello.world_size == 1:
+                self.rejected_job = peer
+            return wire.Rejected(shortage, whole_job=True)
+        reason = reason or self._aggregator.hello(hello, now)
+        return wire.Rejected(reason, again=is_trainer_gone) if reason else None
+
+    def _shortage(self, hello: wire.Hello, now_s: float) -> str:
+        """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
+        world_size = hello.world_size
+        if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
+            return ""
+        shortage = raise_limit(needed(world_size))
+        if not shortage:
+            self._has_room_for = world_size
+        elif not self.has_shortage:
+            self.has_shortage = True
+            self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
+        return shortage
 
 
 def published(report: ClusterReport) -> dict[str, float]:
@@ -240,68 +271,3 @@ class Acknowledgement:
             self.saved(oldest)
         if len(self._unsaved) > MAX_UNSAVED:
             del self._unsaved[1:-1:2]
-
-
-class Admission:
-    """Admits ranks, if the limit of open files allows a descriptor for every rank of the job."""
-
-    def __init__(
-        self, aggregator: Aggregator, peers: Peers, peer_admission: PeerAdmission, warn: Callable[[str, str], None]
-    ) -> None:
-        self._aggregator = aggregator
-        self._peers = peers
-        self._peer_admission = peer_admission
-        self._warn = warn
-        self._has_room_for = 0  # number of ranks that the limit of open files allows
-        self.has_shortage = False  # whether the job was rejected for lack of descriptors
-        self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
-
-    def hello(
-        self, peer: bytes, message: wire.Hello, objection: str, is_trainer_gone: bool, now: Now
-    ) -> wire.Rejected | None:
-        """Handle a HELLO; return the answer if the HELLO is rejected.
-
-        Args:
-            peer: connection of the HELLO.
-            message: the HELLO.
-            objection: reason for which `Peers` rejects the HELLO, or empty.
-            is_trainer_gone: whether rank 0's trainer has ended.
-            now: current time.
-        """
-        reason = objection
-        if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(message):
-            reason = "this attempt is over"
-        if not reason and (shortage := self._shortage(message, now.mono_s)):
-            self._peers.count_rejected_hello()
-            # In a larger job other agents would continue to search for an aggregator.
-            if message.world_size == 1:
-                self.rejected_job = peer
-            return wire.Rejected(shortage, whole_job=True)
-        reason = reason or self._aggregator.hello(message, now)
-        if reason:
-            self._peers.count_rejected_hello()
-            return wire.Rejected(reason, again=is_trainer_gone)
-        self._peers.introduce(peer, message, now.mono_s)
-        return None
-
-    def report(self) -> None:
-        """Record the first rejection of each kind by each connection, since the last call."""
-        for event in self._peers.take_events():
-            self._aggregator.events.record(event)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {**self._peers.rejected, **self._peer_admission.counts}
-
-    def _shortage(self, hello: wire.Hello, now_s: float) -> str:
-        """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
-        world_size = hello.world_size
-        if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
-            return ""
-        shortage = raise_limit(needed(world_size))
-        if not shortage:
-            self._has_room_for = world_size
-        elif not self.has_shortage:
-            self.has_shortage = True
-            self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
-        return shortage

@@ -42,10 +42,10 @@ from effllm.records.device_state import DeviceFeed
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
-from effllm.records.wire import Hello, Rejected, Supersede
+from effllm.records.wire import Hello
 from effllm.server.folder import lock_folder, remove_state, restore_state
 from effllm.server.job_end import JobEnd
-from effllm.server.messages import Acknowledgement, Admission, Messages, Sequences
+from effllm.server.messages import Acknowledgement, Messages, Sequences
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import WITH_DEVICES, RunInfo, no_such_sink, sink_names
@@ -137,7 +137,7 @@ class Server:
             status = self._finish()
         if status == UNUSED and folder is not None and not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        rejected = self._admission.rejected_job
+        rejected = self._messages.rejected_job
         self._end.wait_for_disconnections(lambda: bool(rejected) and self._messages.reaches_peer(rejected))
         self._peer_admission.close()
         self._socket.close()
@@ -165,8 +165,9 @@ class Server:
         devices = DeviceFeed(not WITH_DEVICES.isdisjoint(config.sink_options()))
         run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=devices)
         self._outputs = Outputs(run, self._write_new_ranks, partial(device_states, aggregator))
+        self._end = JobEnd(aggregator, orders, lambda rank: self._messages.reaches(rank))
         self._messages = Messages(
-            self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
+            self._socket, self._peers, aggregator, str(folder or ""), self._end, self._learn, self._warn
         )
         self._acknowledgement = Acknowledgement(
             aggregator,
@@ -175,8 +176,6 @@ class Server:
             self._save_state if self._outputs.has_store else None,
             self._messages.acknowledge,
         )
-        self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
-        self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
         wrong = [name for name in config.sink_options() if name not in sink_names()]
         if wrong and "console" not in config.sink_options():  # perhaps misspelt, and then no line would be printed
@@ -199,7 +198,7 @@ class Server:
         # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
         # all other work.
         gc.disable()
-        while not (self._is_stopping or self._admission.rejected_job):
+        while not (self._is_stopping or self._messages.rejected_job or self._messages.is_superseded):
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             self._receive()
             now_s = time.monotonic()
@@ -228,23 +227,16 @@ class Server:
             if seconds := max(pause_s(self._aggregator.ledger.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
                 time.sleep(seconds)
 
-    def _admit(self, peer: bytes, message: Hello, objection: str, now: Now) -> Rejected | None:
-        is_trainer_gone = self._end.has_trainer_ended()
-        refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
-        if refused is None:
-            self._has_learned = True
-            # In a large world, garbage is collected before the first windows.
-            if self._facts.learn(message):  # all ranks have joined
-                self._warn(self._facts.start_line(self._folder), "started")
-                if is_large(message.world_size):
-                    self._collect()
-            if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
-                self.has_begun = True
-                self._acknowledgement.save_state()
-        return refused
-
-    def _supersede(self, message: Supersede) -> None:
-        self._is_stopping = self._is_stopping or self._end.must_end_for(message)
+    def _learn(self, message: Hello) -> None:
+        self._has_learned = True
+        # In a large world, garbage is collected before the first windows.
+        if self._facts.learn(message):  # all ranks have joined
+            self._warn(self._facts.start_line(self._folder), "started")
+            if is_large(message.world_size):
+                self._collect()
+        if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
+            self.has_begun = True
+            self._acknowledgement.save_state()
 
     def _collect(self) -> None:
         """Collect cycles, but search the objects of ten thousand HELLOs only once, because the search takes 0.25 s."""
@@ -254,7 +246,8 @@ class Server:
             gc.freeze()
 
     def _tick(self, now: Now) -> None:
-        self._admission.report()
+        for event in self._peers.take_events():
+            self._aggregator.events.record(event)
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
@@ -303,10 +296,10 @@ class Server:
     def _summary(self, ended: bool) -> Summary:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
-        is_refused = ended and self._admission.has_shortage and not self._aggregator.ledger.world_size
+        is_refused = ended and self._messages.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(
             self._facts.identify(summary),
-            events={**summary.events, **self._admission.counts},
+            events={**summary.events, **self._peers.rejected, **self._peer_admission.counts},
             left_out=self._outputs.left_out(ended),
             status="refused" if is_refused else summary.status,
         )
@@ -316,7 +309,7 @@ class Server:
         self._tick(Now.read())
         self._hand_out()
         self._facts.stop_git()
-        has_heard = self._aggregator.ledger.world_size or self._admission.has_shortage
+        has_heard = self._aggregator.ledger.world_size or self._messages.has_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
             self._outputs.discard(STORE_STOP_S)
             return UNUSED
