@@ -44,38 +44,26 @@ class Point(NamedTuple):
     num_powers: int = 0  # number of these power readings
 
 
-class Readings:
+class Readings(deque[Point]):
     """The readings of one device, oldest first."""
 
-    def __init__(self) -> None:
-        self._points: deque[Point] = deque()
-
-    def __len__(self) -> int:
-        return len(self._points)
-
-    def __getitem__(self, index: int) -> Point:
-        return self._points[index]
-
-    def __iter__(self) -> Iterator[Point]:
-        return iter(self._points)
-
     def from_index(self, index: int) -> Iterator[Point]:
-        return islice(self._points, index, None)
+        return islice(self, index, None)
 
     def index_from(self, time_ns: int) -> int:
-        return bisect.bisect_left(self._points, time_ns, key=_time_ns)
+        return bisect.bisect_left(self, time_ns, key=_time_ns)
 
     def index_after(self, time_ns: int) -> int:
-        return bisect.bisect_right(self._points, time_ns, key=_time_ns)
+        return bisect.bisect_right(self, time_ns, key=_time_ns)
 
     def add_reading(self, time_ns: int, power_w: float | None, step: Step) -> None:
         total_j = estimated_j = variances_j2 = 0.0
         holes_ns = 0
-        if self._points:
-            last = self._points[-1]
+        if self:
+            last = self[-1]
             total_j, estimated_j, variances_j2 = last.total_j, last.estimated_j, last.variances_j2
             holes_ns = last.holes_ns + (time_ns - last.time_ns if step.method is None else 0)
-        self._points.append(
+        self.append(
             Point(
                 time_ns=time_ns,
                 total_j=total_j + step.joules,
@@ -94,13 +82,13 @@ class Readings:
 
     def remove_steps_after(self, time_ns: int) -> Point:
         """Remove the readings after a time, because one step will replace their steps; return the last reading left."""
-        while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
-            self._points.pop()
-        return self._points[-1]
+        while len(self) > 1 and self[-2].time_ns >= time_ns:
+            self.pop()
+        return self[-1]
 
     def forget_before(self, time_ns: int) -> None:
-        while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
-            self._points.popleft()
+        while len(self) > 2 and self[1].time_ns <= time_ns:
+            self.popleft()
 
     def compact(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
         """Merge the steps in which no later span can begin or end; running totals stay exact.
@@ -110,9 +98,9 @@ class Readings:
             until_ns: any later time is also a possible edge.
             margin_ns: readings within this distance of an edge are kept.
         """
-        times = [point.time_ns for point in self._points]
+        times = [point.time_ns for point in self]
         for run in runs_between(times, edges_ns, until_ns, margin_ns):
-            points = list(self._points)
+            points = list(self)
             first, last = points[run.start], points[run.stop - 1]
             methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
             step = last._replace(
@@ -123,11 +111,12 @@ class Readings:
                 max_w=_extreme(max, (point.max_w for point in points[run.start + 1 : run.stop])),
                 num_powers=sum(point.num_powers for point in points[run.start + 1 : run.stop]),
             )
-            self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
+            self.clear()
+            self.extend([*points[: run.start + 1], step, *points[run.stop :]])
 
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""
-        inside = list(islice(self._points, self.index_from(from_ns), self.index_after(to_ns)))
+        inside = list(islice(self, self.index_from(from_ns), self.index_after(to_ns)))
         min_w, max_w = (
             _extreme(min, (point.min_w for point in inside)),
             _extreme(max, (point.max_w for point in inside)),
@@ -138,37 +127,37 @@ class Readings:
         """Return the mean power around a step, over at least two ticks, because a counter jumps once in each tick."""
         first = second = index
         tick_ns = tick_s / NS
-        while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
+        while first > 0 and (first == second or self[index].time_ns - self[first].time_ns < tick_ns):
             first -= 1
-        while second < len(self._points) - 1 and self._points[second].time_ns - self._points[index].time_ns < tick_ns:
+        while second < len(self) - 1 and self[second].time_ns - self[index].time_ns < tick_ns:
             second += 1
-        span_ns = self._points[second].time_ns - self._points[first].time_ns
-        return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
+        span_ns = self[second].time_ns - self[first].time_ns
+        return (self[second].total_j - self[first].total_j) / (span_ns * NS)
 
     def holes_until_ns(self, time_ns: int) -> int:
-        point = self._points[min(self.index_from(time_ns), len(self._points) - 1)]
+        point = self[min(self.index_from(time_ns), len(self) - 1)]
         return point.holes_ns - (0 if point.method else max(point.time_ns - time_ns, 0))
 
     def estimated_j(self, total_j: float) -> float:
-        index = bisect.bisect_left(self._points, total_j, key=lambda point: point.total_j)
-        point = self._points[min(index, len(self._points) - 1)]
+        index = bisect.bisect_left(self, total_j, key=lambda point: point.total_j)
+        point = self[min(index, len(self) - 1)]
         return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.estimated else 0.0)
 
     def variance_until_j2(self, time_ns: int) -> float:
         index = self.index_from(time_ns)
-        if index >= len(self._points):
-            return self._points[-1].variances_j2
-        point = self._points[index]
+        if index >= len(self):
+            return self[-1].variances_j2
+        point = self[index]
         if index == 0:
             return point.variances_j2
-        before = self._points[index - 1]
+        before = self[index - 1]
         rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
         return point.variances_j2 - rest * point.variance_j2
 
     def method(self, from_ns: int, to_ns: int) -> str | None:
         used = {
             point.method
-            for before, point in pairwise(self._points)
+            for before, point in pairwise(self)
             if point.method and point.time_ns > from_ns and before.time_ns < to_ns
         }
         return max(used, key=METHODS.index) if used else None
