@@ -86,23 +86,14 @@ class ReadingSums(Struct):
         return self.node / self.node_weight if self.node_weight else None
 
 
-class ComparedReadings:
-    """The readings of one slow rank and of its peers, over the windows so far."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, ReadingSums] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_name)
-
-    def find(self, name: str) -> ReadingSums | None:
-        return self._by_name.get(name)
+class ComparedReadings(dict[str, ReadingSums]):
+    """The readings of one slow rank and of its peers by name, over the windows so far."""
 
     def add(self, name: str, weight: float, own: float | None, peers: float | None, node: float | None = None) -> None:
         """Add a reading of a window; nothing is added if the slow rank or its peers do not have the reading."""
         if own is None or peers is None or weight <= 0:
             return
-        sums = self._by_name.setdefault(name, ReadingSums())
+        sums = self.setdefault(name, ReadingSums())
         sums.weight += weight
         sums.own += weight * own
         sums.peers += weight * peers
@@ -125,7 +116,7 @@ class ComparedReadings:
                 self.add(name, gauge.covered_s, *values)
         self.add(_BUSY, own.wall.utilization_covered_s, _utilization(own), _median(peers, _utilization))
         # A reason that is not active now counts with its share of 0.
-        names = (name.removeprefix(_REASON) for name in self._by_name if name.startswith(_REASON))
+        names = (name.removeprefix(_REASON) for name in self if name.startswith(_REASON))
         for reason in {*REASONS, *own.throttled_s, *names} - {"any"}:
             share, others = _throttled(own, reason), _median(peers, _throttled, reason)
             self.add(_REASON + reason, own.throttle_covered_s, share, others)
@@ -148,7 +139,7 @@ class ComparedReadings:
         return Reason(", ".join(reasons), kinds) if reasons else NO_REASON
 
     def _clock(self) -> list[str]:
-        reading = self.find(_CLOCK)
+        reading = self.get(_CLOCK)
         if reading is None or reading.means[0] >= (1 - SLOWER_CLOCK) * reading.means[1]:
             return []
         (own, peers), node = reading.means, reading.node_mean
@@ -157,25 +148,25 @@ class ComparedReadings:
 
     def _clock_explains(self, slowdown: float) -> bool:
         """Whether the lower clock can cause at least `MIN_EXPLAINED` of the slowdown: clocks of equal GPUs differ."""
-        reading = self.find(_CLOCK)
+        reading = self.get(_CLOCK)
         return reading is not None and reading.own > 0 and reading.peers / reading.own - 1 >= MIN_EXPLAINED * slowdown
 
     def _reasons(self) -> list[str]:
         texts = []
-        for name, reading in sorted(self._by_name.items()):
+        for name, reading in sorted(self.items()):
             reason = name.removeprefix(_REASON)
             if name.startswith(_REASON) and reading.means[0] >= reading.means[1] + OFTENER_THROTTLED:
                 texts.append(REASONS.get(reason, reason.replace("_", " ")))
         return texts
 
     def _limit(self) -> list[str]:
-        reading = self.find(_LIMIT)
+        reading = self.get(_LIMIT)
         if reading is None or reading.means[0] >= (1 - LOWER_LIMIT) * reading.means[1]:
             return []
         return ["power limit {:.0f} W against {:.0f}".format(*reading.means)]
 
     def _temperature(self) -> list[str]:
-        reading = self.find(_CELSIUS)
+        reading = self.get(_CELSIUS)
         if reading is None or reading.means[0] < reading.means[1] + HOTTER_C:
             return []
         (own, peers), node = reading.means, reading.node_mean
@@ -183,7 +174,7 @@ class ComparedReadings:
         return [f"{own:.0f} degC against {peers:.0f}{also}"]
 
     def _host(self) -> list[str]:
-        reading = self.find(_BUSY)
+        reading = self.get(_BUSY)
         if reading is None or reading.means[0] > reading.means[1] - IDLER:
             return []
         own, peers = reading.means
