@@ -44,14 +44,14 @@ class Statements:
         rank.covered_s = covered_s
         return True
 
-    def lose(self, number: int, rank: RankState, lost: int, sent: int, time_s: float) -> None:
+    def note_dropped(self, number: int, rank: RankState, lost: int, sent: int, time_s: float) -> None:
         """Record the number of reports that an agent has dropped; it cannot have dropped more than ``sent``."""
         if lost > sent:
             self._reject(number, rank, f"{lost:,} lost reports", time_s)
         else:
-            self.lose_reports(number, rank, lost, "the agent's buffer was full", time_s)
+            self.note_lost(number, rank, lost, "the agent's buffer was full", time_s)
 
-    def lose_reports(self, number: int, rank: RankState, lost: int, why: str, time_s: float) -> None:
+    def note_lost(self, number: int, rank: RankState, lost: int, why: str, time_s: float) -> None:
         if lost > rank.lost:
             text = f"rank {number} lost {lost - rank.lost} reports: {why}"
             self._record(Event(time_s, "reports_lost", text, number))
@@ -141,7 +141,7 @@ class Aggregator:
             if row is rows[-1]:
                 rank.spend(message)
             if message.lost > rank.lost:
-                self._statements.lose(number, rank, message.lost, rows[-1].sequence, now.unix_s)
+                self._statements.note_dropped(number, rank, message.lost, rows[-1].sequence, now.unix_s)
             if sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
@@ -153,7 +153,7 @@ class Aggregator:
             rank.record_report(sequence, row.final)
             if rank.gaps > rank.lost:
                 why = "an aggregator died before it wrote them"
-                self._statements.lose_reports(number, rank, rank.gaps, why, now.unix_s)
+                self._statements.note_lost(number, rank, rank.gaps, why, now.unix_s)
             rank.iteration = row.iteration_last
             self.stalls.row(row, now_s)
             windows.add_report(row, now_s)
@@ -167,7 +167,7 @@ class Aggregator:
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is not None:
             self._hear(message.rank, rank, now)
-            self._statements.lose(message.rank, rank, message.lost, message.ordinal + 1, now.unix_s)
+            self._statements.note_dropped(message.rank, rank, message.lost, message.ordinal + 1, now.unix_s)
             if message.time_s is not None and not rank.bye:
                 self._pass_time(now.mono_s, now.unix_s)
                 self.ledger.goodput.hear_rank(message.rank, message.time_s)
@@ -212,7 +212,7 @@ class Aggregator:
             return False
         self._hear(message.rank, rank, now)
         rank.last_ordinal = message.last_ordinal
-        self._statements.lose(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
+        self._statements.note_dropped(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
         self._note_gpus(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message)
         self._pass_time(now.mono_s, now.unix_s)
