@@ -104,8 +104,6 @@ KINDS: dict[str, Kind] = {
     "straggler": Kind(ALWAYS, "A rank is slower than its peers and delays the job.", is_problem=True),
     "recovered": Kind(ALWAYS, "A straggler is as fast as its peers again."),
 }
-
-
 _UNKNOWN = Kind(ONCE, "")
 
 

@@ -171,9 +171,8 @@ class StragglerVerdict(Struct, frozen=True):
     why: str = "unknown"
     gpu_seconds: float = 0.0  # waiting time of the other ranks
     joules: float | None = None  # energy of the waiting ranks' devices while they waited
-    differences: tuple[
-        str, ...
-    ] = ()  # kinds of differences from the peers' devices: clock, throttled, power_limit, host
+    # Kinds of differences from the peers' devices: clock, throttled, power_limit, host.
+    differences: tuple[str, ...] = ()
     own_seconds: float = 0.0  # time that the slow ranks would save themselves
     max_seconds: float = 0.0  # upper bound of both, if the ranks are as slow after the first wait for other ranks
     last_share: float | None = None  # share of the iterations in which the ranks were last; None without own times
