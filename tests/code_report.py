@@ -62,15 +62,6 @@ PROSE = (
 )
 
 
-def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
-    """Yield ("class" or "function", number of lines, name) of each definition in a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield "class", (node.end_lineno or 0) - node.lineno + 1, node.name
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield "function", (node.end_lineno or 0) - node.lineno + 1, node.name
-
-
 def sizes(root: Path) -> Counter[str]:
     """Return the lines of the Python files of each package; the modules outside a package are "top level"."""
     lines: Counter[str] = Counter()
@@ -107,8 +98,10 @@ def report(root: Path) -> Iterator[str]:
         text = path.read_text()
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         largest["module"].append((len(text.splitlines()), name))
-        for kind, length, defined in definitions(ast.parse(text)):
-            largest[kind].append((length, f"{name}.{defined}"))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                largest[kind].append(((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}"))
     yield f"effllm/: {sum(lines.values()):,} lines (budgets: {sum(BUDGETS.values()):,})"
     yield "  " + ", ".join(f"{package} {count:,}" for package, count in lines.most_common())
     for kind, found in largest.items():

@@ -44,7 +44,8 @@ def frames(data: bytes) -> None:
         encode(decode_from_aggregator(data))
     try:
         message = decode_from_agent(data)
-    except FrameError:
+    except FrameError as error:
+        assert len(str(error)) <= 300
         return
     peers, aggregator = Peers(16), Aggregator(Config(), "job", 1, 1000.0)
     first = hello(0, world_size=2)
@@ -90,16 +91,9 @@ def _as_of(message: object, first: Hello) -> object:
 
 
 def deliver(aggregator: Aggregator, message: object) -> None:
-    calls = {
-        Hello: "hello",
-        Reports: "reports",
-        Heartbeat: "heartbeat",
-        AgentEvent: "agent_event",
-        Bye: "bye",
-        Stack: "stack",
-    }
-    if call := calls.get(type(message)):
-        getattr(aggregator, call)(message, Now(1.0, 1001.0))
+    if isinstance(message, (Hello, Reports, Heartbeat, AgentEvent, Bye, Stack)):
+        name = "agent_event" if isinstance(message, AgentEvent) else type(message).__name__.lower()
+        getattr(aggregator, name)(message, Now(1.0, 1001.0))
 
 
 def _is_json(record: object) -> bool:

@@ -7,7 +7,7 @@ import time
 
 import jobs
 import pytest
-from builders import gpu, hello, reports, row
+from builders import gpu, hello, row
 
 from effllm.agent.children import AggregatorChild
 from effllm.config.settings import read_config
@@ -55,10 +55,8 @@ class FakeAgent:
                 self.outbox.drop_acknowledged(message.sequence)
             elif isinstance(message, ByeSeen):
                 self.is_over = self.is_over or not len(self.outbox)
-        while self.is_welcome and (rows := self.outbox.unsent()):
-            if not self.link.send(reports(*rows, lost=self.outbox.lost)):
-                return
-            self.outbox.mark_sent(len(rows))
+        if self.is_welcome:
+            self.link.send_reports(self.outbox)
         while self.is_welcome and self.events:
             if not self.link.send(self.events[-1]):
                 return

@@ -78,17 +78,13 @@ def diffs():
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     """Return a copy of the package to which all diffs of CONTRIBUTING.md are applied."""
-    tools = {"git": ["git", "apply", "-"], "patch": ["patch", "-p1", "--no-backup-if-mismatch"]}
-    command = next((command for tool, command in tools.items() if shutil.which(tool)), None)
-    if command is None:
-        pytest.skip("neither git nor patch is installed")
+    if not shutil.which("git"):
+        pytest.skip("git is not installed")
     tree = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "effllm", tree / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
-    environ = {
-        **os.environ,
-        "GIT_CEILING_DIRECTORIES": str(tree.parent),
-    }  # git must find no repository, because inside a repository `git apply` skips files
+    environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}  # inside a repository `git apply` skips files
     for heading, diff in diffs().items():
+        command = ["git", "apply", "-"]
         done = subprocess.run(command, cwd=tree, env=environ, input=diff, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
         assert done.returncode == 0, f"update the diff {heading!r} of CONTRIBUTING.md, it cannot be applied:\n{output}"
