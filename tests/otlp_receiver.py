@@ -1,17 +1,10 @@
-"""An OTLP receiver on loopback: decodes each request and keeps its points.
-
-``python otlp_receiver.py PORT FILE`` writes the points to a file, for jobs in another network.
-"""
+"""An OTLP receiver on loopback: decodes each request and keeps its points."""
 
 from __future__ import annotations
 
 import gzip
-import json
-import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -34,7 +27,7 @@ class Point(NamedTuple):
 class Receiver:
     """Answers with ``status``, after a wait of ``pause_s``."""
 
-    def __init__(self, status: int = 200, pause_s: float = 0.0, port: int = 0) -> None:
+    def __init__(self, status: int = 200, pause_s: float = 0.0) -> None:
         receiver, self.status = self, status
         self.requests: list[list[Point]] = []
         self.headers: list[dict[str, str]] = []
@@ -57,7 +50,7 @@ class Receiver:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -97,15 +90,3 @@ def _points(request: ExportMetricsServiceRequest) -> Any:
 
 def _attributes(pairs: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
-
-
-if __name__ == "__main__":
-    receiver = Receiver(port=int(sys.argv[1]))
-    file, written = Path(sys.argv[2]), -1
-    while True:
-        if len(receiver.requests) != written:
-            written = len(receiver.requests)
-            partial = file.with_suffix(".part")
-            partial.write_text(json.dumps(receiver.points))
-            partial.replace(file)
-        time.sleep(0.05)

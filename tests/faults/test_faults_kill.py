@@ -20,6 +20,7 @@ LOG_INTERVAL, STEP_S = 10, 0.03
 #: The files lag by at most the open window, the agent's delay for the previous window, and the write of a window.
 FRESH = 2 * LOG_INTERVAL + REPORT_EVERY_S / STEP_S
 FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM, each tick rewrites the summary
+
 #: A script that continues to train after SIGTERM, like a trainer that saves a checkpoint; its progress is in a file.
 SAVES = """
 import itertools, os, signal, struct, sys, time
