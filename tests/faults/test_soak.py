@@ -148,21 +148,6 @@ def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
 MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 
-# The outbox counts only reports that were never sent; the aggregator counts sent reports that are lost.
-@pytest.mark.parametrize(("is_sent", "lost"), [(True, 0), (False, 19_000)])
-def test_full_outbox_counts_only_unsent_reports_as_lost(is_sent, lost):
-    outbox = Outbox(1000)
-    for number in range(1, 20_001):
-        outbox.add_report(row(window=number, devices=()))
-        if is_sent:
-            outbox.mark_sent(1)
-            if number % 7 == 0:
-                outbox.send_again()
-
-    assert (len(outbox), outbox.lost, outbox.num_unsent <= 1000) == (1000, lost, True)
-    assert items_in(outbox) < 40_000
-
-
 def absent():
     raise DeviceUnavailable("there is no power supply to ask")
 
