@@ -18,7 +18,7 @@ from pathlib import Path
 BUDGETS = {
     "agent": 4_123,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 3_063,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_566,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
+    "commands": 6_570,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_702,  # a calibration has a budget, and its few reads are made where they help most
