@@ -1,5 +1,6 @@
 """effllm/trainer/recorder.py: records of the training loop's calls; these calls never raise."""
 
+import ast
 import subprocess
 import sys
 import threading
@@ -26,52 +27,72 @@ def phases_ns(slot):
     return slot.phases_ns[:3]
 
 
-def test_step_time_and_data_wait_of_an_iteration_are_separate(loop):
-    loop.start(2000)
-    loop.end(2900)
-    loop.start(3000)  # 100 of wait
-    loop.end(3500)  # 500 of step
-
-    first, second = loop.iterations()
-    assert (first.start_ns, first.end_ns, first.step_ns, first.wait_ns) == (2000, 2900, 900, 0)
-    assert (second.start_ns, second.end_ns, second.step_ns, second.wait_ns) == (3000, 3500, 1400, 100)
-
-
-def test_data_wait_and_step_time_exclude_phases(loop):
-    loop.start(2000)
-    loop.phase("checkpoint", 2100, 2400)
-    loop.end(3000)  # 1000 less 300
-    loop.phase("evaluation", 3100, 3900)
-    loop.start(4000)  # 1000 less 800
-    loop.end(4500)
-
-    slot = loop.iterations()[-1]
-    assert (slot.step_ns, slot.wait_ns) == (700 + 500, 200)
-    assert phases_ns(slot) == (800, 300, 0)
+def play(loop, calls):
+    """Make calls of the loop: each has a time, a name and arguments, as in ``2000 start, 2100 phase_start other``."""
+    generations = loop.recorder.generations
+    methods = {"value": lambda number: loop.value("loss", number), "generate": generations.start}
+    methods |= {"generated": generations.end, "add_generation": generations.add_generation}
+    for call in calls.split(", "):
+        at_ns, name, *words = call.split()
+        loop.now_ns = int(at_ns)
+        now = {"_now": loop.clock} if name in ("start", "end", "sync_point", "work_again") else {}
+        arguments = [word if word.isalpha() and word != "None" else ast.literal_eval(word) for word in words]
+        (methods.get(name) or getattr(loop.recorder, name))(*arguments, **now)
 
 
-def test_step_time_excludes_an_evaluation_that_is_reported_later(loop):
-    loop.start(2000)
-    loop.recorder.evaluated(2100, 2400)
-    loop.recorder.waited(50)
-    loop.end(3000)  # 1000 less 300 and 50
-    loop.recorder.evaluated(3000, 3100)  # there is no open iteration at this time
-    loop.start(3200)
-    loop.end(3500)
+TIMES = {
+    "data wait is between two iterations": (
+        "2000 start, 2900 end, 3000 start, 3500 end",
+        [(2000, 900, 0, (0, 0, 0)), (3000, 1400, 100, (0, 0, 0))],
+    ),
+    "step and data wait exclude phases": (
+        "2000 start, 2100 phase_start checkpoint, 2400 phase_end, 3000 end, 3100 phase_start evaluation, "
+        "3900 phase_end, 4000 start, 4500 end",
+        [(2000, 700, 0, (0, 300, 0)), (4000, 700 + 500, 200, (800, 300, 0))],
+    ),
+    "step excludes an evaluation that is reported later": (
+        "2000 start, 2000 evaluated 2100 2400, 2000 waited 50, 3000 end, 3000 evaluated 3000 3100, 3200 start, "
+        "3500 end",  # the second evaluation is reported without an open iteration
+        [(2050, 650, 0, (300, 0, 0)), (3200, 650 + 300, 200, (300, 0, 0))],
+    ),
+    "nested phase is a part of the outer phase": (
+        "2000 start, 2100 phase_start evaluation, 2200 phase_start checkpoint, 2300 phase_end, 2600 phase_end, "
+        "3000 end",
+        [(2000, 500, 0, (500, 0, 0))],
+    ),
+    "iterations in a phase are a part of the phase": (
+        "2000 start, 2500 end, 2600 phase_start evaluation, 2700 start, 2900 end, 3000 phase_end, 3100 start, "
+        "3400 end",  # data wait is from 2500 to 2600 and from 3000 to 3100
+        [(3100, 500 + 300, 200, (400, 0, 0))],
+    ),
+    "unknown phase is other": (
+        "2000 start, 2100 phase_start coffee, 2200 phase_end, 2300 phase_start None, 2400 phase_end, 3000 end",
+        [(2000, 800, 0, (0, 0, 200))],
+    ),
+    "second start replaces the first": (
+        "2000 start, 2100 end, 2200 start, 2500 start, 2600 end",
+        [(2500, 200, 400, (0, 0, 0))],
+    ),
+    "phase is kept when its iteration starts again": (
+        "2000 start, 2100 end, 2200 start, 2300 phase_start checkpoint, 2600 phase_end, 2700 start, 2800 end",
+        [(2700, 200, 300, (0, 300, 0))],
+    ),
+}
 
-    first, second = loop.iterations()
-    assert (first.step_ns, first.wait_ns, phases_ns(first)) == (650, 0, (300, 0, 0))
-    assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
+
+@pytest.mark.parametrize(("calls", "expected"), TIMES.values(), ids=TIMES)
+def test_every_time_of_a_loop_has_one_class(loop, calls, expected):
+    play(loop, calls)
+
+    found = [(slot.start_ns, slot.step_ns, slot.wait_ns, phases_ns(slot)) for slot in loop.iterations()]
+    assert found[-len(expected) :] == expected
 
 
 def test_iteration_that_is_put_aside_is_another_phase(loop):
-    loop.start(2000)
+    play(loop, "2000 start")
     loop.now_ns = 9000
     assert loop.recorder.put_aside(lambda: 9000)
-    loop.start(9000)
-    loop.end(9500)
-    loop.start(9500)
-    loop.phase("evaluation", 9600, 9700)
+    play(loop, "9000 start, 9500 end, 9500 start, 9600 phase_start evaluation, 9700 phase_end")
     assert not loop.recorder.put_aside(lambda: 9800), "an iteration with a phase stays one"
     loop.end(9900)
 
@@ -80,71 +101,8 @@ def test_iteration_that_is_put_aside_is_another_phase(loop):
     assert (second.step_ns, second.wait_ns, phases_ns(second)) == (500 + 300, 0, (100, 0, 7000))
 
 
-def test_time_of_a_nested_phase_is_counted_in_the_outer_phase(loop):
-    loop.start(2000)
-    loop.now_ns = 2100
-    loop.recorder.phase_start("evaluation")
-    loop.phase("checkpoint", 2200, 2300)
-    loop.now_ns = 2600
-    loop.recorder.phase_end()
-    loop.end(3000)
-
-    assert phases_ns(loop.iterations()[0]) == (500, 0, 0)
-
-
-def test_time_of_iterations_in_a_phase_is_counted_in_the_phase(loop):
-    loop.start(2000)
-    loop.end(2500)
-    loop.now_ns = 2600
-    loop.recorder.phase_start("evaluation")
-    loop.start(2700)
-    loop.end(2900)
-    loop.now_ns = 3000
-    loop.recorder.phase_end()
-    loop.start(3100)
-    loop.end(3400)
-
-    slot = loop.iterations()[-1]
-    # Data wait is from 2500 to 2600 and from 3000 to 3100; the step is from 2000 to 2500 and from 3100 to 3400.
-    assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (800, 200, (400, 0, 0))
-
-
-def test_unknown_phase_is_recorded_as_other(loop):
-    loop.start(2000)
-    loop.phase("coffee", 2100, 2200)
-    loop.phase(None, 2300, 2400)
-    loop.end(3000)
-
-    assert phases_ns(loop.iterations()[0]) == (0, 0, 200)
-
-
-def test_second_start_of_an_iteration_replaces_the_first_start(loop):
-    loop.start(2000)
-    loop.end(2100)
-    loop.start(2200)
-    loop.start(2500)  # the time between the two starts is not part of a step
-    loop.end(2600)
-
-    slot = loop.iterations()[-1]
-    assert (slot.start_ns, slot.step_ns, slot.wait_ns) == (2500, 200, 400)
-
-
-def test_phase_is_kept_when_its_iteration_starts_again(loop):
-    loop.start(2000)
-    loop.end(2100)
-    loop.start(2200)
-    loop.phase("checkpoint", 2300, 2600)
-    loop.start(2700)
-    loop.end(2800)
-
-    slot = loop.iterations()[-1]
-    assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (200, 300, (0, 300, 0))
-
-
 def test_iteration_without_a_start_begins_at_the_previous_end(loop):
-    loop.phase("other", 1100, 1300)
-    loop.end(2000)  # from 1000, less 200
-    loop.end(2600)
+    play(loop, "1100 phase_start other, 1300 phase_end, 2000 end, 2600 end")
 
     first, second = loop.iterations()
     assert (first.step_ns, second.step_ns, second.wait_ns) == (800, 1400, 0)
@@ -216,13 +174,9 @@ def test_phase_records_do_not_overlap_and_their_sum_is_the_total(commands):
 
 
 def test_counts_are_added_and_processed_tokens_are_real_by_default(loop):
-    loop.start(2000)
-    loop.end(2100, 512, 4)
-    loop.start(2200)
-    loop.end(2300, 512, 4, 500, 480)
+    play(loop, "2000 start, 2100 end 512 4, 2200 start, 2300 end 512 4 500 480")
 
-    slot = loop.iterations()[-1]
-    assert slot.counts[:4] == (1012, 1024, 480, 8)
+    assert loop.iterations()[-1].counts[:4] == (1012, 1024, 480, 8)
     assert loop.warnings == []
 
 
@@ -264,26 +218,32 @@ def test_counts_of_other_number_types_are_accepted(loop):
     assert slot.counts[:4] == (1, 7, 0, 3)
 
 
-def test_count_on_a_gpu_is_not_read_because_a_read_would_wait(loop):
-    reads = []
+class OnGpu:
+    """A number whose reading would wait for the GPU."""
 
-    class OnGpu:
-        is_cuda = True
+    is_cuda = True
 
-        def __int__(self):
-            reads.append("int")
-            return 7
+    def _wait(self, *_):
+        raise SystemExit("this would synchronize")
 
-        def __lt__(self, other):
-            reads.append("<")
-            return False
+    __int__ = __lt__ = _wait
 
+
+def test_number_on_a_gpu_is_not_read_but_warned_of(loop):
     loop.start(2000)
     loop.end(2100, OnGpu())
-
-    assert reads == []
     assert counted(loop.iterations()[0]).tokens == 0
     assert len(loop.warnings) == 1
+
+
+def test_generation_count_on_a_gpu_is_not_read_but_warned_of(loop):
+    loop.recorder.generations.add_generation(OnGpu(), 5)
+    loop.recorder.generations.start()
+    loop.recorder.generations.end(OnGpu())
+    loop.end(3000)
+
+    assert generated(loop.iterations()[0]) == (0, 0, 0)
+    assert len([line for line in loop.warnings if "without a start" not in line]) == 1
 
 
 class Hostile:
@@ -363,23 +323,12 @@ def test_agent_is_woken_at_a_window_end_and_in_the_next_iteration():
     assert woken == [0, 1, 2, 2, 3]
 
 
-def test_new_recorder_is_in_the_state_startup():
-    with looping() as loop:
-        assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
-
-
 def test_state_changes_with_the_calls_of_the_loop(loop):
+    assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
     states = []
-    loop.start(2000)
-    states.append(loop.reader.state())
-    loop.recorder.phase_start("checkpoint")
-    states.append(loop.reader.state())
-    loop.recorder.phase_end()
-    states.append(loop.reader.state())
-    loop.end(2100)
-    states.append(loop.reader.state())
-    loop.recorder.finish()
-    states.append(loop.reader.state())
+    for call in ("2000 start", "2000 phase_start checkpoint", "2000 phase_end", "2100 end", "2100 finish"):
+        play(loop, call)
+        states.append(loop.reader.state())
 
     assert [state[0] for state in states] == [ring.STEP, ring.PHASE_STATE, ring.STEP, ring.BETWEEN, ring.FINISHED]
     assert [state[1] for state in states] == [1, 0, 1, 1, 1]
@@ -387,15 +336,8 @@ def test_state_changes_with_the_calls_of_the_loop(loop):
 
 
 def test_finish_ends_an_open_phase_and_writes_an_end_record(loop):
-    loop.end(2000)
-    loop.recorder.phase_start("evaluation")
-    loop.recorder.phase_start("checkpoint")
-    loop.now_ns = 2500
-    loop.recorder.finish("failed")
-    loop.recorder.finish("completed")
-    loop.start(3000)
-    loop.end(3100)
-    loop.recorder.loss(1, 1.0)
+    play(loop, "2000 end, 2000 phase_start evaluation, 2000 phase_start checkpoint, 2500 finish failed")
+    play(loop, "2500 finish completed, 3000 start, 3100 end, 3100 loss 1 1.0")
 
     slots = loop.slots()
     assert [slot.kind for slot in slots] == [ring.ITERATION, ring.PHASE, ring.END]
@@ -473,28 +415,13 @@ def generated(slot):
     return counted(slot).generated_tokens, slot.generation_ns, counted(slot).prompt_tokens
 
 
-def generate(loop, from_ns, to_ns, *counts, is_phase=False):
-    loop.now_ns = from_ns
-    loop.recorder.generations.start(is_phase)
-    loop.now_ns = to_ns
-    loop.recorder.generations.end(*counts)
-
-
 def test_every_record_contains_totals_of_generated_tokens_and_time(loop):
-    loop.start(2000)
-    loop.recorder.generations.add_generation(120, 300, 40)
-    loop.end(3000)
-    loop.recorder.generations.add_generation(80, 200)
-    loop.start(3500)
-    loop.end(4000)
-    loop.recorder.generations.add_generation(1, 1)
-    loop.recorder.finish()
+    play(loop, "2000 start, 2000 add_generation 120 300 40, 3000 end, 3000 add_generation 80 200, 3500 start, 4000 end")
+    play(loop, "4000 add_generation 1 1, 4000 finish")
 
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
     assert [generated(first), generated(second), generated(end)] == [(120, 300, 40), (200, 500, 40), (201, 501, 40)]
-    assert (first.step_ns, counted(first).tokens) == (1000, 0), (
-        "generation time is part of the step, and generated tokens are no training tokens"
-    )
+    assert counted(first).tokens == 0, "generated tokens are no training tokens"
 
 
 @cases("bad", [-1, float("nan"), float("inf"), "512", 2**62, 10**400, [1], None, object()])
@@ -514,147 +441,86 @@ def test_invalid_generation_count_is_ignored_with_one_warning(bad, place):
     assert len(loop.warnings) == 1
 
 
-def test_gpu_tensor_is_not_read_for_the_count_of_a_generation(loop):
-    class OnGpu:
-        is_cuda = True
-
-        def __int__(self):
-            raise AssertionError("this would synchronize")
-
-    loop.recorder.generations.add_generation(OnGpu(), 5)
-    generate(loop, 1100, 1200, OnGpu())
-    loop.start(2000)
-    loop.end(3000)
-
-    assert generated(loop.iterations()[0]) == (0, 0, 0)
-    assert len(loop.warnings) == 1
-
-
-def test_step_time_and_data_wait_exclude_a_generation_phase(loop):
-    loop.start(2000)
-    generate(loop, 2100, 2700, 60, 5, is_phase=True)
-    loop.end(3000)  # 1000 less 600
-
-    slots = loop.slots()
-    assert [(s.kind, s.what, s.start_ns, s.end_ns) for s in slots] == [
-        (ring.PHASE, 3, 2100, 2700), (ring.ITERATION, 0, 2000, 3000)
-    ]  # fmt: skip
-    assert (slots[1].step_ns, slots[1].wait_ns, slots[1].phases_ns[3]) == (400, 0, 600)
-    assert generated(slots[1]) == (60, 600, 5)
+GENERATIONS = {
+    "phase": ("2000 start, 2100 generate True, 2700 generated 60 5, 3000 end", 400, 0, 600, (60, 600, 5)),
+    "no phase": ("2000 start, 2100 generate, 2700 generated 60, 3000 end", 1000, 0, 0, (60, 600, 0)),
+    "nested": (
+        # A request: LLM.chat calls LLM.generate. Without counts of its own it has those of its parts, 30 + 12.
+        "2000 generate, 2100 generate, 2200 generate, 2300 generated 30 4, 2400 generated 30 4, 2400 generate, "
+        "2500 generated 12 1, 2600 generated, 3000 generate, 3100 generated 8, 4000 start, 4100 end",
+        100,
+        0,
+        0,
+        (50, 700, 5),
+    ),
+    "in an evaluation": (
+        "2000 phase_start evaluation, 2100 generate True, 2300 generated 10, 2500 phase_end, 3000 start, 3100 end",
+        100,
+        500,
+        0,
+        (10, 200, 0),
+    ),
+}
 
 
-def test_step_time_includes_a_generation_without_a_phase(loop):
-    loop.start(2000)
-    generate(loop, 2100, 2700, 60)
-    loop.end(3000)
+@pytest.mark.parametrize(
+    ("calls", "step_ns", "evaluation_ns", "generation_phase_ns", "expected"), GENERATIONS.values(), ids=GENERATIONS
+)
+def test_time_of_a_generation_is_in_the_step_or_in_its_phase(
+    loop, calls, step_ns, evaluation_ns, generation_phase_ns, expected
+):
+    play(loop, calls)
 
     slot = loop.iterations()[0]
-    assert (slot.step_ns, slot.phases_ns[3], generated(slot)) == (1000, 0, (60, 600, 0))
-
-
-def test_nested_generation_is_counted_once(loop):
-    recorder = loop.recorder
-    loop.now_ns = 2000
-    recorder.generations.start()  # a request: LLM.chat calls LLM.generate
-    loop.now_ns = 2100
-    recorder.generations.start()
-    generate(loop, 2200, 2300, 30, 4)
-    loop.now_ns = 2400
-    recorder.generations.end(30, 4)
-    generate(loop, 2400, 2500, 12, 1)
-    loop.now_ns = 2600
-    recorder.generations.end()  # no counts are given, so the counts of the inner generations are used: 30 + 12
-    generate(loop, 3000, 3100, 8)
-    loop.start(4000)
-    loop.end(4100)
-
-    assert generated(loop.iterations()[0]) == (50, 700, 5)
+    assert (slot.step_ns, slot.wait_ns, generated(slot)) == (step_ns, 0, expected)
+    assert (slot.phases_ns[0], slot.phases_ns[3]) == (evaluation_ns, generation_phase_ns)
     assert loop.warnings == []
 
 
+def test_generation_phase_is_a_record_before_its_iteration(loop):
+    play(loop, "2000 start, 2100 generate True, 2700 generated 60 5, 3000 end")
+
+    assert [(slot.kind, slot.what, slot.start_ns, slot.end_ns) for slot in loop.slots()] == [
+        (ring.PHASE, 3, 2100, 2700), (ring.ITERATION, 0, 2000, 3000)
+    ]  # fmt: skip
+
+
 def test_generation_end_without_start_warns_once(loop):
-    loop.recorder.generations.end(5)
-    loop.recorder.generations.end(5)
-    loop.start(2000)
-    loop.end(3000)
+    play(loop, "1000 generated 5, 1000 generated 5, 2000 start, 3000 end")
 
     assert generated(loop.iterations()[0]) == (0, 0, 0)
     assert len(loop.warnings) == 1
 
 
-def test_time_of_a_generation_in_an_evaluation_counts_as_evaluation(loop):
-    loop.now_ns = 2000
-    loop.recorder.phase_start("evaluation")
-    generate(loop, 2100, 2300, 10, is_phase=True)
-    loop.now_ns = 2500
-    loop.recorder.phase_end()
-    loop.start(3000)
-    loop.end(3100)
-
-    slot = loop.iterations()[0]
-    assert (slot.phases_ns[0], slot.phases_ns[3], generated(slot)) == (500, 0, (10, 200, 0))
-
-
-def test_time_until_the_sync_point_excludes_data_wait_and_phases(loop):
-    loop.start(2000)
-    loop.recorder.waited(100)  # data wait: the step begins 100 ns later
-    loop.phase("other", 2300, 2500)
-    loop.now_ns = 3000
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.end(3600)
-
-    (only,) = loop.iterations()
-    assert only.number == 700  # 2100 to 3000, less 200
-
-
-def test_only_the_first_sync_point_of_an_iteration_is_used(loop):
-    for start_ns in (2000, 3000, 4000):
-        loop.start(start_ns)
-        for after_ns in (300, 500) if start_ns != 3000 else ():
-            loop.now_ns = start_ns + after_ns
-            loop.recorder.sync_point(_now=loop.clock)
-        loop.end(start_ns + 900)
-
-    assert [slot.number for slot in loop.iterations()] == [300, 0, 300]
+SYNC_POINTS = {
+    "without data wait and phases": (
+        "2000 start, 2000 waited 100, 2300 phase_start other, 2500 phase_end, 3000 sync_point, 3600 end",
+        [3000 - 2100 - 200],
+    ),
+    "only the first sync point of an iteration": (
+        "2000 start, 2300 sync_point, 2500 sync_point, 2900 end, 3000 start, 3900 end, "
+        "4000 start, 4300 sync_point, 4500 sync_point, 4900 end",
+        [300, 0, 300],
+    ),
+    "also between two waits for other ranks": (
+        "2000 start, 2300 sync_point, 2500 work_again, 2500 waited 20, 2550 phase_start other, 2560 phase_end, "
+        "2600 sync_point, 2600 sync_point, 2700 work_again, 3000 end, "
+        "4000 start, 4000 work_again, 4100 sync_point, 4900 end",  # work_again of the iteration before
+        [300 + 100 - 20 - 10, 100],
+    ),
+    "not outside an iteration": (
+        "1000 sync_point, 2000 start, 2100 phase_start evaluation, 2100 sync_point, 2100 phase_end, 2900 end, "
+        "2950 sync_point, 2950 finish, 2950 sync_point",
+        [0],
+    ),
+}
 
 
-def test_time_between_two_waits_for_other_ranks_is_own_time(loop):
-    loop.start(2000)
-    loop.now_ns = 2300
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.now_ns = 2500
-    loop.recorder.work_again(_now=loop.clock)
-    loop.recorder.waited(20)  # for data of the next micro-batch
-    loop.phase("other", 2550, 2560)
-    loop.now_ns = 2600
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.recorder.sync_point(_now=loop.clock)  # still in the wait
-    loop.now_ns = 2700
-    loop.recorder.work_again(_now=loop.clock)
-    loop.end(3000)
-    loop.start(4000)
-    loop.recorder.work_again(_now=loop.clock)  # of the iteration before
-    loop.now_ns = 4100
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.end(4900)
+@pytest.mark.parametrize(("calls", "own_ns"), SYNC_POINTS.values(), ids=SYNC_POINTS)
+def test_time_until_the_sync_point_is_own_time(loop, calls, own_ns):
+    play(loop, calls)
 
-    assert [slot.number for slot in loop.iterations()] == [300 + 100 - 20 - 10, 100]
-
-
-def test_sync_point_outside_an_iteration_is_ignored(loop):
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.start(2000)
-    loop.now_ns = 2100
-    loop.recorder.phase_start("evaluation")
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.recorder.phase_end()
-    loop.end(2900)
-    loop.now_ns = 2950
-    loop.recorder.sync_point(_now=loop.clock)
-    loop.recorder.finish()
-    loop.recorder.sync_point(_now=loop.clock)
-
-    assert [slot.number for slot in loop.iterations()] == [0]
+    assert [slot.number for slot in loop.iterations()] == own_ns
 
 
 # --- values of instruments ---
@@ -701,14 +567,19 @@ def test_values_of_short_iterations_are_written_every_100_ms_and_at_the_end_of_a
         ]  # fmt: skip
 
 
-def test_values_are_written_before_a_phase(loop):
-    loop.start(2000)
-    loop.end(2100)
-    loop.start(2200)
-    loop.value("loss", 1.0)
-    loop.recorder.phase_start("evaluation")
+EDGES = {
+    "before a phase": ("2000 start, 2100 end, 2200 start, 2200 value 1.0, 2200 phase_start other", [(2, [1.0])]),
+    "between iterations": ("1000 value 1.0, 2000 start, 2100 end, 2100 value 2.0", [(0, [1.0]), (1, [2.0])]),
+    "iteration starts again": ("2000 start, 2000 value 1.0, 2100 start, 2200 end", [(1, [1.0])]),
+    "end in it": ("2000 start, 2000 value 1.0, 2000 finish failed, 2000 value 2.0", [(1, [1.0])]),
+}
 
-    assert values(loop.slots()) == [(2, [1.0])]
+
+@pytest.mark.parametrize(("calls", "expected"), EDGES.values(), ids=EDGES)
+def test_values_are_written_at_the_next_edge(loop, calls, expected):
+    play(loop, calls)
+
+    assert values(loop.slots()) == expected
 
 
 def test_values_of_a_loop_in_another_thread_are_written(loop):
@@ -722,35 +593,6 @@ def test_values_of_a_loop_in_another_thread_are_written(loop):
     other.join()
     assert values(loop.slots()) == [(1, [1.0])]
     loop.recorder.finish()
-
-
-def test_value_between_iterations_is_written_at_once(loop):
-    loop.value("metric 0", 1.0)
-    loop.start(2000)
-    loop.end(2100)
-    loop.value("metric 0", 2.0)
-
-    assert values(loop.slots()) == [(0, [1.0]), (1, [2.0])]
-
-
-def test_values_are_written_when_an_iteration_starts_again(loop):
-    loop.start(2000)
-    loop.value("metric 0", 1.0)
-    loop.start(2100)
-    loop.end(2200)
-
-    slots = loop.slots()
-    assert values(slots) == [(1, [1.0])]
-    assert slots[-1].start_ns == 2100
-
-
-def test_values_are_written_when_the_loop_ends_in_an_iteration(loop):
-    loop.start(2000)
-    loop.value("metric 0", 1.0)
-    loop.recorder.finish("failed")
-    loop.value("metric 0", 2.0)
-
-    assert values(loop.slots()) == [(1, [1.0])]
 
 
 def test_values_do_not_change_the_times_of_iterations(loop):
@@ -768,37 +610,6 @@ def test_agent_is_woken_before_values_fill_the_ring():
             loop.value("metric 0", 1.0)
 
         assert loop.wakes == 1
-
-
-def test_values_of_a_second_thread_raise_no_exception():
-    with looping() as loop:
-        errors, is_over = [], threading.Event()
-
-        def record():
-            try:
-                while not is_over.is_set():
-                    loop.value("metric 1", 2.0)
-            except Exception as error:  # noqa: BLE001 - the test asserts that there is no error
-                errors.append(error)
-
-        other = threading.Thread(target=record)
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        other.start()
-        try:
-            for _ in range(3000):
-                loop.recorder.start()
-                for number in range(5):
-                    loop.value("metric 0", float(number))
-                loop.recorder.end(1, 1)
-        finally:
-            is_over.set()
-            other.join()
-            sys.setswitchinterval(interval_s)
-        loop.recorder.finish()
-
-        assert errors == []
-        assert [slot.kind for slot in loop.slots()][-1] == ring.END, loop.reader.overrun
 
 
 def test_values_of_a_second_thread_are_written_at_the_next_edge(loop):

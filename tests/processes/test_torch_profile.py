@@ -35,16 +35,22 @@ def work():
     return torch.randn(64, 64) @ torch.randn(64, 64)
 
 
+def profiled(profile, *numbers):
+    """Profile iterations that work; return whether each of them has a profile."""
+    found = []
+    for number in numbers:
+        profile.start(number)
+        work()
+        found.append(profile.end(time.monotonic_ns()))
+    return found
+
+
 def names(profiler):
     return {event.name() for event in profiler.profiler.kineto_results.events()}
 
 
 def test_every_second_iteration_is_profiled(profile, warned):
-    found = []
-    for number in range(1, 6):
-        profile.start(number)
-        work()
-        found.append(profile.end(time.monotonic_ns()))
+    found = profiled(profile, 1, 2, 3, 4, 5)
 
     assert [one is not None for one in found] == [False, True, False, True, False]
     assert warned == []
@@ -55,28 +61,15 @@ def test_every_second_iteration_is_profiled(profile, warned):
         assert one.cost_ns > 0
 
 
-def test_running_profiler_is_not_disturbed(profile, warned):
-    profile.start(1), profile.end(time.monotonic_ns())
+@pytest.mark.parametrize("earlier", [[], [1]])
+def test_running_profiler_is_not_disturbed(profile, warned, earlier):
+    profiled(profile, *earlier)
     with torch.profiler.profile(activities=CPU) as theirs:
-        for number in range(2, 6):
-            profile.start(number)
-            work()
-            assert profile.end(time.monotonic_ns()) is None
+        assert profiled(profile, 2, 3, 4, 5) == [None] * 4
 
     assert "aten::mm" in names(theirs)
-    profile.start(6)
-    work()
-    assert profile.end(time.monotonic_ns()) is not None, "later iterations can be profiled again"
+    assert profiled(profile, 6) != [None], "later iterations can be profiled again"
     assert warned == []
-
-
-def test_profiler_that_runs_before_effllm_is_not_disturbed(profile):
-    with torch.profiler.profile(activities=CPU) as theirs:
-        profile.start(2)
-        work()
-        assert profile.end(time.monotonic_ns()) is None
-
-    assert "aten::mm" in names(theirs)
 
 
 def test_profile_ends_if_another_profiler_starts_in_an_iteration(profile, warned):
@@ -115,10 +108,7 @@ def test_profiler_in_warm_up_is_not_disturbed(profile):
 def test_tool_that_uses_cupti_disables_profiling_with_a_warning(monkeypatch, warned, holder):
     monkeypatch.setenv(holder, "1")
     profile = TorchProfile(1, warned.append)
-    for number in (1, 2):
-        profile.start(number)
-        work()
-        assert profile.end(time.monotonic_ns()) is None
+    assert profiled(profile, 1, 2) == [None, None]
     profile.close()
 
     (line,) = warned
@@ -140,11 +130,8 @@ def test_torch_profiler_functions_are_restored_on_close(warned):
 
 def test_iteration_without_an_end_returns_no_profile(profile):
     profile.start(2)
-    profile.start(3)
-    assert profile.end(time.monotonic_ns()) is None
-    profile.start(4)
-    work()
-    assert profile.end(time.monotonic_ns()) is not None
+    assert profiled(profile, 3) == [None]
+    assert profiled(profile, 4) != [None]
 
 
 def test_profiled_iteration_ends_at_the_given_time(profile):
@@ -169,9 +156,7 @@ def test_child_forked_in_an_iteration_records_nothing(profile, warned):
     assert os.waitpid(child, 0)[1] == 0
     assert profile.end(time.monotonic_ns()) is None
 
-    profile.start(4)
-    work()
-    assert profile.end(time.monotonic_ns()) is not None
+    assert profiled(profile, 4) != [None]
     assert warned == []
 
 
@@ -231,15 +216,29 @@ def test_end_of_training_in_an_iteration_does_not_wait_for_the_gpu(warned, faile
     assert (warned, dropped) == ([], [] if failed else [True])
 
 
-@pytest.mark.parametrize("failing", ["make", "start", "stop"])
-def test_failing_profiler_is_disabled_with_one_warning(warned, failing):
-    profile = TorchProfile(1, warned.append, stand_in(failing))
-    for number in range(1, 5):
-        profile.start(number)
-        assert profile.end(time.monotonic_ns()) is None
+def without_function(torch_like):
+    del torch_like.autograd.profiler._enable_profiler
+    return torch_like
+
+
+CUPTI = "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED"
+
+
+@pytest.mark.parametrize(
+    ("torch_like", "reason"),
+    [
+        *((stand_in(call), CUPTI) for call in ("make", "start", "stop")),
+        (stand_in(), "no kernel"),
+        (without_function(stand_in()), "_enable_profiler"),
+    ],
+    ids=["make", "start", "stop", "no kernels", "unknown version"],
+)
+def test_failing_profiler_is_disabled_with_one_warning(warned, torch_like, reason):
+    profile = TorchProfile(1, warned.append, torch_like)
+    assert profiled(profile, 1, 2, 3, 4) == [None] * 4
 
     (line,) = warned
-    assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
+    assert reason in line
 
 
 @pytest.mark.parametrize(
@@ -267,26 +266,6 @@ print(*[name for name in sys.modules if name not in had and name.startswith("tor
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == ([], "")
-
-
-def test_profiler_without_kernels_is_disabled(warned):
-    profile = TorchProfile(1, warned.append, stand_in())
-    for number in range(1, 5):
-        profile.start(number)
-        assert profile.end(time.monotonic_ns()) is None
-
-    (line,) = warned
-    assert "no kernel" in line
-
-
-def test_unknown_version_of_torch_causes_one_warning(warned):
-    old = stand_in()
-    del old.autograd.profiler._enable_profiler
-    profile = TorchProfile(1, warned.append, old)
-    profile.start(1), profile.start(2)
-
-    assert profile.end(time.monotonic_ns()) is None
-    assert len(warned) == 1
 
 
 class Record:
@@ -317,8 +296,9 @@ class Record:
 def test_iteration_on_a_device_lasts_from_first_to_last_record():
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
     group = '"Process Group Name": "3", "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"'
+    on_cpu = Record("cudaLaunchKernel", 0, 900, "DeviceType.CPU", "cuda_runtime")
     found = device_split([
-        Record("cudaLaunchKernel", 0, 900, "DeviceType.CPU", "cuda_runtime"),
+        on_cpu,
         Record("nccl:all_reduce", 0, 900, activity="gpu_user_annotation"),
         Record("gemm", 100, 160),
         Record("gemm", 150, 180),  # on another stream
@@ -330,7 +310,4 @@ def test_iteration_on_a_device_lasts_from_first_to_last_record():
     # The iteration lasts from 100 to 300 ns. Computation is from 100 to 180 and from 290 to 300, together 90 ns.
     # Communication lasts 60 + 10 ns; its part from 170 to 180 is hidden behind computation.
     assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
-
-
-def test_computation_and_communication_are_none_without_records():
-    assert device_split([Record("cudaLaunchKernel", 0, 9, "DeviceType.CPU", "cuda_runtime")]) is None
+    assert device_split([on_cpu]) is None

@@ -1,4 +1,4 @@
-"""trainer/watched_recorder.py and trainer/watched_recorder.py with a fake torch: the values in windows."""
+"""trainer/watched_recorder.py with a fake torch: the values in windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -117,12 +117,12 @@ class Given:
 
 
 @contextmanager
-def recording(splits=None, torch=None, offset=0):
+def recording(splits=None, cuda=None, offset=0):
     writer = RingWriter(64)
     reader = RingReader(writer.descriptor)
-    warned = []
+    torch = cuda and cuda.torch
     place = RankDevice(torch, Declared()) if torch else None
-    recorder = WatchedRecorder(writer, 2, offset, warn=warned.append, torch=torch, place=place)
+    recorder = WatchedRecorder(writer, 2, offset, warn=(warned := []).append, torch=torch, place=place)
     recorder._profile = Given(splits or {})
     try:
         yield SimpleNamespace(recorder=recorder, reader=reader, warned=warned)
@@ -131,15 +131,32 @@ def recording(splits=None, torch=None, offset=0):
         writer.close()
 
 
-def iterate(recorder, count, cuda=None, length_ms=100):
+@pytest.fixture
+def cuda():
+    """Return the fake torch.cuda, with its module."""
+    torch = FakeTorch()
+    torch.cuda.torch = torch
+    return torch.cuda
+
+
+def iterate(recorder, count, cuda=None, synchronizes=False):
+    """Iterate every 200 ms; iteration n takes 100 + n ms on the device, of which 60 + n ms are before a sync point."""
     for number in range(recorder.ordinal + 1, recorder.ordinal + count + 1):
-        at_ns = number * 200 * MS
+        start_ns = number * 200 * MS
+
+        def after(milliseconds, start_ns=start_ns):
+            return lambda: start_ns + milliseconds * MS
+
         if cuda:
             cuda.now_ms = number * 200
-        recorder.start(_now=lambda at_ns=at_ns: at_ns)
+        recorder.start(_now=after(0))
         if cuda:
-            cuda.now_ms += length_ms + number
-        recorder.end(8, 1, _now=lambda at_ns=at_ns: at_ns + length_ms * MS)
+            cuda.now_ms += 60 + number
+        if synchronizes:
+            recorder.sync_point(_now=after(5))  # the host runs far ahead of the device
+        if cuda:
+            cuda.now_ms += 40
+        recorder.end(8, 1, _now=after(10 if synchronizes else 100))
 
 
 def rows(slots, finish=True):
@@ -158,16 +175,26 @@ SPLIT = Split(100 * MS, 40 * MS, 25 * MS, 60 * MS, 15 * MS, {"tp": (30 * MS, 20 
 def test_profiled_iterations_are_summed_in_their_window():
     with recording({2: SPLIT, 3: SPLIT, 4: SPLIT}) as made:
         iterate(made.recorder, 5)
-        first, second, rest = rows(made.reader.read())
+        slots = made.reader.read()
+    first, second, rest = rows(slots)
 
     once = {"tp": (approx(0.03), approx(0.02)), "all_gather": (approx(0.01), approx(0.005))}
+    seconds = {"time_s": 0.1, "communication_s": 0.04, "exposed_s": 0.025, "computing_s": 0.06, "cost_s": 0.003}
     assert (first.profile.iterations, second.profile.iterations, rest.profile) == (1, 2, None)
     assert first.profile.kinds == once
-    for name, seconds in {
-        "time_s": 0.1, "communication_s": 0.04, "exposed_s": 0.025, "computing_s": 0.06, "cost_s": 0.003
-    }.items():  # fmt: skip
-        assert getattr(first.profile, name) == approx(seconds)
-        assert getattr(second.profile, name) == approx(2 * seconds)
+    for name, known_s in seconds.items():
+        assert getattr(first.profile, name) == approx(known_s)
+        assert getattr(second.profile, name) == approx(2 * known_s)
+
+    # Profiles that arrive after a cut are in the next window.
+    cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
+    is_early = [slot.kind == ring.ITERATION and slot.ordinal <= 2 for slot in slots]
+    for slot in (slot for slot, early in zip(slots, is_early, strict=True) if early):
+        cutter.add_record(slot)
+    assert cutter.cut([]).profile is None
+    for slot in (slot for slot, early in zip(slots, is_early, strict=True) if not early):
+        cutter.add_record(slot)
+    assert cutter.cut([]).profile.iterations == 3
 
 
 def test_data_wait_before_a_profiled_step_is_not_idle_time():
@@ -182,34 +209,22 @@ def test_data_wait_before_a_profiled_step_is_not_idle_time():
     assert first.time_s == approx(0.090 + 0.140)
 
 
-def test_profile_that_arrives_after_a_cut_is_in_the_next_window():
-    with recording({2: SPLIT}) as made:
-        iterate(made.recorder, 4)
-        slots = made.reader.read()
-    late = [slot for slot in slots if slot.kind == ring.PROFILE]
-    cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
-    for slot in slots:
-        if slot.kind == ring.ITERATION and slot.ordinal <= 2:
-            cutter.add_record(slot)
-    assert cutter.cut([]).profile is None
-    for slot in [*late, *(slot for slot in slots if slot.kind == ring.ITERATION and slot.ordinal > 2)]:
-        cutter.add_record(slot)
-
-    assert cutter.cut([]).profile.iterations == 1
-
-
-def test_device_times_belong_to_the_window_of_their_reading():
-    torch = FakeTorch()
-    cuda = torch.cuda
-    with recording(torch=torch) as made:
-        iterate(made.recorder, 5, cuda)
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_device_times_belong_to_the_window_of_their_reading(cuda, synchronizes):
+    with recording(cuda=cuda) as made:
+        iterate(made.recorder, 5, cuda, synchronizes)
         made.recorder.finish()
-        first, second, rest = rows(made.reader.read())
+        found = rows(made.reader.read())
 
     # Iteration n takes 100 + n ms and is read at the end of iteration n + 1.  So the windows have the iterations (1),
     # (2, 3), (4).
-    assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
-    assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
+    assert [row.device_steps for row in found] == [1, 2, 1]
+    assert [row.device_step_s for row in found] == [approx(0.101), approx(0.205), approx(0.104)]
+    if synchronizes:  # after 60 + n ms on the device, and 5 ms on the host
+        assert [row.device_own_steps for row in found] == [1, 2, 1]
+        assert [row.device_own_step_s for row in found] == [approx(0.061), approx(0.125), approx(0.064)]
+        assert (found[0].own_steps, found[0].own_step_s) == (2, approx(0.010))
+        assert cuda.made <= 3 * MAX_PENDING
 
 
 def test_profiled_iterations_have_the_logged_iteration_numbers():
@@ -219,19 +234,6 @@ def test_profiled_iterations_have_the_logged_iteration_numbers():
         iterate(made.recorder, 2)
 
     assert numbers == [1001, 1002]
-
-
-def test_failing_device_is_disabled_with_one_warning():
-    torch = FakeTorch()
-    cuda = torch.cuda
-    with recording(torch=torch) as made:
-        cuda.fails = True
-        iterate(made.recorder, 4, cuda)
-        slots = made.reader.read()
-
-    (line,) = made.warned
-    assert "illegal memory access" in line
-    assert [slot.ordinal for slot in slots if slot.kind == ring.ITERATION] == [1, 2, 3, 4]
 
 
 def test_profiler_is_closed_at_the_end_and_not_called_again():
@@ -285,41 +287,19 @@ def test_kinds_of_collectives_fit_into_a_profile_record():
     assert watched.KINDS is KINDS
 
 
-def iterate_with_sync(recorder, cuda, count):
-    for number in range(recorder.ordinal + 1, recorder.ordinal + count + 1):
-        at_ns = number * 200 * MS
-        cuda.now_ms = number * 200
-        recorder.start(_now=lambda at_ns=at_ns: at_ns)
-        cuda.now_ms += 60 + number
-        recorder.sync_point(_now=lambda at_ns=at_ns: at_ns + 5 * MS)  # the host runs far ahead of the device
-        cuda.now_ms += 40
-        recorder.end(8, 1, _now=lambda at_ns=at_ns: at_ns + 10 * MS)
-
-
-def test_own_time_on_the_device_ends_at_its_sync_point():
-    torch = FakeTorch()
-    cuda = torch.cuda
-    with recording(torch=torch) as made:
-        iterate_with_sync(made.recorder, cuda, 5)
-        made.recorder.finish()
-        first, second, rest = rows(made.reader.read())
-
-    # Iteration n reaches its sync point after 60 + n ms; the windows have the iterations (1), (2, 3), (4).
-    assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
-    assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
-    assert (first.own_steps, first.own_step_s) == (2, approx(0.010)), "on the host"
-    assert cuda.made <= 3 * MAX_PENDING
-
-
-def test_failing_sync_point_disables_only_device_times():
-    torch = FakeTorch()
-    cuda = torch.cuda
-    with recording(torch=torch) as made:
-        made.recorder.start()
+@pytest.mark.parametrize("fails_at_sync_point", [False, True])
+def test_failing_device_is_disabled_with_one_warning(cuda, fails_at_sync_point):
+    with recording(cuda=cuda) as made:
+        if fails_at_sync_point:
+            made.recorder.start(_now=lambda: MS)
+            cuda.fails = True
+            made.recorder.sync_point(_now=lambda: 2 * MS)
+            made.recorder.end(8, 1, _now=lambda: 3 * MS)
         cuda.fails = True
-        made.recorder.sync_point()
-        made.recorder.end(8, 1)
-        iterate(made.recorder, 1)
+        iterate(made.recorder, 4 - made.recorder.ordinal, cuda)
+        slots = made.reader.read()
 
-        assert len(made.warned) == 1
-        assert rows(made.reader.read())[0].own_steps == 1
+    (line,) = made.warned
+    assert "illegal memory access" in line
+    assert [slot.ordinal for slot in slots if slot.kind == ring.ITERATION] == [1, 2, 3, 4]
+    assert rows(slots)[0].own_steps == fails_at_sync_point
