@@ -115,51 +115,36 @@ def devices(monkeypatch):
 
 
 def test_measurement_has_torchs_current_and_peak_memory_in_gb(devices):
-    profiler = GPUMemoryProfiler(device=0)
-    devices.allocators[0].change(5 * GB)
-    devices.allocators[0].change(-2 * GB)
+    profiler = GPUMemoryProfiler("cuda:1")
+    devices.allocators[1].change(5 * GB)
+    devices.allocators[1].change(-2 * GB)
 
-    assert profiler.memory_of == "cuda:0"
     assert profiler.measure("after_forward") == {
-        "allocated_gb": 3.0,
-        "reserved_gb": 6.0,
-        "max_allocated_gb": 5.0,
-        "max_reserved_gb": 6.0,
-    }
+        "allocated_gb": torch.cuda.memory_allocated(1) / GB,
+        "reserved_gb": torch.cuda.memory_reserved(1) / GB,
+        "max_allocated_gb": torch.cuda.max_memory_allocated(1) / GB,
+        "max_reserved_gb": torch.cuda.max_memory_reserved(1) / GB,
+    } == {"allocated_gb": 3.0, "reserved_gb": 6.0, "max_allocated_gb": 5.0, "max_reserved_gb": 6.0}  # fmt: skip
 
 
-def test_measurement_agrees_with_torchs_functions_for_the_device(devices):
-    devices.allocators[1].change(7 * GB)
-    devices.allocators[1].change(-3 * GB)
-    found = GPUMemoryProfiler("cuda:1").measure()
-
-    assert [value * GB for value in found.values()] == [
-        torch.cuda.memory_allocated(1),
-        torch.cuda.memory_reserved(1),
-        torch.cuda.max_memory_allocated(1),
-        torch.cuda.max_memory_reserved(1),
-    ]
-
-
-@pytest.mark.parametrize("device", [1, "1", "cuda:1", torch.device("cuda", 1)], ids=repr)
-def test_named_device_is_read_while_another_device_is_current(devices, device, recwarn):
-    profiler = GPUMemoryProfiler(device)
-    devices.allocators[1].change(1 * GB)
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [
+        *((one, 1) for one in (1, "1", "cuda:1", torch.device("cuda", 1))),
+        *((one, 2) for one in (None, "cuda", torch.device("cuda"))),  # the current device at construction
+    ],
+    ids=repr,
+)
+def test_device_is_read_while_another_device_is_current(devices, device, index, recwarn):
     devices.current = 2
-    devices.allocators[2].change(9 * GB)
-
-    assert (profiler.memory_of, profiler.measure()["allocated_gb"]) == ("cuda:1", 1.0)
-    assert list(recwarn) == []
-
-
-@pytest.mark.parametrize("device", [None, "cuda", torch.device("cuda")], ids=repr)
-def test_device_without_an_index_is_the_current_device_at_construction(devices, device):
-    devices.current = 2
+    devices.allocators[2].change(GB)
     profiler = GPUMemoryProfiler(device)
-    devices.allocators[2].change(4 * GB)
+    devices.allocators[index].change(4 * GB)
     devices.current = 0
 
-    assert (profiler.memory_of, profiler.measure()["allocated_gb"]) == ("cuda:2", 4.0)
+    assert profiler.memory_of == f"cuda:{index}"
+    assert profiler.measure()["allocated_gb"] == devices.allocators[index].used / GB
+    assert list(recwarn) == []
 
 
 @pytest.mark.parametrize("kind", [GPUMemoryProfiler, TrainingTimer, ComprehensiveProfiler])
@@ -200,33 +185,40 @@ def test_construction_with_an_index_does_not_initialize_cuda(devices):
     assert measured["max_reserved_gb"] == 0.0  # torch has allocated nothing in this process
 
 
-def test_unused_device_beside_a_used_current_device_gives_one_warning(devices):
+def iterate(profiler, devices):
+    for _ in range(3):
+        profiler.start_iteration()
+        devices.allocators[devices.current].change(GB)
+        profiler.end_iteration(1, 1)
+
+
+def measure(profiler, _):
+    profiler.measure()
+
+
+def time_a_part(timer, _):
+    with timer.time("forward"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"), [(ComprehensiveProfiler, iterate), (GPUMemoryProfiler, measure), (TrainingTimer, time_a_part)]
+)
+def test_unused_device_beside_a_used_current_device_gives_one_warning(devices, kind, use):
     """A rank that trains on cuda:2 and was given device=0 would measure nothing of its own."""
     devices.current = 2
+    devices.allocators[2].change(GB)
+    instrument = kind(device=0)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        profiler = ComprehensiveProfiler(device=0)
-        for _ in range(3):
-            profiler.start_iteration()
-            devices.allocators[2].change(GB)
-            profiler.end_iteration(1, 1)
+        use(instrument, devices)
+        use(instrument, devices)
 
     assert [str(one.message) for one in warned] == [
         "cuda:0 is measured, but torch uses cuda:2 and has no memory on cuda:0 in this process; pass device=2"
     ]
-    assert profiler.get_summary()["memory"]["peak_allocated_gb"] == 0.0  # of the named device
-
-
-@pytest.mark.parametrize("kind", [GPUMemoryProfiler, TrainingTimer])
-def test_memory_alone_and_timer_alone_warn_about_an_unused_device(devices, kind):
-    devices.current = 1
-    devices.allocators[1].change(GB)
-    instrument = kind(device=0)
-    with pytest.warns(UserWarning, match="cuda:0 is measured, but torch uses cuda:1"):
-        if kind is GPUMemoryProfiler:
-            instrument.measure()
-        else:
-            instrument.start("forward"), instrument.stop("forward")
+    if kind is ComprehensiveProfiler:
+        assert instrument.get_summary()["memory"]["peak_allocated_gb"] == 0.0  # of the named device
 
 
 def test_model_on_two_devices_gives_no_warning(devices, recwarn):
@@ -317,50 +309,30 @@ def test_timer_with_sync_waits_for_its_own_event_only(devices):
     timer = TrainingTimer(device=1, sync=True)
     timer.start("forward")
     devices.now_ms = 8.0
-
     assert timer.stop("forward") == pytest.approx(0.008)
     assert devices.forbidden == ["Event.synchronize"]  # `sync=True` asks for this wait
     devices.forbidden.clear()
 
-
-def test_time_with_sync_is_not_measured_after_an_error(devices):
-    timer = TrainingTimer(device=0, sync=True)
-    with timer.time("forward"):
-        pass
-    devices.forbidden.clear()
     timer.start("forward")
-    with pytest.warns(UserWarning, match="times on cuda:0 cannot be read"):
+    with pytest.warns(UserWarning, match="times on cuda:1 cannot be read"):
         devices.error = RuntimeError("an illegal memory access was encountered")
-        stopped = timer.stop("forward")
-
-    assert math.isnan(stopped)
+        assert math.isnan(timer.stop("forward"))
     assert timer.get_summary()["forward"]["count"] == 1
 
 
-@pytest.fixture
-def without_context(monkeypatch):
+@pytest.mark.parametrize(("device", "is_used"), [(None, True), (0, False)])
+def test_only_a_device_with_a_context_gets_events_and_values(monkeypatch, device, is_used):
     """Three devices, of which the script uses the second, without `set_device`."""
     devices = Devices(monkeypatch)
     devices.allocators[1].change(3 * GB)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 1, raising=False)
-    return devices
+    timer, memory = TrainingTimer(device), GPUMemoryProfiler(device)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        time_a_part(timer, devices)
 
-
-def test_instrument_without_a_device_measures_the_only_one_that_is_used(without_context):
-    timer, memory = TrainingTimer(None), GPUMemoryProfiler(None)
-    timer.start("forward")
-    timer.stop("forward")
-
-    assert memory.measure()["allocated_gb"] == 3.0
-    assert without_context.streams == [("stream", 1)] * 2
-
-
-def test_device_that_is_not_used_gets_no_event_and_no_value(without_context):
-    timer, memory = TrainingTimer(0), GPUMemoryProfiler(0)
-    with pytest.warns(UserWarning, match="cuda:0 is measured, but torch uses cuda:1 and has no memory on cuda:0"):
-        timer.start("forward")
-        timer.stop("forward")
-
-    assert without_context.streams == []
-    assert math.isnan(memory.measure()["allocated_gb"])
-    assert timer.get_summary()["forward"]["not_measured"] == 1
+    assert devices.streams == [("stream", 1)] * 2 * is_used
+    assert memory.measure()["allocated_gb"] == pytest.approx(3.0 if is_used else math.nan, nan_ok=True)
+    assert timer.get_summary()["forward"].get("not_measured") == (None if is_used else 1)
+    line = "cuda:0 is measured, but torch uses cuda:1 and has no memory on cuda:0"
+    assert [str(one.message).startswith(line) for one in warned] == [True] * (not is_used)

@@ -29,68 +29,47 @@ def monitor(scenario="inference", parameters=None):
     return one
 
 
-def test_every_value_of_the_monitor_is_nan_before_a_request():
-    found = monitor().get_metrics()
-
-    assert set(found) == KEYS | {"IT"}
-    assert found.pop("num_requests") == 0
-    assert all(math.isnan(value) for value in found.values())
-
-
-def test_latency_is_the_mean_of_computation_and_communication_time():
-    one = monitor()
-    one.record_request(100, 1, 40, computation_time=0.3, communication_time=0.1)
-    one.record_request(50, 1, 20, computation_time=0.8)
-
-    found = one.get_metrics()
-    assert found["AL"] == pytest.approx(0.6)  # (0.4 + 0.8) / 2
-    assert found["IT"] == pytest.approx(50.0)  # 60 / 1.2
-    assert found["num_requests"] == 2
+TIMED = [(100, 4, 40, 1.0), (50, 2, 20, 0.25, 0.25)]  # the last two values are computation and communication times
 
 
 @pytest.mark.parametrize(
-    ("scenario", "key", "value"),
-    [("pretraining", "TT", 150 / 1000 / 1.5), ("fine-tuning", "ST", 6 / 1000 / 1.5), ("Inference", "IT", 60 / 1.5)],
+    ("scenario", "parameters", "requests", "expected"),
+    [
+        ("inference", None, [], {"AL": math.nan, "IT": math.nan}),
+        ("Inference", 1000, TIMED, {"AL": 1.5 / 2, "IT": 60 / 1.5}),
+        ("pretraining", 1000, TIMED, {"AL": 1.5 / 2, "TT": 150 / 1000 / 1.5}),
+        ("fine-tuning", 1000, TIMED, {"AL": 1.5 / 2, "ST": 6 / 1000 / 1.5}),
+        ("pretraining", None, TIMED, {"AL": 1.5 / 2, "TT": math.nan}),
+    ],
 )
-def test_throughput_is_computed_separately_for_each_scenario(scenario, key, value):
-    one = monitor(scenario, 1000)
-    one.record_request(100, 4, 40, 1.0)
-    one.record_request(50, 2, 20, 0.25, 0.25)
+def test_latency_and_throughput_of_a_scenario(scenario, parameters, requests, expected):
+    one = monitor(scenario, parameters)
+    for request in requests:
+        one.record_request(*request)
 
     found = one.get_metrics()
-    assert set(found) == KEYS | {key}
-    assert found[key] == pytest.approx(value)
+    assert found.keys() == KEYS | expected.keys()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+    assert found["num_requests"] == len(requests)
+    assert requests or all(math.isnan(value) for name, value in found.items() if name != "num_requests")
 
 
-def test_throughput_per_parameter_is_nan_without_a_parameter_count():
-    one = monitor("pretraining")
-    one.record_request(100, computation_time=1.0)
+@pytest.mark.parametrize("request_", [(10, 1, 5), (120, 0.73)])  # the second has the latency in place of the samples
+def test_latency_of_a_request_without_a_time_is_nan(recwarn, request_):
+    one = monitor()
+    one.record_request(*request_)
 
-    assert math.isnan(one.get_metrics()["TT"])
+    assert math.isnan(one.get_metrics()["AL"])
+    warned = [str(warning.message) for warning in recwarn]
+    assert len(warned) == (len(request_) == 2)
+    assert all("a count or a time that is not a number" in line for line in warned)
+    assert (one.get_metrics()["num_requests"], one._samples) == (1, len(request_) == 3)
+    assert len(request_) == 2 or one.get_metrics()["IT"] > 0
 
 
 def test_unknown_scenario_is_rejected():
     with pytest.raises(ValueError, match="'cooking' is unknown; available scenarios: pretraining"):
         monitor("cooking")
-
-
-def test_latency_is_nan_for_a_request_without_a_time():
-    one = monitor()
-    one.record_request(10, 1, 5)
-
-    found = one.get_metrics()
-    assert math.isnan(found["AL"])
-    assert found["IT"] > 0
-
-
-def test_latency_as_second_positional_argument_gives_a_warning():
-    one = monitor()
-    with pytest.warns(UserWarning, match="a count or a time that is not a number"):
-        one.record_request(120, 0.73)
-
-    found = one.get_metrics()
-    assert (found["num_requests"], one._samples) == (1, 0)
-    assert math.isnan(found["AL"])
 
 
 @cases("bad", [float("nan"), -1, "x", None, [1]])
@@ -131,17 +110,13 @@ def test_unmeasured_values_are_null_in_the_saved_json(tmp_path):
         one.record_request(10, 1, 5, 0.5)
     with PerformanceMonitorContext("inference", save_path=tmp_path):
         pass
+    context = PerformanceMonitorContext("inference", save_path=path / "metrics.json")
+    with pytest.warns(UserWarning, match="could not be written"), context:
+        pass
 
     saved = json.loads(path.read_text())
     assert (saved["AL"], saved["IT"], saved["AMU"], saved["num_requests"]) == (0.5, 10.0, None, 1)
     assert (tmp_path / "performance_metrics.json").exists()
-
-
-def test_path_that_cannot_be_written_raises_no_exception(tmp_path):
-    (tmp_path / "file").write_text("")
-    context = PerformanceMonitorContext("inference", save_path=tmp_path / "file" / "metrics.json")
-    with pytest.warns(UserWarning, match="could not be written"), context:
-        pass
 
 
 def test_monitor_measures_only_the_visible_gpus(monkeypatch):

@@ -28,10 +28,6 @@ def packed(rows):
     return {"input_ids": torch.ones(1, len(places), dtype=torch.long), "position_ids": torch.tensor([places])}
 
 
-def as_tuple(rows):
-    return tuple(padded(rows).values())
-
-
 @cases("workers", [0, 2])
 @cases("collate", [padded, packed])
 def test_tokens_without_padding_are_counted_once(collate, workers):
@@ -54,15 +50,18 @@ def test_only_batches_that_the_loop_receives_are_counted():
     assert (collator.batches, collator.tokens) == (2, 30)
 
 
-@pytest.mark.parametrize("collate", [as_tuple, lambda rows: rows, lambda rows: None])
+@pytest.mark.parametrize("collate", [lambda rows: tuple(padded(rows).values()), lambda rows: rows, lambda rows: None])
 def test_batch_of_an_unknown_kind_is_not_counted_and_warns_once(collate):
     collator = CountingCollator(collate)
+    assert str(collator.tokens) == "nan"
 
     with pytest.warns(UserWarning, match="cannot be counted") as warned:
         batches = list(collator.over(DataLoader(ROWS, batch_size=10, collate_fn=collator)))
 
     assert (len(batches), len(warned)) == (3, 1)
     assert str(collator.tokens) == str(collator.samples) == "nan"
+    with pytest.raises(TypeError, match="not callable"):
+        CountingCollator("padded")
 
 
 def test_batches_without_text_are_counted_as_samples_only():
@@ -71,15 +70,6 @@ def test_batches_without_text_are_counted_as_samples_only():
     list(collator.over(DataLoader(ROWS, batch_size=10, collate_fn=collator)))
 
     assert (collator.samples, str(collator.tokens)) == (30, "nan")
-
-
-def test_counts_are_nan_before_the_first_batch():
-    assert str(CountingCollator(padded).tokens) == "nan"
-
-
-def test_object_that_is_not_callable_is_rejected():
-    with pytest.raises(TypeError, match="not callable"):
-        CountingCollator("padded")
 
 
 LOOP = """

@@ -15,7 +15,6 @@ from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
 from effllm.records.values import merged, merged_by_name, summaries
 from effllm.store.summary_text import summary_text
-from effllm.trainer import value_buffer
 from effllm.trainer.declared import Declared
 
 
@@ -23,11 +22,16 @@ def slot(value, index=0, ordinal=1, number=0):
     return ring.Slot(1, ring.VALUES, 1, ordinal, number, 0, 0, 0.0, 0, 0, (), 0, (), ((index, value),))
 
 
-def statistics_of(numbers):
+def taken_of(*slots):
+    """Return the values of these records, each with its window."""
     taken = InstrumentValues()
-    for number in numbers:
-        taken.add_record(slot(number), 1)
-    return taken.take(1, ["loss"], 0.0, is_last=False)["loss"]
+    for record, window in slots:
+        taken.add_record(record, window)
+    return taken
+
+
+def statistics_of(numbers):
+    return taken_of(*((slot(number), 1) for number in numbers)).take(1, ["loss"], 0.0, is_last=False)["loss"]
 
 
 def test_merged_statistics_of_parts_equal_statistics_of_all_values():
@@ -45,15 +49,11 @@ def test_merged_statistics_of_parts_equal_statistics_of_all_values():
 
 def test_nan_and_infinite_values_are_counted_and_not_averaged():
     numbers = [1.0, math.nan, math.inf, -math.inf, 1e31, 3.0]
-    found = summaries({"loss": statistics_of(numbers)})["loss"]
+    found = summaries({"loss": statistics_of(numbers), "none": statistics_of([math.nan])})
+    loss, none = found["loss"], found["none"]
 
-    assert (found.count, found.mean, found.not_finite) == (2, 2.0, {"nan": 1, "inf": 2, "-inf": 1})
-
-
-def test_name_without_finite_values_has_count_0_and_no_mean():
-    found = summaries({"loss": statistics_of([math.nan])})["loss"]
-
-    assert (found.count, found.mean, found.percentiles, found.not_finite) == (0, None, {}, {"nan": 1})
+    assert (loss.count, loss.mean, loss.not_finite) == (2, 2.0, {"nan": 1, "inf": 2, "-inf": 1})
+    assert (none.count, none.mean, none.percentiles, none.not_finite) == (0, None, {}, {"nan": 1})
 
 
 def test_unit_is_read_from_the_end_of_the_name():
@@ -66,20 +66,17 @@ def test_unit_is_read_from_the_end_of_the_name():
 
 
 def test_values_are_in_the_report_of_their_window():
-    taken = InstrumentValues()
-    taken.add_record(slot(1.0), 1)
-    taken.add_record(slot(2.0), 2)
+    taken = taken_of((slot(1.0), 1), (slot(2.0), 2), (slot(3.0, index=1), 2))
 
     assert taken.take(1, ["loss"], 0.0, is_last=False)["loss"].total == 1.0
-    assert taken.take(5, ["loss"], 0.0, is_last=False)["loss"].total == 2.0
+    second = taken.take(5, ["loss"], 0.0, is_last=False)  # the name of the second index is not known
+    assert {name: one.total for name, one in second.items()} == {"loss": 2.0}
     assert taken.take(5, ["loss"], 0.0, is_last=True) == {}
 
 
 def test_missing_percentile_library_is_reported_once(monkeypatch):
     monkeypatch.setattr(measuring, "digest_type", lambda: None)
-    taken = InstrumentValues()
-    taken.add_record(slot(1.0), 1)
-    taken.add_record(slot(2.0), 1)
+    taken = taken_of((slot(1.0), 1), (slot(2.0), 1))
     found = summaries(taken.take(1, ["loss"], 0.0, is_last=False))["loss"]
 
     assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
@@ -88,9 +85,7 @@ def test_missing_percentile_library_is_reported_once(monkeypatch):
 
 
 def test_overwritten_values_are_counted_in_one_line():
-    taken = InstrumentValues()
-    for number in (1, 2, 6):
-        taken.add_record(slot(1.0, number=number), 1)
+    taken = taken_of(*((slot(1.0, number=number), 1) for number in (1, 2, 6)))
 
     assert taken.take_notice().startswith("3 values of instruments are missing")
     assert taken.take_notice() == ""
@@ -131,13 +126,6 @@ def test_published_percentiles_cover_the_whole_run():
     assert [list(known) for known in published] == [["loss", "reward"], ["loss"]] * 2, "without room: half of the names"
     assert published[-1]["loss"][0] == 2
     assert published[-1]["loss"][3] == pytest.approx(1.5)
-
-
-def test_value_is_left_out_before_its_name_is_known():
-    taken = InstrumentValues()
-    taken.add_record(slot(1.0, index=1), 1)
-
-    assert taken.take(1, ["loss"], 0.0, is_last=False) == {}
 
 
 def test_merged_names_above_the_limit_are_not_kept():
@@ -194,7 +182,3 @@ def test_largest_number_of_longest_names_fits_into_the_ring():
     assert writer.write_facts(declared.facts)
     assert ring.RingReader(writer.descriptor).facts().value_names == declared.facts.value_names
     writer.close()
-
-
-def test_buffer_writes_as_many_values_together_as_a_record_of_the_ring_has():
-    assert value_buffer.MAX_VALUES == ring.MAX_VALUES

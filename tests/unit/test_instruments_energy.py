@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from effllm.instruments import EnergyMetrics, RobustGPUMonitor
 from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j
 from effllm.instruments.energy import MonitoredDevices
-from effllm.instruments.energy_report import Block, final_values, intensity, report, write_files
+from effllm.instruments.energy_report import Block, entry, final_values, intensity, report, write_files
 from effllm.records.energy import EnergyAmount
 from effllm.records.spans import SpanPart
 
@@ -32,37 +33,16 @@ def block(joules, seconds, steps, **more):
 HOUR = block(550.0 * 3600, 3600.0, 1000, utilization_seconds=0.9 * 3600, utilization_covered_s=3600.0)
 
 
-def test_energy_per_step_of_the_example_is_550_mwh():
+def test_final_values_of_the_example():
     final = final_values(HOUR, 3.0, intensity(None, "document"))
 
-    assert final["final_energy/total_energy_consumed_kwh"] == pytest.approx(0.55)
-    assert final["final_energy/energy_per_step_wh"] == pytest.approx(0.55)
-    assert final["final_energy/energy_per_step_wh"] * 3.6 == pytest.approx(1.98)  # the example's 1.98 "Wh" are kJ
-    assert final["final_energy/energy_per_epoch_kwh"] == pytest.approx(0.1833, abs=1e-4)
-
-
-def test_correct_carbon_mass_is_1000_times_the_documented_mass():
-    final = final_values(HOUR, 3.0, intensity(None, "document"))
-
-    assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.275)
-    assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(1000 * 0.000275)
-
-
-def test_report_has_the_values_in_two_languages():
-    english, portuguese = report(HOUR, 3.0, 0.5), report(HOUR, 3.0, 0.5, "pt")
-
-    assert "• Total energy: 0.5500 kWh\n" in english
-    assert "• Duration: 3600s (1.00h)\n" in english
-    assert english.endswith("• Estimated carbon footprint: 0.275000kg CO2")
-    assert "• Energia por step: 0.5500Wh\n" in portuguese
-    assert portuguese.startswith("RELATÓRIO ENERGÉTICO FINAL:\n• Duração: 3600s (1.00h)\n")
-
-
-def test_report_of_unmeasured_energy_has_no_number():
-    empty = Block(SpanReadings(), 5, 0, 10**9)
-
-    assert "• Total energy: not measured\n" in report(empty, 1.0, 0.5)
-    assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
+    assert final == {
+        "final_energy/total_energy_consumed_kwh": pytest.approx(0.55),
+        "final_energy/energy_per_step_wh": pytest.approx(0.55),  # the example's 1.98 "Wh" are kJ
+        "final_energy/energy_per_epoch_kwh": pytest.approx(0.55 / 3),
+        "final_energy/energy_efficiency_score": pytest.approx(0.55 / 0.9),
+        "final_energy/carbon_footprint_estimate_kg": pytest.approx(0.275),  # 1000 times the documented mass
+    }
 
 
 def test_carbon_estimate_needs_a_carbon_intensity():
@@ -72,19 +52,53 @@ def test_carbon_estimate_needs_a_carbon_intensity():
     assert "carbon" not in report(HOUR, 3.0, None)
 
 
+def test_report_has_the_values_in_two_languages():
+    assert report(HOUR, 3.0, 0.5).splitlines()[:5] == [
+        "FINAL ENERGY REPORT:",
+        "• Duration: 3600s (1.00h)",
+        "• Steps: 1000",
+        "• Epochs: 3.00",
+        "• Total energy: 0.5500 kWh",
+    ]
+    assert report(HOUR, 3.0, 0.5).endswith("• Estimated carbon footprint: 0.275000kg CO2")
+    assert report(HOUR, 3.0, 0.5, "pt").splitlines() == [
+        "RELATÓRIO ENERGÉTICO FINAL:",
+        "• Duração: 3600s (1.00h)",
+        "• Steps: 1000",
+        "• Épocas: 3.00",
+        "• Energia total: 0.5500 kWh",
+        "• Potência média: 550.0W",
+        "• Energia por step: 0.5500Wh",
+        "• Energia por época: 0.1833kWh",
+        "• Score de eficiência: 0.6111",
+        "• Pegada de carbono estimada: 0.275000kg CO2",
+    ]
+
+
+def test_report_of_unmeasured_energy_has_no_number():
+    empty = Block(SpanReadings(), 5, 0, 10**9)
+
+    assert "• Total energy: not measured\n" in report(empty, 1.0, 0.5)
+    assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
+
+
 @cases("wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")])
 def test_invalid_carbon_intensity_raises_an_error(wrong):
     with pytest.raises(ValueError, match="carbon_intensity"):
         intensity(*wrong)
 
 
-def test_efficiency_score_is_energy_per_step_over_utilization():
-    def score(**more):
-        return block(0.6 * 3600, 10.0, 1, **more).efficiency
+@cases(
+    ("utilization", "divisor"), [((5.0, 10.0), 0.5), ((0.01, 10.0), 0.01), ((0.0, 10.0), 0.01), ((0.0, 0.0), math.nan)]
+)
+def test_efficiency_score_is_energy_per_step_over_utilization(utilization, divisor):
+    """0.6 Wh in a step; a utilization below 0.01 counts as 0.01."""
+    seconds, covered_s = utilization
+    one = block(0.6 * 3600, 10.0, 1, utilization_seconds=seconds, utilization_covered_s=covered_s)
 
-    assert score(utilization_seconds=5.0, utilization_covered_s=10.0) == pytest.approx(0.6 / 0.5)
-    assert score(utilization_seconds=0.0, utilization_covered_s=10.0) == pytest.approx(0.6 / 0.01)
-    assert math.isnan(score())
+    assert one.efficiency == pytest.approx(0.6 / divisor, nan_ok=True)
+    metrics = EnergyMetrics(0.0, 1, 0.0, 360.0, 360.0, 360.0, 0.6, 60.0, 60.0, 80.0, 0.0, "", 2.0, 4)
+    assert entry(metrics, one, Baseline())["energy_efficiency"] == pytest.approx(0.6 / divisor, nan_ok=True)
 
 
 def test_energy_above_the_baseline_is_never_negative():
@@ -123,25 +137,24 @@ def test_sum_of_spans_equals_the_sum_of_the_aggregator(one, other, is_shared):
     assert found.error_j == pytest.approx(known.error_j)
 
 
-def test_energy_of_several_devices_is_added():
-    readings = SpanReadings.of([part(100.0, 10.0, device=0), part(300.0, 10.0, device=1)])
+@cases(("other", "joules", "power_w"), [((300.0, 10.0), 400.0, 40.0), ((NAN, 0.0), NAN, NAN)])
+def test_energy_of_several_devices_is_added(other, joules, power_w):
+    readings = SpanReadings.of([part(100.0, 10.0, device=0), part(*other, device=1)])
 
-    assert (readings.joules, readings.power_w, readings.covered_s) == (400.0, 40.0, 10.0)
-
-
-def test_energy_without_one_of_the_devices_is_not_measured():
-    readings = SpanReadings.of([part(100.0, 10.0, device=0), part(NAN, 0.0, device=1)])
-
-    assert math.isnan(readings.joules)
-    assert math.isnan(readings.power_w)
+    assert (readings.joules, readings.power_w) == pytest.approx((joules, power_w), nan_ok=True)
+    assert readings.covered_s == pytest.approx(min(10.0, other[1]))
 
 
 def test_metrics_have_the_documented_fields():
-    assert [field.name for field in dataclasses.fields(EnergyMetrics)] == [
+    others = {"step": "int", "samples_count": "int", "gpu_name": "str"}
+    fields = dataclasses.fields(EnergyMetrics)
+
+    assert [field.name for field in fields] == [
         "timestamp", "step", "epoch", "power_avg_w", "power_max_w", "power_min_w", "energy_consumed_wh",
         "temperature_avg_c", "temperature_max_c", "utilization_avg_percent", "memory_used_avg_mb", "gpu_name",
         "duration_s", "samples_count",
     ]  # fmt: skip
+    assert [field.type for field in fields] == [others.get(field.name, "float") for field in fields]
 
 
 @cases(
@@ -162,25 +175,19 @@ def test_monitor_that_was_not_started_has_no_values():
     assert found.samples_count == 0
 
 
-def test_warning_names_the_gpu_that_could_not_be_read(monkeypatch):
-    gaps = ["energy: this machine exposes no RAPL power sensor", "GPU: the NVIDIA driver is not loaded"]
+@cases(
+    ("gaps", "cause"),
+    [
+        (["energy: no RAPL power sensor", "GPU: the driver is not loaded"], "GPU: the driver is not loaded"),
+        (["utilization: not read", "energy: no RAPL power sensor"], "no RAPL power sensor"),
+    ],
+)
+def test_warning_about_missing_energy_names_its_cause(gaps, cause):
     monitor = RobustGPUMonitor()
-    host = {"name": "host", "is_gpu": False, "only_power": False, "not_measured": gaps}
-    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host], unavailable=[]))
+    monitor._chain = SimpleNamespace(devices=[{**HOST, "not_measured": gaps}], unavailable=[])
     monitor._spans.append((None, SpanReadings()))
 
-    with pytest.warns(UserWarning, match="energy is not measured: GPU: the NVIDIA driver is not loaded"):
-        monitor.warn_if_unmeasured()
-
-
-def test_warning_about_missing_energy_begins_with_its_subject_once(monkeypatch):
-    gaps = ["utilization: not read", "energy: this machine exposes no RAPL power sensor"]
-    monitor = RobustGPUMonitor()
-    host = {"name": "host", "is_gpu": False, "only_power": False, "not_measured": gaps}
-    monkeypatch.setattr(monitor, "_chain", SimpleNamespace(devices=[host], unavailable=[]))
-    monitor._spans.append((None, SpanReadings()))
-
-    with pytest.warns(UserWarning, match="energy is not measured: this machine exposes no RAPL power sensor"):
+    with pytest.warns(UserWarning, match=f"energy is not measured: {cause}"):
         monitor.warn_if_unmeasured()
 
 
@@ -223,10 +230,11 @@ def test_reason_of_missing_energy_names_the_cause(device, facts, reason):
     assert MonitoredDevices(device).reason(facts, ["no library", "no permission"]) == reason
 
 
-def test_files_have_the_documented_names(tmp_path):
+def test_names_of_the_four_files_have_the_same_time(tmp_path):
     paths = write_files(str(tmp_path / "results"), ([], [], {"energy": NAN}, {}))
 
-    assert [path.name[:-21] for path in paths] == [
-        "energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy",
-    ]  # fmt: skip
+    stamp = paths[0].stem.removeprefix("energy_step_history_")
+    time.strptime(stamp, "%Y%m%d_%H%M%S")
+    names = ["energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy"]
+    assert [path.name for path in paths] == [f"{name}_{stamp}.json" for name in names]
     assert '"energy": null' in paths[2].read_text()

@@ -19,12 +19,17 @@ from effllm.instruments.metrics import GRPOMetricsTracker, MetricTracker, ScoreD
 from effllm.records.moments import Moments
 
 
+def tracked(*values, name="loss", **options):
+    tracker = MetricTracker(**options)
+    for step, value in enumerate(values):
+        tracker.update(name, value, step=step)
+    return tracker
+
+
 def test_mean_and_deviation_cover_all_values():
     chance = random.Random(1)
     values = [chance.gauss(1e6, 1.0) for _ in range(30_000)]
-    tracker = MetricTracker(max_recent=100)
-    for step, value in enumerate(values):
-        tracker.update("loss", value, step=step)
+    tracker = tracked(*values, max_recent=100)
 
     assert tracker.get_mean("loss") == pytest.approx(statistics.fmean(values), rel=1e-12)
     assert tracker.get_std("loss") == pytest.approx(statistics.stdev(values), rel=1e-6)
@@ -92,9 +97,7 @@ def test_number_of_values_that_are_not_yet_in_the_sums_is_bounded():
 )
 def test_summary_names_the_values_that_percentiles_cover(monkeypatch, run, expected):
     monkeypatch.setattr(_statistics, "percentiles_of_run", lambda name: run if name == "loss" else None)
-    tracker = MetricTracker(max_recent=2)
-    for number in range(1, 6):
-        tracker.update("loss", number)
+    tracker = tracked(*range(1, 6), max_recent=2)
     found = tracker.get_summary("loss")
 
     assert (found["percentiles_of"], found["percentiles_are"], found["p50"]) == expected
@@ -102,38 +105,26 @@ def test_summary_names_the_values_that_percentiles_cover(monkeypatch, run, expec
 
 
 def test_window_covers_the_newest_values():
-    tracker = MetricTracker()
-    for value in range(1000):
-        tracker.update("loss", value)
+    tracker = tracked(*range(1000))
 
     assert tracker.get_mean("loss", window=100) == pytest.approx(949.5)
-    assert tracker.get_summary("loss", window=100)["min"] == 900
-    assert tracker.get_summary("loss", window=100)["p95"] == pytest.approx(994.05)
-
-
-@pytest.mark.parametrize("window", [0, -1, 11])
-def test_window_above_the_number_of_kept_values_raises_an_error(window):
-    tracker = MetricTracker(max_recent=10)
-    tracker.update("loss", 1.0)
-
-    with pytest.raises(ValueError, match="1 to 10"):
-        tracker.get_mean("loss", window=window)
+    found = tracker.get_summary("loss", window=100)
+    # Percentiles are NumPy's: the value at position 99 x percent / 100 of the sorted values.
+    expected = {"min": 900, "p5": 904.95, "p25": 924.75, "p75": 974.25, "p95": 994.05, "p99": 998.01}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    for window in (0, -1, 11):
+        with pytest.raises(ValueError, match="1 to 10"):
+            tracked(1.0, max_recent=10).get_mean("loss", window=window)
 
 
 def test_nan_and_infinite_values_are_counted_and_not_averaged():
-    tracker = MetricTracker()
-    tracker.update_batch({"loss": 1.0}, step=1)
-    for value in (float("nan"), float("inf"), float("-inf"), float("nan")):
-        tracker.update("loss", value)
+    tracker = tracked(1.0, math.nan, math.inf, -math.inf, math.nan, -(10**400))  # beyond floats: infinite
 
     assert tracker.get_mean("loss") == 1.0
-    assert tracker.get_summary("loss")["not_finite"] == {"nan": 2, "inf": 1, "-inf": 1}
-
-
-def test_metric_without_values_is_not_measured():
-    assert math.isnan(MetricTracker().get_mean("loss"))
-    assert math.isnan(MetricTracker().get_std("loss", window=3))
-    assert MetricTracker().get_summary("loss")["count"] == 0
+    assert tracker.get_summary("loss")["not_finite"] == {"nan": 2, "inf": 1, "-inf": 2}
+    assert tracker.get_summary("other")["count"] == 0
+    assert math.isnan(tracker.get_mean("other"))
+    assert math.isnan(tracker.get_std("other", window=3))
 
 
 def test_tensor_on_a_gpu_gives_one_warning_and_is_not_read(recwarn):
@@ -143,9 +134,7 @@ def test_tensor_on_a_gpu_gives_one_warning_and_is_not_read(recwarn):
         def __float__(self):
             raise AssertionError("a synchronisation")
 
-    tracker = MetricTracker()
-    tracker.update("loss", OnGpu())
-    tracker.update("loss", OnGpu())
+    tracker = tracked(OnGpu(), OnGpu())
 
     assert [str(one.message) for one in recwarn] == [
         "metric loss: OnGpu is not a number in CPU memory; pass loss.item()",
@@ -160,45 +149,27 @@ class RaisesAsANumber:
 
 @cases("value", [None, "0.5", b"0.5", 1j, [0.5], RaisesAsANumber(), Decimal("sNaN")])
 def test_value_that_is_no_number_is_left_out_with_a_warning(value):
-    tracker = MetricTracker()
     with pytest.warns(UserWarning, match="metric loss"):
-        tracker.update("loss", value, step=1)
+        tracker = tracked(value)
 
     assert (tracker.names, tracker.last_step) == ([], None)
 
 
-@cases("value", [True, 1, Decimal(1), Fraction(1), 1.0])
-def test_every_type_of_number_is_accepted(value):
-    tracker = MetricTracker()
-    tracker.update("accuracy", value)
-
-    assert tracker.get_mean("accuracy") == 1.0
-
-
-def test_integer_above_the_largest_float_counts_as_infinite():
-    tracker = MetricTracker()
-    tracker.update("loss", -(10**400))
-
-    assert tracker.get_summary("loss")["not_finite"] == {"-inf": 1}
-
-
-@pytest.mark.parametrize("metrics", [None, 0.5, ["loss"]])
-def test_batch_that_is_no_dictionary_is_left_out_with_a_warning(metrics):
-    tracker = MetricTracker()
+@cases("metrics", [None, 0.5, ["loss"]])
+def test_collection_that_is_no_dictionary_is_left_out_with_a_warning(metrics):
+    tracker = GRPOMetricsTracker()
     with pytest.warns(UserWarning, match="a dictionary"):
         tracker.update_batch(metrics, step=1)
+    if metrics is not None:
+        with pytest.warns(UserWarning, match=f"reward_components is {type(metrics).__name__}"):
+            tracker.update_grpo_step(step=1, policy_loss=0.5, reward_components=metrics)
 
-    assert tracker.names == []
+    assert tracker.names == ([] if metrics is None else ["policy_loss"])
 
 
-@cases(("percent", "value"), [("p5", 5.95), ("p25", 25.75), ("p75", 75.25), ("p99", 99.01)])
-def test_percentiles_are_interpolated_between_two_values(percent, value):
-    """NumPy's default: the value at position (100 - 1) x percent / 100 of the sorted values 1 to 100."""
-    tracker = MetricTracker()
-    for number in range(100, 0, -1):
-        tracker.update("loss", number)
-
-    assert tracker.get_summary("loss")[percent] == pytest.approx(value)
+@cases("value", [True, 1, Decimal(1), Fraction(1), 1.0])
+def test_every_type_of_number_is_accepted(value):
+    assert tracked(value).get_mean("loss") == 1.0
 
 
 def test_names_are_bounded():
@@ -227,8 +198,8 @@ def test_grpo_step_keeps_reward_components_by_name():
 
 def test_reward_distribution_has_a_mean_for_each_place_in_a_group():
     tracker = GRPOMetricsTracker()
-    tracker.update_group_rewards([0.3, 0.9, 0.5, 0.7])
-    tracker.update_group_rewards([0.5, 0.1, 0.3, 0.7])
+    for rewards in ([0.3, 0.9, 0.5, 0.7], [0.5, 0.1, 0.3, 0.7]):
+        tracker.update_group_rewards(rewards)
     found = tracker.get_reward_distribution()
 
     assert found["reward_mean"] == pytest.approx(0.5)
@@ -237,24 +208,14 @@ def test_reward_distribution_has_a_mean_for_each_place_in_a_group():
     assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (2, 0, 0)
 
 
-def test_groups_without_rewards_or_with_equal_rewards_are_counted():
+def test_odd_groups_are_counted(recwarn):
     tracker = GRPOMetricsTracker()
-    tracker.update_group_rewards([])
-    tracker.update_group_rewards([float("nan")])
-    tracker.update_group_rewards([1.0, 1.0])
+    for rewards in ([], [math.nan], [1.0, 1.0], [None, 1.0, None], ["good", "bad", 1.0]):
+        tracker.update_group_rewards(rewards)
     found = tracker.get_reward_distribution()
 
-    assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (1, 2, 1)
-    assert found["not_finite"] == {"nan": 1}
-
-
-def test_rewards_that_are_no_numbers_are_counted_as_missing(recwarn):
-    tracker = GRPOMetricsTracker()
-    tracker.update_group_rewards([None, 1.0, None])
-    tracker.update_group_rewards(["good", "bad", 0.0])
-    found = tracker.get_reward_distribution()
-
-    assert (found["groups"], found["missing_rewards"], found["reward_mean"]) == (2, 4, 0.5)
+    assert (found["groups"], found["empty_groups"], found["equal_groups"]) == (3, 2, 1)
+    assert (found["not_finite"], found["missing_rewards"], found["reward_mean"]) == ({"nan": 1}, 4, 1.0)
     assert [str(one.message) for one in recwarn] == ["a reward of type str is not a number in CPU memory"]
 
 
@@ -266,70 +227,46 @@ def test_single_reward_is_a_group_of_one_completion():
     assert math.isnan(tracker.get_reward_distribution()["group_std_mean"])
 
 
-def test_reward_components_that_are_no_dictionary_are_left_out():
-    tracker = GRPOMetricsTracker()
-    with pytest.warns(UserWarning, match="reward_components is list"):
-        tracker.update_grpo_step(step=1, policy_loss=0.5, reward_components=[1.0])
+def distribution_of(*updates, **limits):
+    tracker = ScoreDistributionTracker(**limits)
+    for scores in updates:
+        tracker.update(scores)
+    return tracker.get_distribution()
 
-    assert tracker.names == ["policy_loss"]
 
-
-def test_scores_of_the_example_are_counted():
-    tracker = ScoreDistributionTracker()
-    tracker.update([1.0, 0.5, None, 1.0, 0.0])
-    found = tracker.get_distribution()
-
-    assert found["total"] == 5
-    assert found["valid_count"] == 4
-    assert found["invalid_count"] == 1
-    assert found["invalid_rate"] == 0.2
-    assert found["score_counts"] == {"0.0": 1, "0.5": 1, "1.0": 2}
-    assert found["mean_score"] == 0.625
+@cases(
+    ("scores", "counts"),
+    [
+        ([1.0, 0.5, 1.0, 0.0], {"0.0": 1, "0.5": 1, "1.0": 2}),
+        ([-0.0, False, True], {"0.0": 2, "1.0": 1}),
+        *((one, {"0.5": 1}) for one in (0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5"))),
+    ],
+)
+def test_scores_are_counted_by_value(scores, counts):
+    assert distribution_of(scores)["score_counts"] == counts
 
 
 def test_invalid_scores_are_counted_by_reason():
-    tracker = ScoreDistributionTracker(minimum=0.0, maximum=1.0)
     with pytest.warns(UserWarning, match="type str is not a number"):
-        tracker.update([None, "high", float("nan"), 7.0, -0.1])
-    found = tracker.get_distribution()
+        found = distribution_of([None, "high", math.nan, 7.0, -0.1], [0.5] * 5, minimum=0.0, maximum=1.0)
 
     assert (found["missing_count"], found["not_finite_count"], found["out_of_range_count"]) == (2, 1, 2)
-    assert found["invalid_rate"] == 1.0
-    assert math.isnan(found["mean_score"])
-
-
-@cases("scores", [0.5, [0.5], (0.5,), {0.5}, iter([0.5]), Decimal("0.5")])
-def test_scores_may_be_any_iterable_or_one_number(scores):
-    tracker = ScoreDistributionTracker()
-    tracker.update(scores)
-
-    assert tracker.get_distribution()["score_counts"] == {"0.5": 1}
-
-
-def test_boolean_scores_and_minus_zero_are_numbers():
-    tracker = ScoreDistributionTracker()
-    tracker.update([-0.0, False, True])
-
-    assert tracker.get_distribution()["score_counts"] == {"0.0": 2, "1.0": 1}
+    assert (found["total"], found["valid_count"], found["invalid_count"], found["invalid_rate"]) == (10, 5, 5, 0.5)
+    assert found["mean_score"] == 0.5
+    assert math.isnan(distribution_of([None])["mean_score"])
 
 
 def test_distribution_without_scores_has_no_mean_score():
-    tracker = ScoreDistributionTracker()
-    tracker.update([])
-    found = tracker.get_distribution()
+    found = distribution_of([])
 
     assert (found["total"], found["score_counts"]) == (0, {})
     assert math.isnan(found["invalid_rate"]) and math.isnan(found["mean_score"])
 
 
 def test_number_of_different_scores_is_bounded():
-    tracker = ScoreDistributionTracker()
-    tracker.update(number / 5000 for number in range(5000))
-    found = tracker.get_distribution()
+    found = distribution_of(number / 5000 for number in range(5000))
 
-    assert len(found["score_counts"]) == 1000
-    assert found["other_scores"] == 4000
-    assert found["valid_count"] == 5000
+    assert (len(found["score_counts"]), found["other_scores"], found["valid_count"]) == (1000, 4000, 5000)
 
 
 def test_logger_writes_checkpoints_and_the_whole_experiment(tmp_path):

@@ -31,24 +31,24 @@ def test_first_row_creates_the_folder_and_the_header(path):
     assert [(row["model"], row["seed"]) for row in rows(path)] == [("a", "1"), ("b", "2")]
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
-def test_unmeasured_value_is_written_as_an_empty_cell(path, value):
-    append_row(path, {"energy_J": value})
-
-    assert set(rows(path)[0].values()) == {""}
-
-
-def test_measured_zero_is_written_as_zero(path):
-    append_row(path, {"energy_J": 0.0, "warmup_s": 0})
-
-    assert (rows(path)[0]["energy_J"], rows(path)[0]["warmup_s"]) == ("0", "0")
-
-
-def test_text_with_commas_quotes_and_newlines_is_written_as_one_line(path):
-    append_row(path, {"notes": 'r=32, "alpha"\n=32'})
+@pytest.mark.parametrize(
+    ("value", "cell"),
+    [
+        *((value, "") for value in (None, float("nan"), float("inf"), float("-inf"))),
+        (0.0, "0"),
+        (0, "0"),
+        (-1.5, "-1.5"),
+        ('r=32, "alpha"\n=32', 'r=32, "alpha" =32'),
+        ("a\x1b[2J\x07b\x00", "a [2J b"),
+        # text is never a formula of a spreadsheet
+        *((text, f"'{text.strip()}") for text in ("=1+1", "+1", "-x", "@sum", "\t=1+1", "\r\n=1+1")),
+    ],
+)
+def test_cell_of_a_value(path, value, cell):
+    append_row(path, {"notes": value})
 
     assert len(path.read_text().splitlines()) == 2
-    assert rows(path)[0]["notes"] == 'r=32, "alpha" =32'
+    assert {name: text for name, text in rows(path)[0].items() if text} == ({"notes": cell} if cell else {})
 
 
 @pytest.mark.parametrize("first", ["a,b", ",".join(reversed(COLUMNS)), ",".join([*COLUMNS, "more"]), "\x00", "\n"])
@@ -91,20 +91,6 @@ def test_row_after_half_a_line_begins_a_new_line(path):
     assert rows(path)[2]["model"] == "b"
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-x", "@sum", "\t=1+1", "\r\n=1+1"])
-def test_text_is_never_a_formula_of_a_spreadsheet(path, text):
-    append_row(path, {"model": text, "energy_J": -1.5})
-
-    assert rows(path)[0]["model"] == "'" + text.strip()
-    assert rows(path)[0]["energy_J"] == "-1.5"
-
-
-def test_control_characters_are_not_written(path):
-    append_row(path, {"model": "a\x1b[2J\x07b\x00"})
-
-    assert rows(path)[0]["model"] == "a [2J b"
-
-
 def test_failed_write_leaves_the_old_file(path, monkeypatch):
     append_row(path, {"model": "a"})
     before = path.read_bytes()
@@ -144,7 +130,7 @@ def test_folder_in_place_of_the_file_raises_an_error(path):
 # --- the values of a run folder ---
 
 
-def run_folder(folder, *, run, job=None, gpus=1, not_measured=(), warming=(), is_over=True):
+def run_folder(folder, *, run, job=None, gpus=1, not_measured=(), warming=(), is_over=True, events=(), torn=""):
     """Write the parts of a run folder that are read."""
     summary = {"status": "completed", "simulated": False, "elapsed_s": 30.0, "iterations": 20, "is_over": is_over}
     summary |= {"not_measured": list(not_measured), "coverage": {"gpus_expected": gpus}}
@@ -156,11 +142,20 @@ def run_folder(folder, *, run, job=None, gpus=1, not_measured=(), warming=(), is
     lines.append({"attempt": 1, "window": len(lines) + 1, "last": {"time_s": 1.0}, "run": run, "job": job or run})
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     (folder / "windows-0001.jsonl").write_text(text)
+    events = [json.dumps({"kind": "agent", "text": text}) + "\n" for text in events]
+    if torn:
+        events.append(json.dumps({"kind": "agent", "text": torn})[:-9])
+    (folder / "events.jsonl").write_text("".join(events))
     return folder
 
 
 MEASURED = {"iterations": 10, "tokens": 2000, "time_s": 8.0, "energy_j": 400.0, "energy_time_s": 8.0}
 MEASURED |= {"energy_tokens": 2000, "energy_complete": True, "power_peak_w": 60.0, "memory_mean_bytes": 3.0 * 2**30}
+
+
+def changed(without="", **changes):
+    """Return the sums of a run, without the values whose names contain a word."""
+    return {name: value for name, value in {**MEASURED, **changes}.items() if not without or without not in name}
 
 
 def test_values_of_a_run_are_computed_from_its_sums(tmp_path):
@@ -184,68 +179,40 @@ def test_values_of_a_run_are_computed_from_its_sums(tmp_path):
     }
 
 
-def test_run_with_an_energy_gap_has_mean_power_and_no_total_energy(tmp_path):
-    run = {**MEASURED, "energy_j": 200.0, "energy_time_s": 4.0, "energy_tokens": 800}
-    del run["energy_complete"]
-
-    results = read_results(run_folder(tmp_path, run=run))
-
-    values = results.values
-    assert (values["energy_J"], values["avg_power_W"], values["J_per_token"]) == (None, 50.0, 0.25)
-    assert results.not_measured == ["energy: a part of the iterations has no measured energy"]
-
-
-def test_run_without_tokens_has_energy_and_no_energy_per_token(tmp_path):
-    run = {name: value for name, value in MEASURED.items() if "tokens" not in name}
-
-    results = read_results(run_folder(tmp_path, run=run))
-
-    values = results.values
-    assert (values["tokens_processed"], values["J_per_token"], values["E10k_J"]) == (None, None, None)
-    assert (values["energy_J"], values.get("tok_per_s")) == (400.0, None)
-    assert results.not_measured == ["tokens: the training counted no tokens"]
-
-
-def test_memory_of_a_process_is_not_reported_as_vram(tmp_path):
-    results = read_results(run_folder(tmp_path, run={**MEASURED, "memory_peak_bytes": 2.0**30}, gpus=0))
-
-    assert not {"vram_peak_MB", "vram_avg_MB"} & set(results.values)
-
-
-def test_run_that_ends_in_its_warm_up_has_no_values_and_one_reason(tmp_path):
-    results = read_results(run_folder(tmp_path, run={"power_histogram_s": {}}, not_measured=["energy: no sensor"]))
-
-    assert results.not_measured == ["the run ended during its warm-up (20 iterations)"]
-    assert results.values["tokens_processed"] is None
+NO_ENERGY = "energy: a part of the iterations has no measured energy"
+NO_GPU = "rank 0: no device is sampled: there is no driver"
+OF_DEVICES = ["rank 0 joined from a", NO_GPU, "rank 1: no device is sampled"]
+GAPS = ["GPU: the driver is not loaded", "energy: no RAPL power sensor"]
+#: Parts of a run folder, texts of its events, some of its values, and the reasons of missing values.
+INCOMPLETE = {
+    "energy gap": (
+        {"run": changed("complete", energy_j=200.0, energy_time_s=4.0, energy_tokens=800)},
+        {"energy_J": None, "avg_power_W": 50.0, "J_per_token": 0.25},
+        [NO_ENERGY],
+    ),
+    "no tokens": (
+        {"run": changed("tokens")},
+        {"tokens_processed": None, "J_per_token": None, "E10k_J": None, "energy_J": 400.0, "tok_per_s": None},
+        ["tokens: the training counted no tokens"],
+    ),
+    "no GPU": ({"run": changed(memory_peak_bytes=2.0**30), "gpus": 0}, {"vram_peak_MB": None, "vram_avg_MB": None}, []),
+    "end in the warm-up": (
+        {"run": {"power_histogram_s": {}}, "not_measured": ["energy: no sensor"]},
+        {"tokens_processed": None},
+        ["the run ended during its warm-up (20 iterations)"],
+    ),
+    "no device": ({"run": changed("energy"), "events": OF_DEVICES}, {"energy_J": None}, [f"energy: {NO_GPU}"]),
+    "torn event": ({"run": changed("energy"), "torn": NO_GPU}, {"energy_J": None}, [NO_ENERGY]),
+    "unreadable GPU": ({"run": changed("energy"), "not_measured": GAPS}, {"energy_J": None}, GAPS),
+}
 
 
-WITHOUT_ENERGY = {name: value for name, value in MEASURED.items() if "energy" not in name}
+@pytest.mark.parametrize(("parts", "values", "reasons"), INCOMPLETE.values(), ids=INCOMPLETE)
+def test_missing_values_have_a_reason(tmp_path, parts, values, reasons):
+    results = read_results(run_folder(tmp_path, **parts))
 
-
-def test_reason_of_a_missing_device_is_the_text_of_its_event(tmp_path):
-    texts = ["rank 0 joined from a", "rank 0: no device is sampled: there is no driver", "rank 1: no device is sampled"]
-    lines = [json.dumps({"kind": "agent", "text": text}) + "\n" for text in texts]
-    (tmp_path / "events.jsonl").write_text("".join(lines))
-
-    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY))
-
-    assert results.not_measured == ["energy: rank 0: no device is sampled: there is no driver"]
-
-
-def test_general_reason_is_given_if_the_event_is_torn(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"kind": "agent", "text": "rank 0: no device is sampled: there')
-
-    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY))
-
-    assert results.not_measured == ["energy: a part of the iterations has no measured energy"]
-
-
-def test_unreadable_gpu_is_listed_as_the_first_reason(tmp_path):
-    gaps = ["GPU: the driver is not loaded", "energy: no RAPL power sensor"]
-
-    results = read_results(run_folder(tmp_path, run=WITHOUT_ENERGY, not_measured=gaps))
-
-    assert results.not_measured == gaps
+    assert {name: results.values.get(name) for name in values} == values
+    assert results.not_measured == reasons
 
 
 def test_torn_last_line_is_skipped(tmp_path):

@@ -61,21 +61,15 @@ def test_window_of_averaged_power_is_found(average_s):
     assert found.average_response.ends_s == pytest.approx(0.0, abs=LAG_S)
 
 
-@cases("counts", [0.95, 1.08, 1.0][: repeats(1, 3)])
-def test_gain_of_the_counter_relative_to_power_is_found(counts):
-    found = profiled(SensedGpu(tick_s=0.1, counts=counts))
+@cases(("counts", "gain"), [(0.95, 1.0), (1.0, 1.05), (1.08, 1.0), (1.0, 1.0)][: repeats(2, 4)])
+def test_gain_of_the_counter_relative_to_power_is_found(counts, gain):
+    """An error that is common to both readings cannot be found."""
+    found = profiled(SensedGpu(tick_s=0.1, counts=counts, gain=gain))
 
     assert set(found.ratios) == {"idle", "loaded", "switched"}
     assert all(one.value == pytest.approx(counts, abs=RATIO) for one in found.ratios.values())
     assert found.sensor.gain_error == pytest.approx(max(0.05, abs(counts - 1)), abs=RATIO)
     assert len(found.warnings) == (abs(counts - 1) > 0.03)
-
-
-def test_gain_error_common_to_counter_and_power_is_not_found():
-    found = profiled(SensedGpu(tick_s=0.1, gain=1.05))
-
-    assert found.ratios["loaded"].value == pytest.approx(1.0, abs=RATIO)
-    assert found.sensor.gain_error == 0.05
 
 
 @pytest.mark.long
@@ -91,21 +85,21 @@ def test_lag_is_found_with_power_noise_and_tick_jitter(lag_s):
 
 
 @pytest.mark.long
-@cases("call_s", [0.012, 0.0024])
-def test_lag_is_found_with_a_slow_driver(call_s):
-    found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=0.04, call_s=call_s))
+@cases(
+    ("traits", "lag_s", "duty"),
+    [
+        ({"tick_s": 0.1, "duty_s": 0.025, "call_s": 0.012}, 0.0025, 0.25),  # a slow driver
+        ({"tick_s": 0.1, "duty_s": 0.025, "call_s": 0.0024}, 0.0025, 0.25),
+        ({"tick_s": 0.0, "power_mode": "exact"}, 0.04, 1.0),  # a continuous counter
+    ],
+)
+def test_lag_is_found_with_a_slow_driver_or_a_continuous_counter(traits, lag_s, duty):
+    found = profiled(SensedGpu(lag_s=0.04, **traits))
 
-    assert found.sensor.lag_s == pytest.approx(0.0025, abs=LAG_S)
-    assert found.sensor.duty == pytest.approx(0.25, abs=0.02)
-    assert found.sensor.call_s == pytest.approx(call_s)
-
-
-@pytest.mark.long
-def test_lag_of_a_continuous_counter_is_found():
-    found = profiled(SensedGpu(tick_s=0.0, lag_s=0.04, power_mode="exact"))
-
-    assert (found.sensor.tick_s, found.sensor.duty) == (0.0, 1.0)
-    assert found.sensor.lag_s == pytest.approx(0.04, abs=LAG_S)
+    assert found.sensor.lag_s == pytest.approx(lag_s, abs=LAG_S)
+    assert found.sensor.duty == pytest.approx(duty, abs=0.02)
+    assert found.sensor.call_s == pytest.approx(traits.get("call_s", found.sensor.call_s))
+    assert (found.sensor.tick_s == 0.0) is (traits["tick_s"] == 0.0)
 
 
 @cases(
@@ -137,6 +131,13 @@ def test_lag_is_unknown_if_readings_do_not_follow_the_load():
     assert "lag and window of the energy counter: this reading does not follow the load" in found.unmeasured
 
 
+class EndedLoad(SensedGpu):
+    """A GPU whose load ends at once."""
+
+    def take_edges(self):
+        raise LoadUnavailable("it has ended")
+
+
 def test_idle_values_are_measured_if_there_is_no_load():
     def unavailable():
         raise LoadUnavailable("torch is not installed")
@@ -148,24 +149,12 @@ def test_idle_values_are_measured_if_there_is_no_load():
     assert (found.measured_lag, found.sensor.source) == (False, "measured here")
 
 
-def test_failed_load_is_closed():
-    class Broken(SensedGpu):
-        def take_edges(self):
-            raise LoadUnavailable("it has ended")
+@cases(("kind", "has_ended"), [(EndedLoad, True), (SensedGpu, False)])
+def test_load_is_closed(kind, has_ended):
+    gpu = kind(tick_s=0.1)
+    found = profiled(gpu, seconds=12.0)
 
-    gpu = Broken(tick_s=0.1)
-
-    found = profiled(gpu)
-
-    assert found.unmeasured == ["lag, windows and the loaded GPU: it has ended"]
-    assert gpu.closed == 1
-
-
-def test_finished_load_is_closed():
-    gpu = SensedGpu(tick_s=0.1)
-
-    profiled(gpu, seconds=12.0)
-
+    assert ("lag, windows and the loaded GPU: it has ended" in found.unmeasured) is has_ended
     assert gpu.closed == 1
 
 
@@ -182,6 +171,13 @@ def test_gpu_without_a_counter_is_profiled_with_its_power(method, has):
     assert to_calibration(found).measured_lag
 
 
+def test_no_calibration_is_returned_for_a_gpu_without_readings():
+    found = profiled(SensedGpu(tick_s=0.1, has=()), seconds=12.0)
+
+    assert to_calibration(found) is None
+    assert found.counter is found.power is found.average is None
+
+
 def test_other_work_on_the_gpu_causes_a_warning():
     gpu = SensedGpu(tick_s=0.1)
     gpu.utilization = 0.3
@@ -189,13 +185,6 @@ def test_other_work_on_the_gpu_causes_a_warning():
     found = profiled(gpu, seconds=12.0)
 
     assert found.warnings[0].startswith("the GPU was 30 % busy before its load began")
-
-
-def test_no_calibration_is_returned_for_a_gpu_without_readings():
-    found = profiled(SensedGpu(tick_s=0.1, has=()), seconds=12.0)
-
-    assert to_calibration(found) is None
-    assert found.counter is found.power is found.average is None
 
 
 def test_report_contains_no_uuid_and_no_host_name():
@@ -249,21 +238,21 @@ def jumps(gpu):
 # --- by hand ---
 
 
-def test_load_of_a_window_is_the_share_of_time_with_load():
-    load = Load(
-        [LoadEdge(2 * NS, True), LoadEdge(3 * NS, False), LoadEdge(5 * NS, True), LoadEdge(6 * NS, False)], origin_ns=NS
-    )
+@cases(
+    ("edges", "ends_s", "window_s", "shares"),
+    [
+        ([2, 3, 5, 6], [0.0, 1.0, 1.25, 3.0, 9.0], 1.0, [0.0, 0.5, 0.75, 0.0, 0.0]),
+        ([2, 3, 5, 6], [3.0], 3.0, [1 / 3]),
+        ([2], [0.5, 1.0, 9.0], 1.0, [0.0, 0.5, 1.0]),  # the load was not switched off
+    ],
+)
+def test_load_of_a_window_is_the_share_of_time_with_load(edges, ends_s, window_s, shares):
+    """Edges are in seconds; from the origin, the first loads are from 1 to 2 and from 4 to 5."""
+    load = Load([LoadEdge(at_s * NS, number % 2 == 0) for number, at_s in enumerate(edges)], origin_ns=NS)
 
-    # In seconds from the origin, there is load from 1 to 2 and from 4 to 5.
-    assert load.share(np.array([0.0, 1.0, 1.25, 3.0, 9.0]), window_s=1.0) == pytest.approx([0.0, 0.5, 0.75, 0.0, 0.0])
-    assert load.share(np.array([3.0]), window_s=3.0) == pytest.approx([1 / 3])
-    assert load.longest(is_on=False) == (2.0, 4.0)
-
-
-def test_load_that_was_not_switched_off_stays_on():
-    load = Load([LoadEdge(2 * NS, True)], origin_ns=NS)
-
-    assert load.share(np.array([0.5, 1.0, 9.0]), window_s=1.0) == pytest.approx([0.0, 0.5, 1.0])
+    assert load.share(np.array(ends_s), window_s=window_s) == pytest.approx(shares)
+    if len(edges) == 4:
+        assert load.longest(is_on=False) == (2.0, 4.0)
 
 
 def test_ticks_without_a_change_are_counted():
