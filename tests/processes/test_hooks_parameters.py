@@ -48,12 +48,18 @@ def counted(model):
     return found.total, found.trainable
 
 
+def flops(model, length=None):
+    return flops_per_token(model, parameters_of(model), length)
+
+
 def test_tied_embeddings_are_counted_once():
     model = Tiny(tied=True)
+    assert flops(model)[0] == 6 * 72, "once, as the head"
     model.layers[0].requires_grad_(False)
 
     assert counted(Tiny()) == (40 + 32 + 40, 112)
     assert counted(model) == (40 + 32, 40 + 16)
+    assert ("layers.0.weight", 16, False) in list(each_parameter(model))
 
 
 def test_parameters_of_compiled_and_wrapped_models_are_found():
@@ -110,17 +116,12 @@ def test_token_flops_exclude_embeddings_and_frozen_gradients():
     """6 FLOPs for each of 32 + 40 weights (4 without a gradient); attention: 12 x 2 layers x width 4 x length 8."""
     model = Tiny()
     attention = 12 * 2 * 4 * 8
-    assert flops_per_token(model, parameters_of(model), 8) == (6 * 72 + attention, 2 * 72 + attention / 3)
-    assert flops_per_token(model, parameters_of(model), None) == (6 * 72, 2 * 72)
+    assert flops(model, 8) == (6 * 72 + attention, 2 * 72 + attention / 3)
+    assert flops(model) == (6 * 72, 2 * 72)
 
     model.layers.requires_grad_(False)
-    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * 40 + 4 * 32 + attention
-
-
-def test_tied_embeddings_are_counted_once_as_the_head():
-    model = Tiny(tied=True)
-
-    assert flops_per_token(model, parameters_of(model), None)[0] == 6 * 72
+    assert flops(model, 8)[0] == 6 * 40 + 4 * 32 + attention
+    assert flops(torch.nn.Linear(4, 4), 8) is None, "unknown without a config"
 
 
 class Gpt(torch.nn.Module):
@@ -140,7 +141,7 @@ class Gpt(torch.nn.Module):
 def test_flops_follow_from_usual_names_of_layers_and_width(config):
     model = Gpt(config)
 
-    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * (16 + 40) + 12 * 2 * 4 * 8
+    assert flops(model, 8)[0] == 6 * (16 + 40) + 12 * 2 * 4 * 8
     assert "12 x layers" in convention_of(model)
 
 
@@ -148,7 +149,7 @@ def test_flops_follow_from_usual_names_of_layers_and_width(config):
 def test_flops_of_a_language_model_without_a_config_are_those_of_its_weights(tied):
     model = Gpt(tied=tied)
 
-    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * (16 + 40)
+    assert flops(model, 8)[0] == 6 * (16 + 40)
     assert convention_of(model).endswith("left out, because the model has no config with layers and width")
 
 
@@ -168,12 +169,6 @@ def test_model_of_an_optimizer_is_the_innermost_module_with_its_parameters():
     assert model_of(list(model.layer.parameters())) is model.layer
     assert model_of([*model.parameters(), *teacher.parameters()]) is both
     assert model_of([torch.nn.Parameter(torch.ones(2))]) is None
-
-
-def test_flops_of_a_model_without_layer_config_are_unknown():
-    layer = torch.nn.Linear(4, 4)
-
-    assert flops_per_token(layer, parameters_of(layer), 8) is None
 
 
 SHARDED = """
@@ -240,8 +235,11 @@ def test_every_rank_counts_the_whole_model_with_fsdp(tmp_path):
         assert lines[2].startswith("2 90 57 6")
 
 
-def test_name_size_and_trainable_flag_of_parameters_are_listed():
-    assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))
+class Strange:
+    """A config that cannot be read."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
 
 
 @cases(
@@ -257,11 +255,4 @@ def test_name_size_and_trainable_flag_of_parameters_are_listed():
 def test_model_name_is_its_loaded_name_without_folders(loaded_from, name):
     assert model_name(Tiny(_name_or_path=loaded_from)) == name
     assert model_name(SimpleNamespace(module=Tiny(_name_or_path=loaded_from))) == name
-
-
-def test_model_whose_config_cannot_be_read_has_the_name_of_its_class():
-    class Strange:
-        def __getattr__(self, name):
-            raise KeyError(name)
-
     assert model_name(SimpleNamespace(config=Strange())) == "SimpleNamespace"

@@ -47,31 +47,27 @@ def counted(result, *args, **kwargs):
 PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
 
 
-def test_tokens_after_the_prompt_until_the_end_token_are_counted():
-    result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
-
-    assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 + 2 generated tokens, including the end token
-    assert counted(result, model(), PROMPT) == (6, 6, 2), "the prompt as a positional argument"
+ANSWER = [[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]]
 
 
-def test_only_the_shape_of_a_gpu_tensor_is_read():
-    result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]], "cuda")
+ANSWERS = {
+    "4 + 2 with the end token": (Tensor(ANSWER), [model()], {"input_ids": PROMPT}, (6, 6, 2)),
+    "positional prompt": (Tensor(ANSWER), [model(), PROMPT], {}, (6, 6, 2)),
+    "only the shape on a GPU": (Tensor(ANSWER, "cuda"), [model()], {"input_ids": PROMPT}, (8, 6, 2)),
+    "without the start": (Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), [model(True)], {"input_ids": PROMPT}, (5, 6, 2)),
+    "embeddings are no part of the result": (
+        Tensor([[9, 9, 2]]),
+        [model()],
+        {"inputs_embeds": SimpleNamespace(shape=(1, 7, 64))},
+        (3, 7, 1),
+    ),
+    "three answers": (Tensor([[1, 5, 9, 9]] * 3), [model()], {"input_ids": Tensor([[1, 5]])}, (6, 2, 1)),
+}
 
-    assert counted(result, model(), input_ids=PROMPT) == (8, 6, 2)
 
-
-def test_start_token_of_an_encoder_decoder_answer_is_not_counted():
-    assert counted(Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), model(True), input_ids=PROMPT) == (5, 6, 2)
-
-
-def test_no_prompt_tokens_are_subtracted_for_input_embeddings():
-    embeddings = SimpleNamespace(shape=(1, 7, 64))
-
-    assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
-
-
-def test_tokens_of_all_answers_to_a_prompt_are_counted_as_generated():
-    assert counted(Tensor([[1, 5, 9, 9]] * 3), model(), input_ids=Tensor([[1, 5]])) == (6, 2, 1)
+@pytest.mark.parametrize(("result", "arguments", "named", "expected"), ANSWERS.values(), ids=ANSWERS)
+def test_tokens_of_the_answer_of_the_prompt_and_samples_are_counted(result, arguments, named, expected):
+    assert counted(result, *arguments, **named) == expected
 
 
 @cases(
@@ -175,11 +171,8 @@ def test_request_before_the_start_of_metrics_is_reported_as_uncounted(tmp_path):
     done, (run_,) = run(tmp_path, "import effllm\nfor _ in range(3):\n    effllm.record_request(1, 10, 0.001)\n")
 
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 20)
-    assert any("the first request" in line for line in events(tmp_path)) or "the first request" in done.stderr
-
-
-def events(tmp_path):
-    return [line for path in tmp_path.glob("runs/*/events.jsonl") for line in path.read_text().splitlines()]
+    (events,) = tmp_path.glob("runs/*/events.jsonl")
+    assert "the first request" in events.read_text() + done.stderr
 
 
 def test_disabled_metrics_record_nothing(tmp_path):
@@ -192,6 +185,17 @@ def test_disabled_metrics_record_nothing(tmp_path):
     assert (done.stdout, done.stderr, runs) == ("", "", [])
 
 
+RAISES = """
+import effllm
+for bad in (True, False):
+    try:
+        with effllm.request() as r:
+            r.generated(5)
+            if bad:
+                raise ValueError
+    except ValueError:
+        pass
+"""
 ENGINE = """
 import sys, time, types
 from types import SimpleNamespace as N
@@ -208,26 +212,33 @@ class LLM:
 attach(N(LLM=LLM))
 llm = LLM()
 """
+LOOP = """
+with effllm.monitor(1000) as m:
+    for _ in range(4):
+        llm.chat(['a'])
+        m.iteration(tokens=100, samples=1)
+"""
+#: Scripts, iterations, generated tokens and tokens of prompts; each prompt has 3 tokens and 8 + 4 generated ones.
+REQUESTS = {
+    "calls of generate and chat": (ENGINE + "llm.generate(['a', 'b']); llm.chat(['c']); llm.chat(['d'])", 3, 48, 12),
+    "in a request": (ENGINE + "for _ in range(2):\n    with effllm.request(): llm.chat(['a', 'b'])", 2, 48, 12),
+    "in a manual loop": (ENGINE + LOOP, 4, 48, 12),
+    "a request that raises": (RAISES, 2, 10, 0),
+}
 
 
 @pytest.mark.system("vllm", how="stand-in")
-def test_each_generate_or_chat_call_of_vllm_is_one_request(tmp_path):
-    _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
+@pytest.mark.parametrize(("script", "iterations", "generated", "prompt"), REQUESTS.values(), ids=REQUESTS)
+def test_each_request_is_counted_once(tmp_path, script, iterations, generated, prompt):
+    _, (run_,) = run(tmp_path, script)
 
-    assert (run_.summary["iterations"], run_.summary["samples"]) == (3, 4)
-    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (
-        48,
-        12,
-    )  # 4 prompts: 3 tokens, 8 + 4 generated
-    assert run_.facts["framework"] == "vllm"
-
-
-def test_engine_call_inside_a_request_is_not_a_second_request(tmp_path):
-    _, (run_,) = run(
-        tmp_path, ENGINE + "for _ in range(2):\n    with effllm.request():\n        llm.chat(['a', 'b'])\n"
-    )
-
-    assert (run_.summary["iterations"], run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (2, 48, 12)
+    assert run_.summary["iterations"] == iterations
+    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (generated, prompt)
+    if script.endswith(LOOP):
+        assert run_.values["al_seconds"] >= 0.02, "generation is part of an iteration"
+        assert "generation" not in run_.summary["time_by_class"]
+    elif "chat(['c'])" in script:
+        assert (run_.facts["framework"], run_.summary["samples"]) == ("vllm", 4)
 
 
 @pytest.mark.alone
@@ -253,23 +264,6 @@ steps.finish()
     assert 0.08 <= run_.sum("generation_s") < 0.3
     assert 0.01 <= run_.values["al_seconds"] < 0.02, "a step must not include 0.02 s of generation"
     assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
-
-
-def test_iteration_time_includes_generation_in_a_manual_loop(tmp_path):
-    _, (run_,) = run(
-        tmp_path,
-        ENGINE
-        + """
-with effllm.monitor(1000) as m:
-    for _ in range(4):
-        llm.chat(['a'])
-        m.iteration(tokens=100, samples=1)
-""",
-    )
-
-    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (4, 48)
-    assert run_.values["al_seconds"] >= 0.02
-    assert "generation" not in run_.summary["time_by_class"]
 
 
 def test_training_after_a_trial_generation_is_a_separate_run(tmp_path):
@@ -321,22 +315,3 @@ print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
     assert done.stdout == "1 1\n"
     assert "vLLM is not measured any more, training goes on: AttributeError" in done.stderr
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (1, 0)
-
-
-def test_request_that_raises_an_exception_is_counted(tmp_path):
-    _, (run_,) = run(
-        tmp_path,
-        """
-import effllm
-for bad in (True, False):
-    try:
-        with effllm.request() as r:
-            r.generated(5)
-            if bad:
-                raise ValueError
-    except ValueError:
-        pass
-""",
-    )
-
-    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 10)

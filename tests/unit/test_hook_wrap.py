@@ -30,44 +30,29 @@ def module():
 def test_wrapped_function_keeps_its_arguments_and_result():
     framework, seen = module(), []
 
-    assert around(framework, "train_step", Guard("x"), after=lambda token, call, result: seen.append(result))
+    assert around(
+        framework, "train_step", Guard("x"), before=lambda call: 7, after=lambda *given: seen.append(given[::2])
+    )
 
     result = framework.train_step("f", "d", config="c")
     assert result == ["f", "d", "c"]
-    assert seen == [result] and seen[0] is result
-
-
-def test_wrapper_has_name_doc_and_signature_of_the_function():
-    framework = module()
-    around(framework, "train_step", Guard("x"))
-
+    assert seen == [(7, result)] and seen[0][1] is result
     assert framework.train_step.__doc__ == "Take a step."
     assert inspect.signature(framework.train_step) == inspect.signature(train_step)
 
 
 def test_arguments_are_found_by_name_in_any_position():
     framework, seen = module(), []
-    around(
-        framework,
-        "train_step",
-        Guard("x"),
-        before=lambda call: seen.append([call.get(n, "-") for n in ("data", "config", "other")]),
-    )
+
+    def look(call):
+        seen.append([call.get(name, "-") for name in ("data", "config", "other")])
+
+    around(framework, "train_step", Guard("x"), before=look)
 
     framework.train_step("f", "d")
     framework.train_step(data="d", forward="f", config="c")
 
     assert seen == [["d", None, "-"], ["d", "c", "-"]]
-
-
-def test_result_of_the_before_hook_is_passed_to_the_after_hook():
-    framework, seen = module(), []
-    around(
-        framework, "train_step", Guard("x"), before=lambda call: 7, after=lambda token, call, result: seen.append(token)
-    )
-    framework.train_step("f", "d")
-
-    assert seen == [7]
 
 
 def test_exception_of_the_framework_is_raised_after_the_failed_hook():
@@ -91,9 +76,8 @@ def test_failing_hook_warns_once_and_the_function_continues(place, capsys):
 
     assert [framework.train_step("f", n) for n in range(3)] == [["f", n, None] for n in range(3)]
     assert calls == [place]
-    said = capsys.readouterr().err
-    assert (
-        said == "[EfficientLLM] the framework is not measured any more, training goes on: RuntimeError: of the hook\n"
+    assert capsys.readouterr().err == (
+        "[EfficientLLM] the framework is not measured any more, training goes on: RuntimeError: of the hook\n"
     )
 
 
@@ -148,17 +132,15 @@ def test_wrapped_static_and_class_methods_keep_their_kind():
     assert seen == [1, 2, 2, 3]
 
 
-def test_child_class_that_calls_its_parent_is_counted_once():
+def test_child_class_that_calls_its_parent_is_counted_once(monkeypatch):
     class Child(Trainer):
         def step(self, data):
             return ("child", super().step(data))
 
     seen = []
-    original = Trainer.step
-    try:
-        around(Trainer, "step", Guard("x"), before=lambda call: seen.append(call.get("data")))
-        child = Child()
-        assert child.step(1) == ("child", (child, 1))
-    finally:
-        Trainer.step = original
+    monkeypatch.setattr(Trainer, "step", Trainer.step)  # restored after the test
+    around(Trainer, "step", Guard("x"), before=lambda call: seen.append(call.get("data")))
+    child = Child()
+
+    assert child.step(1) == ("child", (child, 1))
     assert seen == [1]

@@ -14,79 +14,56 @@ MASK = (IDS != 0).long()
 LABELS = torch.where(MASK == 1, IDS, -100)
 
 
-def held(inputs, **named):
-    batch = read_batch(inputs, **named)
-    return batch.tokens_processed, int(batch.samples), int(batch.tokens), int(batch.tokens_loss)
+#: On the diagonal, a mask of four dimensions is true except for padding; an additive mask has 0 in place of true.
+CAUSAL = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
+ADDED = torch.where(CAUSAL, 0.0, torch.finfo(torch.float32).min)
+FLAT, PLACES = torch.arange(8)[None], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+ANSWERS = torch.tensor([[3, 4, -100], [3, 4, 5]])
+DECODER = {"input_ids": IDS, "attention_mask": MASK, "labels": ANSWERS}
+UNKNOWN, PACKED = "all positions, because padding is unknown", "packed, without padding"
+
+PAIR = ("prompt", "chosen", "rejected")
 
 
-def test_masks_give_the_padding_and_labels_the_learned_tokens():
-    assert held({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}) == (10, 2, 8, 8)
+def columns(ids, *names):
+    return {f"{name}_{ids}": IDS if ids == "input_ids" else MASK for name in names}
 
 
-def test_missing_mask_gives_unknown_padding_and_a_warning():
-    batch = read_batch({"input_ids": IDS, "labels": LABELS})
-
-    assert int(batch.tokens) == 10
-    assert batch.source == "all positions, because padding is unknown"
-
-
-def test_mask_of_sequence_numbers_is_counted_not_summed():
-    assert held({"input_ids": IDS, "attention_mask": MASK * 3})[2] == 8
-
-
-def test_mask_of_four_dimensions_is_read_by_its_diagonal():
-    """On the diagonal, a mask is true except for padding; an additive mask has 0 in place of true."""
-    causal = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
-    added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
-
-    assert held({"input_ids": IDS, "attention_mask": causal[:, None]})[2] == 8
-    assert held({"input_ids": IDS, "attention_mask": added[:, None]})[2] == 8
-
-
-def test_each_packed_sequence_is_a_sample_without_padding():
-    flat = torch.arange(8)[None]
-    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-
-    assert held({"input_ids": flat, "position_ids": places, "labels": flat}) == (8, 2, 8, 8)
-    assert held({"input_ids": flat, "cu_seq_lens_q": torch.tensor([0, 3, 8])}) == (8, 2, 8, 0)
-    assert read_batch({"input_ids": flat, "position_ids": places}).source == "packed, without padding"
-
-
-def test_prompt_of_a_pair_is_counted_with_each_answer():
-    """TRL's DPO has these names up to version 0.24; prompts have 2 x 10 positions, and each kind of answer has 10."""
-    pair = {"prompt": IDS, "chosen": IDS, "rejected": IDS}
-    batch = {f"{name}_input_ids": ids for name, ids in pair.items()}
-    batch |= {f"{name}_attention_mask": MASK for name in pair}
-
-    assert held(batch) == (40, 4, 32, 16)
+#: Inputs, their counts (positions, samples, tokens, tokens with a label), and the source of the tokens.
+BATCHES = {
+    "masks and labels": ({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, (10, 2, 8, 8), "attention mask"),
+    "no mask": ({"input_ids": IDS, "labels": LABELS}, (10, 2, 10, 8), UNKNOWN),
+    "a mask of sequence numbers": ({"input_ids": IDS, "attention_mask": MASK * 3}, (10, 2, 8, 0), None),
+    "a causal mask": ({"input_ids": IDS, "attention_mask": CAUSAL[:, None]}, (10, 2, 8, 0), None),
+    "an additive mask": ({"input_ids": IDS, "attention_mask": ADDED[:, None]}, (10, 2, 8, 0), None),
+    "packed": ({"input_ids": FLAT, "position_ids": PLACES, "labels": FLAT}, (8, 2, 8, 8), PACKED),
+    "packed, by ends": ({"input_ids": FLAT, "cu_seq_lens_q": torch.tensor([0, 3, 8])}, (8, 2, 8, 0), PACKED),
+    # The names of TRL's DPO up to version 0.24: the prompt, of 2 x 10 positions, is read with each of two answers.
+    "a pair of answers": (
+        columns("input_ids", *PAIR) | columns("attention_mask", *PAIR),
+        (40, 4, 32, 16),
+        None,
+    ),
+    "a pair of sentences": (columns("input_ids", "sentence1", "sentence2"), (20, 2, 20, 0), None),
+    "three sentences": (columns("input_ids", "anchor", "positive", "negative"), (30, 2, 30, 0), None),
+    "pictures": (
+        {"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}, (0, 6, 0, 0), None
+    ),
+    "a label per row": (
+        {"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}, (10, 2, 8, 0), None
+    ),
+    "embeddings": ({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}, (10, 2, 8, 0), None),
+    "encoder and decoder": (DECODER, (16, 2, 13, 5), None),
+    "decoder with input": ({**DECODER, "decoder_input_ids": ANSWERS.clamp(min=0)}, (16, 2, 13, 5), None),
+}  # fmt: skip
 
 
-def test_a_pair_of_sentence_transformers_is_one_sample():
-    columns = {f"{name}_input_ids": IDS for name in ("sentence1", "sentence2")}
-    triplet = {f"{name}_input_ids": IDS for name in ("anchor", "positive", "negative")}
+@pytest.mark.parametrize(("inputs", "counts", "source"), BATCHES.values(), ids=BATCHES)
+def test_counts_of_a_batch(inputs, counts, source):
+    batch = read_batch(inputs, is_encoder_decoder=inputs.get("labels") is ANSWERS)
 
-    assert held(columns)[:2] == (20, 2)
-    assert held(triplet)[:2] == (30, 2)
-
-
-def test_labels_count_as_decoder_tokens_of_an_encoder_decoder():
-    labels = torch.tensor([[3, 4, -100], [3, 4, 5]])
-    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
-
-    assert held(batch, is_encoder_decoder=True) == (16, 2, 13, 5)
-    assert held({**batch, "decoder_input_ids": labels.clamp(min=0)}, is_encoder_decoder=True) == (16, 2, 13, 5)
-
-
-def test_labelled_pictures_are_counted_as_samples_without_tokens():
-    assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
-
-
-def test_one_label_per_row_gives_no_learned_tokens():
-    assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
-
-
-def test_positions_of_embeddings_are_counted_if_there_are_no_tokens():
-    assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
+    assert (batch.tokens_processed, int(batch.samples), int(batch.tokens), int(batch.tokens_loss)) == counts
+    assert source in (None, batch.source)
 
 
 @cases("inputs", [["a prompt"], {}, {"text": ["a"]}, None])

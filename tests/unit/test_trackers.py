@@ -60,40 +60,44 @@ def report(session, number, **values):
 
 def test_each_report_joins_one_call(session):
     job, run = session
+    data = {"loss": 3.0, "efficientllm/al_seconds": "mine"}  # keys of the training win
     report(job, 1)
-    run.log({"loss": 3.0}, step=7)
+    assert run.log(data, step=7) == "answer"
     run.log({"loss": 2.0})
     report(job, 2)
     run.log(data={"loss": 1.0}, commit=False)
+    trackers.end(job)
+    report(job, 3)
+    run.log({"loss": 0.5})
 
-    first, second, third = run.calls
+    first, second, third, last = run.calls
     assert first == (
-        {
-            "loss": 3.0,
-            "efficientllm/iteration": 10,
-            "EffLLM/mfu": 0.4,
-            "EffLLM/energy_kwh": pytest.approx(2.0),
-            "efficientllm/al_seconds": 0.5,
-        },
-        7,
-        None,
-    )
-    assert second == ({"loss": 2.0}, None, None)
-    assert third[0]["efficientllm/iteration"] == 20
+        {**data, "efficientllm/iteration": 10, "EffLLM/mfu": 0.4, "EffLLM/energy_kwh": pytest.approx(2.0)}, 7, None
+    )  # fmt: skip
+    assert data == {"loss": 3.0, "efficientllm/al_seconds": "mine"}
+    assert (second, last) == (({"loss": 2.0}, None, None), ({"loss": 0.5}, None, None))
+    assert (third[0]["efficientllm/iteration"], third[0]["efficientllm/al_seconds"]) == (20, 0.5)
     assert third[1:] == (None, False)
+    assert job.lines == []
+    with pytest.raises(TypeError):
+        run.log()  # an error of the tracker reaches the training
 
 
-def test_data_of_the_training_is_not_changed_and_its_keys_win(session):
+@pytest.mark.parametrize("has_report", [True, False])
+def test_end_without_a_call_after_a_report_gives_one_line(session, has_report):
     job, run = session
-    report(job, 1)
-    data = {"efficientllm/al_seconds": "mine", "image": object()}
-    kept = dict(data)
+    run.log({"loss": 3.0})
+    if has_report:
+        report(job, 1)
+    for _ in range(2):
+        trackers.end(job)
 
-    assert run.log(data) == "answer"
-
-    assert data == kept
-    assert run.calls[0][0]["efficientllm/al_seconds"] == "mine"
-    assert run.calls[0][0]["image"] is data["image"]
+    assert run.calls == [({"loss": 3.0}, None, None)]
+    assert (
+        job.lines
+        == ["sink wandb: no call of wandb.log on this rank after the first report, so no value joined a run here"]
+        * has_report
+    )
 
 
 @pytest.mark.parametrize("data", [None, "text", [1], 3.0])
@@ -117,55 +121,21 @@ def test_failure_of_effllm_does_not_reach_the_call(session):
     assert run.calls == [({"loss": 3.0}, None, None)]
 
 
-def test_failure_of_the_tracker_reaches_the_training(session):
-    _, run = session
-
-    with pytest.raises(TypeError):
-        run.log()
-
-
-def test_no_report_means_no_key_and_no_line(session):
-    job, run = session
-    run.log({"loss": 3.0})
-    trackers.end(job)
-
-    assert run.calls == [({"loss": 3.0}, None, None)]
-    assert job.lines == []
-
-
-def test_loop_without_calls_gets_one_line(session):
-    job, _ = session
-    report(job, 1)
-    trackers.end(job)
-    trackers.end(job)
-
-    assert job.lines == [
-        "sink wandb: no call of wandb.log on this rank after the first report, so no value joined a run here"
-    ]
-
-
-def test_after_the_end_nothing_is_added(session):
-    job, run = session
-    report(job, 1)
-    trackers.end(job)
-    run.log({"loss": 3.0})
-
-    assert run.calls == [({"loss": 3.0}, None, None)]
-
-
-def test_open_run_of_a_module_function_is_hooked(monkeypatch):
+@pytest.mark.parametrize("sinks", [["wandb"], ["console"]])
+def test_open_run_of_a_module_function_is_hooked_only_for_its_sink(monkeypatch, sinks):
     class Run:
         def log(self, data):
             return data
 
     package, module, run, job = ModuleType("wandb"), ModuleType("wandb.sdk.wandb_run"), Run(), SessionStandIn()
-    package.run, package.log, module.Run = run, run.log, Run
+    package.run, package.log, module.Run, original = run, run.log, Run, Run.log
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setitem(sys.modules, "wandb.sdk.wandb_run", module)
-    trackers.begin(job, ["wandb"], 0)
+    trackers.begin(job, sinks, 0)
     report(job, 1)
 
-    assert "efficientllm/al_seconds" in package.log({"loss": 3.0})
+    assert ("efficientllm/al_seconds" in package.log({"loss": 3.0})) is (sinks == ["wandb"])
+    assert (Run.log is original) is (sinks == ["console"])
     trackers.end(job)
 
 
@@ -182,20 +152,6 @@ def test_run_that_cannot_be_wrapped_does_not_stop_the_training(monkeypatch):
     trackers.end(job)
 
     assert len(job.lines) == 1
-
-
-def test_tracker_without_its_sink_is_not_changed(monkeypatch):
-    class Run:
-        def log(self, data):
-            return data
-
-    module, original = ModuleType("wandb.sdk.wandb_run"), Run.log
-    module.Run = Run
-    monkeypatch.setitem(sys.modules, "wandb.sdk.wandb_run", module)
-    trackers.begin(job := SessionStandIn(), ["console"], 0)
-    trackers.end(job)
-
-    assert Run.log is original
 
 
 @pytest.mark.parametrize("version", ["no run", "open run", "another version"])
