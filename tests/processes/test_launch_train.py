@@ -2,12 +2,13 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from jobs import unused_port
 
 from effllm.config.switches import PREFIX
 
@@ -55,18 +56,25 @@ def called_with(done):
     return done.stdout.split("efficientllm_runs\n")[1].splitlines()
 
 
-def test_torchrun_starts_a_python_script_with_a_process_per_gpu(commands, tmp_path):
+@pytest.fixture
+def train(commands, tmp_path):
+    """Return a function that runs the launch script in a folder with a training script."""
+    (tmp_path / "train.py").touch()
+    return partial(start, TRAIN, commands=commands, cwd=tmp_path)
+
+
+def test_torchrun_starts_a_python_script_with_a_process_per_gpu(train, tmp_path):
     (tmp_path / "my training.py").touch()
 
-    done = start(TRAIN, "my training.py", "8", "--lr", "3e-4", commands=commands, cwd=tmp_path)
+    done = train("my training.py", "8", "--lr", "3e-4")
 
     assert called_with(done) == [*TORCHRUN_HERE, "8", "my training.py", "--lr", "3e-4"]
 
 
-def test_run_configuration_starts_its_training_system(commands, tmp_path):
+def test_run_configuration_starts_its_training_system(train):
     demo = str(REPOSITORY / "configs" / "demo.yaml")
 
-    done = start(TRAIN, demo, "2", "--tp", "2", commands=commands, cwd=tmp_path)
+    done = train(demo, "2", "--tp", "2")
 
     script = str(REPOSITORY / "integration" / "megatron_core" / "train.py")
     assert called_with(done) == [*TORCHRUN_HERE, "2", script, "--config", demo, "--tp", "2"]
@@ -74,61 +82,50 @@ def test_run_configuration_starts_its_training_system(commands, tmp_path):
 
 
 @pytest.mark.parametrize(("num_gpus", "forced"), [(1, ""), (4, "1")])
-def test_llama_factory_configuration_starts_llama_factory(commands, tmp_path, num_gpus, forced):
-    add_command(
-        commands,
-        "llamafactory-cli",
-        'printf "%s\n" "$@" "$NPROC_PER_NODE" "${FORCE_TORCHRUN:-}" "$EFFICIENTLLM_ATTACH"',
-    )
+def test_llama_factory_configuration_starts_llama_factory(train, commands, tmp_path, num_gpus, forced):
+    printed = '"$@" "$NPROC_PER_NODE" "${FORCE_TORCHRUN:-}" "$EFFICIENTLLM_ATTACH"'
+    add_command(commands, "llamafactory-cli", f'printf "%s\n" {printed}')
     (tmp_path / "lora sft.yaml").write_text("model_name_or_path: tiny\nstage: sft\n")
 
-    done = start(TRAIN, tmp_path / "lora sft.yaml", str(num_gpus), "max_steps=3", commands=commands)
+    done = train(tmp_path / "lora sft.yaml", str(num_gpus), "max_steps=3")
 
     assert called_with(done) == ["train", str(tmp_path / "lora sft.yaml"), "max_steps=3", str(num_gpus), forced, "1"]
 
 
-def test_missing_llama_factory_is_reported(commands, tmp_path):
-    (tmp_path / "sft.yaml").write_text("stage: sft\n")
-
-    done = start(TRAIN, tmp_path / "sft.yaml", "1", commands=commands)
-
-    assert done.returncode == 2
-    assert "llamafactory-cli is not on PATH" in done.stderr
-
-
-def test_number_of_gpus_is_given_to_a_shell_script(commands, tmp_path):
+def test_number_of_gpus_is_given_to_a_shell_script(train, tmp_path):
     script = tmp_path / "pretrain.sh"
     script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
 
-    done = start(TRAIN, str(script), "4", "7B", "bf16", commands=commands)
-
-    assert called_with(done) == ["4 4 true 7B bf16"]
+    assert called_with(train(str(script), "4", "7B", "bf16")) == ["4 4 true 7B bf16"]
 
 
-def test_interpreter_in_the_variable_python_is_used(commands, tmp_path):
+def test_interpreter_in_the_variable_python_is_used(train, commands):
     add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
     add_command(commands, "torchrun", "echo the wrong one")
-    (tmp_path / "train.py").touch()
 
-    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path, PYTHON=str(commands / "chosen"))
+    done = train("train.py", "1", PYTHON=str(commands / "chosen"))
 
     assert called_with(done)[-7:] == ["torch.distributed.run", *TORCHRUN_HERE, "1", "train.py"]
 
 
-def test_launch_script_returns_the_exit_status_of_the_training(commands, tmp_path):
-    add_command(commands, "torchrun", "exit 7")
-    (tmp_path / "train.py").touch()
+@pytest.mark.parametrize(
+    ("name", "program", "code", "message"),
+    [
+        ("torchrun", "exit 7", 7, ""),
+        ("torchrun", None, 2, "torchrun is not on PATH"),
+        ("python3", 'test "$1" = -c', 1, ""),  # effllm can be imported, but it rejects the variables
+    ],
+)
+def test_exit_status_of_a_training_that_fails_or_does_not_start(train, commands, name, program, code, message):
+    if program is None:
+        (commands / name).unlink()
+    else:
+        add_command(commands, name, program)
 
-    assert start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path).returncode == 7
+    done = train("train.py", "1")
 
-
-def test_invalid_settings_start_no_training(commands, tmp_path):
-    add_command(commands, "python3", 'test "$1" = -c')  # effllm can be imported, but it rejects the variables
-    (tmp_path / "train.py").touch()
-
-    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
-
-    assert done.returncode == 1
+    assert done.returncode == code
+    assert message in done.stderr
     assert "--standalone" not in done.stdout
 
 
@@ -143,45 +140,27 @@ def test_invalid_settings_start_no_training(commands, tmp_path):
         (["train.txt", "2"], "neither a .py, a .yaml nor a .sh file"),
         (["unknown.yaml", "2"], "there is no integration/unheard_of/train.py"),
         (["outside.yaml", "2"], "has no 'system:' key"),
+        (["sft.yaml", "1"], "llamafactory-cli is not on PATH"),
     ],
 )
-def test_wrong_arguments_print_the_reason_and_the_usage(commands, tmp_path, arguments, message):
-    for name, text in {
-        "train.py": "",
-        "train.txt": "",
-        "unknown.yaml": "system: unheard_of\n",
-        "outside.yaml": "system: ../../elsewhere\n",
-    }.items():
-        (tmp_path / name).write_text(text)
+def test_wrong_arguments_print_the_reason_and_the_usage(train, tmp_path, arguments, message):
+    (tmp_path / "train.txt").touch()
+    (tmp_path / "sft.yaml").write_text("stage: sft\n")
+    (tmp_path / "unknown.yaml").write_text("system: unheard_of\n")
+    (tmp_path / "outside.yaml").write_text("system: ../../elsewhere\n")
 
-    done = start(TRAIN, *arguments, commands=commands, cwd=tmp_path)
+    done = train(*arguments)
 
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2
     assert message in done.stderr
-    assert "usage: train_with_efficientllm.sh" in done.stderr
+    assert "sft.yaml" in arguments or (done.stdout == "" and "usage: train_with_efficientllm.sh" in done.stderr)
 
 
-def test_help_of_the_launch_script_shows_examples_and_exits_with_0(commands):
-    done = start(TRAIN, "-h", commands=commands)
+def test_help_of_the_launch_script_shows_examples_and_exits_with_0(train):
+    done = train("-h")
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "launch/train_with_efficientllm.sh configs/demo.yaml 2" in done.stdout
-
-
-def test_missing_torchrun_is_reported(commands, tmp_path):
-    (commands / "torchrun").unlink()
-    (tmp_path / "train.py").touch()
-
-    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
-
-    assert done.returncode == 2
-    assert "torchrun is not on PATH" in done.stderr
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.torch
@@ -191,7 +170,7 @@ def test_two_torchruns_on_one_machine_run_one_job_of_two_nodes(commands, tmp_pat
     script = tmp_path / "say.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
     add_command(commands, "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"')
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "NPROC_PER_NODE": "1"}
 
     nodes = [
         subprocess.Popen(

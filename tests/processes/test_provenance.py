@@ -13,12 +13,11 @@ from effllm.records.orders import Orders
 from effllm.server.run_facts import RunFacts
 from effllm.store.provenance import Git, gather
 
-
-def git_facts(folder):
-    return Git(folder).facts()
-
-
 QUIET = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+
+
+def git(folder, *arguments):
+    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -26,27 +25,28 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     (tmp_path / "train.py").write_text("1\n")
     for command in (["init", "-q"], ["add", "."], [*QUIET, "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+        git(tmp_path, *command)
     return tmp_path
 
 
-def copy_of_loop(folder):
-    return shutil.copy(SCRIPTS / "loop.py", folder / "loop.py")
+def dirty(folder):
+    return Git(folder).facts()["git_dirty"]
 
 
-def git(folder, *arguments):
-    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
-
-
-def test_commit_and_dirty_state_of_the_code_are_recorded(repository):
-    clean = git_facts(repository)
-    (repository / "notes.txt").write_text("not part of it")
-    untracked = git_facts(repository)
+def test_commit_and_dirty_state_of_the_code_are_recorded(repository, monkeypatch):
+    assert len(Git(repository).facts()["git_commit"]) == 40
+    os.utime(repository / "train.py", (1, 1))  # if git used locks, it would write this time to its index
+    (repository / "notes.txt").write_text("untracked")
+    before = (repository / ".git" / "index").read_bytes()
+    assert dirty(repository) is False
+    assert (repository / ".git" / "index").read_bytes() == before
     (repository / "train.py").write_text("2\n")
-    dirty = git_facts(repository)
+    assert dirty(repository) is True
+    git(repository, "add", "train.py")
+    assert dirty(repository) is True
 
-    assert len(clean["git_commit"]) == 40
-    assert [facts["git_dirty"] for facts in (clean, untracked, dirty)] == [False, False, True]
+    monkeypatch.setenv("PATH", "")
+    assert Git(repository).facts() == {}
 
 
 def test_commit_is_of_the_script_and_not_of_the_current_folder(repository, tmp_path_factory):
@@ -70,29 +70,7 @@ def test_script_outside_a_repository_has_no_commit_in_a_repository(repository, t
     script.touch()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(script.parent.parent))
 
-    assert Git(repository, str(script)).facts() == {}
-
-
-def test_repository_with_a_staged_change_is_recorded_as_dirty(repository):
-    (repository / "train.py").write_text("2\n")
-    git(repository, "add", ".")
-
-    assert git_facts(repository)["git_dirty"] is True
-
-
-def test_repository_is_clean_if_only_file_times_have_changed(repository):
-    os.utime(repository / "train.py", (1, 1))
-
-    assert git_facts(repository)["git_dirty"] is False
-
-
-def test_git_index_is_not_rewritten(repository):
-    os.utime(repository / "train.py", (1, 1))  # if git used locks, it would write this time to its index
-    before = (repository / ".git" / "index").read_bytes()
-
-    git_facts(repository)
-
-    assert (repository / ".git" / "index").read_bytes() == before
+    assert Git(repository, str(script)).facts() == Git(script.parent).facts() == {}
 
 
 @pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.slow.clean", "filter.slow.process"])
@@ -101,7 +79,7 @@ def test_programs_that_the_repository_configures_are_not_run(repository, tmp_pat
     (repository / ".git" / "info" / "attributes").write_text("* filter=slow\n")
     os.utime(repository / "train.py", (1, 1))
 
-    git_facts(repository)
+    dirty(repository)
 
     assert not (tmp_path / "ran").exists()
 
@@ -113,13 +91,12 @@ def test_dirty_state_is_unknown_for_a_changed_file_with_a_filter(repository):
     (repository / "model.bin").write_text("a\n")
     git(repository, "add", ".")
     git(repository, *QUIET, "commit", "-qm", "second")
-    clean = git_facts(repository)
+    states = [dirty(repository)]
     (repository / "model.bin").write_text("b\n")
-    unknown = git_facts(repository)
+    states.append(dirty(repository))
     (repository / "train.py").write_text("2\n")
-    dirty = git_facts(repository)
 
-    assert [facts["git_dirty"] for facts in (clean, unknown, dirty)] == [False, "unknown", True]
+    assert [*states, dirty(repository)] == [False, "unknown", True]
 
 
 def test_submodules_are_ignored(repository, tmp_path_factory):
@@ -131,7 +108,7 @@ def test_submodules_are_ignored(repository, tmp_path_factory):
     git(repository / "sub", "config", "core.fsmonitor", f"touch {sub}/ran; false")
     (repository / "sub" / "new.py").write_text("x")
 
-    assert git_facts(repository)["git_dirty"] is False
+    assert dirty(repository) is False
     assert not (sub / "ran").exists()
 
 
@@ -153,7 +130,7 @@ while true; do sleep 0.1; done
 
 
 def test_slow_git_is_terminated_and_the_dirty_state_is_unknown(repository, slow_git):
-    facts = git_facts(repository)
+    facts = Git(repository).facts()
 
     assert len(facts["git_commit"]) == 40
     assert facts["git_dirty"] == "unknown"
@@ -162,7 +139,7 @@ def test_slow_git_is_terminated_and_the_dirty_state_is_unknown(repository, slow_
 
 @pytest.mark.alone
 def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path):
-    job = launch.python(copy_of_loop(repository), "--until", tmp_path / "enough")
+    job = launch.python(shutil.copy(SCRIPTS / "loop.py", repository / "loop.py"), "--until", tmp_path / "enough")
     until(lambda: (slow_git / "started").exists())
     until(lambda: job.blocks)
     has_ended = (slow_git / "ended").exists()
@@ -173,7 +150,7 @@ def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path
 
 
 def test_result_of_git_is_written_to_run_json(repository, launch, tmp_path):
-    job = launch.python(copy_of_loop(repository), "--until", tmp_path / "enough")
+    job = launch.python(shutil.copy(SCRIPTS / "loop.py", repository / "loop.py"), "--until", tmp_path / "enough")
     until(lambda: job.num_windows and job.ledger.facts.get("git_dirty") is False)
     (tmp_path / "enough").touch()
 
@@ -186,18 +163,6 @@ def test_folder_of_a_served_aggregator_is_not_that_of_the_training(repository, m
     facts = RunFacts(Orders(Config(), "0123", "tcp://127.0.0.1:1", "", facts={"command": ["x"]}, by_agent=by_agent))
 
     assert ("git_commit" in facts.ask_git().facts) is by_agent
-
-
-def test_commit_is_missing_outside_a_repository(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-
-    assert git_facts(tmp_path) == {}
-
-
-def test_commit_is_missing_without_git(repository, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-
-    assert git_facts(repository) == {}
 
 
 def test_versions_of_packages_are_recorded():

@@ -3,7 +3,6 @@
 These tests start almost no processes; end-to-end tests cover the calls in a job.
 """
 
-import contextlib
 import inspect
 import json
 import math
@@ -70,12 +69,6 @@ METHODS = {
     "get_all_metrics": {},
     "reset": {},
 }
-FUNCTIONS = {
-    "get_metrics_collector": {},
-    "get_efficientllm_collector": {},
-    "should_log_metrics": {"iteration": None, "step": None},
-    "finalize_efficientllm_metrics": {},
-}
 
 
 @cases(("name", "expected"), METHODS.items())
@@ -88,23 +81,21 @@ def test_methods_of_the_original_collector_are_unchanged(name, expected):
     )
 
 
-@cases(("name", "expected"), FUNCTIONS.items())
-def test_functions_of_the_original_module_are_unchanged(name, expected):
-    assert parameters(getattr(original, name)) == expected
-
-
 def test_arguments_of_the_original_collector_are_unchanged():
     assert list(parameters(MetricsCollector)) == ["collection_interval", "history_size"]
+    assert list(parameters(MetricsCollector.log_metrics))[:3] == ["iteration", "loss", "writer"]
     MetricsCollector(1.0, 1000)
     MetricsCollector(collection_interval=0.5, history_size=100)
 
 
-def test_log_metrics_accepts_a_writer_in_both_original_positions():
-    assert list(parameters(MetricsCollector.log_metrics))[:3] == ["iteration", "loss", "writer"]
-    collector = MetricsCollector()
-
-    assert set(collector.log_metrics(10, 3.25, None)) == TAGS
-    assert set(collector.log_metrics(10, 3.25)) == TAGS
+def test_functions_and_names_of_the_original_module_are_unchanged():
+    for name in ("get_metrics_collector", "get_efficientllm_collector", "finalize_efficientllm_metrics"):
+        assert parameters(getattr(original, name)) == {}
+    assert parameters(original.should_log_metrics) == {"iteration": None, "step": None}
+    assert original.EfficientLLMCollector is original.MetricsCollector
+    collector = original.get_metrics_collector()
+    assert collector is effllm.get_metrics_collector() is original.get_efficientllm_collector()
+    assert list(vars(effllm.EfficientLLMMetrics())) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
 
 
 def test_keywords_of_llama_factory_are_accepted(launch):
@@ -130,26 +121,15 @@ def test_keywords_of_llama_factory_are_accepted(launch):
     assert job.ledger.summary.parameters == 2000
 
 
-def test_names_that_llama_factory_imports_are_aliases():
-    assert original.EfficientLLMCollector is original.MetricsCollector
-    assert original.get_efficientllm_collector() is original.get_metrics_collector()
-
-
-def test_fields_of_the_original_metrics_are_unchanged():
-    values = effllm.EfficientLLMMetrics()
-
-    assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
-    assert all(math.isnan(value) for value in vars(values).values())
-
-
 def test_calls_before_initialize_do_nothing(capfd, tmp_path):
     threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     collector = effllm.get_metrics_collector()
-    for _ in range(100):
+    for number in range(100):
         collector.record_iteration_start()
         collector.record_iteration_end(512, 4)
         collector.record_step_start()
         collector.record_step_end()
+        assert not effllm.should_log_metrics(number)
     with collector.phase("evaluation"), effllm.phase("checkpoint"):
         collector.reset()
     collector.log_metrics(10, 3.25)
@@ -159,7 +139,12 @@ def test_calls_before_initialize_do_nothing(capfd, tmp_path):
     assert not collector.is_collecting
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
-    assert list(tmp_path.iterdir()) == []
+    assert_silent(capfd, tmp_path)
+
+
+def assert_silent(capfd, folder):
+    """Check that nothing was printed and no file was written."""
+    assert list(folder.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
@@ -168,21 +153,10 @@ def test_every_value_is_nan_before_initialize():
 
     assert all(math.isnan(getattr(collector, f"calculate_{name}")()) for name in CALCULATED)
     assert all(math.isnan(value) for value in vars(collector.get_all_metrics()).values())
-    logged = collector.log_metrics(10, 3.25)
-    assert set(logged) == TAGS
-    assert all(math.isnan(value) for value in logged.values())
-    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format the values in their loops"
-
-
-def test_every_call_in_a_process_returns_one_collector():
-    assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
-
-
-def test_function_calculate_it_depends_only_on_its_arguments():
-    collector = effllm.get_metrics_collector()
-
-    assert collector.calculate_it(900, 30.0) == 30.0
-    assert math.isnan(collector.calculate_it(900, 0.0))
+    for logged in (collector.log_metrics(10, 3.25), collector.log_metrics(10, 3.25, None)):
+        assert set(logged) == TAGS
+        assert all(math.isnan(value) for value in logged.values())
+        assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format the values in their loops"
 
 
 @pytest.mark.parametrize("word", ["false", "0", "off"])
@@ -197,35 +171,29 @@ def test_disabled_metrics_do_nothing(monkeypatch, capfd, tmp_path, word):
     with effllm.monitor(parameters=5) as m:
         assert set(m.iteration(tokens=1)) == TAGS
     effllm.finalize_efficientllm_metrics()
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
+    assert_silent(capfd, tmp_path)
 
 
-def test_wrong_setting_disables_metrics_and_prints_one_line(monkeypatch, capfd, tmp_path):
-    monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "0")
-    collector = effllm.initialize_efficientllm_metrics(1000)
+@pytest.mark.parametrize(
+    ("interval", "arguments", "line"),
+    [
+        ("0", (), "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto"),
+        ("10", (0.001, None), "collection_interval"),
+        ("10", (None, 15), "history_size"),
+    ],
+)
+def test_wrong_setting_disables_metrics_and_prints_one_line(monkeypatch, capfd, tmp_path, interval, arguments, line):
+    monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", interval)
+    collector = MetricsCollector(*arguments)
+    collector.start_collection()
     collector.record_iteration_start()
     collector.record_iteration_end(1, 1)
 
     assert not collector.is_collecting
-    assert not effllm.should_log_metrics(10)
     assert list(tmp_path.iterdir()) == []
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto" in err
-
-
-@pytest.mark.parametrize(("arguments", "named"), [((0.001, None), "collection_interval"), ((None, 15), "history_size")])
-def test_wrong_argument_of_a_collector_is_reported_with_its_name(capfd, arguments, named):
-    collector = MetricsCollector(*arguments)
-    collector.start_collection()
-
-    assert not collector.is_collecting
-    assert named in capfd.readouterr().err
-
-
-def test_should_log_metrics_returns_false_without_a_run():
-    assert not any(effllm.should_log_metrics(iteration) for iteration in range(100))
+    assert line in err
 
 
 @pytest.fixture
@@ -247,11 +215,8 @@ def test_initialize_accepts_arguments_in_both_original_orders(off):
     effllm.initialize_efficientllm_metrics(model_parameters=1, sequence_length=2, batch_size=3, collection_interval=4.0)
     assert (llama_factory._batch, llama_factory.lifecycle.overrides["collection_interval_s"]) == ((6, 3), 4.0)
 
-
-def test_parameter_share_of_a_rank_is_marked_as_a_share(off):
-    collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
-
-    assert collector.declared.facts.parameters == DeclaredParameters(total=5, trainable=0, is_share=True)
+    effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
+    assert megatron.declared.facts.parameters == DeclaredParameters(total=5, trainable=0, is_share=True)
 
 
 class Hostile:
@@ -337,19 +302,11 @@ def test_invalid_parameter_count_is_unknown(off, given, total):
     assert carried(collector.declared.facts).parameters.total == total
 
 
-def test_monitor_does_not_suppress_exceptions_of_the_loop(off):
-    with pytest.raises(ZeroDivisionError), effllm.monitor(parameters=5) as m:
-        m.iteration(tokens=1)
-        raise ZeroDivisionError
-    with pytest.raises(KeyboardInterrupt), effllm.monitor(parameters=5):
-        raise KeyboardInterrupt
-
-
-def test_phase_does_not_suppress_exceptions_of_the_loop(off):
-    with contextlib.suppress(KeyError), effllm.phase("evaluation"):
-        raise KeyError
-    with pytest.raises(KeyError), effllm.get_metrics_collector().phase("evaluation"):
-        raise KeyError
+def test_exceptions_of_the_loop_are_not_suppressed(off):
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        for block in (effllm.monitor(5), effllm.phase("evaluation"), effllm.get_metrics_collector().phase("other")):
+            with pytest.raises(error), block:
+                raise error
 
 
 @cases("name", [name for name in effllm.__all__ if name != "__version__"])
