@@ -25,18 +25,6 @@ def stderr_of(cli, code, **variables):
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("EFFICIENTLLM_METRICS_ENABLED", "flase"), ("EFFICIENTLLM_LOG_INTERVAL", "0"), ("WORLD_SIZE", "many")],
-)
-def test_wrong_setting_is_reported_again_at_the_end(cli, name, value):
-    first, trained, last = stderr_of(cli, LOOP, RANK="0", **{"WORLD_SIZE": "1", name: value})
-
-    assert trained == "trained"
-    assert first.startswith(f"[EfficientLLM] no metrics, training goes on: {name}='{value}' is not usable: must be")
-    assert last.startswith(f"[EfficientLLM] this job ran without metrics: {name}='{value}' is not usable: must be")
-
-
 @pytest.mark.parametrize("name", ["METRICS_ENABLED", "ATTACH"])
 def test_invalid_value_of_a_switch_variable_is_reported_at_the_end(cli, name):
     [last] = stderr_of(cli, ATTACHED, **{f"EFFICIENTLLM_{name}": "perhaps"})
