@@ -1,33 +1,20 @@
 """Megatron 0.14 and 0.15: train_step has an argument with the schedule function."""
 
+import stand_in
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator
-from stand_in import (
-    build_model,
-    checkpoint,
-    count_batch,
-    data,
-    evaluation,
-    get_args,
-    initialize,
-    is_due,
-    leave_if_asked,
-    log,
-    operations,
-    set_batch,
-    step,
-)
+from stand_in import get_args
 
 
 def num_floating_point_operations(args, batch_size):
-    return operations(args, batch_size)
+    return stand_in.operations(args, batch_size)
 
 
 def pretrain(dataset_provider, model_provider, model_type, forward_step_func, *_, **__):
-    initialize()
+    stand_in.initialize()
     model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type, checkpointing_context={})
     iteration, _ = train(
-        forward_step_func, model, optimizer, scheduler, RerunDataIterator(data()), None, None, None, {}, None
+        forward_step_func, model, optimizer, scheduler, RerunDataIterator(stand_in.data()), None, None, None, {}, None
     )
     save_checkpoint(iteration, model, optimizer, scheduler, 0)
     evaluate_and_print_results("at the end", forward_step_func, None, model, iteration, None, None)
@@ -36,11 +23,11 @@ def pretrain(dataset_provider, model_provider, model_type, forward_step_func, *_
 def setup_model_and_optimizer(
     model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, checkpointing_context=None
 ):
-    return build_model()
+    return stand_in.build_model()
 
 
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func):
-    losses, skipped = step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
+    losses, skipped = stand_in.step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
     return losses, skipped, False, False, 0, 1.0, None
 
 
@@ -57,12 +44,12 @@ def training_log(
     params_norm,
     num_zeros_in_grad,
 ):
-    log(loss_dict, iteration)
+    stand_in.log(loss_dict, iteration)
     return report_memory_flag
 
 
 def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, *_, **__):
-    checkpoint()
+    stand_in.checkpoint()
 
 
 def save_checkpoint_and_time(
@@ -85,26 +72,26 @@ def train(
 ):
     args, iteration, flops = get_args(), get_args().iteration, 0
     while iteration < args.train_iters:
-        set_batch()
+        stand_in.set_batch()
         args.curr_iteration = iteration
         losses, skipped, _, _, _, grad_norm, num_zeros = train_step(
             forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config, None
         )
         iteration += 1
-        flops += num_floating_point_operations(args, count_batch())
+        flops += num_floating_point_operations(args, stand_in.count_batch())
         training_log(losses, {}, 0.1, None, iteration, 1.0, True, skipped, grad_norm, None, num_zeros)
-        if is_due(args.eval_interval, iteration):
+        if stand_in.is_due(args.eval_interval, iteration):
             evaluate_and_print_results(
                 f"iteration {iteration}", forward_step_func, None, model, iteration, None, config
             )
-        if is_due(args.save_interval, iteration):
+        if stand_in.is_due(args.save_interval, iteration):
             save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, flops, checkpointing_context)
-        leave_if_asked(iteration)
+        stand_in.leave_if_asked(iteration)
     return iteration, flops
 
 
 def evaluate(forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, *_, **__):
-    evaluation()
+    stand_in.evaluation()
     return {}, None, False
 
 

@@ -3,23 +3,10 @@
 The FLOPs of a step are computed from the number of its real tokens, which are the tokens without padding.
 """
 
+import stand_in
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
 from megatron.core.rerun_state_machine import RerunDataIterator
-from stand_in import (
-    build_model,
-    checkpoint,
-    count_batch,
-    data,
-    evaluation,
-    get_args,
-    initialize,
-    is_due,
-    leave_if_asked,
-    log,
-    operations,
-    set_batch,
-    step,
-)
+from stand_in import get_args
 
 
 def consume_seqlen_stats_in_iteration():
@@ -28,16 +15,16 @@ def consume_seqlen_stats_in_iteration():
 
 
 def num_floating_point_operations(args, batch_size, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None):
-    return operations(args, batch_size)
+    return stand_in.operations(args, batch_size)
 
 
 def pretrain(cfg_container, dataset_provider, model_type, forward_step_func, model_provider=None, *_, **__):
-    initialize()
+    stand_in.initialize()
     model, optimizer, scheduler = setup_model_and_optimizer(
         model_type, model_provider, checkpointing_context={}, cfg_container=cfg_container
     )
     iteration, _ = train(
-        forward_step_func, model, optimizer, scheduler, RerunDataIterator(data()), None, None, None, {}, None
+        forward_step_func, model, optimizer, scheduler, RerunDataIterator(stand_in.data()), None, None, None, {}, None
     )
     save_checkpoint(iteration, model, optimizer, scheduler, 0)
     evaluate_and_print_results("at the end", forward_step_func, None, model, iteration, None, None)
@@ -46,7 +33,7 @@ def pretrain(cfg_container, dataset_provider, model_type, forward_step_func, mod
 def setup_model_and_optimizer(
     model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None
 ):
-    return build_model()
+    return stand_in.build_model()
 
 
 def train_step(
@@ -61,7 +48,7 @@ def train_step(
     pg_collection=None,
     p2p_communicator=None,
 ):
-    losses, skipped = step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
+    losses, skipped = stand_in.step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
     return losses, skipped, False, False, 0, 1.0, None, 0
 
 
@@ -82,12 +69,12 @@ def training_log(
     seqlen_squared_sum_in_batch=None,
     total_real_tokens_in_batch=None,
 ):
-    log(loss_dict, iteration)
+    stand_in.log(loss_dict, iteration)
     return report_memory_flag
 
 
 def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, *_, **__):
-    checkpoint()
+    stand_in.checkpoint()
 
 
 def save_checkpoint_and_time(
@@ -113,7 +100,7 @@ def train(
 ):
     args, iteration, flops = get_args(), get_args().iteration, 0
     while iteration < args.train_iters:
-        set_batch()
+        stand_in.set_batch()
         args.curr_iteration = iteration
         losses, skipped, _, _, _, grad_norm, num_zeros, logit = train_step(
             forward_step_func,
@@ -127,7 +114,7 @@ def train(
             pg_collection=None,
         )
         iteration += 1
-        flops += num_floating_point_operations(args, count_batch())
+        flops += num_floating_point_operations(args, stand_in.count_batch())
         real_tokens, squares = consume_seqlen_stats_in_iteration()
         training_log(
             losses,
@@ -145,18 +132,18 @@ def train(
             seqlen_squared_sum_in_batch=squares,
             total_real_tokens_in_batch=real_tokens,
         )
-        if is_due(args.eval_interval, iteration):
+        if stand_in.is_due(args.eval_interval, iteration):
             evaluate_and_print_results(
                 f"iteration {iteration}", forward_step_func, None, model, iteration, None, config
             )
-        if is_due(args.save_interval, iteration):
+        if stand_in.is_due(args.save_interval, iteration):
             save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, flops, checkpointing_context)
-        leave_if_asked(iteration)
+        stand_in.leave_if_asked(iteration)
     return iteration, flops
 
 
 def evaluate(forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, *_, **__):
-    evaluation()
+    stand_in.evaluation()
     return {}, None, False
 
 
