@@ -7,7 +7,7 @@ from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap,
 
 from effllm.devices import DeviceUnavailable
 from effllm.devices.node import CPU_INTERVAL_S
-from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader, powercap_zones
+from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import Sample
 
@@ -49,24 +49,16 @@ def rapl(powercap, clock):
 # --- powercap ---
 
 
-def test_packages_and_dram_are_counted_and_psys_and_cores_are_not(powercap):
-    names = ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
-    zones = powercap_zones(powercap.root)
-
-    assert [zone.is_package for zone in zones] == [True, False, True, False]
-    assert [zone.microjoules() for zone in zones] == [
-        int((powercap.root / name / "energy_uj").read_text()) for name in names
-    ]
-
-
 def test_energy_is_the_sum_of_both_packages_and_their_dram(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 1200)
+    powercap.set_j("intel-rapl:0:1", 1030)
     powercap.set_j("intel-rapl:1", 1100)
     powercap.set_j("intel-rapl:1:0", 1020)
-    powercap.set_j("intel-rapl:2", 2000)  # psys
+    powercap.set_j("intel-rapl:0:0", 1150)  # cores: a part of the package
+    powercap.set_j("intel-rapl:2", 2000)  # psys: the whole machine
 
-    assert flowed_j(rapl) == 200 + 100 + 20
+    assert flowed_j(rapl) == 200 + 30 + 100 + 20
     assert rapl.note == "RAPL through powercap: 2 CPU packages with DRAM"
 
 
@@ -192,28 +184,19 @@ class Dies:
 DIES = (("intel-rapl:0", "intel-rapl:1"), ("intel-rapl:2", "intel-rapl:3"))
 
 
-def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock):
-    powercap = Powercap(tmp_path / "dies", AMD_DIES)
-    draw = Dies(powercap, DIES)
-    rapl = opened(powercap, clock, draw)
-    clock.now_s += 1.0
-    draw(1.0)
-
-    assert flowed_j(rapl) == 100 + 130
-    assert rapl.note.startswith("RAPL through powercap: 2 CPU packages without DRAM")
-    assert rapl.note.endswith("; 2 more packages repeat these counters and are not counted again")
-
-
-def test_mirrored_dies_are_found_across_a_wrap_around(tmp_path, clock):
+@pytest.mark.parametrize("start_j", [1000.0, AMD_RANGE_UJ / 1e6 - 2.5])  # 1 J per pause: the second wraps in the third
+def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock, start_j):
     powercap = Powercap(tmp_path / "dies", AMD_DIES)
     for zone in DIES[0]:
-        powercap.set_j(zone, AMD_RANGE_UJ / 1e6 - 2.5)  # 1 J per pause: the counter wraps in the third pause
+        powercap.set_j(zone, start_j)
     draw = Dies(powercap, DIES)
     rapl = opened(powercap, clock, draw)
     clock.now_s += 1.0
     draw(1.0)
 
     assert flowed_j(rapl) == pytest.approx(100 + 130)
+    assert rapl.note.startswith("RAPL through powercap: 2 CPU packages without DRAM")
+    assert rapl.note.endswith("; 2 more packages repeat these counters and are not counted again")
 
 
 def test_two_sockets_are_distinguished_after_one_pause(powercap, clock):

@@ -79,12 +79,15 @@ def watts(reader):
 
 def test_power_is_the_sum_of_the_inputs_of_all_supplies(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
+    device, sensor = reader.device, reader.device.sensor
 
     assert watts(reader) == pytest.approx(937.4 + 1021.1)
-    assert reader.device.energy_note == "sum of the inputs of 2 power supplies; power is integrated"
-    assert (reader.device.energy_method, reader.device.sensor.tick_s) == ("instant power", 5.0)
-    assert reader.device.sensor.gain_error == 0.05
-    assert reader.device.sensor.source.endswith("(Intel E72797-009, table 17); a period of 5 s is assumed")
+    assert (device.key, device.kind, device.name) == ("psu:node1.example", "redfish", "Contoso 3500")
+    assert (device.energy_method, device.power_scope) == ("instant power", "node-psu")
+    assert (device.only_power, device.is_gpu, reader.interval_s) == (True, False, 10.0)
+    assert device.energy_note == "sum of the inputs of 2 power supplies; power is integrated"
+    assert (sensor.tick_s, sensor.gain_error, 0 < sensor.call_s < 5) == (5.0, 0.05, True)
+    assert sensor.source.endswith("(Intel E72797-009, table 17); a period of 5 s is assumed")
 
 
 def rack_mounted():
@@ -263,21 +266,6 @@ def test_supply_added_later_is_counted(serve, opened):
 
 
 # --- the device and its node ---
-
-
-def test_device_measures_the_power_of_the_node_by_its_supplies(serve, opened):
-    reader = opened(serve(TWO_SUPPLIES))
-    device = reader.device
-
-    assert (device.key, device.kind, device.name) == ("psu:node1.example", "redfish", "Contoso 3500")
-    assert (device.energy_method, device.power_scope, device.only_power, device.is_gpu) == (
-        "instant power",
-        "node-psu",
-        True,
-        False,
-    )
-    assert reader.interval_s == 10.0
-    assert 0 < device.sensor.call_s < 5
 
 
 def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
