@@ -11,17 +11,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-
-from nvml_library import Curve
+from typing import TYPE_CHECKING, TypeAlias
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import COUNTER, Device, Sample, Sensor
 
+if TYPE_CHECKING:
+    from nvml_library import Curve
+
 NS = 1_000_000_000
 BEGIN_S = 1000.0
 EDGE_WAIT_S = 1.0  # as in effllm/agent/track.py
 HORIZON_S = 5000.0  # length of a telegraph signal
+
+Power: TypeAlias = "Curve | Telegraph"
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,6 @@ class Telegraph:
         switches, high_s = _switches(self.mean_s, self.seed)
         index = bisect.bisect_right(switches, t)
         return high_s[index] + ((t - switches[index - 1]) if index % 2 else 0.0)
-
-
-Power = Curve | Telegraph
 
 
 @functools.lru_cache
