@@ -46,17 +46,6 @@ def test_node_power_is_used_if_power_supplies_are_readable(launch, trace):
     assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
 
 
-def test_configured_power_scope_is_used_and_not_the_widest_scope(launch, trace):
-    with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
-        ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
-
-    power = ledger.summary.metrics["aec_watts"]
-    assert ledger.summary.energy.scope == "gpu"
-    assert power.value == pytest.approx(
-        300.0, rel=0.01, abs=2 * power.error
-    )  # a loop of one second is too short to find the counter's tick
-
-
 @pytest.mark.alone
 def test_baseline_power_does_not_change_the_total_energy(launch, trace):
     ledger = train(launch, trace, "--iterations", 100, node_power="none", baseline_seconds=1.0)
