@@ -103,20 +103,20 @@ def superchip(**changes) -> list[Gpu]:
 @pytest.mark.parametrize(
     ("counted", "wanted", "scope", "method", "key"),
     [
-        ("module", "", "module", "counter", "module:S1"),
+        ("module", "auto", "module", "counter", "module:S1"),
         ("module", "gpu", "gpu", "instant power", ""),
-        ("gpu", "", "gpu", "counter", ""),
+        ("gpu", "auto", "gpu", "counter", ""),
         ("gpu", "module", "module", "instant power", "module:S1"),
     ],
 )
 def test_counter_is_used_only_for_the_scope_that_it_measures(trace, counted, wanted, scope, method, key):
     one, _ = trace.write(*superchip(energy_scope=counted))
 
-    device, sample, failures = read_at(trace, Site(cuda_uuid=A, **({"power_scope": wanted} if wanted else {})))
+    device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
 
-    note = "" if method == "counter" else f"power is integrated, because the energy counter measures the {counted}"
     assert (device.power_scope, device.energy_method, device.energy_key) == (scope, method, key)
-    assert device.energy_note == (note if counted == "module" else device.energy_note)
+    reason = f"power is integrated, because the energy counter measures the {counted}"
+    assert device.energy_note == ("" if method == "counter" else reason)
     assert sample.energy_j == (milli(one.counter_j(MOMENT_S)) if method == "counter" else None)
     assert sample.power_w == milli(one.power_w(MOMENT_S, "instant", scope))
     assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", scope))
