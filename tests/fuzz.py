@@ -185,7 +185,8 @@ FILES = ("run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "
 
 def runfolder(data: bytes) -> None:
     """Read and continue a run folder; one of its files contains these bytes."""
-    with tempfile.TemporaryDirectory(dir=_in_memory()) as name:
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as name:
         folder = Path(name)
         for file in [FILES[data[0] % len(FILES)]] if data else []:
             (folder / file).write_bytes(data[1:])
@@ -197,21 +198,12 @@ def runfolder(data: bytes) -> None:
         assert isinstance(status_of(folder), str)
         read_own(folder / FILES[data[0] % len(FILES)] if data else folder, Holder)
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            _go_on(restore((folder / "state.json").read_bytes()))
+            aggregator = Aggregator(Config(), "job", 1, 1000.0, restore((folder / "state.json").read_bytes()))
+            aggregator.hello(hello(0, world_size=2), Now(0.0, 1000.0))
+            assert math.isfinite(aggregator.ledger.attempt)
         sink = RunFolder(folder, {"job": "job"})
         sink.close()
         assert msgspec.json.decode((folder / "run.json").read_bytes())["job"] == "job"
-
-
-def _go_on(ledger: object) -> None:
-    """Start an aggregator from a restored state."""
-    aggregator = Aggregator(Config(), "job", 1, 1000.0, ledger)  # type: ignore[arg-type]
-    aggregator.hello(hello(0, world_size=2), Now(0.0, 1000.0))
-    assert math.isfinite(aggregator.ledger.attempt)
-
-
-def _in_memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 TARGETS = {"frames": frames, "ring": ring_, "runfolder": runfolder}

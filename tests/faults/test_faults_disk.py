@@ -218,4 +218,3 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.measured_tokens / 1000
     assert any("died before it wrote them" in text for text in ledger.event_texts("reports_lost"))
-    print(f"{lost} windows of {count} iterations were lost, and are counted")

@@ -114,7 +114,6 @@ def test_files_are_up_to_date_at_a_sigkill_after_a_sigterm(launch):
     kill(job)
 
     assert_readable(ledger.folder, unfinished=True)
-    print(f"{progress(job)} iterations, {written(ledger)} are written, {summarized(ledger)} are in the summary")
     assert ledger.ranks[-1].iteration_last >= last
     assert ledger.summary.status == "killed"
     assert ledger.summary.iterations >= summed
@@ -142,7 +141,6 @@ def test_files_are_complete_after_all_processes_are_killed(launch):
     kill(job)
     rows, windows = first.ranks, first.windows
     assert_readable(first.folder, unfinished=True)
-    print(f"iteration {progress(job)} was reached, {rows[-1].iteration_last} is written")
     assert rows[-1].iteration_last >= last
     # A window's line is written before the lines of its ranks.
     assert [report.iteration_last for report in windows][: len(rows)] == [row.iteration_last for row in rows]

@@ -57,9 +57,6 @@ def test_reports_arrive_after_a_cut_link_is_restored(job, seconds):
     jobs.until(lambda: len(reporting(started[0])) == 3)
 
     summary = assert_whole(started[0].ledger, finish(started), local_ranks=ALONE)
-    print(
-        {kind: summary.events[kind] for kind in sorted(summary.events)}, f"the aggregator grew by {grown / 1e6:.1f} MB"
-    )
     assert summary.coverage.reports_lost == 0
     assert summary.coverage.reports_late > 0
     assert summary.events["missing"] > 0

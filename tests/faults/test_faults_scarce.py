@@ -181,7 +181,6 @@ def test_agents_use_the_core_of_their_trainer_at_low_priority(launch):
     trainer = job.process.pid
     masks = {os.sched_getaffinity(pid).__repr__() for pid in (trainer, agent, server)}
     niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) for name, pid in (("trainer", trainer), ("agent", agent))}
-    threads = len(psutil.Process(agent).threads())
     before = {pid: cpu_s(pid) for pid in (trainer, agent, server)}
     jobs.until(lambda: cpu_s(trainer) > before[trainer] + 3.0)
     used_s = {pid: cpu_s(pid) - before[pid] for pid in before}
@@ -193,6 +192,4 @@ def test_agents_use_the_core_of_their_trainer_at_low_priority(launch):
     summary = assert_whole(job.ledger, {0: job.ledger.summary.iterations})
     assert summary.energy.total_joules is not None
     assert statistics.median(row.coverage for row in job.ledger.ranks if not row.final) > 0.5
-    share = (used_s[agent] + used_s[server]) / used_s[trainer]
-    print(f"CPU time of agent and aggregator over the trainer's: {share:.3f}; {threads} threads of the agent")
-    assert share < 1.0
+    assert (used_s[agent] + used_s[server]) / used_s[trainer] < 1.0
