@@ -41,23 +41,25 @@ def run(program, environ=None, *options, cwd=None):
 ON = {"EFFICIENTLLM_ATTACH": "1"}
 
 
+LONG = {"marks": pytest.mark.long}
+WITHOUT = (
+    "import sys\nfor name in ('msgspec', 'zmq', 'psutil', 'tensorboard', 'rich', 'typer'): sys.modules[name] = None\n"
+)
+
+
 @pytest.mark.parametrize(
-    "environ",
+    ("program", "environ", "printed"),
     [
-        {},
-        pytest.param({"EFFICIENTLLM_ATTACH": "0"}, marks=pytest.mark.long),
-        pytest.param(ON | {"EFFICIENTLLM_METRICS_ENABLED": "false"}, marks=pytest.mark.long),
-        pytest.param(ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, marks=pytest.mark.long),
+        (PRINT_HOOKS, {}, "no hooks torch"),
+        pytest.param(PRINT_HOOKS, {"EFFICIENTLLM_ATTACH": "0"}, "no hooks torch", **LONG),
+        pytest.param(PRINT_HOOKS, ON | {"EFFICIENTLLM_METRICS_ENABLED": "false"}, "no hooks torch", **LONG),
+        pytest.param(PRINT_HOOKS, ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks torch", **LONG),
+        ("import sys; print([name for name in sys.modules if name.split('.')[0] == 'effllm'])", ON, "[]"),
+        (WITHOUT + "import torch; print('imported')", ON, "imported"),  # the dependencies of effllm are missing
     ],
 )
-def test_import_of_torch_installs_no_hooks_without_the_variables(environ):
-    assert run(PRINT_HOOKS, environ) == ("no hooks torch\n", "")
-
-
-def test_process_without_torch_does_not_import_effllm():
-    program = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'effllm'])"
-
-    assert run(program, ON) == ("[]\n", "")
+def test_import_is_possible_and_installs_no_hooks_without_the_variables(program, environ, printed):
+    assert run(program, environ) == (f"{printed}\n", "")
 
 
 def test_import_of_torch_installs_hooks_starts_no_process_and_writes_no_file(tmp_path):
@@ -83,11 +85,14 @@ BROKEN = {
 }
 
 
-SHORT = ("hooks that raise", "a configuration that is gone")
-
-
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=() if what in SHORT else pytest.mark.long) for what in BROKEN]
+    "what",
+    [
+        pytest.param(
+            what, marks=() if what in ("hooks that raise", "a configuration that is gone") else pytest.mark.long
+        )
+        for what in BROKEN
+    ],
 )
 def test_training_with_torch_works_if_effllm_is_broken(what, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
@@ -113,18 +118,6 @@ def test_training_with_torch_works_if_effllm_is_broken(what, tmp_path):
     lines = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
     assert 1 <= len(lines) <= 4, errors  # one line for each module that cannot be hooked, and one line at the end
     assert "Traceback" not in errors
-
-
-def test_torch_can_be_imported_without_dependencies_of_effllm(tmp_path):
-    program = """
-        import sys
-        for name in ("msgspec", "zmq", "psutil", "tensorboard", "rich", "typer"):
-            sys.modules[name] = None
-        import torch
-        print("imported")
-    """
-
-    assert run(program, ON) == ("imported\n", "")
 
 
 def test_effllm_run_attaches_without_the_entry_point(tmp_path):
