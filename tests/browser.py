@@ -58,9 +58,8 @@ class Browser:
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, scripts: bool = True) -> None:
         """Open a file, and wait until it is loaded."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.problems, self.requests, self._loaded = [], [], False
         self.call("Page.navigate", url=path.resolve().as_uri())
@@ -70,21 +69,14 @@ class Browser:
 
     def media(self, *, scheme: str = "light", kind: str = "screen") -> None:
         """Set the colour scheme and the medium."""
-        self.call(
-            "Emulation.setEmulatedMedia", media=kind, features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", media=kind, features=features)
 
     def value(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write a picture of the visible part, or of the whole page."""
-        clip = {"clip": self._page()} if whole else {}
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole, **clip)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def pdf(self) -> bytes:
         """Return the printed page."""
@@ -97,10 +89,6 @@ class Browser:
         os.close(self._to)
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)
-
-    def _page(self) -> dict[str, float]:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
 
     def _call(self, method: str, arguments: dict[str, Any], session: str) -> Any:
         self._number += 1

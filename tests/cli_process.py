@@ -12,6 +12,16 @@ import pytest
 
 from effllm import cli
 
+QUIET = {"EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_DEVICE": "simulated", "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1"}
+LOOP = """
+import os, sys, time
+import effllm
+collector = effllm.initialize_efficientllm_metrics(1000)
+for _ in range(10):
+    collector.record_iteration_start()
+    collector.record_iteration_end(100, 1)
+"""
+
 
 class CommandLine:
     """Starts ``python -m effllm`` in one folder, with a terminal width of 80 columns."""
@@ -24,15 +34,9 @@ class CommandLine:
         return {**os.environ, "COLUMNS": "80", **variables}
 
     def run(self, *arguments, **variables):
-        return subprocess.run(
-            [sys.executable, "-m", "effllm", *arguments],
-            env=self.environ(**variables),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        command = [sys.executable, "-m", "effllm", *arguments]
+        options = {"env": self.environ(**variables), "cwd": self.folder, "timeout": 100}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
     def call(self, *arguments, **variables):
         """Return the same as `run`, in a tenth of the time: for commands that only read and print."""
@@ -50,14 +54,9 @@ class CommandLine:
         return subprocess.CompletedProcess(arguments, code or 0, out.getvalue(), errors.getvalue())
 
     def start(self, *arguments, **variables):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "effllm", *arguments],
-            env=self.environ(**variables),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [sys.executable, "-m", "effllm", *arguments]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=self.environ(**variables), cwd=self.folder, **streams)
         self._started.append(process)
         return process
 

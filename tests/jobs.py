@@ -170,7 +170,6 @@ class Ledger:
 
     @property
     def summary(self) -> Summary:
-        """summary.json."""
         return msgspec.json.decode((self.folder / "summary.json").read_bytes(), type=Summary)
 
     @property
@@ -195,12 +194,10 @@ class Ledger:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def event_texts(self, kind: str) -> list[str]:
-        """Return the texts of the events of a kind."""
         return [event.text for event in self.events if event.kind == kind]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """run.json."""
         return msgspec.json.decode((self.folder / "run.json").read_bytes(), type=dict[str, Any])
 
 
@@ -239,7 +236,6 @@ class Job:
         return self
 
     def wait(self, within_s: float = 200.0) -> Job:
-        """Wait for the first process."""
         assert self.process
         self.process.wait(within_s)
         return self
@@ -261,7 +257,6 @@ class Job:
 
     @property
     def code(self) -> int | None:
-        """Exit status of the first process."""
         assert self.process
         return self.process.returncode
 
@@ -271,12 +266,10 @@ class Job:
 
     @property
     def stdout(self) -> str:
-        """The text printed to stdout so far."""
         return (self.folder / "stdout.txt").read_text()
 
     @property
     def stderr(self) -> str:
-        """The text printed to stderr so far."""
         return (self.folder / "stderr.txt").read_text()
 
     @property
@@ -304,7 +297,6 @@ class Job:
         return max(end - start + logging - (after - before) for (start, end), logging, (before, after) in parts)
 
     def runs(self) -> list[Path]:
-        """Return the run folders."""
         return sorted(path for path in self._runs.iterdir() if path.is_dir()) if self._runs.is_dir() else []
 
     @property
@@ -314,7 +306,6 @@ class Job:
 
     @property
     def ledger(self) -> Ledger:
-        """Return the reader of the only run folder."""
         (folder,) = self.runs()
         return Ledger(folder)
 
@@ -380,23 +371,17 @@ class Launcher:
         environ: dict[str, str] | None = None,
         **settings: Any,
     ) -> Job:
-        """Start a script under torchrun."""
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPTS / script)]
         return self._job().start([*command, *map(str, arguments)], self.environ(settings, **(environ or {})))
 
     def aggregator(self, **settings: Any) -> Aggregator:
         """Start a separate aggregator; ranks need its endpoint."""
-        job = self._job()
-        chosen = self.environ(settings)
-        return Aggregator(job, self._folder / "runs" / "served", chosen)
+        return Aggregator(self._job(), self._folder / "runs" / "served", self.environ(settings))
 
     def ranks(self, aggregator: Aggregator, world_size: int, *arguments: Any, **settings: Any) -> list[Job]:
         """Start all ranks of a job with the same script and arguments; they connect to this aggregator."""
-        endpoint = {"endpoint": aggregator.endpoint}
-        return [
-            self.python(*arguments, environ=rank_environ(rank, world_size), **{**settings, **endpoint})
-            for rank in range(world_size)
-        ]
+        settings["endpoint"] = aggregator.endpoint
+        return [self.python(*arguments, environ=rank_environ(at, world_size), **settings) for at in range(world_size)]
 
     def close(self) -> None:
         for job in self._jobs:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +82,50 @@ class PrometheusServer:
         return {one["labels"]["instance"]: one["health"] for one in active if one["scrapePool"] == "efficientllm"}
 
 
+class PageServer:
+    """A server that sends a list of pages, one per request, and repeats the last page; a number is a status code."""
+
+    def __init__(self, *answers: str | int) -> None:
+        left = list(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer = left.pop(0) if len(left) > 1 else left[0]
+                self.send_response(answer if isinstance(answer, int) else 200)
+                if answer == 302:
+                    self.send_header("Location", "http://elsewhere/")
+                self.end_headers()
+                if isinstance(answer, str):
+                    self.wfile.write(answer.encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 @contextmanager
 def pages(folder: Path) -> Iterator[Callable[..., Any]]:
     """Yield a function that opens the sink prometheus with options, writes a report, and returns the sink."""
-    opened = []
+    with ExitStack() as opened:
 
-    def serve(report: Any = None, *, identity: Identity = MINE, log: Any = lambda _: None, **options: Any) -> Any:
-        text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
-        run = make_run(folder, config=Config(sinks=(text,)), identity=lambda: identity, log=log)
-        opened.append(open_sink("prometheus", run))
-        if report is not None:
-            opened[-1].write(report)
-        return opened[-1]
+        def serve(report: Any = None, *, identity: Identity = MINE, log: Any = lambda _: None, **options: Any) -> Any:
+            text = ":".join(["prometheus", *(f"{name}={value}" for name, value in {"port": 0, **options}.items())])
+            run = make_run(folder, config=Config(sinks=(text,)), identity=lambda: identity, log=log)
+            sink = opened.enter_context(closing(open_sink("prometheus", run)))
+            if report is not None:
+                sink.write(report)
+            return sink
 
-    try:
         yield serve
-    finally:
-        for sink in opened:
-            sink.close()
 
 
 def private_file(path: Path, text: str, mode: int = 0o600) -> Path:

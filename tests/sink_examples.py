@@ -33,14 +33,8 @@ GIB = 2**30
 
 def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> RunInfo:
     """Return a run whose files are in ``folder``."""
-    run = RunInfo(
-        config=Config(),
-        attempt=1,
-        folder=folder,
-        tensorboard_dir=folder,
-        stdout=stdout if stdout is not None else io.StringIO(),
-    )
-    return RunInfo(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})
+    known: dict[str, Any] = {"config": Config(), "attempt": 1, "folder": folder, "tensorboard_dir": folder}
+    return RunInfo(**{**known, "stdout": io.StringIO() if stdout is None else stdout, **changes})
 
 
 def make_totals(**keys: Any) -> ClusterTotals:
@@ -192,13 +186,9 @@ def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
 
 def values_of(report: ClusterReport) -> dict[str, Value]:
     """Return the values of a run, with their units and errors, in the form of a summary."""
-    values = metrics.evaluate_run(report.run, report.job)
-    errors = metrics.errors(report.run, report.job)
+    values, errors = metrics.evaluate_run(report.run, report.job), metrics.errors(report.run, report.job)
     units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}
-    return {
-        tag: Value(value, units[tag], errors.get(tag, (None,))[0], errors.get(tag, (None, None))[1])
-        for tag, value in values.items()
-    }
+    return {tag: Value(value, units[tag], *errors.get(tag, (None, None))) for tag, value in values.items()}
 
 
 def make_summary(status: str = "completed", **changes: Any) -> Summary:

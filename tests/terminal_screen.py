@@ -30,15 +30,7 @@ KEYS = {
 
 
 class TerminalScreen:
-    """``effllm`` with arguments on a terminal.
-
-    Args:
-        arguments: of the command line.
-        size: columns and lines.
-        term: type of the terminal; pyte understands ``linux``.
-        variables: of the environment.
-        command: the program.
-    """
+    """A command with arguments on a terminal of ``size`` (columns, lines); pyte understands the type ``linux``."""
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from cases import cases
 from nvml_library import Curve, Gpu
 from redfish_service import Service, chassis, supply, tree
 
-from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import NEEDS, needs_of
 
@@ -261,13 +260,6 @@ def test_table_of_check_ends_with_the_list_of_broken_parts(cli):
     assert done.returncode == 1
     assert "settings: EFFICIENTLLM_LOG_INTERVAL='0' is not usable" in end
     assert "run folders: /dev/null/runs cannot be written" in end
-
-
-def test_unknown_device_exits_with_a_usage_error(cli):
-    done = cli.call("check", "--device", "tpu")
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f"there is no such device; available devices: auto, {', '.join(device_names())}\n")
 
 
 def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):

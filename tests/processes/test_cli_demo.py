@@ -97,24 +97,6 @@ def test_signal_before_the_first_iteration_ends_the_demo(cli):
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize(
-    ("wrong", "variables", "error"),
-    [
-        (["--ranks", "0"], {}, "--ranks"),
-        (["--iterations", "none"], {}, "--iterations"),
-        (["--step-seconds", "-1"], {}, "--step-seconds"),
-        (["--rank", "2"], {}, "--rank"),
-        (["--keep-alive", "soon"], {}, "effllm demo: --keep-alive soon: expected "),
-        ([], {"EFFICIENTLLM_LOG_INTERVAL": "0"}, "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be"),
-    ],
-)
-def test_usage_error_starts_no_job(cli, wrong, variables, error):
-    done = cli.call("demo", *wrong, **variables)
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert error in done.stderr
-
-
 def test_demo_runs_for_a_given_time(cli):
     assert cli.run("demo", "--ranks", "1", "--keep-alive", "4s").returncode == 0
     assert cli.summary()["iterations"] == 80

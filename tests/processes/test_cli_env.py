@@ -110,13 +110,6 @@ def test_setting_without_its_package_shows_the_pip_command(cli, package, name, v
     assert f"pip install 'effllm[{extra}]'" in done.stderr
 
 
-def test_unknown_option_exits_with_a_usage_error(cli):
-    done = cli.call("env", "--chekc")
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'--chekc' is not one of --check, --shell, --markdown" in done.stderr
-
-
 @pytest.mark.parametrize("command", [["env", "--check"], ["run", "train.py"]])
 def test_commands_env_and_run_import_no_terminal_packages(cli, command):
     cli.script("")

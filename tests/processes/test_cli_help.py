@@ -10,6 +10,7 @@ from cases import cases
 from run_folders import write_run
 
 from effllm import __version__
+from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import chart_tag
 from effllm.records.events import KINDS
@@ -51,11 +52,63 @@ def test_version_option_prints_the_package_version(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
 
-def test_unknown_command_exits_with_a_usage_error(cli):
-    done = cli.call("dmeo")
+#: Wrong use by command: arguments, the only line or a part of the text, and settings.
+ONE_LINE = {
+    "run": [
+        ([], "give a script, or -m and a module"),
+        (["-m"], "give a script, or -m and a module"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["--lr", "1"], "there is no option --lr"),
+    ],
+    "serve": [
+        (["--bind", "0.0.0.0:5555"], "means every interface: give an address that the job can reach"),
+        (["--bind", "[::]:5555"], "means every interface"),
+        (["--bind", "10.0.0.1:5555"], "the secret /dev/null is no regular file", {"SECRET_FILE": "/dev/null"}),
+        (["--bind", "5555"], "is not HOST:PORT"),
+        (["--bind", "127.0.0.1:70000"], "is not HOST:PORT"),
+        (["--run-name", "../up"], "EFFICIENTLLM_RUN_NAME='../up' is not usable"),
+        ([], "there is no sink 'consol'", {"SINKS": "consol"}),
+    ],
+    "demo": [
+        (["--keep-alive", "soon"], "effllm demo: --keep-alive soon: expected "),
+        (
+            [],
+            "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1",
+            {"LOG_INTERVAL": "0"},
+        ),
+    ],
+    "watch": [(["--vllm", "file:///etc/passwd"], "http")],
+}
+OTHERS = {
+    "dmeo": [([], "dmeo")],
+    "check": [(["--device", "tpu"], f"no such device; available devices: auto, {', '.join(device_names())}\n")],
+    "watch": [(["--interval", "0"], "--interval")],
+    "env": [(["--chekc"], "'--chekc' is not one of --check, --shell, --markdown")],
+    "demo": [
+        ([option, value], option)
+        for option, value in (("--ranks", "0"), ("--iterations", "none"), ("--step-seconds", "-1"), ("--rank", "2"))
+    ],
+    "simulate": [
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "4", "--arrival", "later"], "--arrival"),
+        (["--ranks", "4", "--security", "some"], "--security"),
+        (["--ranks", "4", "--interval", "0"], "--interval"),
+        (["--ranks", "4", "--endpoint", "127.0.0.1:9", "--run-dir", "x"], "--run-dir"),
+        ([], "--ranks"),
+    ],
+}
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "dmeo" in done.stderr
+
+@pytest.mark.parametrize("table", [ONE_LINE, OTHERS], ids=["one line", "others"])
+def test_usage_error_exits_with_status_2(cli, table):
+    for command, arguments, expected, *settings in (
+        (command, *case) for command, listed in table.items() for case in listed
+    ):
+        variables = {f"EFFICIENTLLM_{name}": value for one in settings for name, value in one.items()}
+        done = cli.call(command, *arguments, **variables)
+
+        assert (done.returncode, done.stdout, expected in done.stderr) == (2, "", True), (command, arguments, done)
+        assert done.stderr.count("\n") == 1 or table is OTHERS, done
 
 
 def test_everything_that_effllm_shows_is_explained(cli):

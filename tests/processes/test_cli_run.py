@@ -6,19 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import cases
-from cli_process import read_until
-
-QUIET = {"EFFICIENTLLM_SINKS": "none", "EFFICIENTLLM_DEVICE": "simulated", "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1"}
-
-MEASURED = """
-import os, sys, threading, time
-import effllm
-collector = effllm.initialize_efficientllm_metrics(1000)
-for _ in range(10):
-    collector.record_iteration_start()
-    collector.record_iteration_end(100, 1)
-"""
+from cli_process import LOOP, QUIET, read_until
 
 
 @pytest.mark.parametrize(
@@ -32,7 +20,7 @@ for _ in range(10):
     ],
 )
 def test_exit_status_of_the_script_is_returned_and_recorded(cli, ending, code, status):
-    done = cli.run("run", cli.script(MEASURED + ending), **QUIET)
+    done = cli.run("run", cli.script(LOOP + ending), **QUIET)
 
     assert done.returncode == code
     assert cli.summary()["status"] == status
@@ -40,7 +28,7 @@ def test_exit_status_of_the_script_is_returned_and_recorded(cli, ending, code, s
 
 
 def test_interrupted_script_ends_by_sigint(cli):
-    script = cli.script(MEASURED + "print('ready', flush=True)\ntime.sleep(60)")
+    script = cli.script(LOOP + "print('ready', flush=True)\ntime.sleep(60)")
     process = cli.start("run", script, **QUIET)
     read_until(process, "ready")
 
@@ -79,7 +67,7 @@ def test_script_has_the_same_output_and_traceback_as_with_python(cli, name):
 
 def test_forked_child_does_not_close_the_run(cli):
     script = cli.script(
-        MEASURED
+        LOOP
         + """
 if os.fork() == 0:
     sys.exit(7)
@@ -102,7 +90,7 @@ def test_script_without_effllm_calls_is_reported_in_one_line(cli):
 
 
 def test_secrets_in_the_command_are_redacted_in_the_run_folder(cli):
-    cli.run("run", cli.script(MEASURED), "--api-key", "-Zx81Qw9", "hf_AbCdEfGhIjKlMnOpQrSt", **QUIET)
+    cli.run("run", cli.script(LOOP), "--api-key", "-Zx81Qw9", "hf_AbCdEfGhIjKlMnOpQrSt", **QUIET)
 
     [path] = cli.folder.glob("efficientllm_runs/*/run.json")
     assert "Zx81Qw9" not in path.read_text()
@@ -110,34 +98,17 @@ def test_secrets_in_the_command_are_redacted_in_the_run_folder(cli):
 
 
 def test_off_means_off(cli):
-    done = cli.run("run", cli.script(MEASURED), EFFICIENTLLM_METRICS_ENABLED="false")
+    done = cli.run("run", cli.script(LOOP), EFFICIENTLLM_METRICS_ENABLED="false")
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (cli.folder / "efficientllm_runs").exists()
-
-
-@cases(
-    ("arguments", "expected"),
-    [
-        ([], "give a script, or -m and a module"),
-        (["-m"], "give a script, or -m and a module"),
-        (["nowhere.py"], "there is no file nowhere.py"),
-        (["--lr", "1"], "there is no option --lr"),
-    ],
-)
-def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, expected):
-    done = cli.call("run", *arguments)
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert expected in done.stderr
 
 
 @pytest.mark.torch
 @pytest.mark.long
 def test_all_ranks_of_torchrun_share_one_run(cli):
     pytest.importorskip("torch")
-    script = cli.script("import torch.distributed\n" + MEASURED)
+    script = cli.script("import torch.distributed\n" + LOOP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
     command = [*torchrun, "--nproc_per_node", "2", "-m", "effllm", "run", script]
 

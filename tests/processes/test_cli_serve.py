@@ -9,7 +9,6 @@ import time
 import jobs
 import pytest
 from builders import hello
-from cases import cases
 from cli_process import read_until
 
 from effllm.network.transport import Link, make_context
@@ -95,22 +94,3 @@ def test_port_in_use_prints_one_line_and_exits_with_status_1(cli):
 
 
 NO_SECRET, NO_SINK = {"EFFICIENTLLM_SECRET_FILE": "/dev/null"}, {"EFFICIENTLLM_SINKS": "consol"}
-
-
-@cases(
-    ("arguments", "variables", "expected"),
-    [
-        (["--bind", "0.0.0.0:5555"], {}, "means every interface: give an address that the job can reach"),
-        (["--bind", "[::]:5555"], {}, "means every interface"),
-        (["--bind", "10.0.0.1:5555"], NO_SECRET, "the secret /dev/null is no regular file"),
-        (["--bind", "5555"], {}, "is not HOST:PORT"),
-        (["--bind", "127.0.0.1:70000"], {}, "is not HOST:PORT"),
-        (["--run-name", "../up"], {}, "EFFICIENTLLM_RUN_NAME='../up' is not usable"),
-        ([], NO_SINK, "there is no sink 'consol'"),
-    ],
-)
-def test_usage_error_prints_one_line_and_exits_with_status_2(cli, arguments, variables, expected):
-    done = cli.call("serve", *arguments, **variables)
-
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert expected in done.stderr

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
-from cases import cases
 from cli_process import read_until
 
 from effllm.commands.simulate_ranks import TOKENS, SimulatedRank
@@ -32,24 +31,6 @@ def test_simulated_host_has_up_to_eight_ranks_with_separate_gpus():
 
     assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
     assert len({hello.devices[0].key for hello in ranks}) == 20
-
-
-@cases(
-    ("arguments", "named"),
-    [
-        (["--ranks", "0"], "--ranks"),
-        (["--ranks", "4", "--arrival", "later"], "--arrival"),
-        (["--ranks", "4", "--security", "some"], "--security"),
-        (["--ranks", "4", "--interval", "0"], "--interval"),
-        (["--ranks", "4", "--endpoint", "127.0.0.1:9", "--run-dir", "x"], "--run-dir"),
-        ([], "--ranks"),
-    ],
-)
-def test_usage_error_shows_the_wrong_option(cli, arguments, named):
-    done = cli.call("simulate", *arguments)
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert named in done.stderr
 
 
 def test_existing_run_folder_is_not_written_to(cli):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+from run_folders import write_files
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
@@ -20,19 +21,22 @@ pytestmark = [
 ]
 
 
+def written(*arguments):
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert done.exit_code == 0, done.output
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return the folder of a real run with simulated devices."""
     folder = tmp_path_factory.mktemp("runs")
-    done = CliRunner().invoke(app, ["demo", "--iterations", "120", "--run-dir", str(folder)])
-    assert done.exit_code == 0, done.output
+    written("demo", "--iterations", "120", "--run-dir", folder)
     return next(folder.glob("demo-*"))
 
 
 @pytest.fixture(scope="module")
 def page(run):
-    done = CliRunner().invoke(app, ["report", str(run), "-o", str(run / "report.html")])
-    assert done.exit_code == 0, done.output
+    written("report", run, "-o", run / "report.html")
     return run / "report.html"
 
 
@@ -72,24 +76,31 @@ def test_every_chart_is_drawn_in_its_frame(browser, page):
             assert min(margins) > -2
 
 
+def html_without_scripts(browser, page):
+    browser.open(page, scripts=False)
+    found = browser.call("DOM.getDocument", depth=0)["root"]["nodeId"]
+    return browser.call("DOM.getOuterHTML", nodeId=found)["outerHTML"]
+
+
 def test_shown_numbers_are_the_numbers_of_the_summary(browser, page, run):
     summary = json.loads((run / "summary.json").read_text())
-    browser.open(page, scripts=False)
+    html = html_without_scripts(browser, page)
 
-    found = browser.call("DOM.getDocument", depth=0)["root"]["nodeId"]
-    html = browser.call("DOM.getOuterHTML", nodeId=found)["outerHTML"]
-    rows = dict(
-        re.findall(
-            r'<tr><th scope="row"><span title="[^"]*">(\w+)</span></th><td class="number"><data value="([^"]+)"', html
-        )
-    )
+    row = r'<tr><th scope="row"><span title="[^"]*">(\w+)</span></th><td class="number"><data value="([^"]+)"'
     expected = {tag: one["value"] for tag, one in summary["metrics"].items() if "/" not in tag}
-    assert {name: float(value) for name, value in rows.items() if name in expected} == expected
+    assert {name: float(value) for name, value in re.findall(row, html) if name in expected} == expected
     assert summary["verdict"]["text"] in html
+    parts = [part["share"] for part in summary["waterfall"]["parts"]]
     shares = re.findall(r'class="bar".*?<data value="([^"]+)"', html)
-    assert [float(one) for one in shares[: len(summary["waterfall"]["parts"])]] == [
-        one["share"] for one in summary["waterfall"]["parts"]
-    ]
+    assert [float(one) for one in shares[: len(parts)]] == parts
+
+
+def test_page_without_scripts_has_all_tables(browser, page):
+    html = html_without_scripts(browser, page)
+
+    charts = [figure for figure in re.findall(r"<figure.*?</figure>", html, re.DOTALL) if "<svg" in figure]
+    assert len(charts) > 5
+    assert [figure[:200] for figure in charts if "<caption>" not in figure] == []
 
 
 def test_cursor_shows_the_values_of_an_iteration(browser, page):
@@ -108,13 +119,9 @@ def test_cursor_shows_the_values_of_an_iteration(browser, page):
 def test_injected_script_does_not_run(browser, run, tmp_path):
     forged = "</script><script>document.title='forged'</script><img src=x onerror=\"document.title='forged'\">"
     summary = json.loads((run / "summary.json").read_text()) | {"user": forged, "model": forged}
-    folder = tmp_path / "forged"
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps(summary))
-    target = tmp_path / "report.html"
-    assert CliRunner().invoke(app, ["report", str(folder), "-o", str(target)]).exit_code == 0
+    written("report", write_files(tmp_path / "forged", summary=summary), "-o", tmp_path / "report.html")
 
-    browser.open(target)
+    browser.open(tmp_path / "report.html")
 
     assert "effllm" in browser.value("document.title")
     assert browser.value("document.querySelectorAll('img').length") == 0
@@ -137,16 +144,6 @@ def test_page_is_not_wider_than_the_screen(browser, page, width):
     browser.open(page, width=width)
 
     assert browser.value("document.documentElement.scrollWidth") <= width
-
-
-def test_page_without_scripts_has_all_tables(browser, page):
-    browser.open(page, scripts=False)
-
-    found = browser.call("DOM.getDocument", depth=0)["root"]["nodeId"]
-    html = browser.call("DOM.getOuterHTML", nodeId=found)["outerHTML"]
-    charts = [figure for figure in re.findall(r"<figure.*?</figure>", html, re.DOTALL) if "<svg" in figure]
-    assert len(charts) > 5
-    assert [figure[:200] for figure in charts if "<caption>" not in figure] == []
 
 
 def test_print_opens_everything_and_has_several_pages(browser, page):

@@ -14,14 +14,9 @@ from effllm.records.identity import Identity
 
 NAMES = Identity.__struct_fields__
 SBATCH = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NAME": 'say "hi"\x1b[2J\n<b>',
-    "SLURM_JOB_ACCOUNT": "physics",
-    "SLURM_JOB_PARTITION": "gpu",
-    "SLURM_JOB_USER": "alice",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "2",
-}
+    "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": 'say "hi"\x1b[2J\n<b>', "SLURM_JOB_ACCOUNT": "physics",
+    "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_USER": "alice", "SLURM_PROCID": "0", "SLURM_NTASKS": "2",
+}  # fmt: skip
 
 
 def identity(document):
@@ -55,15 +50,9 @@ def as_labels(facts):
 @pytest.mark.torch
 @pytest.mark.long
 def test_torchrun_inside_sbatch_has_one_identity_in_all_outputs(launch, tmp_path):
-    port = jobs.unused_port()
-    job = launch.torchrun(
-        ["--standalone", "--nproc-per-node=2", "--local-addr=127.0.0.1"],
-        "torch_loop.py",
-        "--until", tmp_path / "enough",
-        sinks=f"console,prometheus:port={port}",
-        tags="team=vision,ablation=3",
-        environ=SBATCH,
-    )  # fmt: skip
+    port, options = jobs.unused_port(), ["--standalone", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
+    settings = {"sinks": f"console,prometheus:port={port}", "tags": "team=vision,ablation=3", "environ": SBATCH}
+    job = launch.torchrun(options, "torch_loop.py", "--until", tmp_path / "enough", **settings)
     jobs.until(lambda: job.num_windows and len(job.ledger.facts.get("ranks", {})) == 2)
     jobs.until(lambda: page(port) == as_labels(identity(job.ledger.facts)))
     (tmp_path / "enough").touch()
@@ -71,11 +60,12 @@ def test_torchrun_inside_sbatch_has_one_identity_in_all_outputs(launch, tmp_path
 
     facts, (folder,) = identity(job.ledger.facts), job.runs()
     assert facts == summary_of(job)
-    assert (facts["user"], facts["account"], facts["job_id"], facts["partition"]) == ("alice", "physics", "4711", "gpu")
-    assert facts["job_name"] == 'say "hi" [2J <b>'
-    assert facts["tags"] == ["ablation=3", "team=vision"]
-    assert facts["run_id"] == folder.name
-    assert facts["hosts"] == [os.uname().nodename] and facts["host_count"] == 1
+    expected = {
+        "user": "alice", "account": "physics", "job_id": "4711", "partition": "gpu", "run_id": folder.name,
+        "job_name": 'say "hi" [2J <b>', "tags": ["ablation=3", "team=vision"], "hosts": [os.uname().nodename],
+        "host_count": 1,
+    }  # fmt: skip
+    assert {name: facts[name] for name in expected} == expected
     assert re.search("(?i)simulated", str(facts["gpu_models"])), "the devices of the test"
     (attempt,) = job.ledger.summary.goodput.attempts
     assert (facts["started_time_s"], facts["ended_time_s"]) == (attempt.start_time_s, attempt.end_time_s)

@@ -1,13 +1,12 @@
 """``effllm top --endpoint``: the metrics page of a job, with and without TLS and a token."""
 
-import http.server
 import json
 import re
-import threading
+from contextlib import closing
 
 import jobs
 import pytest
-from prometheus_server import TOKEN, pages, private_file, protected
+from prometheus_server import TOKEN, PageServer, pages, private_file, protected
 from sink_examples import complete_totals, make_report
 from terminal_screen import TerminalScreen
 
@@ -80,27 +79,9 @@ def test_token_is_sent_to_no_other_host_without_tls_and_is_private(tmp_path, add
         PageSource(f"http://{address}:9788/metrics", str(token))
 
 
-class OtherPage(http.server.BaseHTTPRequestHandler):
-    """A page with a metric of another program."""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"other_metric 1\n")
-
-    def log_message(self, *_): ...
-
-
 def test_page_of_another_program_is_an_error():
-    page = http.server.HTTPServer(("127.0.0.1", 0), OtherPage)
-    thread = threading.Thread(target=page.handle_request)
-    thread.start()
-    try:
-        with pytest.raises(UnreadableRun, match="not a metrics page of effllm"):
-            PageSource(f"http://127.0.0.1:{page.server_port}").refresh()
-    finally:
-        thread.join(10.0)
-        page.server_close()
+    with closing(PageServer("other_metric 1\n")) as page, pytest.raises(UnreadableRun, match="not a metrics page of"):
+        PageSource(page.url).refresh()
 
 
 def test_real_job_is_shown_by_its_page_until_it_ends(launch, cli, tmp_path):

@@ -113,27 +113,21 @@ def test_value_in_doubt_is_marked_and_not_in_the_score(three):
 
 
 def test_metric_that_a_configuration_lacks_is_not_in_the_score(three):
-    write_run(three / "less", {"al_seconds": 2.0}, tags=["config=less"])
+    write_run(three / "less", {"al_seconds": 2.0}, tags=["config=less"], summary={"status": "failed"})
 
     text = shown(three, "--paper")
     assert "score: AL, each" in text
     assert "not in the score: AMU: not measured in 1 of 4 configurations" in text
-
-
-def test_runs_that_did_not_complete_are_named(tmp_path):
-    write_run(tmp_path / "a", metrics(al=1.0), summary={"status": "failed"})
-
-    assert "a: status of its runs: 1 failed" in shown(tmp_path, "--paper")
+    assert "config=less: status of its runs: 1 failed" in text
 
 
 def test_mcr_is_from_the_facts_of_a_compressed_model(tmp_path):
     facts = {"original_size": 16.0, "compressed_size": 4.0, "original_perf": 0.8, "compressed_perf": 0.6}
-    write_run(tmp_path / "int4", metrics(), run=facts)
-    write_run(tmp_path / "bad", metrics(), run={**facts, "compressed_size": 0})
+    for name, changes in (("int4", {}), ("bad", {"compressed_size": 0})):
+        write_run(tmp_path / name, metrics(), run={**facts, **changes})
 
-    rows = table(tmp_path, "--paper")
-    assert rows["bad"]["mcr"] == ""
-    assert float(rows["int4"]["mcr"]) == pytest.approx(3.0)  # 16 / 4 x 0.6 / 0.8
+    mcr = {name: row["mcr"] for name, row in table(tmp_path, "--paper").items()}
+    assert (mcr["bad"], float(mcr["int4"])) == ("", pytest.approx(3.0))  # 16 / 4 x 0.6 / 0.8
 
 
 @pytest.mark.parametrize("form", [[], ["--markdown"], ["--csv"], ["--latex"]])

@@ -64,17 +64,15 @@ def test_job_in_its_first_minute_is_starting(tmp_path):
 
 
 def test_ledger_shows_running_jobs_whose_folders_cannot_be_read(job, tmp_path):
-    folder = job("mine")
-    lines = [
-        {"run_id": "mine", "folder": str(folder), "status": "running", "gpus": 8, "updated_time_s": time.time()},
-        {"run_id": "hers", "folder": "/nowhere/hers", "status": "running", "user": "eve", "gpus": 4,
-         "mfu_ratio": 0.4, "gpu_hours": 2.0, "wasted_gpu_hours": 1.0, "updated_time_s": time.time() - 1800},
-        {"run_id": "old", "folder": "/nowhere/old", "status": "completed"},
-    ]  # fmt: skip
+    now_s = time.time()
+    mine = {"run_id": "mine", "folder": str(job("mine")), "status": "running", "gpus": 8, "updated_time_s": now_s}
+    hers = {"run_id": "hers", "folder": "/nowhere/hers", "status": "running", "user": "eve", "gpus": 4,
+            "mfu_ratio": 0.4, "gpu_hours": 2.0, "wasted_gpu_hours": 1.0, "updated_time_s": now_s - 1800}  # fmt: skip
+    old = {"run_id": "old", "folder": "/nowhere/old", "status": "completed"}
     (tmp_path / "ledger").mkdir()
-    (tmp_path / "ledger" / "eve.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "ledger" / "eve.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (mine, hers, old)))
     fleet = Fleet(tmp_path / "ledger")
-    fleet.refresh(60.0, time.time())
+    fleet.refresh(60.0, now_s)
 
     assert [(line.name, line.user, line.lost_gpus) for line in fleet.frame.jobs] == [
         ("hers", "eve", pytest.approx(2.0)), ("mine", "alice", pytest.approx(0.8)),

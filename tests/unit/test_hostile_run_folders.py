@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from cases import cases
-from run_lines import read_events, read_windows
+from run_folders import GOLDEN, copy_golden
+from run_lines import read_windows
 from typer.testing import CliRunner
 
 from effllm.commands.app import app
@@ -16,7 +17,6 @@ from effllm.store import regular_file
 
 pytest.importorskip("duckdb", reason="duckdb is not installed")
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "run_folder_5"
 FILES = ("run.json", "summary.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl")
 OTHERS = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}
 NUMBERS = {"zero": 0, "negative": -1, "largest": 1.7e308}
@@ -24,7 +24,7 @@ NUMBERS = {"zero": 0, "negative": -1, "largest": 1.7e308}
 
 @pytest.fixture
 def folder(tmp_path):
-    return shutil.copytree(GOLDEN, tmp_path / "run")
+    return copy_golden(tmp_path / "run")
 
 
 def commands(run, other):
@@ -90,11 +90,3 @@ def test_lines_without_an_end_are_skipped_and_never_read_as_a_whole(folder, monk
     windows = read_windows(folder)
     assert len(list(windows)) == good.count(b"\n")
     assert windows.skipped == 2
-
-
-def test_readers_of_a_pipe_raise_at_once(folder):
-    (folder / "events.jsonl").unlink()
-    os.mkfifo(folder / "events.jsonl")
-
-    with pytest.raises(OSError, match="not a regular file"):
-        list(read_events(folder))

@@ -128,13 +128,10 @@ def test_unreadable_documents_are_named_and_other_runs_are_read(tmp_path):
     runs = effllm.load(tmp_path)
 
     assert sorted(values(runs.runs, "run_id, status, started_utc::VARCHAR")) == [
-        ("early", None, "2017-07-14 02:40:00"),
-        ("good", "completed", None),
-        ("torn", None, None),
-    ]
-    assert {(one.path.parent.name, one.path.name) for one in runs.skipped} == {
-        ("torn", "summary.json"), ("nothing", "run.json"), ("nothing", "summary.json")
-    }  # fmt: skip
+        ("early", None, "2017-07-14 02:40:00"), ("good", "completed", None), ("torn", None, None),
+    ]  # fmt: skip
+    found = {f"{one.path.parent.name}/{one.path.name}" for one in runs.skipped}
+    assert found == {"torn/summary.json", "nothing/run.json", "nothing/summary.json"}
     assert all("\n" not in one.reason for one in runs.skipped)
 
 
@@ -402,16 +399,15 @@ def test_cache_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
 
 
 def test_a_run_that_continues_is_read_again_by_a_new_load(tmp_path):
-    folder = write_run(tmp_path / "run", {"run_id": "run"}, {"status": "running", "is_over": False})
     line = '{"attempt":1,"window":%d,"time_s":5.0,"values":{"amu_gb":1.5}}\n'
-    (folder / "windows-0001.jsonl").write_text(line % 1 + (line % 2)[:20])
+    summary = {"status": "running", "is_over": False}
+    folder = write_run(tmp_path / "run", {"run_id": "run"}, summary, windows=line % 1 + (line % 2)[:20])
     before = effllm.load(folder)
 
     assert values(before.windows, "window_number, amu_gb, pcu_ratio") == [(1, 1.5, None)]
     assert values(before.runs, "status, is_over, ended_time_s") == [("running", False, None)]
     (folder / "windows-0001.jsonl").write_text(line % 1 + line % 2)
-    assert len(before.windows) == 1
-    assert len(effllm.load(folder).windows) == 2
+    assert [len(run.windows) for run in (before, effllm.load(folder))] == [1, 2]
 
 
 def test_tables_are_frames_of_pandas_and_tables_of_arrow():
@@ -424,8 +420,7 @@ def test_losses_that_were_nan_are_counted_and_no_value_is_nan():
     """The loss of iteration 7 was NaN on both ranks."""
     run = effllm.load(GOLDEN)
 
-    assert run.runs.select("losses_not_finite, first_not_finite, loss").fetchall() == [(2, 7, 2.0)]
-    assert run.windows.select("losses_not_finite").fetchall()[0] == (2,)
-    for table in (run.runs, run.windows, run.ranks):
-        values = [value for row in table.fetchall() for value in row if isinstance(value, float)]
-        assert all(map(math.isfinite, values))
+    assert values(run.runs, "losses_not_finite, first_not_finite, loss") == [(2, 7, 2.0)]
+    assert column(run.windows, "losses_not_finite")[0] == 2
+    rows = [row for table in (run.runs, run.windows, run.ranks) for row in table.fetchall()]
+    assert all(math.isfinite(value) for row in rows for value in row if isinstance(value, float))

@@ -393,19 +393,15 @@ def test_run_of_another_version_is_not_shown(tmp_path, name):
 
 
 def test_newest_run_in_a_folder_is_chosen(run):
-    other = run.with_name("older")
-    other.mkdir()
-    (other / "run.json").write_text("{}")
-    os.utime(other / "run.json", (1.0, 1.0))
+    os.utime(write_files(run.with_name("older"), {}) / "run.json", (1.0, 1.0))
 
     assert shown(run.parent).head.name == "run-1"
 
 
-def test_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(UnreadableRun, match="has no run"):
-        FolderSource(tmp_path).refresh()
-    with pytest.raises(UnreadableRun, match="does not exist"):
-        FolderSource(tmp_path / "missing").refresh()
+@cases(("name", "reason"), [("", "has no run"), ("missing", "does not exist")])
+def test_folder_without_a_run_is_an_error(tmp_path, name, reason):
+    with pytest.raises(UnreadableRun, match=reason):
+        FolderSource(tmp_path / name).refresh()
 
 
 def test_age_of_a_run_that_changes_does_not_depend_on_the_clock_of_its_disk(run):
@@ -470,13 +466,12 @@ def test_letters_of_the_filter_are_no_commands():
 
 
 def test_scrolling_stops_at_both_ends():
-    view = TopView()
-    for key in ["pgdn", "pgdn", "pgdn"]:
+    view, offsets = TopView(), []
+    for key in ["pgdn", "pgdn", "pgdn", "up", "pgup", "pgup"]:
         view, _ = pressed(view, key, Shown(page=10, total=25))
-    assert view.offset == 15
-    for key in ["up", "pgup", "pgup"]:
-        view, _ = pressed(view, key, Shown(page=10, total=25))
-    assert view.offset == 0
+        offsets.append(view.offset)
+
+    assert (offsets[2], offsets[-1]) == (15, 0)
 
 
 # --- the screen ----------------------------------------------------------------------------------
@@ -515,8 +510,7 @@ def test_control_characters_of_names_never_reach_the_screen(run):
 
 
 def test_wide_letters_fill_two_cells():
-    assert cell_len(fit("日本語", 5)) == 5
-    assert cell_len(fit("e\u0301", 3)) == 3
+    assert (cell_len(fit("日本語", 5)), cell_len(fit("e\u0301", 3))) == (5, 3)
 
 
 def test_sparkline_keeps_a_peak_among_many_values():
