@@ -14,6 +14,7 @@ import urllib.request
 import jobs
 import msgspec
 import pytest
+from cases import cases
 from prometheus_server import CONFIGS, PrometheusServer, needs_prometheus, pages
 from sink_examples import complete_totals, make_report, totals, with_keys
 
@@ -35,8 +36,8 @@ class Values:
     """The samples of the sink without its server, because the server needs half a second to stop."""
 
     def __init__(self):
-        self.identity = Identity(run_id="mine")
-        self.values = prometheus.MetricsPage(lambda: self.identity, time.monotonic)
+        self.identity, self.now_s = Identity(run_id="mine"), 1000.0
+        self.values = prometheus.MetricsPage(lambda: self.identity, lambda: self.now_s)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = self.values.set_report
@@ -95,7 +96,7 @@ def test_stalled_is_1_from_the_stall_until_the_job_resumes(sink):
     assert seen == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tags", "account", "project"),
     [(("project=vision", "a"), "physics", "vision"), (("a",), "physics", "physics"), ((), None, "")],
 )
@@ -144,52 +145,43 @@ def test_labels_of_the_run_identity_are_escaped_and_cut(sink):
 def test_no_totals_are_served_for_quantities_that_are_not_counted(sink):
     sink.write(make_report(100, job=with_keys(totals(100), tokens=0, samples=0)))
 
-    assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
+    assert not {"tokens_total", "samples_total"} & names(sink)
 
 
 def test_first_page_has_only_event_counters_and_the_identity(sink):
-    seen = served(sink)
-
-    assert seen.pop(("efficientllm_fresh",)) == 0.0
-    assert seen.pop(("efficientllm_stalled",)) == 0.0
-    assert {name for name, *_ in seen} == {"efficientllm_events_total", "efficientllm_run_info"}
-    counts = {value for (name, *_), value in seen.items() if name == "efficientllm_events_total"}
+    assert names(sink) == {"events_total", "run_info", "fresh", "stalled"}
+    assert served(sink)["efficientllm_fresh",] == served(sink)["efficientllm_stalled",] == 0
+    counts = set(by_label(sink, "efficientllm_events_total").values())
     assert counts == {0.0}, "increase() needs 0 before the first event of a kind"
 
 
 def test_no_sample_is_served_for_a_value_that_is_no_longer_measured(sink):
-    report = make_report(100)
-    sink.write(report)
-    assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)
-
+    sink.write(report := make_report(100))
+    assert "aec_watts" in names(sink)
     values = {tag: value for tag, value in report.values.items() if "aec_watts" not in tag}
-    sink.write(msgspec.structs.replace(report, values={**values, "pcu_ratio": float("nan")}))
+    sink.write(make_report(110, values={**values, "pcu_ratio": float("nan")}))
 
-    seen = served(sink)
-    assert not [key for key in seen if key[0] in ("efficientllm_aec_watts",)]
-    assert ("efficientllm_pcu_ratio", ("over", "run")) not in seen
+    assert "aec_watts" not in names(sink)
+    assert ("efficientllm_pcu_ratio", ("over", "run")) not in served(sink)
 
 
-def test_old_values_are_removed_and_totals_are_kept():
-    now_s = 1000.0
-    values = prometheus.MetricsPage(lambda: Identity(run_id="mine"), lambda: now_s)
-    report = make_report(100)  # the window lasts 4.12 s, so its values are served for a minute
-    values.set_report(report)
+def names(sink):
+    return {name.removeprefix("efficientllm_") for name, *_ in served(sink)}
 
-    def names():
-        return {sample.name for family in values.collect() for sample in family.samples}
 
-    now_s = 1060.0
-    assert "efficientllm_aec_watts" in names()
-    now_s = 1060.1
-    assert names() >= {"efficientllm_fresh", "efficientllm_report_age_seconds", "efficientllm_tokens_total"}
-    assert not names() & {"efficientllm_aec_watts", "efficientllm_ranks_reporting", "efficientllm_loss"}
+def test_old_values_are_removed_and_totals_are_kept(sink):
+    sink.write(report := make_report(100))  # the window lasts 4.12 s, so its values are served for a minute
+    sink.now_s = 1060.0
+    assert "aec_watts" in names(sink)
+    sink.now_s = 1060.1
+    assert names(sink) >= {"fresh", "report_age_seconds", "tokens_total"}
+    assert not names(sink) & {"aec_watts", "ranks_reporting", "loss"}
 
-    values.set_report(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
-    now_s += 1800.0
-    assert "efficientllm_aec_watts" in names(), "values are fresh for three windows of ten minutes"
-    now_s += 0.1
-    assert "efficientllm_aec_watts" not in names()
+    sink.write(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
+    sink.now_s += 1800.0
+    assert "aec_watts" in names(sink), "values are fresh for three windows of ten minutes"
+    sink.now_s += 0.1
+    assert "aec_watts" not in names(sink)
 
 
 def test_labels_contain_no_ranks_and_few_event_kinds(sink):
@@ -237,12 +229,10 @@ def test_new_metric_is_served_without_changes_to_the_sink(metric_table, sink):
 
 def test_every_known_metric_is_served(sink):
     run = complete_totals(100)
-    report = make_report(100)
-    sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))))
+    sink.write(report := make_report(100, values=metrics.evaluate(run, run, run)))
 
-    shown = {metrics.describe(tag) for tag in values}
-    names = {f"efficientllm_{prometheus.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
-    assert names <= {key[0] for key in served(sink)}
+    known = [entry for tag in report.values if (entry := metrics.describe(tag)) and entry.chart]
+    assert {prometheus.name_of(entry)[0] for entry in known} <= names(sink)
 
 
 @pytest.fixture

@@ -316,6 +316,8 @@ def test_newest_window_of_a_finished_run_is_shown(run):
     assert (frame.place.window, frame.head.iteration, len(frame.points)) == (5, 50, 5)
     assert next((line.rank, line.reason) for line in frame.lines if line.reason) == (17, "straggler")
     assert frame.verdict is not None
+    recorded = shown(GOLDEN)
+    assert (recorded.head.status, recorded.head.iteration, len(recorded.ranks.known)) == ("completed", 60, 2)
 
 
 def test_positions_of_a_replay_have_the_rows_and_events_of_their_window(run):
@@ -376,12 +378,6 @@ def test_run_that_has_just_started_has_no_values(run):
     for frame in (shown(run), TopFrame(Head("run-1", status="running"))):
         assert exit_status(frame) == NO_DATA
         assert "none yet" in text_of(frame) and "MFU -" in text_of(frame)
-
-
-def test_recorded_run_folder_is_shown():
-    frame = shown(GOLDEN)
-
-    assert (frame.head.status, frame.head.iteration, len(frame.ranks.known)) == ("completed", 60, 2)
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
