@@ -39,7 +39,6 @@ GPU = {
     "lacking": [],  # calls
     "no_value": [],  # fields
 }
-STALE = "stale"  # a fault of the library in ROCm 6.0: all reads return the same reading
 
 now = time.monotonic
 
@@ -78,12 +77,6 @@ class AmdSmiLibraryException(AmdSmiException):
 
     def __str__(self):
         return f"Error code:\n\t{self.err_code} | {self.err_info}"
-
-    def get_error_code(self):
-        return self.err_code
-
-    def get_error_info(self, detailed=True):
-        return self.err_info if detailed else self.err_info.split(" - ")[0]
 
 
 class AmdSmiRetryException(AmdSmiLibraryException):
@@ -144,7 +137,7 @@ class amdsmi_processor_handle(ctypes.c_void_p):
     pass
 
 
-_state = {"references": 0, "era": 0, "since_s": 0.0, "lost": set()}
+_state = {"references": 0, "era": 0, "lost": set()}
 
 
 def _raise(code):
@@ -157,7 +150,7 @@ def _raise(code):
 
 def _check_faults(call, position=None):
     for fault in _script().get("faults", []):
-        if fault["call"] in (call, "*") and fault.get("gpu") in (position, None) and fault["error"] != STALE:
+        if fault["call"] in (call, "*") and fault.get("gpu") in (position, None):
             if fault["call"] == "*" and position is not None:
                 _state["lost"].add(position)  # the GPU is lost until the next amdsmi_init
             _raise(fault["error"])
@@ -180,11 +173,6 @@ def _gpu(handle, call):
     if call in gpu["lacking"]:
         _raise(2)
     return gpu
-
-
-def _time():
-    is_stale = any(fault["error"] == STALE for fault in _script().get("faults", []))
-    return _state["since_s"] if is_stale else now()
 
 
 def power_w(gpu, t):
@@ -222,7 +210,6 @@ def amdsmi_init(flag=AmdSmiInitFlags.INIT_AMD_GPUS):
     _check_faults("amdsmi_init")
     if not _state["references"]:
         _state["era"] += 1
-        _state["since_s"] = now()
         _state["lost"] = set()
     _state["references"] += 1
 
@@ -263,7 +250,7 @@ def amdsmi_get_gpu_asic_info(processor_handle):
 
 def amdsmi_get_energy_count(processor_handle):
     gpu = _gpu(processor_handle, "amdsmi_get_energy_count")
-    t = _time()
+    t = now()
     count = 2**64 - 1 if "energy_accumulator" in gpu["no_value"] else _counter(gpu, t)
     old = {"power": count} if RELEASE < (6, 4) else {}
     new = {"energy_accumulator": count} if RELEASE >= (6, 3) else {}
@@ -273,7 +260,7 @@ def amdsmi_get_energy_count(processor_handle):
 
 def amdsmi_get_power_info(processor_handle):
     gpu = _gpu(processor_handle, "amdsmi_get_power_info")
-    watts = 0 if gpu["second_die"] else round(power_w(gpu, _time()))
+    watts = 0 if gpu["second_die"] else round(power_w(gpu, now()))
     current = _or_none(gpu, "current_socket_power", watts if gpu["power_kind"] == "current" else None, 16)
     average = _or_none(gpu, "average_socket_power", watts if gpu["power_kind"] == "average" else None, 16)
     limit = 0 if gpu["second_die"] else gpu["power_cap_w"] * 10**6
@@ -331,7 +318,7 @@ def amdsmi_get_clock_info(processor_handle, clock_type):
 
 def amdsmi_get_gpu_metrics_info(processor_handle):
     gpu = _gpu(processor_handle, "amdsmi_get_gpu_metrics_info")
-    t = _time()
+    t = now()
     answer = {"energy_accumulator": _counter(gpu, t), "system_clock_counter": int(t * 1e9)}
     if RELEASE >= (6, 3):
         for limit in ("prochot", "ppt", "socket_thm", "vr_thm", "hbm_thm"):
