@@ -83,6 +83,11 @@ def test_waits_of_ranks_are_what_the_job_saves_with_equal_ranks(own, slow):
     assert lost.uneven_s == pytest.approx((next_s - others.mean(axis=0)).clip(0).sum(), abs=0.01)
 
 
+def close(losses, *times, **changes):
+    """Return what a window costs."""
+    return losses.close(IterationMatrix.of(window(*times, **changes)))
+
+
 def counted(own, slow=(), since=None, waits=None):
     """Count a window of two ranks whose second rank has these own times; iterations last 1 s."""
     waits = waits or CountedWaits(LastRanks())
@@ -167,8 +172,7 @@ def train(steps, seed=0, ranks=2, sigma=0.1):
     losses, chance, sums = IterationLosses(), random.Random(seed), {"slow_s": 0.0, "warmup_s": 0.0}
     for number in range(40):
         took = [0.1 * chance.lognormvariate(0, sigma) * steps(10 * number + at + 1) for at in range(10)]
-        rows = window(number + 1, [took] * ranks, [[0.0] * 10] * ranks, first=10 * number + 1)
-        for lost in losses.close(IterationMatrix.of(rows)):
+        for lost in close(losses, number + 1, [took] * ranks, [[0.0] * 10] * ranks, first=10 * number + 1):
             for name in sums:
                 sums[name] += getattr(lost, name)
     return losses, sums
@@ -192,15 +196,14 @@ def test_iterations_after_long_ones_are_long_at_most():
 
 
 def test_rare_waits_are_named():
-    losses = IterationLosses()
+    losses, often = IterationLosses(), IterationLosses()
     for number in range(10):
         waits = [[0.9 if i == 9 and number % 2 else 0.001 for i in range(10)]] * 2
-        losses.close(IterationMatrix.of(window(number + 1, [[0.1] * 10] * 2, waits, first=10 * number + 1)))
+        close(losses, number + 1, [[0.1] * 10] * 2, waits, first=10 * number + 1)
+        close(often, number + 1, [[0.1] * 10] * 2, [[0.2] * 10] * 2, first=10 * number + 1)
+
     found = losses.rare_waits()
     assert (found.count, found.of, found.every, found.longest) == (5, 100, 20, 20)
-    often = IterationLosses()
-    for number in range(10):
-        often.close(IterationMatrix.of(window(number + 1, [[0.1] * 10] * 2, [[0.2] * 10] * 2, first=10 * number + 1)))
     assert often.rare_waits() is None
 
 
@@ -220,10 +223,9 @@ def test_noise_is_hardly_long(sigma):
 
 def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself():
     losses = IterationLosses()
-    rows = window(1, [[0.1] * 9 + [1.0]], [[0.0] * 10], first=11)
-    assert [lost.slow_s for lost in losses.close(IterationMatrix.of(rows))] == [0.0]
+    assert [lost.slow_s for lost in close(losses, 1, [[0.1] * 9 + [1.0]], [[0.0] * 10], first=11)] == [0.0]
     assert MIN_KEPT == 20
-    (own, *judged) = losses.close(IterationMatrix.of(window(2, [[0.1] * 10], [[0.0] * 10], first=21)))
+    (own, *judged) = close(losses, 2, [[0.1] * 10], [[0.0] * 10], first=21)
     assert own.window == 2 and [round(one.slow_s, 1) for one in judged] == [0.9, 0.0]
     losses.begin_attempt()
     assert losses.usual_s == []

@@ -62,21 +62,21 @@ def rows(tmp_path, by, **options):
     return {row.group: row for row in totals(tmp_path / "runs", by, **options).rows}
 
 
+def command(*arguments):
+    return CliRunner().invoke(app, ["runs", *map(str, arguments)])
+
+
 def printed(tmp_path, *options):
     """Return what the command prints."""
-    return CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), *options]).stdout
+    done = command(tmp_path / "runs", *options)
+    assert done.exit_code == 0
+    return done.stdout
 
 
 def write_lines(path, *lines):
     """Write a ledger file."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def shown(*paths, **options):
-    """Run the command; return its exit status."""
-    usual = {"by": "", "since": "", "wasted": False, "sql": "", "export": "", "as_csv": False, "as_json": False}
-    return runs.main([str(path) for path in paths], **{**usual, **options})
 
 
 def test_failed_and_killed_runs_are_in_the_totals(run, tmp_path):
@@ -109,7 +109,7 @@ def test_losses_that_can_be_avoided_are_wasted(run, tmp_path):
 
 
 @pytest.mark.parametrize("has_summary", [True, False])
-def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp_path, capsys, has_summary):
+def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp_path, has_summary):
     folder = run("dead", hours=0.5, status="running", is_over=False, updated_time_s=time.time() - 3600)
     if not has_summary:
         (folder / "summary.json").unlink()
@@ -120,8 +120,7 @@ def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp
 
     (found,) = totals(tmp_path / "runs", "outcome").rows
     assert (found.group, found.gpu_hours) == ("killed" if has_summary else "unknown", pytest.approx(3.0))
-    assert shown(tmp_path / "runs") == 0
-    assert "≥3.00" in capsys.readouterr().out
+    assert "≥3.00" in printed(tmp_path)
 
 
 def test_running_job_of_a_ledger_without_a_new_line_was_killed(tmp_path):
@@ -133,13 +132,12 @@ def test_running_job_of_a_ledger_without_a_new_line_was_killed(tmp_path):
     assert groups == {"running": 2.0, "killed": 2.0}
 
 
-def test_costs_have_their_currency_and_different_ones_are_not_added(run, tmp_path, capsys):
+def test_costs_have_their_currency_and_different_ones_are_not_added(run, tmp_path):
     cost = {"metrics": {"energy/gpu_cost": {"value": 10.0, "unit": "money"}}}
     run("a", user="alice", currency="EUR", **cost)
     run("b", user="bob", currency="USD", **cost)
 
-    assert shown(tmp_path / "runs", by="user") == 0
-    text = capsys.readouterr().out
+    text = printed(tmp_path, "--by", "user")
     assert "10.0 EUR" in text and "10.0 USD" in text
     assert totals(tmp_path / "runs", "user").total.gpu_cost is None
 
@@ -292,16 +290,14 @@ def test_changed_runs_are_counted_anew_and_other_runs_are_not_read(run, tmp_path
 
 @pytest.mark.parametrize("by", ["outcome", "month", "node"])
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308])
-def test_values_that_overflow_are_not_counted(run, tmp_path, capsys, value, by):
+def test_values_that_overflow_are_not_counted(run, tmp_path, value, by):
     run("good")
     metrics = {"energy/total_joules": {"value": value, "unit": "J", "error": value}}
     run("huge", joules=value, hours=value / 1e4, started_time_s=value, metrics=metrics)
     line = {"run_id": "line", "gpus": 2, "gpu_hours": value, "error_joules": value, "started_time_s": value}
     write_lines(tmp_path / "runs/alice.jsonl", line)
 
-    assert shown(tmp_path / "runs", by=by, as_json=True) == 0
-
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(printed(tmp_path, "--by", by, "--json"), parse_constant=pytest.fail)
     assert (found["total"]["gpu_hours"], found["total"]["joules"]) == (pytest.approx(2.0), pytest.approx(HOUR_J))
     assert sorted(found["skipped"]) == [
         f"{tmp_path}/runs/alice.jsonl: 1 incomplete or invalid line",
@@ -364,7 +360,7 @@ def test_one_ledger_file_is_read_and_other_files_are_not_opened(run, tmp_path):
 def test_folder_without_runs_is_reported_in_one_line(tmp_path):
     with pytest.raises(UnreadableRun):
         totals(tmp_path, "outcome")
-    done = CliRunner().invoke(app, ["runs", str(tmp_path), "--by", "outcome"])
+    done = command(tmp_path, "--by", "outcome")
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
 
 
@@ -405,7 +401,8 @@ def test_on_a_terminal_the_worst_users_fit_on_one_screen(run, tmp_path, monkeypa
     for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
 
-    status = shown(tmp_path / "runs", by="user", wasted=True)
+    unset = {"since": "", "sql": "", "export": "", "as_csv": False, "as_json": False}
+    status = runs.main([str(tmp_path / "runs")], by="user", wasted=True, **unset)
     lines = capsys.readouterr().out.splitlines()
 
     assert status == 0
@@ -416,13 +413,13 @@ def test_on_a_terminal_the_worst_users_fit_on_one_screen(run, tmp_path, monkeypa
 
 
 def test_unknown_key_is_refused_with_the_known_keys(tmp_path):
-    done = CliRunner().invoke(app, ["runs", str(tmp_path), "--by", "colour"])
+    done = command(tmp_path, "--by", "colour")
 
     assert done.exit_code == 2
     assert "outcome, project, user, account, config, node, month" in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_runs_are_listed_the_newest_first_with_their_figures(run, tmp_path, capsys):
+def test_runs_are_listed_the_newest_first_with_their_figures(run, tmp_path):
     metrics = {
         "run_throughput/tokens_per_second_per_gpu": {"value": 3120.0, "unit": "tokens/s"},
         "run_throughput/mfu_ratio": {"value": 0.312, "unit": "ratio"},
@@ -433,8 +430,7 @@ def test_runs_are_listed_the_newest_first_with_their_figures(run, tmp_path, caps
     run("20260102-120000-1a2b3c4d", started_time_s=1_790_090_000.0, metrics=metrics, verdict={"cause": "data_loading"})
     run("20260103-120000-1a2b3c4d", started_time_s=1_789_990_000.0, status="failed")
 
-    assert shown(tmp_path / "runs") == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines = printed(tmp_path).splitlines()
     assert max(map(len, (header, *lines))) <= 80
     assert header.split() == ["run", "status", "verdict", "tok/s/GPU", "MFU", "kWh"]
     assert [line.split()[0][:8] for line in lines[:3]] == ["20260102", "20260101", "20260103"]
@@ -442,29 +438,26 @@ def test_runs_are_listed_the_newest_first_with_their_figures(run, tmp_path, caps
     assert lines[3:] == ["not shown: started (UTC), GPU-h, J/token; --csv and --json print all columns"]
 
 
-def test_list_as_csv_and_json_has_all_runs_and_columns(run, tmp_path, capsys):
+def test_list_as_csv_and_json_has_all_runs_and_columns(run, tmp_path):
     run("a", facts={"user": "=1+1"})
     run("b")
 
-    assert shown(tmp_path / "runs", as_csv=True) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert shown(tmp_path / "runs", as_json=True) == 0
-    objects = json.loads(capsys.readouterr().out)
+    rows = list(csv.DictReader(io.StringIO(printed(tmp_path, "--csv"))))
+    objects = json.loads(printed(tmp_path, "--json"))
     assert [row["run_id"] for row in rows] == [one["run_id"] for one in objects] == ["a", "b"]
     assert (rows[0]["user"], objects[0]["gpu_hours"]) == ("'=1+1", 2.0)
 
 
-def test_runs_of_the_folder_of_the_settings_are_listed_without_a_path(run, tmp_path, capsys, monkeypatch):
+def test_runs_of_the_folder_of_the_settings_are_listed_without_a_path(run, tmp_path, monkeypatch):
     run("a")
     monkeypatch.setenv("EFFICIENTLLM_RUN_DIR", str(tmp_path / "runs"))
 
-    assert shown() == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("a ")
+    assert command().stdout.splitlines()[1].startswith("a ")
 
 
 def test_options_that_exclude_each_other_are_wrong_use(tmp_path):
     for options in (["--by", "user", "--sql", "SELECT 1"], ["--sql", "SELECT 1", "--export", "a.csv"]):
-        done = CliRunner().invoke(app, ["runs", str(tmp_path), *options])
+        done = command(tmp_path, *options)
         assert (done.exit_code, "are two forms" in done.stderr) == (2, True)
     for options in (["--export", "a.csv", "--json"], ["--sql", "SELECT 1", "--since", "7d"]):
-        assert CliRunner().invoke(app, ["runs", str(tmp_path), *options]).exit_code == 2
+        assert command(tmp_path, *options).exit_code == 2
