@@ -96,44 +96,32 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
         )
 
 
-def test_folding_does_not_change_values_at_announced_edges():
-    device = Device(1)
-    edges_ns = [round(at_s * NS) for at_s in (12.3, 100.05, 333.33, 334.0, 1000.71)]
-    plain, folding = series(), series()
-    fed(plain, device, 2000, folding=False)
-    fed(folding, device, 2000, folding=True, edges_ns=edges_ns)
-    assert folding.num_kept < 200
+@pytest.mark.parametrize(
+    ("edges_s", "end_s", "left_out", "fails", "method"),
+    [
+        ((12.3, 100.05, 333.33, 334.0, 1000.71), 1999, (), (), "counter"),
+        ((12,), 5999, (), (500, 4500), "counter"),
+        ((12,), 5999, (), (500, 4500), "instant power"),
+        ((12,), 2999, (1000, 1600), (), "instant power"),
+    ],
+    ids=["several edges", "a counter that fails", "power", "a gap"],
+)
+def test_folding_does_not_change_values_at_announced_edges(edges_s, end_s, left_out, fails, method):
+    device, edges_ns = Device(2), [round(at_s * NS) for at_s in edges_s]
+    plain, folding = series(energy_method=method), series(energy_method=method)
+    for at_s in range(10, end_s + 2):
+        if at_s not in range(*left_out or (0, 0)):
+            for one in (plain, folding):
+                one.add_sample(device.sample(float(at_s), at_s not in range(*fails or (0, 0))))
+        if at_s % FOLD_EVERY_S == 0:
+            folding.compact(edges_ns, at_s * NS)
+    assert folding.num_kept < 600
 
-    for start_ns, end_ns in ((a, b) for a in edges_ns for b in [*edges_ns, 1999 * NS] if a < b):
-        alike(folding.integrals(start_ns, end_ns), plain.integrals(start_ns, end_ns))
-
-
-@pytest.mark.parametrize("changes", [{}, {"energy_method": "instant power"}], ids=["counter", "power"])
-def test_folding_does_not_change_energy_while_a_counter_fails(changes):
-    device, edges_ns = Device(2), [12 * NS]
-    plain, folding = series(**changes), series(**changes)
-
-    def fails(at_s: float) -> bool:
-        return not 500 < at_s < 4500
-
-    fed(plain, device, 6_000, folding=False, counter=fails)
-    fed(folding, device, 6_000, folding=True, edges_ns=edges_ns, counter=fails)
-
-    alike(folding.integrals(12 * NS, 5_999 * NS), plain.integrals(12 * NS, 5_999 * NS), rel=1e-7)
-
-
-def test_gaps_stay_gaps():
-    device, edges_ns = Device(3), [12 * NS]
-    plain, folding = series(energy_method="instant power"), series(energy_method="instant power")
-    for one in (plain, folding):
-        for at_s in (*range(10, 1000), *range(1600, 3000)):
-            one.add_sample(device.sample(float(at_s)))
-            if one is folding and at_s % 30 == 0:
-                one.compact(edges_ns, at_s * NS)
-    found = folding.integrals(12 * NS, 2999 * NS)
-
-    assert found.memory_covered_s == approx(2999 - 12 - 601)
-    alike(found, plain.integrals(12 * NS, 2999 * NS))
+    for start_ns, end_ns in ((a, b) for a in edges_ns for b in [*edges_ns, end_s * NS] if a < b):
+        found = folding.integrals(start_ns, end_ns)
+        alike(found, plain.integrals(start_ns, end_ns), rel=1e-7)
+    if left_out:
+        assert found.memory_covered_s == approx(2999 - 12 - 601)
 
 
 def test_integrals_split_a_folded_block_in_proportion_to_time():

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from builders import amount, device_window, full, gpu, hello, reports, row
+from builders import Job, amount, device_window, full, gpu, hello, row
 from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,25 +13,28 @@ from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.goodput import PRODUCTIVE, Goodput
 from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
-from effllm.job.goodput_tiles import MAX_BEFORE_S, Axis, Tiles
-from effllm.job.ledger import restore
+from effllm.job.goodput_tiles import MAX_BEFORE_S, Tiles
 from effllm.records.clock import Now
 from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat
 from effllm.store.summary_text import summary_text
 
-JOB = "job"
 
-
-class Run:
-    """An aggregator with windows of 10 s, its clocks, and agents whose messages the test chooses."""
+class Run(Job):
+    """A job with windows of 10 s, whose attempts and aggregators are replaced; its clocks may differ."""
 
     def __init__(self, world_size=2):
-        self.world_size = world_size
+        self.world_size, self.attempt, self.boot = world_size, 1, "boot"
         self.now_s = self.time_s = 1000.0
-        self.boot = "boot"
-        self.attempt = 1
         self.aggregator = Aggregator(Config(), "job-1", 1, self.time_s, None, self.boot)
+
+    @property
+    def now(self):
+        return Now(self.now_s, self.time_s)
+
+    @property
+    def name(self):
+        return f"job-{self.attempt}"
 
     def wait(self, seconds):
         self.now_s += seconds
@@ -42,24 +45,14 @@ class Run:
         return f"agent-{rank}-{self.attempt}"
 
     def join(self, *ranks, offset=0, is_numbered=True, **changes):
-        for rank in ranks or range(self.world_size):
-            message = hello(
-                rank,
-                self.world_size,
-                job=f"job-{self.attempt}",
-                agent=self.agent(rank),
-                offset=offset,
-                is_numbered=is_numbered,
-                **changes,
-            )
-            assert self.aggregator.hello(message, Now(self.now_s, self.time_s)) == ""
         self.offset = offset
+        for rank in ranks or range(self.world_size):
+            super().join(rank, agent=self.agent(rank), offset=offset, is_numbered=is_numbered, **changes)
         return self
 
     def send(self, rank, window, **changes):
         shown = {"iteration_shown": changes.get("iteration_last", 10 * window) + self.offset}
-        one = row(rank, window, **{"agent": self.agent(rank), **shown, **changes})
-        self.aggregator.reports(reports(one), Now(self.now_s, self.time_s))
+        super().send(row(rank, window, **{"agent": self.agent(rank), **shown, **changes}))
 
     def window(self, number, *ranks, **changes):
         """Advance the clock by 10 s; the ranks report this window."""
@@ -68,27 +61,26 @@ class Run:
             self.send(rank, number, **changes)
         return self
 
-    def bye(self, *ranks, status="killed"):
+    def bye(self, *ranks, status="killed", **changes):
         for rank in ranks or range(self.world_size):
-            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10), Now(self.now_s, self.time_s))
+            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10, **changes), self.now)
         return self
 
     def restore(self):
         """Replace the aggregator, as after SIGKILL."""
-        ledger = restore(self.aggregator.snapshot())
-        self.aggregator = Aggregator(Config(), ledger.job, ledger.attempt, self.time_s, ledger, self.boot)
-        return self
+        return self.continue_with(self.ledger())
 
     def restart(self, world_size=None):
         self.attempt += 1
         self.world_size = world_size or self.world_size
-        job = f"job-{self.attempt}"
-        ledger = restore(self.aggregator.snapshot()).next_attempt(job)
-        self.aggregator = Aggregator(Config(), job, ledger.attempt, self.time_s, ledger, self.boot)
+        return self.continue_with(self.ledger().next_attempt(self.name))
+
+    def continue_with(self, ledger):
+        self.aggregator = Aggregator(Config(), self.name, ledger.attempt, self.time_s, ledger, self.boot)
         return self
 
     def goodput(self, ended=True):
-        return self.aggregator.summary(self.time_s, ended).goodput
+        return self.summary(ended).goodput
 
     def seconds(self, ended=True):
         return {name: seconds for name, seconds in self.goodput(ended).seconds.items() if abs(seconds) > 1e-9}
@@ -207,7 +199,7 @@ def test_a_third_attempt_redoes_work_of_both_earlier_attempts():
 
 def test_unnumbered_iterations_give_a_remark_and_no_redone_time():
     run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
-    summary = run.aggregator.summary(run.time_s, True)
+    summary = run.summary(ended=True)
 
     assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
     assert [one.redone_iterations for one in summary.goodput.attempts] == [None, 0], "nothing came after the second"
@@ -267,7 +259,7 @@ def test_time_after_the_last_report_of_a_lost_host_is_unknown():
     run.send(0, 2)
     for _ in range(3):
         run.wait(10)
-        run.aggregator.tick(Now(run.now_s, run.time_s))
+        run.aggregator.tick(run.now)
     run.send(0, 3, busy_s=28.0, wait_s=2.0)
 
     # In a run of 50 s, rank 1 sent no report after the first 10 s.
@@ -446,7 +438,9 @@ def test_new_aggregator_continues_the_goodput_account():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
 
 
-@pytest.mark.parametrize(("shift_s", "boot", "gap_s"), [(-3600, "another", 0.0), (3600, "boot", 5.0)])
+@pytest.mark.parametrize(
+    ("shift_s", "boot", "gap_s"), [(-3600, "another", 0.0), (2, "another", 7.0), (3600, "boot", 5.0)]
+)
 def test_gap_is_of_the_unix_clock_only_after_a_reboot_and_never_negative(shift_s, boot, gap_s):
     run = Run().join().window(1).bye().wait(5)
     run.time_s += shift_s
@@ -455,16 +449,6 @@ def test_gap_is_of_the_unix_clock_only_after_a_reboot_and_never_negative(shift_s
 
     assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(gap_s)
     assert adds_up(run.goodput(ended=False))
-
-
-def test_time_axis_continues_by_unix_time_on_another_machine():
-    axis = Axis()
-    axis.advance(10.0, 1000.0, "here")
-    axis.advance(15.0, 1005.0, "here")
-    axis.is_resumed = True
-
-    assert axis.advance(3.0, 1012.0, "there") is None
-    assert axis.at_s == 12.0
 
 
 def test_restart_history_is_bounded_and_newest_spans_are_shortest():
@@ -533,7 +517,7 @@ def windows_of(rank, per_rank, wall_s, has_energy):
 
 def waterfall_adds_up(run, ended=False):
     """Check the parts against the attempts."""
-    summary = run.aggregator.summary(run.time_s, ended)
+    summary = run.summary(ended)
     found, attempts, goodput = summary.waterfall, summary.goodput.attempts, summary.goodput
     device_s = sum(one.elapsed_s * one.devices for one in attempts)
     device_s += sum(after.gap_before_s * before.devices for before, after in pairwise(attempts))
@@ -605,7 +589,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
             join()
         elif step == "unused":
             join(stated_gpus=data.draw(st.integers(0, 12)))
-            run.aggregator.tick(Now(run.now_s, run.time_s))
+            run.aggregator.tick(run.now)
         elif step == "restore":
             run.restore()
             join()
@@ -617,7 +601,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         elif step in ("wait", "tick"):
             run.wait(data.draw(st.floats(0.0, 100.0)))
             if step == "tick":
-                run.aggregator.tick(Now(run.now_s, run.time_s))
+                run.aggregator.tick(run.now)
         elif step == "hang":
             run.aggregator.ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
         elif step == "lost_time":
@@ -629,7 +613,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         check(ended=False)
     run.aggregator.close_all()
     check(ended=True)
-    energy = run.aggregator.summary(run.time_s, True).energy.measured_joules or 0.0
+    energy = run.summary(ended=True).energy.measured_joules or 0.0
     joules = sum(joules or 0.0 for joules in run.goodput().joules.values())
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
 
@@ -647,7 +631,7 @@ def test_later_byes_of_a_rank_do_not_change_its_end():
 def test_all_parts_of_a_summary_have_the_same_elapsed_time():
     run = Run(1).join().wait(2)
     run.send(0, 1)
-    summary = run.bye(status="completed").aggregator.summary(run.time_s, ended=True)
+    summary = run.bye(status="completed").summary(ended=True)
 
     assert summary.elapsed_s == summary.goodput.elapsed_s == pytest.approx(10.0)
     assert summary.started_time_s == summary.goodput.attempts[0].start_time_s == pytest.approx(992.0)
@@ -672,8 +656,7 @@ def test_delayed_messages_do_not_lengthen_the_run(says_bye):
 
 def test_time_of_a_lost_rank_ends_at_its_last_message():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
-    heartbeat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
-    run.aggregator.heartbeat(heartbeat, Now(run.now_s, run.time_s))
+    run.aggregator.heartbeat(Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0), run.now)
     goodput = run.wait(50).goodput()
 
     assert goodput.elapsed_s == pytest.approx(15.0)
@@ -684,8 +667,7 @@ def test_time_of_a_lost_rank_ends_at_its_last_message():
 def test_rank_without_first_and_last_report_keeps_its_elapsed_time():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
     run.window(2, sequence=2)
-    run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), Now(run.now_s + 99.0, run.time_s + 99.0))
-    goodput = run.goodput()
+    goodput = run.wait(99.0).bye(end_time_s=1030.0).goodput()
 
     assert goodput.elapsed_s == pytest.approx(30.0)
     assert goodput.seconds["unknown"] == pytest.approx(20.0)
@@ -708,8 +690,8 @@ def test_impossible_times_of_a_rank_change_the_elapsed_time_by_thirty_days_at_mo
     run.wait(10).send(0, 1)
     run.send(1, 1, **in_report)
     run.bye(0)
-    run.aggregator.bye(Bye(run.agent(1), 1, "completed", 10, end_time_s=in_bye), Now(run.now_s, run.time_s))
-    summary = run.aggregator.summary(run.time_s, ended=True)
+    run.bye(1, status="completed", end_time_s=in_bye)
+    summary = run.summary(ended=True)
 
     assert summary.measured_tokens == 2000
     assert summary.elapsed_s <= MAX_BEFORE_S + 10.0

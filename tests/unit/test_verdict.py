@@ -644,15 +644,6 @@ def test_loss_of_few_windows_has_the_iteration_of_the_worst_window():
     assert found.evidence[0].windows == LossWindows(2, 70, 90, 70, pytest.approx(0.9))
 
 
-def test_windows_of_a_loss_survive_a_restart_of_the_aggregator():
-    job = Job(1).join()
-    job.tick(10.0).send(row(0, 1))
-    found = job.aggregator.ledger.goodput.windows_of("data", 0.05)
-
-    assert found.count == 1
-    assert Job(1, job.ledger()).aggregator.ledger.goodput.windows_of("data", 0.05) == found
-
-
 def test_loss_by_a_clock_does_not_grow_with_unused_gpus():
     """One rank on one of eight GPUs: its GPU loses 25 of 125 s, and the other GPUs have no clock in a job."""
     goodput = GoodputSummary(125.0, 1.0, {"kept": 125.0}, {"kept": 125.0}, {})
