@@ -274,34 +274,22 @@ def test_logged_iteration_number_is_shown_and_changes_no_window():
     assert (rows[0].window, rows[0].iteration_last, rows[0].iteration_shown) == (1, 2, 5002)
 
 
-def test_loss_after_the_end_of_an_iteration_is_in_its_window():
+@cases(
+    ("losses", "expected"),
+    [
+        ((4.0, 3.0, 2.0), [(3.0, 0, None), (2.0, 0, None)]),
+        *(((bad, bad, 2.0), [(None, 2, 41), (2.0, 0, None)]) for bad in map(float, ("inf", "-inf", "nan"))),
+        ((None, 2.0, None), [(2.0, 0, None), (None, 0, None)]),
+    ],
+)
+def test_loss_after_the_end_of_an_iteration_is_in_its_window(losses, expected):
     with looping(log_interval=2) as loop:
-        for loss in (4.0, 3.0, 2.0):
+        for loss in losses:
             iterate(loop, 1)
-            loop.recorder.loss(loop.recorder.ordinal, loss)
+            loop.recorder.loss(40 + loop.recorder.ordinal, loss)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
 
-    assert [row.loss for row in rows] == [3.0, 2.0]
-
-
-@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
-def test_non_finite_loss_is_counted_and_gives_no_loss_value(loss):
-    with looping(log_interval=3) as loop:
-        for value in (2.0, loss, loss):
-            iterate(loop, 1)
-            loop.recorder.loss(40 + loop.recorder.ordinal, value)
-        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=3)
-
-    assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 2, 42)
-
-
-def test_missing_loss_is_not_counted():
-    with looping(log_interval=1) as loop:
-        iterate(loop, 1)
-        loop.recorder.loss(1, None)
-        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=1)
-
-    assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 0, None)
+    assert [(row.loss, row.losses_not_finite, row.first_not_finite) for row in rows] == expected
 
 
 @pytest.mark.parametrize(("before", "resets"), [(3, [False, True, False, False]), (2, [True, False, False, False])])
