@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 
 from effllm.analysis.yaml_document import load_yaml
 from effllm.config.isolated import NoAnswer
-from effllm.memory.config_json import (
-    UnknownArchitecture,
-    architecture_of,
-    find_model,
-    find_variant,
-    known_models,
-    read_config,
-    similar_names,
-)
+from effllm.memory.config_json import UnknownArchitecture, find_model, find_variant, read_config, similar_names
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model_count import can_count, count_model, stated_model, with_counted
 from effllm.memory.plan import ModelShape, WrongModel
@@ -83,7 +75,7 @@ def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
     if model := find_variant(text):
         note = f"{text} is taken as a variant of {model.name}, with the same sizes: otherwise give its config.json"
         return FoundModel(model.shape, f"table: {model.source}", (*model.notes, note), config=model.config)
-    near = ", ".join(similar_names(text)) or ", ".join(model.name for model in known_models()[:4]) + ", ..."
+    near = ", ".join(similar_names(text))
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(
             f"{text} is not in the table, and nothing is downloaded: download config.json of this model, and give the "
@@ -139,8 +131,7 @@ def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
         shape, wrong, reason = None, error, str(error)
     is_unknown = isinstance(wrong, UnknownArchitecture)
     if is_unknown and sizes.parameters is not None:
-        named = str(fields.get("model_type") or architecture_of(fields))
-        return stated_model(name, named, sizes.parameters, sizes.active_parameters)
+        return stated_model(name, str(fields.get("model_type") or ""), sizes.parameters, sizes.active_parameters)
     if not can_count():
         if wrong and not is_unknown:
             raise wrong

@@ -16,9 +16,7 @@ MAX_CHANGES, MAX_TOGETHER = 5, 3
 
 def verdict(total: ByteRange, usable_bytes: float) -> str:
     """Return whether a plan fits: unclear if the interval contains the memory of the GPU."""
-    if total.high <= usable_bytes:
-        return FITS
-    return DOES_NOT_FIT if total.low > usable_bytes else UNCLEAR
+    return FITS if total.high <= usable_bytes else DOES_NOT_FIT if total.low > usable_bytes else UNCLEAR
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: b
     """
     if not given.shape.has_known_layers:
         return []
-    changes = list(_serving_changes(given.plan) if not given.plan.is_training else _training_changes(given.plan))
+    changes = list((_training_changes if given.plan.is_training else _serving_changes)(given.plan))
     changes += _splits(given.shape, given.plan, keeps_gpus)
     sets: list[frozenset[str]] = []
     fitting: list[FittingChange] = []
@@ -147,10 +145,9 @@ def _splits(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[P
     for factor in (2, 4, 8):
         parts = plan.tp * factor
         if shape.heads % parts == 0 and parts <= 8:
-            if keeps_gpus and plan.dp % factor == 0:
-                sizes = {"tp": parts, "dp": plan.dp // factor}
-                yield PlanChange("communication in each layer", 3.0 + factor / 4, sizes)
-            else:
-                yield PlanChange("", 8.0 * factor, {"tp": parts})
+            sizes = {"tp": parts, "dp": plan.dp // factor}
+            is_same = keeps_gpus and plan.dp % factor == 0
+            same = PlanChange("communication in each layer", 3.0 + factor / 4, sizes)
+            yield same if is_same else PlanChange("", 8.0 * factor, {"tp": parts})
         if plan.is_training and plan.dp == 1:
             yield PlanChange("", 7.5 * factor, {"dp": factor, "zero": 3})

@@ -1,7 +1,6 @@
 """The shape of a model, from the fields of a Hugging Face config.json or from a row of known_models.json.
 
-The sizes follow the modules of transformers, with the table architectures.toml; a test builds these modules on the meta
-device and compares the numbers of parameters.
+The sizes follow the modules of transformers, whose parameters tests compare, with the table architectures.toml.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def configs(fields: Fields) -> list[Fields]:
 
 
 def written(value: Any) -> str:
-    """Return the beginning of a value as it is in a JSON file."""
     return json.dumps(value)[:60]
 
 
@@ -74,7 +72,7 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
-        raise UnknownArchitecture(f"{key} is {written(value)}: there are no formulas for a size of each layer")
+        raise UnknownArchitecture(f"{key} is {written(value)}: {_NO_SIZES}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongModel(f"{key} is {written(value)}, not a whole number")
     lowest, limit = not _MAY_BE_ZERO.fullmatch(key), MAX_LAYERS if key in ALIASES["layers"] else MAX_SIZE
@@ -104,20 +102,19 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
         "estimate is without it; --base-bits 4 or 8 estimates quantized matrices, for a training together with --lora"
         for config in quantized[-1:]
     ]
-    other = [key for key in ("vision_config", "audio_config") if key in fields]
-    if other:
+    if other := [key for key in ("vision_config", "audio_config") if key in fields]:
         notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
     if "dim" in fields and "n_layers" in fields:
         fields = _of_mistral(fields)
     inner = fields.get("text_config")
     if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
         fields = _text_model(inner, fields, notes)
+    key = "model_type" if text(fields, "model_type") else "architectures"
     architecture = text(fields, "model_type") or architecture_of(fields)
     if not architecture:
         stated = written(fields.get("model_type"))
         raise WrongModel(f"model_type is {stated}, and architectures name no class: give the config.json of a model")
     if architecture not in architectures():
-        key = "model_type" if text(fields, "model_type") else "architectures"
         raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
     try:
         shape = shape_of(fields, architecture)
@@ -151,20 +148,19 @@ def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     if len(set(places)) != 1:  # the classes of transformers read one, the other, or either
         notes.append(f"{key} is not stated once: with the extra fit, the class of the model decides about its head")
     defaults = config_tables()["text_defaults"].get(text(inner, "model_type"), {})
-    absent = [key for key in defaults if key not in stated]
-    if absent:
+    if absent := [key for key in defaults if key not in stated]:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
     return {**defaults, **stated}
 
 
 #: Fields that are lists, with a value for each layer.
 _PER_LAYER = re.compile(".*per_layer.*|block_configs|.*_multipliers")
+_NO_SIZES = "there are no formulas for a size of each layer"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Return the rows of the table by ``model_type``."""
     rows: dict[str, dict[str, Any]] = config_tables()["layers"]
     return rows | {kind: rows[other] for kind, other in config_tables()["same"].items()}
 
@@ -203,9 +199,7 @@ def shape_of(fields: Fields, architecture: str) -> ModelShape:
 def _attention_and_mlp(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the usual layer: attention with grouped queries, an MLP and two norms."""
     if listed := [key for key in fields if _PER_LAYER.fullmatch(key) and isinstance(fields[key], (list, dict))]:
-        raise UnknownArchitecture(
-            f"{listed[0]} is {written(fields[listed[0]])}: there are no formulas for a size of each layer"
-        )
+        raise UnknownArchitecture(f"{listed[0]} is {written(fields[listed[0]])}: {_NO_SIZES}")
     hidden, heads, layers = size(fields, "hidden"), size(fields, "heads"), size(fields, "layers")
     if other := [key for key in row.get("unknown", ()) if fields.get(key) not in (None, False, hidden)]:
         raise UnknownArchitecture(f"{other[0]} is {written(fields[other[0]])}: there are no formulas for such layers")
@@ -282,20 +276,16 @@ def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Exper
         layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in without
         for layer in range(shape.layers)
     )
-    shared = width * stated.pop("shared", 0)
-    return Experts(
-        **{"shared_intermediate": shared, **stated, "layers": len(listed) if isinstance(listed, list) else layers}
-    )
+    stated = {"shared_intermediate": width * stated.pop("shared", 0), **stated}
+    return Experts(**stated, layers=len(listed) if isinstance(listed, list) else layers)
 
 
 def _of_falcon(fields: Fields) -> Fields:
     """Return the fields with the numbers of key-value heads and norms, which follow from switches."""
     heads = size(fields, "heads")
+    keys, norms = 1 if flag(fields, "multi_query", True) else heads, 1 if flag(fields, "parallel_attn", True) else 2
     if flag(fields, "new_decoder_architecture", False):
         keys, norms = whole(fields, "num_kv_heads", heads), whole(fields, "num_ln_in_parallel_attn", 2)
-    else:
-        keys = 1 if flag(fields, "multi_query", True) else heads
-        norms = 1 if flag(fields, "parallel_attn", True) else 2
     return {**fields, "num_key_value_heads": keys, "norms_per_layer": norms}
 
 
@@ -327,11 +317,6 @@ def known_models() -> tuple[KnownModel, ...]:
     return msgspec.json.decode(Path(__file__).with_name("known_models.json").read_bytes(), type=tuple[KnownModel, ...])
 
 
-def find_model(name: str) -> KnownModel | None:
-    """Return the model with a name, an alias or a repository; letters other than a to z and digits do not count."""
-    return _by_name().get(_plain(name))
-
-
 def find_variant(name: str) -> KnownModel | None:
     """Return the model of which a name is a variant with the same sizes; quantized ones have other weights."""
     short = name.split("/")[-1].lower().removeprefix("meta-")
@@ -345,19 +330,19 @@ _VARIANT = r"[-_](instruct|chat|base|it|pt|hf|thinking|bf16|\d{4})$"
 
 
 def similar_names(name: str) -> list[str]:
-    """Return the names of the table that are nearest to a name."""
+    """Return the names of the table that are nearest to a name, or else its first names."""
     plain = {_plain(row.name): row.name for row in known_models()}
-    return [plain[key] for key in difflib.get_close_matches(_plain(name.split("/")[-1]), plain, 4, 0.5)]
+    near = difflib.get_close_matches(_plain(name.split("/")[-1]), plain, 4, 0.5)
+    return [plain[key] for key in near] or [*list(plain.values())[:4], "..."]
+
+
+def find_model(name: str) -> KnownModel | None:
+    """Return the model with a name, an alias or a repository; letters other than a to z and digits do not count."""
+    for row in known_models():
+        if _plain(name) in map(_plain, (row.name, row.repository, row.repository.split("/")[-1], *row.aliases)):
+            return row
+    return None
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-@cache
-def _by_name() -> dict[str, KnownModel]:
-    models: dict[str, KnownModel] = {}
-    for row in known_models():
-        for name in (row.name, row.repository, row.repository.split("/")[-1], *row.aliases):
-            models.setdefault(_plain(name), row)
-    return models

@@ -57,9 +57,8 @@ def total_of(parts: Iterable[ByteRange]) -> ByteRange:
     return ByteRange(max(expected - below, 0.0), expected, expected + above)
 
 
-#: The ranges of these four follow from settings and from published peaks; they were not measured on a GPU here.
-#: A CUDA context with the kernels of torch and cuBLAS; or of Megatron and Transformer Engine, too (what is left of the
-#: totals of megatron-tutorials on H100).
+#: These ranges follow from settings and from published peaks; they were not measured on a GPU here.
+#: A CUDA context with the kernels of torch and cuBLAS, or of Megatron and Transformer Engine (megatron-tutorials).
 CUDA_CONTEXT = {"transformers": ByteRange(0.3e9, 0.7e9, 1.5e9), "megatron": ByteRange(0.5e9, 1.5e9, 3e9)}
 #: NCCL for each group of ranks: channels of 4 MiB buffers (NCCL_BUFFSIZE) to each neighbour, up to 2 GB with 8 ranks.
 NCCL_GROUP = ByteRange(0.1e9, 0.7e9, 2.0e9)
@@ -141,7 +140,6 @@ def as_computed(shape: ModelShape, plan: MemoryPlan) -> MemoryPlan:
 
 
 def _largest(totals: list[ByteRange]) -> ByteRange:
-    """Return the range of the largest of the moments and stages."""
     return ByteRange(*map(max, zip(*totals, strict=True)))
 
 
@@ -319,10 +317,9 @@ def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weig
     DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3
     gather the weights of the layer in use and of the next one, and reduce the gradients of a layer.
     """
-    nccl = nccl_buffers(plan)
+    low, expected, high = nccl = nccl_buffers(plan)
     if not nccl.expected:
         return nccl
-    low, expected, high = nccl
     if plan.is_training and plan.shards > 1:
         if plan.zero == 0 and plan.implementation == "transformers":
             expected, high = expected + gradients, high + gradients
@@ -339,8 +336,7 @@ def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     Layers with a sliding window need the window alone; transformers' DynamicCache and older servers keep all tokens.
     With latent attention, vLLM and SGLang keep the latent vector of a token; transformers keeps keys and values.
     """
-    share = stage.layers / shape.layers
-    tokens = plan.micro_batch * -(-plan.seq_length // plan.cp)
+    share, tokens = stage.layers / shape.layers, plan.tokens
     windowed = plan.micro_batch * min(shape.sliding_window or plan.seq_length, plan.seq_length)
     size = plan.numbers.compute
     if shape.latent:
@@ -355,8 +351,7 @@ def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
 
 def _working(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the tensors of the widest layer during the prefill of all sequences, and the logits."""
-    tokens, size = float(plan.tokens), plan.numbers.compute
-    width = float(shape.intermediate)
+    tokens, size, width = float(plan.tokens), plan.numbers.compute, float(shape.intermediate)
     if shape.experts:
         width = max(width if shape.dense_layers else 0, shape.experts.intermediate * shape.experts.active)
     layer: float = tokens * (2 * shape.hidden + max(3 * width, 2 * shape.q_size + shape.value_size) / plan.tp) * size

@@ -1,17 +1,16 @@
 """Read a model and its plan from Megatron's arguments, or from a launch script with these arguments.
 
 A script is not run: assignments of variables and arrays are replaced in the text, sums and products of whole numbers
-are computed, and every ``--name`` with its value is an argument.  The shape is that of Megatron's GPT model with these
-arguments.
+are computed, and every ``--name`` with its value is an argument.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from operator import add, floordiv, mod, mul, sub
 from typing import Any
 
 from effllm.memory.config_json import find_model
@@ -27,12 +26,8 @@ _AS_ONE_WORD = str.maketrans(" \t()", "\ue000\ue001\ue002\ue003")  # of an arith
 _AS_WRITTEN = str.maketrans("\ue000\ue001\ue002\ue003", " \t()")
 _FORMULA = re.compile("\\$\ue002\ue002(.*?)\ue003\ue003")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod,
+}  # fmt: skip
 MAX_VALUE = 100_000  # letters
 #: Vocabularies of tokenizers whose size is not an argument.
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -53,12 +48,9 @@ def ambiguous(text: str) -> list[str]:
     for name, value in _arguments(text):
         if (name in _names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
             sizes.setdefault(name, []).append(value)
-    return [
-        f"--{name} is {' and '.join(dict.fromkeys(values))} in the script, whose branches are not followed: "
-        f"{values[-1]} is taken"
-        for name, values in sizes.items()
-        if len(set(values)) > 1
-    ]
+    several = {name: values for name, values in sizes.items() if len(set(values)) > 1}
+    text = "--{} is {} in the script, whose branches are not followed: {} is taken"
+    return [text.format(name, " and ".join(dict.fromkeys(values)), values[-1]) for name, values in several.items()]
 
 
 def _replaced(text: str) -> str:
@@ -117,7 +109,6 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
 
 
 def read_shape(arguments: Arguments, name: str) -> ModelShape:
-    """Return the model of Megatron's arguments."""
     if other := [f"--{name}" for name in OTHER_MODELS if name in arguments]:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
@@ -198,7 +189,6 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
 
 
 def _vocabulary(arguments: Arguments) -> int:
-    """Return the padded vocabulary."""
     if arguments.get("padded-vocab-size"):
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
@@ -238,7 +228,6 @@ def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
 
 
 def _names(kind: str) -> dict[str, Any]:
-    """Return the arguments of settings: of a plan their names, of experts and latent attention also the defaults."""
     return dict(training_systems()["arguments"][kind])
 
 
@@ -256,10 +245,9 @@ def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
         if default is None:
             raise WrongModel(f"the arguments have no --{name}")
         return default
-    if value.startswith("$"):
-        raise WrongModel(f"--{name} is {value}, which has no value in the script: replace it by its number")
     if not re.fullmatch(r"-?\d{1,15}", value):
-        raise WrongModel(f"--{name} is {value!r}, not a whole number")
+        has_none = f"{value}, which has no value in the script: replace it by its number"
+        raise WrongModel(f"--{name} is {has_none if value[0] == '$' else f'{value!r}, not a whole number'}")
     lowest = name not in ("q-lora-rank", "qk-pos-emb-head-dim", "moe-shared-expert-intermediate-size")
     if not lowest <= int(value) <= MAX_SIZE:
         raise WrongModel(f"--{name} is {value}: a number from {lowest:d} to {MAX_SIZE:,} is possible")

@@ -1,8 +1,7 @@
 """The parameters of a model, counted in the model that transformers builds from its config on the meta device.
 
 A process of its own builds it: config.json on stdin, a JSON object on stdout.  No weights are allocated, nothing is
-downloaded, and no code of a model's repository is run: the class is the one of transformers that the config names in
-``architectures``.  `effllm.memory.measure_child` is such a process, too.
+downloaded, and no code of a model's repository is run: the class is one of transformers.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
 
 
 #: Of a model whose layers have no formulas.
-_UNKNOWN: dict[str, Any] = {
-    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"), 1),
-    "tied": True,
-    "has_known_layers": False,
-}
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+_UNKNOWN: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), "tied": True, "has_known_layers": False}
 
 
 def stated_model(name: str, architecture: str, parameters: int, active: int | None) -> ModelShape:
@@ -149,10 +145,8 @@ def _group(path: str, kind: str) -> str:
         return Group.EMBEDDING
     if "norm" in kind.lower() or leaf.endswith("norm"):
         return Group.NORM
-    if "shared_expert" in path:
-        return Group.SHARED
-    if "experts" in path:
-        return Group.EXPERT
+    if "experts" in path or "shared_expert" in path:
+        return Group.SHARED if "shared_expert" in path else Group.EXPERT
     if leaf in ("gate", "router") or "router" in path:
         return Group.ROUTER
     return Group.ATTENTION if any(word in path for word in ("attn", "attention", "mixer", "mamba")) else Group.MLP
@@ -160,8 +154,7 @@ def _group(path: str, kind: str) -> str:
 
 def _tensor(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> ParameterTensor:
     """Return a tensor: the experts of a layer are one tensor of three dimensions, or of two for their biases."""
-    is_bias = leaf.endswith("bias")
-    count = 1
+    is_bias, count = leaf.endswith("bias"), 1
     if group == Group.EXPERT and len(sizes) == 3 - is_bias:
         count, *rest = sizes
         sizes = tuple(rest)

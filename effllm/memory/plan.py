@@ -32,7 +32,6 @@ class ParameterTensor:
 
     @property
     def elements(self) -> int:
-        """Elements of one of these tensors."""
         return self.rows * (self.columns or 1)
 
     @property
@@ -121,7 +120,6 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """Elements of the queries of a token."""
         return self.heads * self.qk_head_dim
 
     @property

@@ -1,7 +1,6 @@
 """Bytes that a rank holds during the whole training: weights, gradients and optimizer states.
 
-ZeRO (arXiv 1910.02054, section 5) divides the states from stage 1 on, the gradients from stage 2 on, and the weights at
-stage 3.  Tensor, pipeline and expert parallelism divide the tensors themselves.
+ZeRO (arXiv 1910.02054, section 5) divides the states from stage 1 on, the gradients from stage 2 on, the weights at 3.
 """
 
 from __future__ import annotations
@@ -112,17 +111,15 @@ class Stage:
 
 
 def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
-    """Return the stages that can have the largest peak."""
     layers, is_only = -(-shape.layers // plan.pp), plan.pp == 1
     return [Stage(True, is_only, layers), Stage(False, True, layers)][: 1 if is_only else 2]
 
 
 def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[ParameterTensor]:
     """Return the tensors of a rank of a stage, and how many of each it holds, before ZeRO divides them."""
-    share = stage.layers / shape.layers
     tensors = []
     for tensor in parameter_tensors(shape):
-        held = tensor.count * share
+        held = tensor.count * (stage.layers / shape.layers)
         if tensor.group == Group.EMBEDDING:
             held = tensor.count if stage.is_first or (stage.is_last and shape.tied) else 0
         elif tensor.group == Group.HEAD:
@@ -139,17 +136,13 @@ def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Para
 def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[ParameterTensor]:
     """Return the tensors that the optimizer changes: all, or the adapters of LoRA.
 
-    An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  Routed experts have no
-    adapters with PEFT, which adapts modules: the experts of transformers are parameters of one module.
+    An adapter of a matrix of m rows and n columns has r (m + n) elements (arXiv 2106.09685).  PEFT adapts modules, and
+    the experts of transformers are parameters of one module.
     """
     if not plan.lora_rank:
         return held
     rank, adapters = plan.lora_rank, []
-    left_out = (
-        (Group.EMBEDDING, Group.HEAD)
-        if plan.implementation == "megatron"
-        else (Group.EMBEDDING, Group.HEAD, Group.EXPERT)
-    )
+    left_out = [Group.EMBEDDING, Group.HEAD, *([] if plan.implementation == "megatron" else [Group.EXPERT])]
     for tensor in held:
         if tensor.name in LORA_TARGETS[plan.lora_targets] and tensor.group not in left_out:
             adapters += [replace(tensor, rows=rank), replace(tensor, columns=rank)]
@@ -160,10 +153,8 @@ def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -
     """Return the part of tensors that a rank holds if ZeRO divides them from a stage on; experts not between EP."""
     if plan.zero < from_stage or plan.shards == 1:
         return tensors
-    return [
-        replace(one, count=one.count / max(plan.shards / (plan.ep if one.group == Group.EXPERT else 1), 1))
-        for one in tensors
-    ]
+    shards = {Group.EXPERT: max(plan.shards / plan.ep, 1)}
+    return [replace(tensor, count=tensor.count / shards.get(tensor.group, plan.shards)) for tensor in tensors]
 
 
 def elements(tensors: Iterable[ParameterTensor]) -> float:
@@ -172,15 +163,11 @@ def elements(tensors: Iterable[ParameterTensor]) -> float:
 
 def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor]) -> float:
     """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
-    size = plan.numbers.weights
-    if plan.base_bits:
-        quantized = quantized_elements(held)
-        # The biases of quantized matrices have the precision of the products.
-        biases = sum(tensor.all_elements for tensor in held if tensor.name == "bias")
+    size, base = plan.numbers.weights, elements(held) * plan.numbers.weights
+    if plan.base_bits:  # the biases of quantized matrices have the precision of the products
+        quantized, biases = quantized_elements(held), elements([one for one in held if one.name == "bias"])
         other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
         base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
-    else:
-        base = elements(held) * size
     return base + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
 
 
@@ -209,8 +196,7 @@ def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:
     """Return the bytes of the states of a tensor.
 
     Adafactor has the sums of the rows and columns of a matrix, and all squares of a vector (arXiv 1804.04235).  Muon is
-    for the matrices of the layers, and AdamW for the embedding, the head, vectors and stacked experts: torch.optim.Muon
-    takes matrices alone, and the experts of transformers are tensors of three dimensions.
+    for the matrices of the layers, and AdamW for all others, stacked experts too: Muon of torch takes matrices alone.
     """
     if optimizer == "adafactor":
         return (tensor.rows + tensor.columns) * size

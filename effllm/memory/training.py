@@ -61,17 +61,13 @@ class TensorSizes:
         has_mask = 0 < shape.sliding_window < plan.seq_length and plan.attention != "flash" and not self.is_fused
         self.windowed = shape.sliding_layers / shape.layers if has_mask else 0.0
 
-    def trains(self, name: str) -> bool:
-        """Whether the matrices with a name have adapters, or are trained themselves."""
-        return not self.is_lora or name in LORA_TARGETS[self.plan.lora_targets]
-
     def inputs(self, width: float, names: tuple[str, ...]) -> float:
         """Return what matrix products with one input keep of it.
 
         A product keeps its input if its matrix is trained.  Autocast casts the input once for each product, and an
         adapter has a copy in its own precision.  Some kernels for quantized matrices keep the input of a frozen one.
         """
-        copies = sum(self.trains(name) for name in names)
+        copies = sum(not self.is_lora or name in LORA_TARGETS[self.plan.lora_targets] for name in names)
         if not self.is_lora:
             return self.tokens * width * self.compute * (copies if self.plan.casts_weights else 1)
         frozen = width * self.compute if self.plan.keeps_frozen_inputs else 0.0
@@ -90,9 +86,8 @@ def norm(sizes: TensorSizes) -> LayerBlock:
     """
     shape, elements = sizes.shape, sizes.tokens * sizes.shape.hidden / sizes.spread
     if shape.layer_norm or sizes.is_fused:
-        return LayerBlock(
-            elements * sizes.stream + 2 * FULL * sizes.tokens, elements * sizes.stream, 2 * elements * FULL
-        )
+        size = elements * sizes.stream
+        return LayerBlock(size + 2 * FULL * sizes.tokens, size, 2 * elements * FULL)
     normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else sizes.stream
     return LayerBlock(elements * (FULL + normalised) + FULL * sizes.tokens, elements * FULL, 3 * elements * FULL)
 
@@ -153,11 +148,8 @@ def mlp(sizes: TensorSizes, width: float) -> LayerBlock:
 
 
 def _products(shape: ModelShape, is_fused: bool) -> int:
-    if shape.gated_mlp:
-        return 3 if is_fused else 4
-    if is_fused:
-        return 2
-    return {"relu": 1, "gelu_new": 5}.get(shape.activation, 2)
+    of_activation = 2 if is_fused else {"relu": 1, "gelu_new": 5}.get(shape.activation, 2)
+    return (3 if is_fused else 4) if shape.gated_mlp else of_activation
 
 
 def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
@@ -221,7 +213,11 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
 
 def _layers(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[list[LayerBlock]]:
     shape, routed = sizes.shape, sizes.shape.experts
-    inner = weights.attach(_attention(sizes), Group.ATTENTION)
+    block = attention(sizes)
+    if sizes.plan.checkpointing == "selective":  # recomputes the probabilities (Korthikanti et al., section 5)
+        fused = attention(TensorSizes(shape, replace(sizes.plan, attention="sdpa")))
+        block = replace(block, kept=fused.kept, backward=block.backward + block.kept - fused.kept)
+    inner = weights.attach(block, Group.ATTENTION)
     dense = [norm(sizes), inner, *[norm(sizes)] * (shape.norms_per_layer - 1)]
     layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]]
     if not routed:
@@ -240,8 +236,7 @@ def _kept(layer: Sequence[LayerBlock]) -> float:
 def held_by_products(sizes: TensorSizes) -> float:
     """Return the inputs of a layer's products of 8 bits that checkpointing does not free, as transformers 5 uses it.
 
-    MatMul8bitLt of bitsandbytes 0.50 holds them as attributes of the node, which no hook of autograd replaces. With
-    ``use_reentrant=True``, the default of transformers 4, there is no such node.
+    MatMul8bitLt of bitsandbytes 0.50 holds them as attributes of a node, which ``use_reentrant=True`` does not make.
     """
     shape, plan = sizes.shape, sizes.plan
     if plan.base_bits != 8 or plan.checkpointing != "full":
@@ -301,15 +296,6 @@ class _BlockWeights:
         )
 
 
-def _attention(sizes: TensorSizes) -> LayerBlock:
-    """Return the attention; selective checkpointing recomputes its probabilities (Korthikanti et al., section 5)."""
-    block = attention(sizes)
-    if sizes.plan.checkpointing != "selective":
-        return block
-    fused = attention(TensorSizes(sizes.shape, replace(sizes.plan, attention="sdpa")))
-    return replace(block, kept=fused.kept, backward=block.backward + block.kept - fused.kept)
-
-
 def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBlock:
     """Return what lives during the whole step: the residual stream, tables of rotations and the mask."""
     shape, plan = sizes.shape, sizes.plan
@@ -324,9 +310,8 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
     again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
     norms = elements([tensor for tensor in weights.trained if tensor.group == Group.NORM])
-    return LayerBlock(
-        kept=stream + tables + mask, backward=again + stream, gradients=gradient + norms * plan.numbers.gradients
-    )
+    gradient += norms * plan.numbers.gradients
+    return LayerBlock(stream + tables + mask, backward=again + stream, gradients=gradient)
 
 
 def _loss(sizes: TensorSizes) -> LayerBlock:
@@ -334,8 +319,7 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
 
     transformers converts logits to 32 bits, and the loss keeps their log-softmax.  In the backward pass, the gradients
     of the log-softmax and of its input are beside it.  Without whole logits, as in TRL's SFTTrainer since version 1.16
-    (``trl/kernels/chunked_logprob.py``), there is one buffer of a whole tile, also for a small vocabulary, and
-    gradients are summed in 32 bits and converted at the end.  Liger and Cut Cross-Entropy were not counted.
+    (``trl/kernels/chunked_logprob.py``), there is a buffer of a whole tile, and gradients are summed in 32 bits.
     """
     plan, compute = sizes.plan, sizes.compute
     width = sizes.shape.vocab / plan.tp

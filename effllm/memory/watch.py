@@ -2,8 +2,6 @@
 
 torch's peak is never reset, so a reading shows the peak of the time before it only if the peak has risen.  From such
 readings follow the temporary bytes of steps, evaluations and checkpoints: peak less the memory that stays allocated.
-The steady growth of the allocated memory, plus the largest temporary bytes, reaches the capacity at a known iteration;
-a second forecast is that of the longest micro-batch.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ MAX_HORIZON = 2.0
 MIN_LATER = 0.8
 #: If memory grows by less than this share of the trend since the second newest block, the growth has stopped.
 MIN_NEWEST = 0.6
-#: The lower end of the interval of the growth is at least this share of the growth: a few jumps of the memory, up and
-#: down, look like growth with a wide interval.
+#: The lower end of the interval of the growth is at least this share of the growth: a few jumps have a wide interval.
 MIN_CERTAIN = 0.75
-
 #: The upper end of the interval is multiplied by this factor, the lower end by its inverse: jumps and caches, which the
 #: trend does not contain.  With 1.35, 95 % of the intervals of `benchmarks.memory_forecast` contain the end of the run.
 WIDENED = 1.35
@@ -64,7 +60,6 @@ class MemoryTrend(NamedTuple):
 
     @property
     def certain_bytes(self) -> float:
-        """Lower bound of the 95 % interval of the growth over the judged iterations; at least 0."""
         return max(self.low_bytes, 0.0) * self.iterations / 1000
 
 
@@ -119,7 +114,6 @@ class MemoryBlocks:
 
 
 def _slopes(points: list[tuple[float, float]]) -> list[float]:
-    """Return the sorted slopes of all pairs of points."""
     return sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
 
 
@@ -182,9 +176,7 @@ class LeakWatch:
         self._confirmed_from = 0  # iteration from which a second judgement is a confirmation; 0: no first judgement
 
     def add(self, iteration: int, used_bytes: float) -> None:
-        if self._first < 0:
-            self._first = iteration
-        self._last = iteration
+        self._first, self._last = self._first if self._first >= 0 else iteration, iteration
         self.blocks.add(iteration, used_bytes)
 
     def warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[Warned]:
@@ -207,7 +199,7 @@ class LeakWatch:
                 LEAK,
                 f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
                 f"{_size(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
-                + _until_full(trend, available()),
+                + _until_full((high, middle, low), available()),
             )
 
 
@@ -244,9 +236,7 @@ class DeviceWatch:
     def growth(self, capacity: float) -> MemoryGrowth | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
         trend, last = self._leak.blocks.trend(), self.last
-        if trend is None or last is None or not trend.is_growing:
-            return None
-        if trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
+        if trend is None or last is None or not trend.is_growing or trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
             return None
         early, late = self._leak.blocks.early_and_late_growth()
         newest = self._leak.blocks.newest_growth(last.iteration, last.allocated)
@@ -275,8 +265,7 @@ class DeviceWatch:
     def _longest_step(self, positions: int, capacity: float) -> str:
         """Return the forecast for the longest possible micro-batch, if its step needs more than the capacity.
 
-        There is none after such a micro-batch, or if those so far have too similar lengths.  The temporary
-        bytes of a step are taken as linear in the positions; with attention scores they are more.
+        The temporary bytes of a step are taken as linear in the positions; with attention scores they are more.
         """
         lengths = [length for length, _ in self._steps]
         shortest, longest = min(lengths, default=0.0), max(lengths, default=0.0)
@@ -294,10 +283,7 @@ class DeviceWatch:
         )
 
     def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
-        """Yield the new warnings at the end of a window.
-
-        ``capacity`` is that of torch's allocator; ``max_positions`` those of the largest micro-batch, 0 if unknown.
-        """
+        """Yield the new warnings of a window; ``max_positions`` are those of the largest micro-batch, 0 if unknown."""
         yield from self._leak.warnings()
         if capacity is None or self.last is None:
             return
@@ -323,8 +309,7 @@ class DeviceWatch:
 
     def _state(self, now: MemoryReading, before: MemoryReading) -> str:
         """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
-        peaks = {name: size for name, size in self._peaks.items() if name != STARTUP}
-        parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in peaks.items()]
+        parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in self._peaks.items() if name != STARTUP]
         parts += [
             f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved",
             f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)",
@@ -334,13 +319,11 @@ class DeviceWatch:
         return "; ".join(parts)
 
 
-def _until_full(trend: MemoryTrend, available: float | None) -> str:
+def _until_full(growths: tuple[float, ...], available: float | None) -> str:
     """Return when the memory is full, for the text of a leak; empty if the available memory is unknown."""
     if available is None:
         return ""
-    soonest, middle, latest = (
-        1000 * max(available, 0.0) / growth for growth in (trend.high_bytes, trend.growth_bytes, trend.low_bytes)
-    )
+    soonest, middle, latest = (max(available, 0.0) / growth for growth in growths)
     return (
         f"; if only this process grows, the available {available / _GB:.2f} GB of the host are full in about "
         f"{middle:,.0f} iterations ({soonest:,.0f} to {latest:,.0f})"

@@ -49,10 +49,7 @@ class StatedFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self, system: str, path: str = "") -> Iterator[str]:
-        """Yield the keys that are on, were not read, and may change the memory; ``fsdp_config.x`` is one in a mapping.
-
-        A mapping that was not read is one key.
-        """
+        """Yield the keys that are on, were not read, and may change the memory; a mapping that was not read is one."""
         for key, value in self._fields.items():
             named = f"{path}{key}"
             if isinstance(value, StatedFields):
@@ -92,17 +89,12 @@ def training_systems() -> dict[str, Any]:
     return msgspec.toml.decode(Path(__file__).with_name("training_systems.toml").read_bytes(), type=dict[str, Any])
 
 
-def _is_of_megatron(fields: Fields) -> bool:
-    sizes = [key for key, _ in training_systems()["names"]["megatron"].values()]
-    return bool([key for key in (*sizes, *_MEGATRON) if fields.get(key)])
-
-
 def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
-    if not _is_of_megatron(fields):
+    """Return the settings of a training in Megatron; none if no key states one."""
+    sizes = training_systems()["names"]["megatron"]
+    if not [key for key in (*(key for key, _ in sizes.values()), *_MEGATRON) if fields.get(key)]:
         return {}
-    settings: dict[str, Any] = {
-        name: _whole(fields, *size) for name, size in training_systems()["names"]["megatron"].items()
-    }
+    settings: dict[str, Any] = {name: _whole(fields, *size) for name, size in sizes.items()}
     granularity = fields.get("recompute_granularity")
     return settings | {
         "implementation": "megatron",
@@ -125,11 +117,7 @@ class _Training(NamedTuple):
 
 
 def _llama_factory(fields: Fields) -> _Training:
-    """Read a YAML of LLaMA-Factory.
-
-    LLaMA-Factory loads the model in the precision of the products, and trains weights or adapters in 32 bits unless
-    ``pure_bf16`` is set; it checkpoints activations unless ``disable_gradient_checkpointing`` is set.
-    """
+    """Read a YAML of LLaMA-Factory: it trains weights or adapters in 32 bits unless ``pure_bf16`` is set."""
     kind, stage, notes = str(fields.get("finetuning_type", "lora")), fields.get("stage"), []
     has_adapters = kind in ("lora", "oft")
     if kind not in ("lora", "full"):
@@ -153,7 +141,7 @@ def _axolotl(fields: Fields) -> _Training:
 
 
 def _swift(fields: Fields) -> _Training:
-    usual = "full" if _is_of_megatron(fields) else "lora"
+    usual = "full" if _megatron(fields, True) else "lora"
     kind = str(fields.get("tuner_type", fields.get("train_type", usual)))
     notes = [f"{kind} is estimated as LoRA"] if kind not in ("lora", "full") else []
     if rlhf := fields.get("rlhf_type"):
@@ -190,8 +178,7 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
     }
     if has_adapters:
         is_all = fields.get("lora_target_linear")
-        key, default = names["lora_targets"]
-        settings["lora_targets"] = "all" if is_all else _targets(fields, key, default, notes)
+        settings["lora_targets"] = "all" if is_all else _targets(fields, names["lora_targets"], notes)
         settings |= {"lora_rank": _first(fields, names["lora_rank"]), "base_bits": training.base_bits}
     elif deepspeed is not None and short:
         settings["precision"] = "bf16-zero"
@@ -201,10 +188,8 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
 def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
     values: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
     notes: list[str] = []
-    if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16"):
-        values["precision"] = f"{mixed}-mixed"
-    elif mixed in ("no", False):  # YAML reads an unquoted no as false
-        values["precision"] = "fp32"
+    if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16", "no", False):  # YAML reads an unquoted no as false
+        values["precision"] = f"{mixed}-mixed" if mixed in ("bf16", "fp16") else "fp32"
     elif mixed is not None:
         notes.append(f"mixed_precision {mixed} is not estimated")
     layout = _mapping(fields, "parallelism_config")
@@ -279,8 +264,8 @@ def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> R
     return settings, [*notes, *left_out([*stated.unread(system), *stages.unread(system)])]
 
 
-def _targets(fields: Fields, key: str, default: str, notes: list[str]) -> str:
-    stated = fields.get(key) or default
+def _targets(fields: Fields, named: list[str], notes: list[str]) -> str:
+    stated = fields.get(key := named[0]) or named[1]
     names = {str(name).strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
     targets = next((name for name, matrices in _TARGETS.items() if names <= matrices), "all")
     if names not in ({"all"}, {"all-linear"}, _TARGETS[targets]):
