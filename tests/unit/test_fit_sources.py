@@ -42,20 +42,10 @@ def test_a_launch_script_is_the_model_and_its_plan():
     shape = read_shape(arguments, "llama")
     assert count_parameters(shape).total == 8_030_261_248  # as Llama 3.1 8B
     settings, notes = read_settings(arguments)
-    assert notes == []
-    assert settings == {
-        "tp": 2,
-        "seq_length": 8192,
-        "micro_batch": 1,
-        "global_batch": 128,
-        "gpus": 16,
-        "zero": 1,
-        "implementation": "megatron",
-        "precision": "bf16-master",
-        "optimizer": "adamw",
-        "sequence_parallel": True,
-        "checkpointing": "full",
-    }
+    layout = {"tp": 2, "gpus": 16, "zero": 1, "sequence_parallel": True, "implementation": "megatron"}
+    batch = {"seq_length": 8192, "micro_batch": 1, "global_batch": 128, "checkpointing": "full"}
+    assert (settings, notes) == ({**layout, **batch, "precision": "bf16-master", "optimizer": "adamw"}, [])
+    assert ambiguous(SCRIPT) == []
 
 
 def test_arguments_without_switches_are_the_gpt_of_megatron():
@@ -69,20 +59,6 @@ def test_arguments_without_switches_are_the_gpt_of_megatron():
     assert count_parameters(read_shape(arguments, "")).total == (50304 + 16) * 8 + 2 * layer + 16
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ("--vocab-size", "have no --vocab-size: Megatron reads it from the tokenizer"),
-        ("--num-attention-heads", "the arguments have no --num-attention-heads"),
-    ],
-)
-def test_missing_arguments_are_named(changes, text):
-    arguments = {name: value for name, value in read_script(SCRIPT).items() if f"--{name}" != changes}
-
-    with pytest.raises(WrongModel, match=text):
-        read_shape(arguments, "")
-
-
 @cases(
     ("argument", "text"),
     [
@@ -94,6 +70,8 @@ def test_missing_arguments_are_named(changes, text):
         ("--num-layers $UNSET", r"--num-layers is \$UNSET, which has no value in the script"),
         ("--num-experts 8 --moe-layer-freq f(3)", "a whole number or a list such as"),
         ("--hybrid-override-pattern M-M*", "--hybrid-override-pattern: only the GPT model of Megatron is known"),
+        ("--vocab-size=", "have no --vocab-size: Megatron reads it from the tokenizer"),
+        ("--num-attention-heads=", "the arguments have no --num-attention-heads"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_named(argument, text):
@@ -135,6 +113,9 @@ def test_sums_and_products_of_a_script_are_computed(script, layers):
     arguments = read_script(script)
 
     assert (arguments["num-layers"], arguments["hidden-size"]) == (layers, "8")
+    assert ambiguous("if A; then --num-layers 2; else --num-layers 4; fi --num-layers 4") == [
+        "--num-layers is 2 and 4 in the script, whose branches are not followed: 4 is taken"
+    ]
 
 
 def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
@@ -148,14 +129,6 @@ def test_layout_of_megatron_in_a_yaml_of_llama_factory_is_read():
     assert notes == []
     layout = {"tp": 1, "pp": 4, "ep": 2, "cp": 1, "zero": 1, "implementation": "megatron", "precision": "bf16-master"}
     assert found.items() >= {**layout, "checkpointing": "full", "seq_length": 4096, "micro_batch": 1}.items()
-
-
-def test_layout_of_accelerate_is_read():
-    layout = {f"parallelism_config_{name}_size": size for name, size in (("tp", 2), ("cp", 4), ("dp_shard", 8))}
-
-    found, notes = read_yaml("accelerate", {"num_processes": 64, "parallelism_config": layout})
-
-    assert (found, notes) == ({"gpus": 64, "tp": 2, "cp": 4}, [])
 
 
 def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
@@ -272,21 +245,6 @@ def test_arguments_of_megatron_that_are_not_estimated_are_listed(tmp_path, argum
     assert [note for note in find(str(path)).notes if note.startswith("not in the estimate")] == notes
 
 
-def test_a_megatron_layout_of_swift_has_what_it_does_not_contain_beside_it():
-    fields = {"model": "x", "max_length": 8, "tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}
-
-    assert read_yaml("ms-swift", {**fields, "optim": "sgd", "torch_dtype": "bfloat16"})[1] == [
-        "not in the estimate: recompute_num_layers"
-    ]
-
-
-def test_sizes_of_two_branches_have_a_note():
-    assert ambiguous(SCRIPT) == []
-    assert ambiguous("if A; then --num-layers 2; else --num-layers 4; fi --num-layers 4") == [
-        "--num-layers is 2 and 4 in the script, whose branches are not followed: 4 is taken"
-    ]
-
-
 @cases(
     ("arguments", "expected"),
     [
@@ -353,13 +311,6 @@ def test_settings_of_llama_factory(changes, expected):
     assert notes == []
 
 
-def test_what_is_not_estimated_of_llama_factory_is_named():
-    settings, notes = read_yaml("llama-factory", {"finetuning_type": "full", "use_galore": True, "optim": "new"}, None)
-
-    assert notes == ["optim new is estimated as AdamW", "not in the estimate: use_galore"]
-    assert settings["optimizer"] == "adamw"
-
-
 @cases(
     ("fields", "deepspeed", "text"),
     [
@@ -376,6 +327,8 @@ def test_what_is_not_estimated_of_llama_factory_is_named():
         ({"lora_target": [1]}, None, "lora_target 1 is estimated as --lora-targets all"),
         ({"fsdp": "hybrid_shard auto_wrap"}, None, "HYBRID_SHARD is estimated as FULL_SHARD"),
         ({"fsdp": ["full_shard", "offload"]}, None, "fsdp offload is not estimated"),
+        ({"optim": "new"}, None, "optim new is estimated as AdamW"),
+        ({"tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}, None, "recompute_num_layers"),
     ],
 )
 def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
@@ -405,12 +358,19 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
     assert text in note
 
 
+MEGATRON_SWITCHES = ("sequence_parallelism", "recompute_activations", "use_distributed_optimizer")
+
+
 @cases(
     ("fields", "expected"),
     [
         ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"precision": "bf16-mixed"}),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"zero": 2}),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": True}}, {"zero": 3}),
+        (
+            {"parallelism_config": {f"parallelism_config_{name}_size": 2 for name in ("tp", "cp", "dp_shard")}},
+            {"tp": 2, "cp": 2},
+        ),
         (
             {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 3}},
             {"zero": 3, "precision": "bf16-zero"},
@@ -419,12 +379,8 @@ def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
             {
                 "distributed_type": "MEGATRON_LM",
                 "mixed_precision": "bf16",
-                "megatron_lm_config": {
-                    "megatron_lm_tp_degree": 2,
-                    "megatron_lm_sequence_parallelism": True,
-                    "megatron_lm_recompute_activations": True,
-                    "megatron_lm_use_distributed_optimizer": True,
-                },
+                "megatron_lm_config": {"megatron_lm_tp_degree": 2}
+                | {f"megatron_lm_{name}": True for name in MEGATRON_SWITCHES},
             },
             {"tp": 2, "sequence_parallel": True, "checkpointing": "selective", "zero": 1, "precision": "bf16-master"},
         ),
@@ -450,6 +406,7 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
     ("name", "content", "text"),
     [
         ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: none.json\n", "none.json, which is not there"),
+        ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: deep.zero.json\n", "maximum recursion"),
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "model_name_or_path: a.yaml\n", "a.yaml, which is not a model"),
         ("a.yaml", "lr: 1\n", "neither of LLaMA-Factory"),
@@ -468,32 +425,19 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
         ("empty.json", "", "empty.json is empty: give the config.json"),
         ("list.json", "[]", "it has no fields: give the config.json"),
         ("deep.json", "[" * 100_000, "is not JSON: maximum recursion depth"),
+        ("model.safetensors", "\0\udcff", "is not a text file: give the config.json"),
+        ("a.yaml", "model_name_or_path: mistralai/Mistral-7B-Instruct-v0.3\n", "nothing is downloaded"),
+        ("a.yaml", "model_name_or_path: company/Meta-Llama-3-8B-Instruct-GPTQ\n", "nothing is downloaded"),
         ("run.sh", "torchrun train.py\n", "neither JSON nor a script of Megatron with the sizes"),
         ("run.sh", "pretrain --num-layers 2 --hidden-size 8\n", "no --num-attention-heads"),
     ],
 )
 def test_a_file_without_a_model_is_named(tmp_path, name, content, text):
-    path = tmp_path / name
-    path.write_text(content)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    (tmp_path / "deep.zero.json").write_text('{"a": ' * 700 + "1" + "}" * 700)
 
     with pytest.raises(UnreadableModel, match=text):
-        find(str(path))
-
-
-def test_a_row_that_was_not_compared_has_one_note():
-    (note,) = find("deepseek-math-7b").notes
-
-    assert "not compared" in note
-    assert find("llama-3.1-8b").notes == ()
-
-
-def test_a_binary_file_and_an_empty_name_are_no_traceback(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(range(256)))
-
-    for text, error in ((str(path), "is not a text file: give the config.json"), ("", "MODEL is empty")):
-        with pytest.raises(UnreadableModel, match=error):
-            find(text)
+        find(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -509,12 +453,9 @@ def test_a_tuned_model_has_the_sizes_of_its_base(name, model):
 
     assert found.shape.name == model
     assert found.notes[-1].startswith(f"{name} is taken as a variant of {model}")
-
-
-@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-Instruct-v0.3", "company/Meta-Llama-3-8B-Instruct-GPTQ"])
-def test_versions_and_quantized_models_are_not_variants(name):
-    with pytest.raises(UnreadableModel, match="nothing is downloaded"):
-        find(name)
+    assert [note for note in find("deepseek-math-7b").notes if "not compared" in note] and not find(model).notes
+    with pytest.raises(UnreadableModel, match="MODEL is empty"):
+        find("")
 
 
 @pytest.mark.parametrize("is_accelerate", [False, True])
@@ -528,22 +469,6 @@ def test_a_deepspeed_config_is_found_in_a_folder_above(tmp_path, is_accelerate):
     path.write_text(of_accelerate if is_accelerate else of_factory)
 
     assert find(str(path)).settings["zero"] == 1
-
-
-def test_a_deep_deepspeed_config_is_no_traceback(tmp_path):
-    (tmp_path / "zero.json").write_text('{"a": ' * 700 + "1" + "}" * 700)
-    path = tmp_path / "sft.yaml"
-    path.write_text("model_name_or_path: qwen3-8b\ndeepspeed: zero.json\n")
-
-    with pytest.raises(UnreadableModel, match="maximum recursion"):
-        find(str(path))
-
-
-def test_an_inline_deepspeed_config_is_read(tmp_path):
-    path = tmp_path / "sft.yaml"
-    path.write_text("model_name_or_path: qwen3-8b\nfinetuning_type: full\ndeepspeed: {zero_optimization: {stage: 2}}\n")
-
-    assert find(str(path)).settings["zero"] == 2
 
 
 def test_model_that_the_formulas_refuse_is_counted_where_it_can_be_built(monkeypatch, tmp_path):
