@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.counted import Counted, count_step
-from benchmarks.memory.real_size import RealSize
+from benchmarks.memory.on_gpu import RealSize
 
 
 @dataclass

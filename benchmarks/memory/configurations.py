@@ -74,16 +74,9 @@ class Configuration:
     def fields(self) -> dict[str, Any]:
         """The fields of the config.json."""
         extra = {key: value for key, value in ARCHITECTURES[self.architecture].items() if key != "layer_norm"}
-        sizes: dict[str, Any] = {
-            "model_type": self.architecture,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": 512,
-            "pad_token_id": 0,
-            "use_cache": False,
-        }
+        sizes: dict[str, Any] = {"model_type": self.architecture, "vocab_size": self.vocab, "hidden_size": self.hidden}
+        sizes |= {"num_hidden_layers": self.layers, "num_attention_heads": self.heads, "pad_token_id": 0}
+        sizes |= {"max_position_embeddings": 512, "use_cache": False}
         if self.architecture == "opt":
             return {**sizes, "ffn_dim": self.intermediate, "word_embed_proj_dim": self.hidden, "dropout": 0.0}
         if self.architecture == "gpt2":
@@ -98,8 +91,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        values = asdict(self)
-        return " ".join(str(values[key]) for key in values)
+        return " ".join(map(str, asdict(self).values()))
 
 
 def configurations(count: int, seed: int = 15) -> list[Configuration]:

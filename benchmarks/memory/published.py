@@ -29,9 +29,8 @@ UNITS = {"GB": 1e9, "GiB": 2.0**30, "MiB": 2.0**20, "thousand MiB": 1000 * 2.0**
 NEAR = 0.12  # relative error of a number that is near
 HEADING = """## Published peaks
 
-The formulas and their limits were corrected on the learning rows, and on the first three held-out sets after each had
-been judged once; the fourth was judged once, and nothing was corrected on it. The intervals are meant to contain nine
-of ten peaks. Half of their width, and the error, are medians.
+The formulas and their limits were corrected on the learning rows, and on the first four held-out sets after each had
+been judged once. The intervals are meant to contain nine of ten peaks. Half of their width, and the error, are medians.
 """
 OTHERS = f"""
 ## Other estimators, the same rows

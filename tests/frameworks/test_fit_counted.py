@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from benchmarks.memory.built import build, measure
 from benchmarks.memory.configurations import Configuration
 from benchmarks.memory.judged import judge
+from benchmarks.memory.on_gpu import RealSize
 from benchmarks.memory.on_gpu import measure as measure_peaks
-from benchmarks.memory.real_size import RealSize
 from effllm.commands.app import app
 from effllm.memory.states import count_parameters
 

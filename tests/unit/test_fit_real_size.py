@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.memory.on_gpu import MeasuredPeaks, figures_of, rows_of
-from benchmarks.memory.real_size import MODELS, RealSize, real_sizes
+from benchmarks.memory.on_gpu import MODELS, MeasuredPeaks, RealSize, figures_of, real_sizes, rows_of
 from effllm.memory.estimate import estimate
 
 USABLE = 80e9
