@@ -75,20 +75,15 @@ def run_job(num_ranks, script, *arguments, **variables):
 
 def test_sum_of_parameter_shares_of_all_ranks_is_the_model_size(layouts):
     for name, ranks in layouts:
-        total = sum(rank["share"]["total"] for rank in ranks)
-        assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL), name
-
-
-def test_parameters_of_only_one_of_two_experts_count_as_active(layouts):
-    for name, ranks in layouts:
-        idle = 0 if name.startswith("dense") else LAYERS * MLP
-        assert sum(rank["share"]["total"] - rank["share"]["active"] for rank in ranks) == idle, name
-
-
-def test_frozen_parameters_are_counted_but_not_as_trainable(layouts):
-    for name, ranks in layouts:
-        frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN
-        assert sum(rank["share"]["total"] - rank["share"]["trainable"] for rank in ranks) == frozen, name
+        found = {kind: sum(rank["share"][kind] for rank in ranks) for kind in ("total", "active", "trainable")}
+        if name.startswith("dense"):
+            assert found == dict.fromkeys(found, DENSE_MODEL), name
+        else:  # one of two experts is active, and the table is frozen
+            assert found == {
+                "total": EXPERTS_MODEL,
+                "active": EXPERTS_MODEL - LAYERS * MLP,
+                "trainable": EXPERTS_MODEL - VOCABULARY * HIDDEN,
+            }, name
 
 
 def test_sum_of_local_parameters_is_not_the_model_size(layouts):
@@ -166,19 +161,6 @@ def settings(monkeypatch):
     return importlib.import_module("settings")
 
 
-def write(folder, text):
-    path = folder / "job.yaml"
-    path.write_text(text)
-    return path
-
-
-def test_run_configuration_of_the_demo_is_valid(settings):
-    demo = settings.read_settings(REPOSITORY / "configs" / "demo.yaml")
-
-    assert demo.training.iterations == 60
-    assert settings.data_parallel_size(demo, 2) == 2
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -193,52 +175,32 @@ def test_run_configuration_of_the_demo_is_valid(settings):
         ("[1, 2]", "names with values are expected"),
         ("system: torchtitan", "'system' must be megatron_core"),
         ("model: {", "cannot read"),
+        ("parallelism: {tensor: 2}", "processes=3 does not divide by 2"),
+        ("model: {num_attention_heads: 4}\nparallelism: {tensor: 3}", "num_attention_heads=4 does not divide by 3"),
+        ("parallelism: {pipeline: 3}", "model.num_layers=2 does not divide by 3"),
+        ("data: {global_batch_size: 32}", "data.global_batch_size=32 does not divide by 12"),
     ],
 )
-def test_wrong_run_configuration_is_rejected_with_the_reason(settings, tmp_path, text, message):
+def test_wrong_run_configuration_of_three_processes_is_rejected_with_the_reason(settings, tmp_path, text, message):
+    (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(settings.SettingsError) as refusal:
-        settings.read_settings(write(tmp_path, text))
+        settings.data_parallel_size(settings.read_settings(tmp_path / "job.yaml"), 3)
 
     assert message in str(refusal.value)
 
 
-def test_omitted_keys_get_their_defaults(settings, tmp_path):
-    path = write(tmp_path, "training: {iterations: 3, learning_rate: 1}\nmodel:\n")
-
-    assert settings.read_settings(path) == settings.Settings(
-        training=settings.Training(iterations=3, learning_rate=1.0)
-    )
-
-
-def test_flags_override_the_run_configuration(settings, tmp_path):
-    path = write(tmp_path, "parallelism: {tensor: 2}\ntraining: {seed: 5}")
+def test_flags_override_the_run_configuration_and_its_defaults(settings, tmp_path, capsys):
+    path = tmp_path / "job.yaml"
+    path.write_text("parallelism: {tensor: 2}\ntraining: {seed: 5, learning_rate: 1}\nmodel:\n")
 
     given = settings.parse_arguments(["--config", str(path), "--tp", "1", "--pp", "2", "--iterations", "7"])
 
-    assert given.parallelism == settings.Parallelism(tensor=1, pipeline=2)
-    assert (given.training.iterations, given.training.seed) == (7, 5)
-
-
-def test_wrong_flag_is_reported_with_its_name(settings, capsys):
+    assert given == settings.Settings(
+        parallelism=settings.Parallelism(tensor=1, pipeline=2),
+        training=settings.Training(iterations=7, seed=5, learning_rate=1.0),
+    )
     with pytest.raises(SystemExit):
         settings.parse_arguments(["--iterations", "0"])
-
     assert "--iterations: training.iterations=0 must be at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("world_size", "tensor", "pipeline", "message"),
-    [
-        (3, 2, 1, "processes=3 does not divide by 2"),
-        (8, 8, 1, "model.num_attention_heads=4 does not divide by 8"),
-        (4, 1, 4, "model.num_layers=2 does not divide by 4"),
-        (3, 1, 1, "data.global_batch_size=32 does not divide by 12"),
-    ],
-)
-def test_impossible_layout_is_rejected(settings, world_size, tensor, pipeline, message):
-    given = settings.Settings(parallelism=settings.Parallelism(tensor, pipeline))
-
-    with pytest.raises(settings.SettingsError) as refusal:
-        settings.data_parallel_size(given, world_size)
-
-    assert message in str(refusal.value)
+    demo = settings.read_settings(REPOSITORY / "configs" / "demo.yaml")
+    assert (demo.training.iterations, settings.data_parallel_size(demo, 2)) == (60, 2)
