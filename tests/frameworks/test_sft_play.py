@@ -245,20 +245,6 @@ def test_wrong_setting_is_reported_in_one_line(play, section, change, line):
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize(("backend", "twin"), [("bnb", "adamw"), ("unsloth", "adafactor")])
-def test_missing_gpu_of_a_backend_is_reported_in_one_line(play, backend, twin):
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-
-    job = play.start(tuning={"backend": backend}).wait(100.0)
-
-    assert job.code == 1
-    line = f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-{twin}"
-    assert job.stdout.splitlines()[1:] == [line]
-
-
 def test_row_is_written_to_a_second_file_if_the_columns_differ(play, tmp_path):
     other = tmp_path / "results.csv"
     other.write_text("run,joules\n1,2\n")

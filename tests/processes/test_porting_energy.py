@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import json
 import math
 import shutil
@@ -14,51 +12,11 @@ from pathlib import Path
 
 import pytest
 from nvml_library import Gpu, square
-from sft_play_sections import SECTION_METRICS, SECTIONS_BNB, SECTIONS_UNSLOTH
-
-from effllm.instruments import EnergyMetrics
-from effllm.instruments._energy import Baseline, SpanReadings
-from effllm.instruments.energy_report import Block, entry, final_values, intensity, report, write_files
-from effllm.instruments.results_csv import append_row
-from effllm.records.spans import SpanPart
 
 FOLDER = Path(__file__).parents[2] / "integration" / "sft_play"
 
 
 # --- the energy callback ---
-
-
-def block(joules, seconds, steps, utilization):
-    """Return the block of a GPU with these sums."""
-    ends = {"start_ns": 0, "end_ns": round(seconds * 1e9)}
-    shares = {"utilization_seconds": utilization * seconds, "utilization_covered_s": seconds}
-    part = SpanPart(1, 0, 1, **ends, joules=joules, covered_s=seconds, **shares)
-    return Block(SpanReadings.of([part]), steps, 1, 1 + round(seconds * 1e9))
-
-
-def test_energy_metrics_of_a_script_have_the_given_values():
-    metrics = EnergyMetrics(
-        timestamp=1753713022.5,
-        step=100,
-        epoch=0.3,
-        power_avg_w=300.0,
-        power_max_w=350.0,
-        power_min_w=250.0,
-        energy_consumed_wh=0.5,
-        temperature_avg_c=60.0,
-        temperature_max_c=65.0,
-        utilization_avg_percent=90.0,
-        memory_used_avg_mb=8000.0,
-        gpu_name="NVIDIA A100",
-        duration_s=6.0,
-        samples_count=12,
-    )
-    values = dataclasses.asdict(metrics)
-
-    assert EnergyMetrics(*values.values()) == metrics
-    kinds = {field.name: field.type for field in dataclasses.fields(EnergyMetrics)}
-    others = {"step": "int", "samples_count": "int", "gpu_name": "str"}
-    assert kinds == {name: others.get(name, "float") for name in values}
 
 
 MONITORED = """
@@ -117,63 +75,42 @@ def test_monitor_without_high_precision_has_no_baseline(monitored):
     assert math.isnan(found["energy_above_baseline_wh"])
 
 
-@pytest.mark.parametrize(("utilization", "score"), [(0.5, 0.2), (0.001, 10.0)])
-def test_efficiency_divides_energy_per_step_by_utilization(utilization, score):
-    """36 kJ in 100 steps are 0.1 Wh per step; a utilization below 0.01 counts as 0.01."""
-    of_steps = block(36_000.0, 120.0, 100, utilization)
-
-    assert final_values(of_steps, 1.0, None)["final_energy/energy_efficiency_score"] == pytest.approx(score)
-
-
-def test_efficiency_of_an_entry_is_computed_from_its_fields():
-    of_step = block(720.0, 2.0, 1, 0.8)
-    metrics = EnergyMetrics(0.0, 1, 0.0, 360.0, 360.0, 360.0, 0.2, 60.0, 60.0, 80.0, 0.0, "", 2.0, 4)
-    written = entry(metrics, of_step, Baseline())
-
-    utilization_factor = written["utilization_avg_percent"] / 100.0
-    assert written["energy_efficiency"] == pytest.approx(written["energy_consumed_wh"] / max(0.01, utilization_factor))
-
-
-def test_carbon_mass_is_half_a_kilogram_per_kilowatt_hour():
-    two_kwh = block(2 * 3.6e6, 3600.0, 10, 0.9)
-    final = final_values(two_kwh, 1.0, intensity(None, "document"))
-
-    assert final["final_energy/total_energy_consumed_kwh"] == pytest.approx(2.0)
-    assert final["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(1.0)
-
-
-def test_names_of_the_four_energy_files_contain_the_same_time(tmp_path):
-    paths = write_files(str(tmp_path / "results"), ([], [], {}, {}))
-
-    stamp = paths[0].stem.removeprefix("energy_step_history_")
-    time.strptime(stamp, "%Y%m%d_%H%M%S")
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
-        f"energy_interval_history_{stamp}.json",
-        f"energy_monitoring_summary_{stamp}.json",
-        f"energy_step_history_{stamp}.json",
-        f"robust_gpu_energy_{stamp}.json",
-    ]
-
-
-def test_portuguese_report_of_an_hour_has_nine_values():
-    """550 W for an hour are 0.55 kWh; 1000 steps have 0.55 Wh each, and 0.55 Wh / 0.92 is 0.5978."""
-    hour = block(550.0 * 3600, 3600.0, 1000, 0.92)
-
-    assert report(hour, 3.0, intensity(None, "document"), language="pt").splitlines() == [
-        "RELATÓRIO ENERGÉTICO FINAL:",
-        "• Duração: 3600s (1.00h)",
-        "• Steps: 1000",
-        "• Épocas: 3.00",
-        "• Energia total: 0.5500 kWh",
-        "• Potência média: 550.0W",
-        "• Energia por step: 0.5500Wh",
-        "• Energia por época: 0.1833kWh",
-        "• Score de eficiência: 0.5978",
-        "• Pegada de carbono estimada: 0.275000kg CO2",
-    ]
-
-
 # --- the energy log of fine-tuning ---
+
+SECTION_METRICS = """
+metrics:
+  enable_energy_logging: true
+  sample_interval_s: 0.05
+  warmup_s: 60.0
+  log_vram_every_s: 1.0
+  results_csv: "outputs/energy_results.csv"
+"""
+SECTIONS_BNB = """
+tuning:
+  backend: bnb
+  lora:
+    r: 32
+    alpha: 32
+    dropout: 0.05
+
+train:
+  bf16: false
+  fp16: true
+  optim: paged_adamw_8bit
+"""
+SECTIONS_UNSLOTH = """
+tuning:
+  backend: unsloth
+  lora:
+    r: 32
+    alpha: 32
+    dropout: 0.05
+
+train:
+  bf16: true
+  fp16: false
+  optim: adamw_torch
+"""
 
 READ = """
 import dataclasses, json, os, sys
@@ -258,17 +195,3 @@ def test_make_targets_of_a_backend_use_its_configuration(folder, backend):
 
     command = f"{sys.executable} scripts/train.py --config configs/run_{backend}.yaml"
     assert (plain.stdout, charts.stdout) == (f"{command}\n", f"{command} --tensorboard\n")
-
-
-def test_file_of_results_has_the_known_columns(tmp_path):
-    path = tmp_path / "outputs" / "energy_results.csv"
-    append_row(path, {"tokens_processed": 20_000, "energy_J": 800.0, "backend": "bnb", "notes": "LoRA r=32"})
-    shown = subprocess.run(["cat", "outputs/energy_results.csv"], cwd=tmp_path, capture_output=True, text=True).stdout
-
-    (row,) = csv.DictReader(shown.splitlines())
-    assert list(row) == [
-        "tokens_processed", "wall_s", "warmup_s", "energy_J", "avg_power_W", "peak_power_W", "tok_per_s",
-        "J_per_token", "E10k_J", "vram_peak_MB", "vram_avg_MB", "model", "dataset", "backend", "optimizer",
-        "batch_size", "grad_accum", "seq_len", "precision", "seed", "notes",
-    ]  # fmt: skip
-    assert (row["tokens_processed"], row["energy_J"], row["wall_s"]) == ("20000", "800", "")
