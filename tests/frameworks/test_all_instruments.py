@@ -106,14 +106,6 @@ energy = EnergyTrackingCallback(RobustGPUMonitor(0.1, baseline_wait_s=1.0), 0.5,
 usual = dict(max_steps=30, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
              seed=1, output_dir="out", per_device_train_batch_size=4)
 """
-SFT = """
-from transformers import Trainer, TrainingArguments
-trainer = Trainer(model=tiny.llama(), args=TrainingArguments(**usual), train_dataset=tiny.rows(120),
-                  data_collator=collator, callbacks=[Panel(), energy])
-trainer.train()
-counts = {name: getattr(collator, name) for name in ("batches", "samples", "tokens", "tokens_processed", "tokens_loss")}
-write("sft", collator=counts)
-"""
 GRPO = """
 import trl
 from datasets import Dataset
@@ -199,17 +191,6 @@ def test_every_field_of_a_plain_loop_has_a_value(filled):
     assert found.found["memory"]["growth_interval_gb"]  # 260 measurements are enough for a trend
     assert found.found["collator"]["tokens"] == 260 * 13
     assert found.found["scores"]["invalid_count"] == 260
-
-
-@pytest.mark.system("transformers", how=RAN)
-def test_every_field_of_a_supervised_fine_tuning_has_a_value(filled):
-    found = filled(CALLBACKS + SFT)
-
-    found.check("grad_norm")
-    assert found.found["collator"]["samples"] == 120
-    files = found.energy_files()
-    assert len(files) == 4
-    assert list(nulls(files)) == []
 
 
 @pytest.mark.system("trl", how=RAN)

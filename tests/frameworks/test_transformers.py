@@ -40,47 +40,154 @@ def counts(job):
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
 
-def test_effllm_attaches_to_a_script_that_imports_transformers(frameworks):
-    """The import of transformers loads torch and the hooks of effllm."""
-    job = frameworks.run(script())
-
-    summary = job.ledger.summary
-    assert (summary.status, summary.iterations, summary.samples) == ("completed", 6, 12)
-    assert [block["iteration"] for block in job.blocks] == ["2", "4", "6"]
-    assert {block["style"] for block in job.blocks} == {"Step"}
-    assert job.ledger.facts["framework"] == "transformers"
-    assert job.ledger.facts["trainer"] == "Trainer"
-    assert job.ledger.facts["model_type"] == "llama"
-    assert job.ledger.facts["model"] == summary.model == "LlamaForCausalLM"
-    assert job.ledger.facts["per_device_batch_size"] == 2
-    assert (job.ledger.facts["precision"], job.ledger.facts["parallel_layout"]) == ("fp32", "single")
-    assert not job.our_errors
-
-
-def test_tokens_padding_and_labels_are_counted(frameworks):
-    """The test replaces the random sampler, so that every batch has rows of both lengths."""
-    job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"))
-
-    # 6 steps of two rows: 5 tokens padded to 8 positions, and 8 tokens; the first token of a row has no label
-    assert counts(job) == (6 * (5 + 8), 6 * 2 * 8, 6 * (4 + 7)) == (78, 96, 66)
-    assert job.ledger.summary.tokens == 78
-    assert job.ledger.summary.parameters == 4656
-    assert job.ledger.facts["token_source"] == "attention mask"
-
-
+#: In place of the random sampler, so that every batch has rows of both lengths.
+IN_ORDER = "trainer._get_train_sampler = lambda *_: range(48)"
+HAND = "__import__('effllm').EfficientLLMCallback()"
+#: ms-swift does this when it is imported.
 REPLACED = """
 import transformers.trainer
 transformers.trainer.DEFAULT_CALLBACKS = [transformers.trainer.DefaultFlowCallback]
 """
+#: In transformers, each process is rank 0 of a world of one, as with DeepSpeed without ``use_cpu``.
+EACH_IS_RANK_0 = """
+import os, torch
+torch.distributed.init_process_group('gloo')
+[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]
+"""
+EVALUATIONS = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
+IMAGES = """
+from transformers import Trainer, ViTConfig, ViTForImageClassification
+import tiny, torch
+
+model = ViTForImageClassification(ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, image_size=8, patch_size=4, num_labels=3))
+rows = [{"pixel_values": torch.zeros(3, 8, 8), "labels": i % 3} for i in range(24)]
+Trainer(model=model, args=tiny.arguments(), train_dataset=rows).train()
+"""
+OWN_STEP = f"""
+from transformers import Trainer
+import tiny
+
+class Mine(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+trainer = Mine(model=tiny.llama(), args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
+{IN_ORDER}
+trainer.train()
+"""
+ENCODER_DECODER = """
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+import tiny, torch
+
+model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+                                            decoder_start_token_id=0))
+row = {"input_ids": torch.arange(1, 7), "attention_mask": torch.tensor([1, 1, 1, 1, 1, 0]),
+       "labels": torch.tensor([3, 4, 5, -100])}
+arguments = Seq2SeqTrainingArguments(output_dir="out", per_device_train_batch_size=2, max_steps=4, use_cpu=True,
+                                     logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
+Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
+"""
+PACKED = f"""
+from transformers import DataCollatorWithFlattening, Trainer
+import tiny
+
+rows = [{{**row, "labels": row["input_ids"]}} for row in tiny.rows(48)]
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments(), train_dataset=rows,
+                  data_collator=DataCollatorWithFlattening())
+{IN_ORDER}
+trainer.train()
+"""
+#: FSDP2 shards the model during loading: each parameter is a DTensor, and each rank has half of its elements.
+SHARDED = f"""
+from transformers import LlamaForCausalLM, Trainer
+from transformers.distributed import DistributedConfig
+import os, tiny, torch
+
+torch.distributed.init_process_group("gloo")
+if os.environ["RANK"] == "0":
+    tiny.llama().save_pretrained("model")
+torch.distributed.barrier()
+model = LlamaForCausalLM.from_pretrained("model", distributed_config=DistributedConfig(fsdp_size=2))
+assert sum(p.to_local().numel() for p in model.parameters()) < 4656
+trainer = Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
+{IN_ORDER}
+trainer.train()
+tiny.end()
+"""
+#: The backend "eager" compiles no code; it wraps the model like other backends.
+COMPILED = "torch_compile=True, torch_compile_backend='eager'"
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+use_cpu: true
+num_processes: 2
+num_machines: 1
+mixed_precision: 'no'
+fsdp_config: {fsdp_version: 2}
+"""
+
+# 6 steps of two rows: 5 tokens padded to 8 positions, and 8 tokens; the first token of a row has no label.
+COUNTS = (6 * (5 + 8), 6 * 2 * 8, 6 * (4 + 7))
+TWICE = tuple(2 * count for count in COUNTS)
+USUAL = {"iterations": 6, "samples": 12, "parameters": 4656}
+BY_MASK = {**USUAL, "counts": COUNTS, "token_source": "attention mask"}
+OF_TWO = {**USUAL, "samples": 24, "counts": TWICE}
+#: Scripts, their start, and values of the summary and facts of their runs.
+TRAININGS = {
+    "two lengths": (script(before=IN_ORDER), {}, BY_MASK),
+    "default callbacks are replaced": (REPLACED + script(before=IN_ORDER), {}, BY_MASK),
+    "training_step is overridden": (OWN_STEP, {}, BY_MASK),
+    "compiled": (script(COMPILED, before=IN_ORDER), {}, {**BY_MASK, "model_type": "llama"}),
+    "evaluate and predict": (script(before=EVALUATIONS + "\n" + IN_ORDER, after=EVALUATIONS), {}, BY_MASK),
+    "accumulated micro-batches": (script("gradient_accumulation_steps=2", before=IN_ORDER), {}, OF_TWO),
+    "two processes": (script(before=IN_ORDER), {"ranks": 2}, {**OF_TWO, "parallel_layout": "DDP"}),
+    "each process is rank 0": (EACH_IS_RANK_0 + script(before=IN_ORDER), {"ranks": 2}, {"parameters": 4656}),
+    "FSDP2": (SHARDED, {"ranks": 2}, {**OF_TWO, "device_mesh": "pp=1 fsdp=2 tp=1", "parallel_layout": "FSDP"}),
+    # accelerate has no FSDP on CPUs
+    "accelerate launch": (script(before=IN_ORDER), {"accelerate": ACCELERATE}, {**OF_TWO, "parallel_layout": "DDP"}),
+    # a row with two sequences, of 5 and of 8 tokens; the first label of each sequence is masked
+    "packed": (PACKED, {}, {"samples": 12, "counts": (78, 78, 66), "token_source": "packed, without padding"}),
+    # 4 steps of 2 rows; 5 of 6 positions in the encoder and 3 of 4 positions in the decoder are tokens
+    "encoder and decoder": (ENCODER_DECODER, {}, {"samples": 8, "counts": (64, 80, 24), "trainer": "Seq2SeqTrainer"}),
+    "images": (IMAGES, {}, {"iterations": 6, "samples": 12, "tokens": None, "token_source": "no text in the batch"}),
+    "callback of the script, attached": (script(more=f"callbacks=[{HAND}]", before=IN_ORDER), {}, BY_MASK),
+    "callback of the script": (script(more=f"callbacks=[{HAND}]", before=IN_ORDER), {"attach": "0"}, BY_MASK),
+    "callback by name, attached": (script("report_to='efficientllm'", before=IN_ORDER), {}, BY_MASK),
+    "callback by name": (script("report_to='efficientllm'", before=IN_ORDER), {"attach": "0"}, BY_MASK),
+}  # fmt: skip
 
 
-def test_steps_are_counted_if_a_framework_replaces_the_default_callbacks(frameworks):
-    """ms-swift does this when it is imported."""
-    job = frameworks.run(REPLACED + script(before="trainer._get_train_sampler = lambda *_: range(48)"))
+@pytest.mark.parametrize(("code", "start", "expected"), TRAININGS.values(), ids=TRAININGS)
+def test_counts_of_a_training_are_those_of_its_batches(frameworks, tmp_path, code, start, expected):
+    options = dict(start)
+    if "accelerate" in start:
+        (tmp_path / "accelerate.yaml").write_text(options.pop("accelerate"))
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        options["launcher"] = [*launcher, str(tmp_path / "accelerate.yaml")]
+    job = frameworks.run(code, **options)
 
-    assert counts(job) == (78, 96, 66)
-    summary = job.ledger.summary
-    assert (summary.iterations, summary.samples, summary.parameters) == (6, 12, 4656)
+    found = {**job.ledger.facts, "counts": counts(job)}
+    found |= {name: getattr(job.ledger.summary, name) or None for name in (*USUAL, "tokens")}
+    assert {name: found[name] for name in expected} == expected
+    assert job.ledger.summary.coverage.ranks_reporting == (1 if start.keys() <= {"attach"} else 2)
+    assert not job.our_errors
+
+
+def test_effllm_attaches_to_a_script_that_imports_transformers(frameworks):
+    """The import of transformers loads torch and the hooks of effllm."""
+    job = frameworks.run(script())
+
+    summary, facts = job.ledger.summary, job.ledger.facts
+    assert (summary.status, summary.iterations, summary.samples) == ("completed", 6, 12)
+    assert [block["iteration"] for block in job.blocks] == ["2", "4", "6"]
+    assert {block["style"] for block in job.blocks} == {"Step"}
+    assert (facts["framework"], facts["trainer"], facts["model_type"]) == ("transformers", "Trainer", "llama")
+    assert facts["model"] == summary.model == "LlamaForCausalLM"
+    assert (facts["per_device_batch_size"], facts["precision"], facts["parallel_layout"]) == (2, "fp32", "single")
+    assert not job.our_errors
 
 
 def test_no_callback_is_added_to_a_trainer_from_which_the_user_removed_it(frameworks):
@@ -112,7 +219,7 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
 
 def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
     """Batches of 2 x 3 and 2 x 8 tokens alternate; the mean batch width of a token is (3 x 6 x 3 + 3 x 16 x 8) / 66."""
-    code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
+    code = script(before=IN_ORDER)
     code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
 
     job = frameworks.run(code)
@@ -121,40 +228,6 @@ def test_flops_are_computed_from_the_width_of_each_batch(frameworks):
     run = job.ledger.windows[-1].run
     assert run.constants.flops_per_token == pytest.approx(6 * (4656 - 64 * 16) + 12 * 16 * width)
     assert job.ledger.facts["sequence_length"] == round(width, 1)
-
-
-def test_parameters_are_counted_once_if_each_process_is_rank_0(frameworks):
-    """In transformers, each process is rank 0 of a world of one, as with DeepSpeed without ``use_cpu``."""
-    code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
-    code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
-    code += script(before="assert trainer.state.is_world_process_zero")
-
-    job = frameworks.run(code, ranks=2)
-
-    assert job.ledger.summary.coverage.ranks_reporting == 2
-    assert job.ledger.summary.parameters == 4656
-
-
-def test_accumulated_micro_batches_count_as_one_step(frameworks):
-    code = script("gradient_accumulation_steps=2", before="trainer._get_train_sampler = lambda *_: range(48)")
-
-    job = frameworks.run(code)
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 24)
-    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
-
-
-def test_counts_of_two_processes_are_added(frameworks):
-    code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
-
-    job = frameworks.run(code, ranks=2)
-
-    summary = job.ledger.summary
-    assert (summary.iterations, summary.samples) == (6, 24)
-    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
-    assert summary.parameters == 4656
-    assert job.ledger.facts["parallel_layout"] == "DDP"
-    assert {block["ranks"] for block in job.blocks} == {"2/2"}
 
 
 def test_losses_are_unchanged_to_the_last_digit(frameworks):
@@ -186,15 +259,6 @@ trainer._save = lambda *a, **k: (time.sleep(0.2), save(*a, **k))[1]
     assert summary.time_by_class["iterations"] < 0.4
 
 
-def test_batches_of_evaluate_and_predict_are_not_counted(frameworks):
-    calls = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
-
-    job = frameworks.run(script(before=calls, after=calls))
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.status) == (6, "completed")
-    assert not job.our_errors
-
-
 def test_second_training_in_a_process_is_a_separate_run(frameworks):
     job = frameworks.run(script(after="trainer.train()"))
 
@@ -219,26 +283,6 @@ trainer.compute_loss = compute_loss
     assert error in job.stderr
     assert not job.left(within_s=8.0)
     assert (job.ledger.summary.status, job.ledger.summary.iterations) == (status, 3)
-
-
-HAND = "__import__('effllm').EfficientLLMCallback()"
-
-
-@pytest.mark.parametrize("attach", ["0", "1"])
-def test_iterations_are_counted_once_if_the_script_adds_the_callback(frameworks, attach):
-    job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
-    assert counts(job)[2] > 0
-    assert "there is already one" not in job.stderr
-
-
-@pytest.mark.parametrize("attach", ["0", "1"])
-def test_callback_can_be_requested_by_name(frameworks, attach):
-    job = frameworks.run(script("report_to='efficientllm'"), attach=attach)
-
-    assert job.ledger.summary.iterations == 6
-    assert job.ledger.summary.tokens > 0
 
 
 def test_no_run_folder_is_written_if_effllm_is_not_attached(frameworks):
@@ -302,105 +346,6 @@ trainer.add_callback(Slow)
     assert b"train/tokens_per_second_per_gpu" in events
 
 
-def test_batches_of_an_image_model_are_counted_as_samples_only(frameworks):
-    code = """
-from transformers import Trainer, ViTConfig, ViTForImageClassification
-import tiny, torch
-
-model = ViTForImageClassification(ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=2, image_size=8, patch_size=4, num_labels=3))
-rows = [{"pixel_values": torch.zeros(3, 8, 8), "labels": i % 3} for i in range(24)]
-trainer = Trainer(model=model, args=tiny.arguments(), train_dataset=rows)
-trainer.train()
-tiny.losses(trainer)
-"""
-    job = frameworks.run(code)
-
-    summary = job.ledger.summary
-    assert (summary.iterations, summary.samples) == (6, 12)
-    assert not summary.tokens
-    assert {block["tt_tokens_per_param_per_sec"] for block in job.blocks} == {None}
-    assert job.ledger.facts["token_source"] == "no text in the batch"
-    assert not job.our_errors
-
-
-def test_counts_of_a_compiled_and_an_uncompiled_model_are_equal(frameworks):
-    """The backend "eager" compiles no code; it wraps the model like other backends."""
-    job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (6, 4656)
-    assert job.ledger.facts["model_type"] == "llama"
-
-
-def test_tokens_are_counted_if_training_step_is_overridden(frameworks):
-    code = """
-from transformers import Trainer
-import tiny
-
-class Mine(Trainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = model(**inputs).loss
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-trainer = Mine(model=tiny.llama(), args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
-trainer._get_train_sampler = lambda *_: range(48)
-trainer.train()
-"""
-    summary = frameworks.run(code).ledger.summary
-
-    assert (summary.iterations, summary.samples, summary.tokens) == (6, 12, 78)
-
-
-def test_tokens_of_encoder_and_decoder_are_counted(frameworks):
-    code = """
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
-import tiny, torch
-
-model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
-                                            decoder_start_token_id=0))
-row = {"input_ids": torch.arange(1, 7), "attention_mask": torch.tensor([1, 1, 1, 1, 1, 0]),
-       "labels": torch.tensor([3, 4, 5, -100])}
-arguments = Seq2SeqTrainingArguments(output_dir="out", per_device_train_batch_size=2, max_steps=4, use_cpu=True,
-                                     logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
-Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
-"""
-    job = frameworks.run(code)
-
-    # 4 steps of 2 rows; 5 of 6 positions in the encoder and 3 of 4 positions in the decoder are tokens
-    assert job.ledger.summary.samples == 8
-    assert counts(job) == (64, 80, 24)
-    assert job.ledger.facts["trainer"] == "Seq2SeqTrainer"
-
-
-def test_packed_sequences_are_counted_as_samples_without_padding(frameworks):
-    code = """
-from transformers import DataCollatorWithFlattening, Trainer
-import tiny
-
-rows = [{**row, "labels": row["input_ids"]} for row in tiny.rows(48)]
-trainer = Trainer(model=tiny.llama(), args=tiny.arguments(), train_dataset=rows,
-                  data_collator=DataCollatorWithFlattening())
-trainer._get_train_sampler = lambda *_: range(48)
-trainer.train()
-"""
-    job = frameworks.run(code)
-
-    # 6 steps of one row with two sequences, of 5 and of 8 tokens; the first label of each sequence is masked
-    assert job.ledger.summary.samples == 12
-    assert counts(job) == (78, 78, 6 * (4 + 7))
-    assert job.ledger.facts["token_source"] == "packed, without padding"
-
-
-def test_accelerate_launch_works(frameworks):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-
-    job = frameworks.run(script(), launcher=launcher)
-
-    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
-
-
 def test_step_numbers_continue_after_a_training_is_resumed(frameworks, launch):
     code = script("max_steps=4, save_strategy='steps', save_steps=2", after="trainer.train('out/checkpoint-2')")
 
@@ -409,46 +354,6 @@ def test_step_numbers_continue_after_a_training_is_resumed(frameworks, launch):
     resumed = json.loads((job.runs()[-1] / "summary.json").read_text())
     assert resumed["iterations"] == 2
     assert "Step 4:" in job.stdout
-
-
-def test_counts_of_two_processes_of_accelerate_launch_are_added(frameworks, tmp_path):
-    settings = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", "use_cpu: true", "num_processes: 2"]
-    settings += ["num_machines: 1", "mixed_precision: 'no'", "fsdp_config: {fsdp_version: 2}"]
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("\n".join(settings))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-
-    job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"), launcher=launcher)
-
-    assert job.ledger.summary.samples == 24
-    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
-    assert job.ledger.facts["parallel_layout"] == "DDP", "accelerate has no FSDP on CPUs"
-
-
-def test_all_parameters_of_a_sharded_model_are_counted(frameworks):
-    """FSDP2 shards the model during loading: each parameter is a DTensor, and each rank has half of its elements."""
-    code = """
-from transformers import LlamaForCausalLM, Trainer
-from transformers.distributed import DistributedConfig
-import os, tiny, torch
-
-torch.distributed.init_process_group("gloo")
-if os.environ["RANK"] == "0":
-    tiny.llama().save_pretrained("model")
-torch.distributed.barrier()
-model = LlamaForCausalLM.from_pretrained("model", distributed_config=DistributedConfig(fsdp_size=2))
-assert sum(p.to_local().numel() for p in model.parameters()) < 4656
-trainer = Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
-trainer._get_train_sampler = lambda *_: range(48)
-trainer.train()
-tiny.end()
-"""
-    job = frameworks.run(code, ranks=2)
-
-    assert job.ledger.summary.parameters == 4656
-    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
-    facts = job.ledger.facts
-    assert (facts["device_mesh"], facts["parallel_layout"]) == ("pp=1 fsdp=2 tp=1", "FSDP")
 
 
 def test_trainer_with_deepspeed_states_the_stage_and_the_precision(frameworks):
@@ -515,36 +420,28 @@ Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_co
     assert job.ledger.summary.parameters == job.output() - 6144 // 2
 
 
-PADDED = "per_device_train_batch_size=2, max_steps=36, include_num_input_tokens_seen='{}'"
-
-
-def test_count_of_the_trainer_with_padding_is_stated_with_its_factor(frameworks):
-    """A step has 16 positions and 13 tokens."""
-    code = script(PADDED.format("all"), before="trainer._get_train_sampler = lambda *_: range(48)")
-    job = frameworks.run(code.replace("tiny.rows(48)", "tiny.rows(48, (5, 8))"))
-
-    found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens_per_iteration"]
-    assert (found.framework, found.own) == (16.0, 13.0)
-    assert not job.ledger.event_texts("audit")
-
-
-def test_count_of_the_trainer_without_padding_agrees(frameworks):
-    code = script(PADDED.format("non_padding"), before="trainer._get_train_sampler = lambda *_: range(48)")
-    job = frameworks.run(code)
-
-    summary = job.ledger.summary
-    assert "framework/tokens_per_iteration" not in {one.name for one in summary.audit.figures}
-    assert {"framework/tokens_per_iteration", "framework/tokens_per_second"} <= summary.instruments.keys()
-
-
-def test_wrong_count_of_a_trainer_is_stated_with_its_factor(frameworks):
-    """A Trainer that counts one of four micro-batches, as in axolotl#3688."""
-    before = """
+#: A Trainer that counts one of four micro-batches, as in axolotl#3688.
+MISCOUNTS = """
 count, batches = trainer._track_num_input_tokens, iter(range(10**6))
 trainer._track_num_input_tokens = lambda inputs: count(inputs) if next(batches) % 4 == 3 else None
-trainer._get_train_sampler = lambda *_: range(48)
 """
-    job = frameworks.run(script(PADDED.format("non_padding") + ", gradient_accumulation_steps=4", before=before))
 
-    found = {one.name: one for one in job.ledger.summary.audit.figures}["framework/tokens_per_iteration"]
-    assert found.factor == 0.25
+
+@pytest.mark.parametrize(
+    ("counted", "arguments", "before", "factor"),
+    [
+        ("non_padding", "", "", None),
+        ("all", "", "", 16 / 13),  # a step has 16 positions and 13 tokens
+        ("non_padding", ", gradient_accumulation_steps=4", MISCOUNTS, 0.25),
+    ],
+    ids=["right", "with padding", "wrong"],
+)
+def test_count_of_the_trainer_is_stated_with_its_factor_if_it_differs(frameworks, counted, arguments, before, factor):
+    arguments = f"max_steps=36, include_num_input_tokens_seen='{counted}'{arguments}"
+    job = frameworks.run(script(arguments, before=before + IN_ORDER))
+
+    name, summary = "framework/tokens_per_iteration", job.ledger.summary
+    found = {one.name: one.factor for one in summary.audit.figures}
+    assert found.get(name) == (factor and pytest.approx(factor))
+    assert {name, "framework/tokens_per_second"} <= summary.instruments.keys()
+    assert not job.ledger.event_texts("audit")
