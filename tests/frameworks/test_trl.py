@@ -129,23 +129,15 @@ def test_tokens_of_the_prompt_are_counted_with_each_answer_of_a_pair(frameworks)
     assert job.output()["losses"] == without.output()["losses"]
 
 
-def test_only_parameters_of_adapters_are_counted_as_trainable(frameworks):
+@pytest.mark.parametrize(("counted", "parameters"), [("total", 4656 - 480 + 256), ("trainable", 256)])
+def test_only_parameters_of_adapters_are_counted_as_trainable(frameworks, counted, parameters):
     """LoRA of rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 parameters.
 
     The tokenizer has 49 tokens, so the model has 2 x 15 x 16 parameters less than `tiny.llama` with its 64 tokens.
     """
     given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
-    total = frameworks.run(sft(given=given), run_name="total").runs()
-    trained = frameworks.run(sft(given=given), parameters="trainable", run_name="trained").runs()
 
-    assert total != trained
-    by_name = {folder.name: folder for folder in trained}
-    assert _parameters(by_name["total"]) == 4656 - 480 + 256
-    assert _parameters(by_name["trained"]) == 256
-
-
-def _parameters(folder):
-    return json.loads((folder / "summary.json").read_text())["parameters"]
+    assert frameworks.run(sft(given=given), parameters=counted).ledger.summary.parameters == parameters
 
 
 def test_generated_tokens_are_counted_and_latency_excludes_generation(frameworks):
@@ -279,9 +271,7 @@ def test_groups_of_both_ranks_are_tracked_on_the_first_rank(frameworks):
     assert (first["instruments"]["group/reward"]["count"], len(seen)) == (32, 32)
 
 
-def test_each_trainer_of_a_process_has_its_own_tracker(frameworks):
-    code = grpo(
-        before="""
+TWO_TRAINERS = """
 from effllm.instruments.metrics import grpo_tracker
 trainer.train()
 first = grpo_tracker()
@@ -293,41 +283,26 @@ assert [one.get_reward_distribution()["groups"] for one in (first, grpo_tracker(
 open("passed", "w").close()
 raise SystemExit
 """
-    )
+
+
+@pytest.mark.parametrize("kind", ["trl.GRPO", "trl.RLOO"])
+def test_each_trainer_of_a_process_has_its_own_tracker(frameworks, kind):
+    code = grpo(before=TWO_TRAINERS).replace("trl.GRPO", kind)
 
     assert (frameworks.run(code).folder / "passed").exists()
 
 
-def test_rewards_of_rloo_are_tracked(frameworks):
-    code = grpo(
-        before="""
-from effllm.instruments.metrics import grpo_tracker
-trainer.train()
-assert grpo_tracker().get_reward_distribution()["groups"] == 4
-open("passed", "w").close()
-raise SystemExit
-"""
-    )
-
-    assert (frameworks.run(code.replace("trl.GRPO", "trl.RLOO")).folder / "passed").exists()
-
-
-def test_tokens_of_trl_are_compared_with_the_counts(frameworks):
-    """TRL logs the sum of the attention masks; 13 tokens a step, of 16 positions."""
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_tokens_of_trl_are_compared_with_the_counts(frameworks, is_wrong):
+    """TRL logs the sum of the attention masks, 13 tokens a step of 16 positions; a wrong trainer adds batches twice."""
     code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
+    if is_wrong:
+        code = code.replace("trainer.train()", "trainer._tp_size = 0.5\ntrainer.train()")
     summary = frameworks.run(code, log_interval=2).ledger.summary
 
-    assert summary.audit.figures == ()
-    assert summary.instruments["framework/tokens_per_iteration"].mean == 13.0
-
-
-def test_wrong_count_of_tokens_of_trl_is_stated_with_its_factor(frameworks):
-    """A trainer that adds each batch twice."""
-    code = sft().replace("max_steps=4", "max_steps=36").replace("range(32)", "range(80)")
-    job = frameworks.run(code.replace("trainer.train()", "trainer._tp_size = 0.5\ntrainer.train()"), log_interval=2)
-
-    (found,) = job.ledger.summary.audit.figures
-    assert (found.name, found.framework, found.own) == ("framework/tokens_per_iteration", 26.0, 13.0)
+    name = "framework/tokens_per_iteration"
+    assert [(one.name, one.framework, one.own) for one in summary.audit.figures] == [(name, 26.0, 13.0)] * is_wrong
+    assert summary.instruments[name].mean == (26.0 if is_wrong else 13.0)
 
 
 def test_tokens_of_kto_are_not_compared(frameworks):
