@@ -20,6 +20,8 @@ from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_o
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.edge_levels import in_tick
 from effllm.energy.power_spread import PowerSpread, beat
+from effllm.energy.readings import Point
+from effllm.energy.sensor_timing import CounterLag
 from effllm.job.health.watches import EnergyWatch
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
 
@@ -667,6 +669,43 @@ def test_load_of_whole_ticks_and_instant_power_show_no_lag(period_s):
     known = {"count": 250, "lag_s": 0.04, "board": InstantPower, **UNKNOWN_LAG}
 
     assert covered([window for seed in range(8) for window in simulate(power, seed, **known)]) >= 0.95
+
+
+OPEN_S = 2e-4
+
+
+def lag_after(edges, lag_s, power_w, seed=0):
+    """Return the lag that the reads around edges show, and the half-width of its error."""
+    chance, lag = random.Random(seed), CounterLag()
+    sensor = BoardSensor(square(100.0, 500.0, 0.1731), lag_s=lag_s)
+    for edge in range(edges):
+        tick_s = BEGIN_S + lag_s + edge  # the counter changes at this time
+        planned_s = [chance.uniform(0.0, 0.1), 0.125, 0.1 + 0.1 * lag.probe(0.1, OPEN_S), 0.225]
+        reads_s = [tick_s + after_s + chance.uniform(5e-5, OPEN_S) for after_s in planned_s]
+        points = [
+            Point(round(s * NS), sensor.counter_j(s), power_w(sensor, s), COUNTER, False, 0.0, 0, 0.0, 0.0)
+            for s in reads_s
+        ]
+        lag.add_points(points, tick_s * NS, 0.1 * NS, OPEN_S * NS)
+    return tuple(0.1 * ticks for ticks in lag.ticks) if lag.ticks else None
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.007, 0.04, 0.093, 0.1])
+def test_lag_is_within_its_error_after_eight_changes_of_power(lag_s):
+    for seed in range(20):
+        assert lag_after(7, lag_s, BoardSensor.power_w, seed) is None
+        for edges, max_error_s in [(12, 0.06), (60, 0.002)]:
+            found_s, error_s = lag_after(edges, lag_s, BoardSensor.power_w, seed)
+            assert abs(found_s - lag_s) <= error_s + 1e-5
+            assert error_s <= max_error_s
+
+
+def test_reads_that_no_lag_explains_show_none():
+    def of_another_gain(sensor, at_s):
+        return 1.05 * sensor.power_w(at_s)
+
+    assert lag_after(200, 0.04, of_another_gain) is None
+    assert lag_after(200, 0.04, lambda sensor, at_s: sensor.power.at(at_s)) is None
 
 
 def test_stated_interval_remains_wide_if_the_duty_is_unknown():
