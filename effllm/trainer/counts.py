@@ -10,8 +10,7 @@ from effllm.records.counters import Counters
 
 MAX_TOTAL = 2**62  # maximal running total
 FEW_BITS = 30  # counts of at most this many bits cannot make a total overflow
-#: Periods that are excluded from the iterations.
-PHASES = ("evaluation", "checkpoint", "other", "generation")
+PHASES = ("evaluation", "checkpoint", "other", "generation")  # periods that are excluded from the iterations
 
 
 class RunningCounts(Counters):

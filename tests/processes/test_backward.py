@@ -163,7 +163,7 @@ for number in range(31):
     step(loss_of())
     effllm.get_metrics_collector().log_metrics(number, 7.0)
 """
-#: The sync point of reentrant checkpointing is none, and other threads are no loop.
+#: The sync point of reentrant checkpointing does not count, and neither do those of other threads.
 CHECKPOINTS = """
 import threading
 from torch.utils.checkpoint import checkpoint
