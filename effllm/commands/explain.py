@@ -29,7 +29,7 @@ from effllm.analysis.column import COLUMNS
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ALL_VARIABLES
 from effllm.config.switches import PREFIX
-from effllm.devices.known.hardware import find, find_gpu
+from effllm.devices.known.hardware import find_by_driver_name, find_by_typed_words
 from effllm.job.causes import AVOIDABLE, remedy
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import chart_tag
@@ -136,7 +136,7 @@ def _columns(name: str) -> Iterator[Entry]:
 
 def _devices(name: str) -> Iterator[Entry]:
     """Yield the row of the hardware table for a name: all rates, the source and the remarks."""
-    if row := find(name) or find_gpu(name):
+    if row := find_by_driver_name(name) or find_by_typed_words(name):
         rates = ", ".join(f"{precision} {rate / 1e12:.6g}" for precision, rate in row.flops_per_s.items())
         text = f"Dense TFLOP/s: {rates or 'unknown'}. {row.note}".strip()
         if row.gain_measured:

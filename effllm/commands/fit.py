@@ -33,7 +33,7 @@ import typer
 from effllm.commands.fit_sources import FoundModel, StatedSizes, UnknownModel, UnreadableModel, find
 from effllm.commands.output import complain
 from effllm.config.isolated import NoAnswer, ask
-from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
+from effllm.devices.known.hardware import find_by_typed_words, similar_gpus, usable_bytes
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import architecture_of
 from effllm.memory.estimate import MeasuredStep, estimate
@@ -326,7 +326,7 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
     """Return the named GPU, or the smallest GPU of this machine, or None."""
     if not name:
         return _found_gpu(count)
-    row = find_gpu(name)
+    row = find_by_typed_words(name)
     if row is None:
         raise ImpossiblePlan(
             f"the table has no GPU {name}: give a name such as {', '.join(similar_gpus(name)) or 'h100-80gb'}"

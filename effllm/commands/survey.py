@@ -20,7 +20,7 @@ from effllm.config.switches import PREFIX
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
-from effllm.devices.known.hardware import Hardware, find, why_no_peak
+from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_peak
 from effllm.job.job_facts import peak_of
 from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
@@ -103,7 +103,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         findings=findings,
         cost=Cost(read_ms, core_share, interval_s=config.collection_interval_s, stamps_us=stamps_us),
         sensor=sensor,
-        hardware=find(opened.name) if opened and opened.is_gpu else None,
+        hardware=find_by_driver_name(opened.name) if opened and opened.is_gpu else None,
         gpus=gpus,
     )
 

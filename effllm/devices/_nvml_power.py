@@ -204,7 +204,7 @@ def _power_usage(handle: Any, name: str, share: float) -> Quantity | None:
 
 def _is_mean(handle: Any, name: str) -> bool:
     """Whether nvmlDeviceGetPowerUsage is a mean over 1 s; up to Turing, and on GA100, it is the instant power."""
-    row = hardware.find(name)
+    row = hardware.find_by_driver_name(name)
     if row is not None and row.sensor.power_usage is not None:
         return row.sensor.power_usage == "1-s mean"
     try:

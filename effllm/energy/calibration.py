@@ -137,7 +137,7 @@ def assumed(device: Device) -> Sensor:
         return replace(device.sensor, lag_error_s=MAX_AGE_TICKS * USUAL_TICK_S)
     if device.energy_method != COUNTER:
         return device.sensor
-    row = hardware.find(device.name)
+    row = hardware.find_by_driver_name(device.name)
     sensor = _of_table(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
     tick_s = sensor.tick_s or USUAL_TICK_S
     return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)

@@ -244,5 +244,5 @@ def is_share_open(device: Device) -> bool:
 
 def _measures_whole_tick(device: Device) -> bool:
     """Return whether this model's sensor measures during the whole tick, according to the hardware table."""
-    row = hardware.find(device.name)
+    row = hardware.find_by_driver_name(device.name)
     return row is not None and row.sensor.duty == 1.0

@@ -290,7 +290,7 @@ class Peak(NamedTuple):
 @cache  # called for every window and GPU
 def peak_of(name: str) -> Peak | None:
     """Return a GPU's dense peak in BF16, or in FP16 if it has no BF16, from the hardware table."""
-    row = hardware.find(name)
+    row = hardware.find_by_driver_name(name)
     for precision in ("bf16", "fp16"):
         if row and (peak := hardware.peak_flops_per_s(name, precision)):
             doubt = ", unconfirmed" if row.source.evidence == "unconfirmed" else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cases import cases, repeats
 
-from effllm.devices.known.hardware import find_gpu, similar_gpus, usable_bytes
+from effllm.devices.known.hardware import find_by_typed_words, similar_gpus, usable_bytes
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import (
     UnknownArchitecture,
@@ -65,9 +65,9 @@ def test_known_models_have_their_published_parameters_and_a_compared_place_or_th
 
 
 def test_usable_memory_is_below_that_of_the_board_and_similar_gpus_are_named():
-    assert 0.9 < usable_bytes(find_gpu("t4")) / find_gpu("t4").memory_bytes < 0.95
-    assert 0.95 < usable_bytes(find_gpu("h100")) / find_gpu("h100").memory_bytes < 1
-    assert find_gpu("h300-80gb") is None
+    assert 0.9 < usable_bytes(find_by_typed_words("t4")) / find_by_typed_words("t4").memory_bytes < 0.95
+    assert 0.95 < usable_bytes(find_by_typed_words("h100")) / find_by_typed_words("h100").memory_bytes < 1
+    assert find_by_typed_words("h300-80gb") is None
     assert "NVIDIA H100 80GB HBM3" in similar_gpus("h300-80gb")
 
 
@@ -298,7 +298,7 @@ def test_a_plan_is_unclear_if_its_interval_contains_the_memory(usable, word):
 
 def test_changes_fit_and_are_ordered_by_their_cost():
     found = estimate(EIGHT_B, MemoryPlan(seq_length=4096))
-    usable = usable_bytes(find_gpu("h100-80gb"))
+    usable = usable_bytes(find_by_typed_words("h100-80gb"))
 
     changes = fitting_changes(found, usable)
 

@@ -16,8 +16,8 @@ from effllm.devices.known.hardware import (
     PRECISIONS,
     ROWS,
     SENSORS,
-    find,
-    find_gpu,
+    find_by_driver_name,
+    find_by_typed_words,
     peak_clock_hz,
     peak_flops_per_s,
     why_no_peak,
@@ -139,10 +139,10 @@ WORDS = sorted({word for name in NAMES for word in name.replace("-", " ").split(
 
 @cases(("name", "bf16_tflops", "tdp_w"), KNOWN)
 def test_device_is_found_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w):
-    row = find(name)
+    row = find_by_driver_name(name)
 
     assert name in row.names
-    assert not row.sliced
+    assert not row.is_slice
     assert row.tdp_w == tdp_w
     expected = None if bf16_tflops is None else float(f"{bf16_tflops}e12")
     assert peak_flops_per_s(name) == row.flops_per_s.get("bf16") == expected
@@ -172,19 +172,22 @@ def test_volta_and_older_gpus_have_fp16_peaks(name, tflops):
     ],
 )
 def test_memory_sizes_use_powers_of_two_and_bandwidths_powers_of_ten(name, gib, gb_per_s):
-    assert (find(name).memory_bytes, find(name).memory_bytes_per_s) == (gib * 2**30, gb_per_s * 1e9)
+    assert (find_by_driver_name(name).memory_bytes, find_by_driver_name(name).memory_bytes_per_s) == (
+        gib * 2**30,
+        gb_per_s * 1e9,
+    )
 
 
 @cases("name", NAMES)
 def test_case_brand_and_word_order_of_a_device_name_are_ignored(name):
-    row = find(name)
+    row = find_by_driver_name(name)
     without_brand = name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("Tesla ")
 
-    assert find(name.upper()) is row
-    assert find(name.lower()) is row
-    assert find(without_brand) is row
-    assert find(f"  {name} ") is row
-    assert find(" ".join(reversed(name.replace("-", " ").split()))) is row
+    assert find_by_driver_name(name.upper()) is row
+    assert find_by_driver_name(name.lower()) is row
+    assert find_by_driver_name(without_brand) is row
+    assert find_by_driver_name(f"  {name} ") is row
+    assert find_by_driver_name(" ".join(reversed(name.replace("-", " ").split()))) is row
 
 
 @cases(
@@ -200,8 +203,8 @@ def test_case_brand_and_word_order_of_a_device_name_are_ignored(name):
     ],
 )
 def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
-    assert find(name) is find(same)
-    assert find(same) is not None
+    assert find_by_driver_name(name) is find_by_driver_name(same)
+    assert find_by_driver_name(same) is not None
 
 
 @cases(
@@ -232,7 +235,7 @@ def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
     ],
 )
 def test_unlisted_device_gets_no_numbers_of_a_similar_device(name):
-    assert find(name) is None
+    assert find_by_driver_name(name) is None
     assert peak_flops_per_s(name) is None
 
 
@@ -245,12 +248,12 @@ def test_unlisted_device_gets_no_numbers_of_a_similar_device(name):
     ],
 )
 def test_slice_has_the_numbers_of_its_device_but_no_peak(name, whole):
-    slice_of = find(name)
+    slice_of = find_by_driver_name(name)
 
-    assert slice_of.sliced
-    assert slice_of.names == find(whole).names
-    assert slice_of.flops_per_s == find(whole).flops_per_s
-    assert slice_of.tdp_w == find(whole).tdp_w
+    assert slice_of.is_slice
+    assert slice_of.names == find_by_driver_name(whole).names
+    assert slice_of.flops_per_s == find_by_driver_name(whole).flops_per_s
+    assert slice_of.tdp_w == find_by_driver_name(whole).tdp_w
     assert peak_flops_per_s(name) is None, "its share is not guessed here"
     assert why_no_peak(name) == f"{name!r} is a MIG slice, which has no published peak"
 
@@ -264,7 +267,7 @@ def test_slice_has_the_numbers_of_its_device_but_no_peak(name, whole):
     ],
 )
 def test_virtual_gpu_has_no_row_and_a_reason(name):
-    assert find(name) is None
+    assert find_by_driver_name(name) is None
     assert peak_flops_per_s(name) is None
     assert why_no_peak(name) == f"{name!r} is a virtual GPU, and its share of the board is unknown"
 
@@ -277,12 +280,14 @@ def test_reason_is_given_only_for_a_device_without_a_peak(name):
 
 
 def test_short_name_is_that_of_a_board_with_known_memory():
-    assert find("NVIDIA H100").memory_bytes is None, "modules with 64, 94 and 96 GB have this name"
-    assert find_gpu("h100").names[0] == find_gpu("NVIDIA H100").names[0] == "NVIDIA H100 80GB HBM3"
+    assert find_by_driver_name("NVIDIA H100").memory_bytes is None, "modules with 64, 94 and 96 GB have this name"
+    assert (
+        find_by_typed_words("h100").names[0] == find_by_typed_words("NVIDIA H100").names[0] == "NVIDIA H100 80GB HBM3"
+    )
 
 
 def test_ambiguous_name_has_no_peak():
-    either = find("AMD Instinct MI250X / MI250")
+    either = find_by_driver_name("AMD Instinct MI250X / MI250")
 
     assert peak_flops_per_s("AMD Instinct MI250X / MI250") is None
     assert either.tdp_w is None
@@ -300,20 +305,20 @@ def test_missing_precision_is_none_and_unknown_precision_is_an_error():
 
 
 def test_two_hardware_rows_with_the_same_name_are_rejected():
-    twice = [find("NVIDIA L4"), find("NVIDIA L40"), find("NVIDIA L4")]
+    twice = [find_by_driver_name("NVIDIA L4"), find_by_driver_name("NVIDIA L40"), find_by_driver_name("NVIDIA L4")]
 
     with pytest.raises(ValueError, match="NVIDIA L4 and NVIDIA L4 share the name l4"):
-        hardware._index(twice)
+        hardware._rows_by_words(twice)
 
 
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6), st.integers())
 def test_order_of_hardware_rows_does_not_change_the_found_device(words, seed):
     shuffled = list(ROWS)
     random.Random(seed).shuffle(shuffled)
-    index = hardware._index(shuffled)
+    index = hardware._rows_by_words(shuffled)
 
     for name in [*NAMES, " ".join(words)]:
-        assert index.get(hardware._words(name)) is find(name)
+        assert index.get(hardware._driver_words(name)) is find_by_driver_name(name)
 
 
 # --- the numbers ---------------------------------------------------------------------------------
@@ -393,7 +398,7 @@ def test_bf16_peak_is_the_fp16_peak_since_ampere_and_absent_before(row):
     ],
 )
 def test_sensor_of_a_device_follows_from_its_generation(name, milliseconds, duty, power_usage):
-    sensor = find(name).sensor
+    sensor = find_by_driver_name(name).sensor
 
     assert (sensor.update_s, sensor.window_s) == tuple(value and value / 1e3 for value in milliseconds)
     assert (sensor.duty, sensor.power_usage, sensor.lag_s, sensor.counter) == (duty, power_usage, None, True)
@@ -401,14 +406,14 @@ def test_sensor_of_a_device_follows_from_its_generation(name, milliseconds, duty
 
 def test_facts_of_single_boards_and_generations_are_kept():
     assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
-    assert find("AMD Instinct MI300X").sensor.power_usage is None
-    assert find("Quadro RTX 8000").sensor.duty == pytest.approx(0.2)
+    assert find_by_driver_name("AMD Instinct MI300X").sensor.power_usage is None
+    assert find_by_driver_name("Quadro RTX 8000").sensor.duty == pytest.approx(0.2)
     # boards that were compared with a meter
-    assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
-    assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
-    assert find("NVIDIA H100 80GB HBM3").gain_measured is None
-    assert "one of the two dies" in find("AMD Instinct MI250X").note
-    assert [find(name).source.evidence for name in ("NVIDIA GB10", "NVIDIA H20")] == ["unconfirmed"] * 2
+    assert find_by_driver_name("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
+    assert find_by_driver_name("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
+    assert find_by_driver_name("NVIDIA H100 80GB HBM3").gain_measured is None
+    assert "one of the two dies" in find_by_driver_name("AMD Instinct MI250X").note
+    assert [find_by_driver_name(name).source.evidence for name in ("NVIDIA GB10", "NVIDIA H20")] == ["unconfirmed"] * 2
 
 
 def test_every_sensor_has_a_source_and_a_plausible_tick_share():

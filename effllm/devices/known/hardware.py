@@ -68,14 +68,14 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Number of SMs, and dense FLOPs of an SM per clock cycle in 16 bits with accumulation in FP32; None: not known.
     units: tuple[int, int] | None = None
     gain_measured: tuple[float, float] | None = None  # range of the readings' relative error, measured with a meter
-    sliced: bool = False  # whether the driver's name is that of a MIG slice; all values are those of the whole device
+    is_slice: bool = False  # whether the driver's name is that of a MIG slice; all values are those of the whole device
 
     @property
     def memory_bytes(self) -> int | None:
         return None if self.gib is None else int(self.gib * 2**30)
 
 
-def find(name: str) -> Hardware | None:
+def find_by_driver_name(name: str) -> Hardware | None:
     """Return the device with a name from NVML or amdsmi, or ``None`` if the table does not have this device.
 
     All words must match, in any order and case: an H800 PCIe is not an H800, and a laptop's 4090 is not a 4090.  The
@@ -83,9 +83,9 @@ def find(name: str) -> Hardware | None:
     """
     if _VIRTUAL.search(name):
         return None
-    whole = _SLICE.sub("", name)
-    row = _BY_WORDS.get(_words(whole))
-    return replace(row, sliced=True) if row is not None and whole != name else row
+    gpu_name = _SLICE.sub("", name)
+    row = _BY_WORDS.get(_driver_words(gpu_name))
+    return replace(row, is_slice=True) if row is not None and gpu_name != name else row
 
 
 def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
@@ -96,8 +96,8 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, not one of {', '.join(PRECISIONS)}")
-    hardware = find(name)
-    return None if hardware is None or hardware.sliced else hardware.flops_per_s.get(precision)
+    hardware = find_by_driver_name(name)
+    return None if hardware is None or hardware.is_slice else hardware.flops_per_s.get(precision)
 
 
 def peak_clock_hz(name: str) -> float | None:
@@ -106,7 +106,7 @@ def peak_clock_hz(name: str) -> float | None:
     This is the boost clock of the vendor's figures: the dense rate over the FLOPs of all SMs per clock cycle.  The
     maximum clock of a driver may be higher: an H100 SXM has 989.4 TFLOP/s at 1.83 GHz, and a maximum of 1.98 GHz.
     """
-    hardware = find(name)
+    hardware = find_by_driver_name(name)
     if hardware is None or hardware.units is None:
         return None
     rate = hardware.flops_per_s.get("bf16") or hardware.flops_per_s["fp16"]
@@ -117,10 +117,10 @@ def why_no_peak(name: str) -> str:
     """Return why a device has no peak in BF16 or FP16; empty if it has one."""
     if _VIRTUAL.search(name):
         return f"{name!r} is a virtual GPU, and its share of the board is unknown"
-    row = find(name)
+    row = find_by_driver_name(name)
     if row is None:
         return f"{name!r} is not in the hardware table"
-    if row.sliced:
+    if row.is_slice:
         return f"{name!r} is a MIG slice, which has no published peak"
     return "" if row.flops_per_s.keys() & {"bf16", "fp16"} else f"the hardware table has no rate of {row.names[0]}"
 
@@ -128,9 +128,9 @@ def why_no_peak(name: str) -> str:
 # --- short names that people type, such as h100-80gb or a100 --------------------------------------
 
 
-def find_gpu(name: str) -> Hardware | None:
-    """Return the first device of the table that has every word of a name and a known memory."""
-    exact = find(name)
+def find_by_typed_words(name: str) -> Hardware | None:
+    """Return the device of known memory with this name, else the first with all its words; ``None`` if unknown."""
+    exact = find_by_driver_name(name)
     if exact and exact.memory_bytes:
         return exact
     wanted = _typed_words(name)
@@ -146,7 +146,7 @@ def similar_gpus(name: str) -> list[str]:
 
 
 def usable_bytes(row: Hardware) -> float:
-    """Return the memory that a program can use."""
+    """Return the memory that a program can use; 0 if the board's memory is unknown."""
     has_hbm = (row.memory_bytes_per_s or 0.0) >= MIN_HBM_BYTES_PER_S and "RTX" not in row.names[0]
     share = USABLE_HBM if has_hbm else USABLE_GDDR
     return (row.memory_bytes or 0) * share
@@ -166,27 +166,27 @@ _SLICE = re.compile(r"\s*\bMIG\b.*$", re.IGNORECASE)  # "... MIG 1g.10gb"
 _VIRTUAL = re.compile(r"-(\d+-)?\d{1,3}([ABCQ]\d?|CME)$|-\d{1,2}$", re.IGNORECASE)
 
 # Words that are ignored in names; a difference in any other word means a different device.
-_NOISE = {
+_IGNORED_WORDS = {
     *("nvidia", "tesla", "geforce", "generation", "edition", "graphics", "gpu"),
     *("amd", "instinct", "accelerator", "oam", "mcm", "mba", "ac", "vf"),
 }
 
 
-def _words(name: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[a-z0-9]+", name.lower())) - _NOISE
+def _driver_words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower())) - _IGNORED_WORDS
 
 
-def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
+def _rows_by_words(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
     index: dict[frozenset[str], Hardware] = {}
     for row in rows:
-        for words in {_words(name) for name in row.names}:
+        for words in {_driver_words(name) for name in row.names}:
             if words in index:
                 raise ValueError(f"{row.names[0]} and {index[words].names[0]} share the name {' '.join(sorted(words))}")
             index[words] = row
     return index
 
 
-def _read() -> tuple[dict[str, KnownSensor], tuple[Hardware, ...]]:
+def _read_table() -> tuple[dict[str, KnownSensor], tuple[Hardware, ...]]:
     """Return the sensors by architecture, and the devices with their sources and sensors."""
     table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
     for board in table["boards"]:
@@ -198,5 +198,5 @@ def _read() -> tuple[dict[str, KnownSensor], tuple[Hardware, ...]]:
     )
 
 
-SENSORS, ROWS = _read()
-_BY_WORDS = _index(ROWS)
+SENSORS, ROWS = _read_table()
+_BY_WORDS = _rows_by_words(ROWS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from effllm.devices.known.hardware import find_gpu, usable_bytes
+from effllm.devices.known.hardware import find_by_typed_words, usable_bytes
 from effllm.memory.changes import verdict
 from effllm.memory.config_json import find_model
 from effllm.memory.estimate import estimate
@@ -154,7 +154,7 @@ def capacity(device):
     if device is not None:
         facts = torch.cuda.get_device_properties(device)
         return GpuMemory(facts.name, 1, facts.total_memory, facts.total_memory, "found here")
-    row = find_gpu("t4")
+    row = find_by_typed_words("t4")
     return GpuMemory(row.names[0], 1, row.memory_bytes, usable_bytes(row), "no GPU here; the document's GPU")
 
 
