@@ -24,7 +24,7 @@ from benchmarks.scale_bare import Bare
 from effllm.commands.simulate_run import Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config.settings import Config
 from effllm.network import secret
-from effllm.network.listening import needed, raise_limit
+from effllm.network.listening import num_open_files_needed, raise_open_files_limit
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, QUICK_RANKS = (100, 1_000, 4_000, 10_000), (100, 1_000)
@@ -42,7 +42,7 @@ def main() -> int:
     given = parser.parse_args()
     worlds = [int(text) for text in given.ranks.split(",")] if given.ranks else QUICK_RANKS if given.quick else RANKS
     seconds = QUICK_SECONDS if given.quick else SECONDS
-    if trouble := raise_limit(needed(max(worlds))):
+    if trouble := raise_open_files_limit(num_open_files_needed(max(worlds))):
         print(f"benchmarks.scale: {trouble}", file=sys.stderr)
         return 1
     console, found = Console(), []
@@ -84,7 +84,7 @@ def measure_bare(asked: Simulation) -> Findings:
     with tempfile.TemporaryDirectory(prefix="effllm-bare-") as folder:
         file = Path(folder) / "secret"
         if asked.security == "curve":
-            secret.create(file)
+            secret.read_or_create(file)
         bare = Bare(str(file) if asked.security == "curve" else "")
         asked = msgspec.structs.replace(asked, endpoint=bare.endpoint)
         return BareRun(asked, Config(secret_file=str(file)), bare).measure()

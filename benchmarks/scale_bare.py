@@ -13,7 +13,7 @@ import zmq
 from effllm.config.spawn import spawn
 from effllm.network import listening, secret
 from effllm.network.curve import Gate, ServerKeys
-from effllm.network.listening import raise_limit
+from effllm.network.listening import raise_open_files_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
 from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Welcome
 
@@ -48,9 +48,9 @@ class Bare:
 def main(arguments: list[str]) -> None:
     """Serve on the socket with this descriptor until the benchmark ends."""
     endpoint, descriptor, secret_file, parent = json.loads(arguments[0])
-    raise_limit()
+    raise_open_files_limit()
     context = make_context()
-    keys = ServerKeys.of(secret.read(Path(secret_file)), "") if secret_file else None
+    keys = ServerKeys.from_secret(secret.read(Path(secret_file)), "") if secret_file else None
     gate = Gate(context, keys) if keys else None
     server = ServerSocket(context, keys)
     server.listen(endpoint, descriptor)

@@ -24,21 +24,21 @@ def autoload(asked: bool = False) -> None:
         from effllm.config.switches import (
             ATTACH,
             METRICS_ENABLED,
+            invalid_switch_error,
             is_attached,
             is_enabled,
             is_off,
-            this_process,
-            unclear,
+            process_environ,
         )
 
         switches = (METRICS_ENABLED,) if asked else (METRICS_ENABLED, ATTACH)
-        if not is_off(this_process()) and (wrong := unclear(this_process(), *switches)):
+        if not is_off(process_environ()) and (wrong := invalid_switch_error(process_environ(), *switches)):
             _report_wrong(wrong)
-        if is_attached(this_process()) or (asked and is_enabled(this_process())):
+        if is_attached(process_environ()) or (asked and is_enabled(process_environ())):
             from effllm.hooks import attach_all
 
             attach_all()
-        elif is_enabled(this_process()):
+        elif is_enabled(process_environ()):
             _register_name()
     except Exception as error:  # noqa: BLE001 - torch must be importable despite any error in effllm
         _say(error)
@@ -47,10 +47,10 @@ def autoload(asked: bool = False) -> None:
 def _report_wrong(line: str) -> None:
     """Print at the end of rank 0 that a switch has an invalid value, unless the training loop starts metrics."""
     from effllm.config.place import read_place
-    from effllm.config.switches import this_process
+    from effllm.config.switches import process_environ
     from effllm.trainer.without_metrics import repeat_at_exit
 
-    if read_place(this_process()).rank == 0:
+    if read_place(process_environ()).rank == 0:
         repeat_at_exit(line)
 
 

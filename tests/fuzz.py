@@ -53,12 +53,12 @@ def frames(data: bytes) -> None:
         assert aggregator.hello(one, Now(0.0, 1000.0)) == ""
     for window in (1, 2):
         aggregator.reports(Reports((row(1, window),)), Now(0.5, 1000.5))
-    assert peers.admits(b"a", len(data), 0.0)
-    peers.introduce(b"a", first, 0.0)
-    peers.admits(b"b", len(data), 0.0)
-    assert isinstance(message, Hello) or type(message).__name__ == "Supersede" or peers.objection(b"b", message)
+    assert peers.admit_frame(b"a", len(data), 0.0)
+    peers.register_hello(b"a", first, 0.0)
+    peers.admit_frame(b"b", len(data), 0.0)
+    assert isinstance(message, Hello) or type(message).__name__ == "Supersede" or peers.check_sender(b"b", message)
     for received in (message, _as_of(message, first)):
-        peers.objection(b"a", received)
+        peers.check_sender(b"a", received)
         deliver(aggregator, received)
     for window in (3, 4, 10**6):
         for rank in (0, 1):

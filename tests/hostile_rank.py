@@ -38,12 +38,12 @@ def frame(kind: str, number: int, world_size: int) -> FromAgent:
 
 def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
     """Send for at least `seconds`, and until `count` frames are sent, but for at most `seconds` + MAX_S."""
-    link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
+    link = AgentLink(make_context(), endpoint, AgentKeys.from_secret(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds
     while time.monotonic() < (until_s if num_sent >= count else until_s + MAX_S):
         link.receive()
-        is_new = link.is_new() or is_new
+        is_new = link.has_new_connection() or is_new
         if is_new:
             is_new = not link.send(last_ranks_hello(world_size))
         elif link.connected and link.send(frame(kind, num_sent, world_size)):

@@ -25,7 +25,7 @@ from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_noti
 from effllm.agent.measuring import LOSS_WAIT_S, Measuring
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
-from effllm.config.spawn import NO_RESOURCES, is_shortage
+from effllm.config.spawn import NO_RESOURCES, is_out_of_resources
 from effllm.network import discovery
 from effllm.records.board import Board
 from effllm.records.plain_text import one_line
@@ -186,7 +186,7 @@ class Agent:
         self._devices.stop()
         self._events.log.close()
         if path := self._trainer.facts.address_file:
-            discovery.remove(Path(path), self._trainer.facts.job)
+            discovery.remove_record(Path(path), self._trainer.facts.job)
         self._connection.close()
 
     def _send_rest(
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
         agent = Agent(trainer, events, wake)
         agent.run()
     except Exception as error:  # noqa: BLE001 - the edge of the process: one line reports the error
-        if is_shortage(error) and not (agent is not None and agent.is_measuring):
+        if is_out_of_resources(error) and not (agent is not None and agent.is_measuring):
             os._exit(NO_RESOURCES)  # the trainer prints the reason
         why = f"{type(error).__name__}: {error}"
         write_notice(f"an agent has stopped, and its rank has no metrics from now on: {why}")

@@ -15,7 +15,7 @@ from effllm.agent.proc import ENDED, CoreWait, process_state
 from effllm.agent.trainer import Trainer
 from effllm.config.place import stated_gpus
 from effllm.config.settings import secret_path
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.job.health.hang import BEATS, WAITING
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
@@ -62,7 +62,7 @@ class Connection:
         keys: AgentKeys | None = None
         if self._trainer.facts.secured:
             try:
-                keys = AgentKeys.of(secret.read(secret_path(self._trainer.config)), job)
+                keys = AgentKeys.from_secret(secret.read(secret_path(self._trainer.config)), job)
             except secret.SecretError as error:
                 self._notices.no_metrics(f"no metrics of this rank: {error}")
                 return was_linked
@@ -153,9 +153,9 @@ class Conversation:
             self._warn_without_aggregator(now_s)
             return
         has_answer = self._welcome or self.refused or self._is_put_off
-        if link.is_new():
+        if link.has_new_connection():
             self._welcome = None
-            self._outbox.send_again()
+            self._outbox.mark_all_unsent()
             self._bye_sent = self._bye_seen = False
             self._send_hello(now_s)
         elif link.connected and not has_answer and now_s - self._hello_s > HELLO_AGAIN_S:
@@ -192,7 +192,7 @@ class Conversation:
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
         measuring, status = self._measuring, self._measuring.status or ENDED
-        ends = (self._outbox.lost, *self._cost(), measuring.end_time_s, self._core_wait_s())
+        ends = (self._outbox.num_lost, *self._cost(), measuring.end_time_s, self._core_wait_s())
         bye = wire.Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
         self._bye_sent = link.send(bye)
 
@@ -299,7 +299,7 @@ class Conversation:
         if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), welcome=endpoint))
         if welcome.again:
-            self._outbox.send_again()
+            self._outbox.mark_all_unsent()
             self._bye_sent = False
             self._send_hello(time.monotonic())
         if welcome.run_folder and Path(welcome.run_folder).is_dir():
@@ -325,13 +325,13 @@ class Conversation:
         self._welcome = None
         self.refused = ""
         self._is_put_off = self._bye_sent = self._bye_seen = False
-        self._outbox.send_again()
+        self._outbox.mark_all_unsent()
 
 
 def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
     facts = trainer.facts
     of_run = facts if trainer.rank == 0 else RankFacts()
-    environ = this_process()  # the agent has the environment of its trainer
+    environ = process_environ()  # the agent has the environment of its trainer
     num_gpus, source = stated_gpus(environ) if measuring.devices.has_all_gpus else (0, "")
     listed = facts.visible_devices
     num_visible = facts.visible_gpus or (0 if listed is None else len(listed.split(",")))
@@ -387,7 +387,7 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> wire.Hear
         ordinal=ordinal,
         state=name,
         since_s=max(now_s - since_ns * 1e-9, 0.0),
-        lost=measuring.outbox.lost,
+        lost=measuring.outbox.num_lost,
         utilization=newest.utilization if newest else None,
         power_w=newest.power_w if newest else None,
         process=process_state(trainer.pid),

@@ -22,7 +22,7 @@ import psutil
 from msgspec import Struct
 
 from effllm.agent.proc import INSTALL, content, process_state, py_spy, py_spy_error
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.wire import MAX_STACK
 from effllm.store import own_files
 
@@ -60,7 +60,7 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     if has_ended(orders.trainer):
         return InspectionResult("the training process has ended\n", "ended")
     began_s = time.time()
-    environ = this_process()
+    environ = process_environ()
     # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.
     was_asked = request_dump(orders.rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
@@ -116,7 +116,7 @@ def _stacks(pid: int) -> tuple[str, str]:
 
 
 def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
-    paths = dump_paths(orders.rank, this_process())
+    paths = dump_paths(orders.rank, process_environ())
     try:
         if was_asked:
             dump = wait_for_dump(paths, began_s)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.config.settings import ConfigError, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 
 FILES = ("run.json", "summary.json")
 #: Run folders are searched in a folder and in this many levels of folders below it.
@@ -75,7 +75,7 @@ def named_run(name: str) -> Path:
     if path.exists() or os.sep in name:
         return path
     try:
-        folder = os.path.realpath(read_config(this_process()).run_dir)
+        folder = os.path.realpath(read_config(process_environ()).run_dir)
     except ConfigError as error:
         raise UnreadableRun(str(error)) from error
     runs = [run.folder for run in runs_below(folder)]

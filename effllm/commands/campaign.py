@@ -54,7 +54,7 @@ from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, WARMUP
 from effllm.analysis.yaml_document import load_yaml
 from effllm.commands.output import complain
 from effllm.config.settings import ConfigError, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store import own_files
 from effllm.store.run_lock import status_of
@@ -84,7 +84,7 @@ def main(
         plan = read_plan(path)
         for run in order_of(plan):
             read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})
-        folder = Path(plan.run_dir or read_config(this_process()).run_dir).absolute() / plan.name
+        folder = Path(plan.run_dir or read_config(process_environ()).run_dir).absolute() / plan.name
         if dry_run:
             for run in order_of(plan):
                 print(one_line(f"{run.key}: {' '.join(command_of(plan, run.configuration))}"))
@@ -185,7 +185,7 @@ class Campaign:
     def _execute(self, run: PlannedRun, name: str) -> str:
         log = self._folder / "logs" / f"{name}.log"
         own_files.make_folder(log.parent)
-        environ = {**this_process(), **self._plan.env, **self._plan.configurations[run.configuration].env}
+        environ = {**process_environ(), **self._plan.env, **self._plan.configurations[run.configuration].env}
         environ |= {
             "EFFICIENTLLM_TAGS": ",".join(tags_of(self._plan, run)),
             "EFFICIENTLLM_RUN_DIR": str(self._folder),

@@ -31,7 +31,7 @@ from effllm.commands.output import complain
 from effllm.commands.profile import facts_table
 from effllm.commands.survey import Cost, Survey, survey
 from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.devices import device_names
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import Measurable
@@ -53,7 +53,7 @@ def main(
     if device and device not in ("auto", *device_names()):
         names = ", ".join(("auto", *device_names()))
         return complain("check", f"--device {device}: there is no such device; available devices: {names}", 2)
-    result = survey(this_process(), device, has_load=has_load)
+    result = survey(process_environ(), device, has_load=has_load)
     if has_load and not result.gpus:
         complain("check", "--load: there is no NVIDIA GPU")
     if as_json:

@@ -41,7 +41,7 @@ from effllm.analysis.run_folders import NoRun
 from effllm.analysis.sides import find_groups, find_sides
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.views import configurations_text
 from effllm.views.comparison_text import Compared, ComparisonPage, document, grouped, markdown
 
@@ -112,7 +112,7 @@ def _print_table(
 ) -> int:
     """Print the table of configurations; return the exit status."""
     _require_scipy()
-    sides, left_out = find_groups(runs, by, folder or read_config(this_process()).run_dir)
+    sides, left_out = find_groups(runs, by, folder or read_config(process_environ()).run_dir)
     table = configurations(sides, is_paper=is_paper, names=metrics)
     if form == "text":
         configurations_text.print_table(table, console)
@@ -156,7 +156,7 @@ def comparison_page(
     conditions = [parse_condition(text) for text in fail_if or ()]
     names = [*(metric or ()), *(condition.metric for condition in conditions)]
     metrics = compared_metrics(names)
-    runs_folder = runs or read_config(this_process()).run_dir
+    runs_folder = runs or read_config(process_environ()).run_dir
     (first, *others), left_out = find_sides(sides, by, runs_folder, baseline)
     # All answers together are right at the level of the comparison.
     alpha = ALPHA / max(len(conditions) * len(others), 1)

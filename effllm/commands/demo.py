@@ -34,7 +34,7 @@ import typer
 from effllm.commands.output import complain
 from effllm.config.settings import ALL_VARIABLES, Config, ConfigError, read_config, secret_path
 from effllm.config.spawn import pidfd, spawn
-from effllm.config.switches import PREFIX, this_process
+from effllm.config.switches import PREFIX, process_environ
 from effllm.network import discovery, listening
 from effllm.network.secret import SecretError
 from effllm.records.orders import Orders
@@ -68,7 +68,7 @@ def main(
     ] = "",
 ) -> int:
     """Run the demo; return 1 if it is incomplete, 2 for wrong use, 128 + signal number after a signal, otherwise 0."""
-    environ = this_process()
+    environ = process_environ()
     try:
         given = read_config({name: text for name, text in environ.items() if name not in _NOT_OF_DEMO})
         iterations = max(iterations, round(_seconds(keep_alive) / step_seconds))
@@ -85,7 +85,7 @@ def main(
         peak_tflops=given.peak_tflops or PEAK_TFLOPS,
     )
     try:
-        config = discovery.find_secret(config)
+        config = discovery.config_with_secret(config)
     except SecretError:  # a simulation needs no keys
         config = replace(config, security="none")
     print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
@@ -166,7 +166,7 @@ def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> di
     """Return the environment of a rank: this environment without the variables of other jobs."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
     own = {PREFIX + variable.name for variable in ALL_VARIABLES} - _NOT_OF_DEMO
-    environ = {name: value for name, value in this_process().items() if name in own or not name.startswith(foreign)}
+    environ = {name: value for name, value in process_environ().items() if name in own or not name.startswith(foreign)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     settings = {

@@ -11,7 +11,7 @@ from types import FrameType
 
 import effllm
 from effllm.config.place import read_place
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 
 PARAMETERS = 124_000_000  # parameters of GPT-2 small
 FLOPS_PER_TOKEN = 6 * PARAMETERS  # forward and backward pass, without attention
@@ -62,7 +62,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, waits: memoryview[int]) -> None:
-    place, launcher = read_place(this_process()), os.getppid()
+    place, launcher = read_place(process_environ()), os.getppid()
     is_slow = place.world_size > 1 and place.rank == place.world_size - 1
 
     def wait_for_others() -> None:

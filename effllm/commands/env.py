@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from effllm.commands.output import complain
 from effllm.config.settings import ALL_VARIABLES, Config, Variable, read_config
-from effllm.config.switches import PREFIX, this_process
+from effllm.config.switches import PREFIX, process_environ
 from effllm.sinks import options_of, sink_names
 from effllm.trainer.preflight import doubts, problems
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--markdown" in arguments:
         print("\n".join(markdown()))
         return 0
-    environ = this_process()
+    environ = process_environ()
     messages = problems(environ)
     if messages:
         print("\n".join(f"effllm: {line}" for line in messages), file=sys.stderr)
@@ -80,5 +80,5 @@ def markdown() -> Iterator[str]:
 
 def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
     if variable.field:
-        return variable.value(config)
+        return variable.text_in(config)
     return environ.get(PREFIX + variable.name, "") or "1"  # `eval "$(effllm env)"` enables metrics

@@ -33,7 +33,7 @@ from rich.table import Column, Table
 from effllm import sensor_profile as profiling
 from effllm.commands.output import complain
 from effllm.config.settings import Config, cache_folder, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 from effllm.energy import calibration
 from effllm.sensor_profile.load import TorchLoad
@@ -69,7 +69,7 @@ def main(
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         return complain("profile", f"--save {save}: not a file in an existing folder", 2)
     try:
-        reader = _open(read_config(usable(this_process())), device)
+        reader = _open(read_config(usable(process_environ())), device)
     except DeviceUnavailable as error:
         return complain("profile", f"no GPU can be read: {error}", 2)
     try:
@@ -104,7 +104,7 @@ def _open(config: Config, device: str) -> Reader:
     Raises:
         DeviceUnavailable: there is no GPU, or the configured device is not a GPU.
     """
-    visible = device or this_process().get("CUDA_VISIBLE_DEVICES")
+    visible = device or process_environ().get("CUDA_VISIBLE_DEVICES")
     site = Site(visible_devices=visible, power_scope=config.power_scope)
     reader = open_gpu(config.device, site)
     if reader.device.is_gpu and not reader.device.simulated:

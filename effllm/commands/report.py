@@ -27,7 +27,7 @@ from effllm.analysis.sides import CONFIGURATION, find_groups
 from effllm.commands.compare import comparison_errors, comparison_page
 from effllm.commands.output import complain
 from effllm.config.settings import read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
 from effllm.views.report.page import MAX_RUNS, Compared, ReportTooLarge, read_runs, report_html
@@ -70,7 +70,7 @@ def _compared(arguments: list[str], by: str, count: int) -> Compared:
     if count < 2:
         return Compared()
     try:
-        sides, _ = find_groups(arguments, by, read_config(this_process()).run_dir)
+        sides, _ = find_groups(arguments, by, read_config(process_environ()).run_dir)
         names = {run.folder: side.name for side in sides for run in side.runs}
         if len(names) == len(sides):  # each run is a configuration
             return Compared(comparison_page(arguments))

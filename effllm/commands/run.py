@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from effllm.attach import autoload
 from effllm.config.place import read_place
 from effllm.config.settings import ConfigError
-from effllm.config.switches import is_enabled, this_process
+from effllm.config.switches import is_enabled, process_environ
 
 _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (see effllm run --help)"
 
@@ -83,7 +83,7 @@ def _close(name: str, status: str) -> None:
     collector = sys.modules.get("effllm.trainer.collector")
     if collector is not None:
         collector.get_metrics_collector().stop_collection(status)
-    elif status == "completed" and is_enabled(this_process()) and _is_first_rank():
+    elif status == "completed" and is_enabled(process_environ()) and _is_first_rank():
         print(
             f"[EfficientLLM] nothing was measured: {name} did not call effllm and ran no known training loop; "
             "see effllm run --help",
@@ -93,7 +93,7 @@ def _close(name: str, status: str) -> None:
 
 def _is_first_rank() -> bool:
     try:
-        return read_place(this_process()).rank == 0
+        return read_place(process_environ()).rank == 0
     except ConfigError:
         return True
 

@@ -46,7 +46,7 @@ from effllm.analysis.run_row import utc
 from effllm.commands.output import ReadingProgress, complain, form_of
 from effllm.commands.run_query import export_runs, print_query
 from effllm.config.settings import ConfigError, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
 from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
@@ -97,7 +97,7 @@ def main(
         expected = "a number of hours, days or weeks (36h, 7d, 4w), or a date"
         return complain("runs", f"--since {since}: expected {expected}", 2)
     try:
-        paths = paths or [read_config(this_process()).run_dir]
+        paths = paths or [read_config(process_environ()).run_dir]
     except ConfigError as error:
         return complain("runs", str(error), 2)
     if sql or export:

@@ -29,7 +29,7 @@ import typer
 
 from effllm.commands.output import complain
 from effllm.config.settings import Config, read_config, secret_path
-from effllm.config.switches import PREFIX, this_process
+from effllm.config.switches import PREFIX, process_environ
 from effllm.network import discovery, interface, listening, secret
 from effllm.records.orders import Orders
 from effllm.server.process import UNUSED, Server
@@ -55,7 +55,7 @@ def main(
 ) -> int:
     """Serve one job; return 1 if the port is not available, 2 for wrong use."""
     options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
-    environ = {**this_process(), **{name: value for name, value in options.items() if value}}
+    environ = {**process_environ(), **{name: value for name, value in options.items() if value}}
     environ.pop(f"{PREFIX}ENDPOINT", None)  # this variable is the address for training processes
     wrong = problems(environ)
     match = _BIND.fullmatch(bind)
@@ -69,9 +69,9 @@ def main(
     is_secured = discovery.is_secured(config)
     try:
         if is_secured and config.security == "auto" and interface.is_loopback(match["host"]):
-            config = discovery.find_secret(config)
+            config = discovery.config_with_secret(config)
         elif is_secured:
-            secret.create(secret_path(config))
+            secret.read_or_create(secret_path(config))
     except secret.SecretError as error:
         return complain("serve", str(error), 2)
     name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -108,5 +108,5 @@ def _print_variables(config: Config, endpoint: str, *, is_secured: bool) -> None
     else:
         print(f"  export {PREFIX}SECURITY=none")
     print(flush=True)
-    if not is_secured and (line := discovery.openness(endpoint)):
+    if not is_secured and (line := discovery.openness_warning(endpoint)):
         complain("serve", line)

@@ -29,9 +29,9 @@ import typer
 from effllm.commands.output import complain
 from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config.settings import Config, read_config, secret_path
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.network import secret
-from effllm.network.listening import needed, raise_limit
+from effllm.network.listening import num_open_files_needed, raise_open_files_limit
 
 
 def main(
@@ -64,11 +64,11 @@ def main(
     address = f"tcp://{endpoint.removeprefix('tcp://')}" if endpoint else ""
     plan = Simulation(ranks, interval, minutes, address, processes, arrival, run_dir, security)
     try:
-        config = read_config(this_process())
+        config = read_config(process_environ())
         _check(plan, config)
     except ValueError as error:
         return complain("simulate", str(error), 2)
-    if not plan.endpoint and (trouble := raise_limit(needed(plan.ranks))):
+    if not plan.endpoint and (trouble := raise_open_files_limit(num_open_files_needed(plan.ranks))):
         return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
     result, is_stopped = run.found, False

@@ -17,7 +17,7 @@ from effllm.devices import Site
 from effllm.devices.simulated import MAX_CLOCK_HZ, open_device
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
-from effllm.network.listening import raise_limit
+from effllm.network.listening import raise_open_files_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import CLOCK_RATIO, Allocator, DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
@@ -194,7 +194,7 @@ class _SimulatedPeer:
     def _begin(self, again: bool) -> None:
         """Send the unconfirmed reports after the first WELCOME, or again at the request of a restarted aggregator."""
         if again or not self.welcome:
-            self.outbox.send_again()
+            self.outbox.mark_all_unsent()
         if again:
             self.bye_sent = False
             self.link.send(self.rank.hello())
@@ -224,7 +224,7 @@ class _SimulatedPeer:
         if now_s - self.heartbeat_s >= HEARTBEAT_S:
             self.heartbeat_s = now_s
             self.link.send(
-                Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.lost)
+                Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.num_lost)
             )
 
 
@@ -235,7 +235,7 @@ class SimulatedRanks:
         self._part = part
         self._context = make_context()
         self._context.set(zmq.MAX_SOCKETS, part.count + 16)
-        keys = AgentKeys.of(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
+        keys = AgentKeys.from_secret(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
         self._peers = [_SimulatedPeer(part, part.first + i, self._context, keys) for i in range(part.count)]
         self._unix_s = time.time() - time.monotonic()
         self._sent = 0
@@ -322,8 +322,8 @@ class SimulatedRanks:
                 peer.handle_messages()
                 self._sent += peer.send_reports()
                 peer.heartbeat(time.monotonic(), self._part.windows * self._part.log_interval)
-                if not peer.bye_sent and not peer.outbox.unsent():
-                    peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
+                if not peer.bye_sent and not peer.outbox.next_unsent():
+                    peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.num_lost))
                 if number % CHECK_EVERY == 0:
                     self._check_rank_0()
             waiting = [peer for peer in waiting if not peer.is_over(time.monotonic())]
@@ -335,7 +335,7 @@ class SimulatedRanks:
             tokens=sum(rank.tokens for rank in ranks),
             tokens_confirmed=sum(peer.tokens_confirmed for peer in self._peers),
             energy_j=sum(rank.energy_j for rank in ranks),
-            lost=sum(peer.outbox.lost for peer in self._peers),
+            lost=sum(peer.outbox.num_lost for peer in self._peers),
             unconfirmed=sum(len(peer.outbox) for peer in self._peers if not peer.bye_seen),
         )
         self._write(done)
@@ -349,5 +349,5 @@ class SimulatedRanks:
 
 def main(arguments: list[str]) -> None:
     """Simulate the ranks of a `Part`, which is in ``arguments[0]`` as JSON."""
-    raise_limit()
+    raise_open_files_limit()
     SimulatedRanks(msgspec.json.decode(arguments[0], type=Part)).run()

@@ -208,7 +208,7 @@ class SimulatedRun:
     def _make_aggregator(self, scratch: Path, output: int) -> None:
         if self._config.security == "curve":
             self._config = replace(self._config, secret_file=str(scratch / "secret"))
-            secret.create(scratch / "secret")
+            secret.read_or_create(scratch / "secret")
         self._salt = self._job
         folder = self._asked.run_dir or str(scratch / "run")
         self._aggregator = OwnAggregator(self._config, folder, output, self._job)

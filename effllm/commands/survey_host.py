@@ -81,7 +81,7 @@ def run_folder(config: Config) -> Finding:
 
 def loopback() -> Finding:
     """Send one message over an agent's link, and receive it with an aggregator's socket."""
-    if not (address := interface.loopback()):
+    if not (address := interface.loopback_address()):
         return Finding("ZeroMQ", BROKEN, "the loopback interface is down", "ip link set lo up")
     context = make_context()
     server = ServerSocket(context)

@@ -14,7 +14,7 @@ from types import ModuleType
 from effllm.analysis.run_folders import LINE_FILES, NoRun, UnreadableRun, named_run, runs_below
 from effllm.commands.output import complain
 from effllm.commands.top_reader import TopSource, ordered_frame
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.views.top.frame import NO_DATA, WRONG_USE, TopFrame, document, exit_status
 from effllm.views.top.screen import plain_frame
@@ -105,7 +105,7 @@ def _terminal() -> ModuleType | None:
         from effllm.commands import top_terminal
     except ImportError:  # a Python without curses
         return None
-    return top_terminal if top_terminal.can_move_cursor(this_process().get("TERM", "")) else None
+    return top_terminal if top_terminal.can_move_cursor(process_environ().get("TERM", "")) else None
 
 
 def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
@@ -117,7 +117,7 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
     from effllm.config.settings import ConfigError, read_config
 
     try:
-        path = named_run(given.run) if given.run else Path(read_config(this_process()).run_dir)
+        path = named_run(given.run) if given.run else Path(read_config(process_environ()).run_dir)
     except UnreadableRun as error:
         raise NoRun(str(error)) from error
     except ConfigError as error:

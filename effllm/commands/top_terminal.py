@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from effllm.commands.top_reader import TopReader, TopSource
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.panes import count_of
 from effllm.views.top.screen import page_of, render
@@ -260,7 +260,7 @@ def _attributes() -> dict[int, int]:
         BAD: curses.A_BOLD,
         REVERSE: curses.A_REVERSE,
     }
-    if this_process().get("NO_COLOR"):
+    if process_environ().get("NO_COLOR"):
         return styles
     with contextlib.suppress(curses.error):
         curses.start_color()

@@ -32,7 +32,7 @@ from effllm.agent.gpu_energy import GpuEnergy
 from effllm.commands.metrics_page import Labelled, Unreachable, address, fetch_text, samples_of
 from effllm.commands.output import complain
 from effllm.config.settings import ConfigError, read_config
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 
 _HEADER_EVERY = 20
 _MAX_WAIT_S = 60.0
@@ -58,11 +58,11 @@ def main(
     """Print a line for each interval until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
         address(vllm)
-        config = read_config(this_process())
+        config = read_config(process_environ())
     except (ValueError, ConfigError) as error:
         return complain("watch", str(error), 2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval))
+    energy = GpuEnergy(config.device, process_environ(), min(config.collection_interval_s, interval))
     watch = _Watch(vllm, interval, energy, as_json)
     try:
         energy.start()

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from effllm.config.spawn import command
-from effllm.config.switches import this_process
+from effllm.config.spawn import module_command
+from effllm.config.switches import process_environ
 
 MAX_MEMORY_BYTES = 8 * 2**30  # of the data of the process; a model on the meta device has no weights
-_ALONE = {
+_ISOLATED = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -32,7 +32,7 @@ class NoAnswer(ValueError):
 
 
 def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Return what ``module.main``, which calls `answer`, makes of a document.
+    """Run ``module.main``, which calls `answer`, in a process of its own, and return its reply to a document.
 
     Raises:
         NoAnswer: with the reason of the process, or the limit that ended it; ``verb`` names the work.
@@ -40,12 +40,12 @@ def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) 
     limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     try:
         done = subprocess.run(
-            command(module),
+            module_command(module),
             input=json.dumps(document),
             capture_output=True,
             text=True,
             timeout=deadline_s,
-            env={**this_process(), **_ALONE},
+            env={**process_environ(), **_ISOLATED},
             preexec_fn=limit,
             check=False,
         )
@@ -63,8 +63,8 @@ def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) 
 
 def answer(work: Callable[[Any], dict[str, Any]]) -> None:
     """Read a document on stdin, and print what ``work`` returns for it, or the reason why it fails."""
-    answer_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
-    socket.socket.connect = _refuse  # type: ignore[method-assign]
+    reply_to, sys.stdout = sys.stdout, sys.stderr  # packages may print
+    socket.socket.connect = _refuse_connection  # type: ignore[method-assign]
     try:
         reply = work(json.load(sys.stdin))
     except NoAnswer as error:
@@ -72,8 +72,8 @@ def answer(work: Callable[[Any], dict[str, Any]]) -> None:
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
         lines = str(error).strip().splitlines() or [""]
         reply = {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
-    print(json.dumps(reply), file=answer_to)
+    print(json.dumps(reply), file=reply_to)
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse_connection(*_: Any) -> NoReturn:
     raise OSError("no network")

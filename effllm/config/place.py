@@ -45,7 +45,7 @@ _LAUNCHERS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+def _whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return default
@@ -72,24 +72,22 @@ def read_place(environ: Mapping[str, str]) -> Place:
             continue
         if launcher == "slurm" and not _is_srun_task(environ):
             continue
-        rank, world_size = _integer(environ, rank_name, 0), _integer(environ, world_name, 1)
+        rank, world_size = _whole_number(environ, rank_name, 0), _whole_number(environ, world_name, 1)
         if rank >= max(world_size, 1):
             raise ConfigError(rank_name, rank, f"must be below {world_name}={world_size}")
-        local_world_size = _integer(environ, local_world_name, 1 if world_size == 1 else 0)
-        if (
-            launcher == "slurm"
-        ):  # SLURM_STEP_TASKS_PER_NODE is the exact number, SLURM_NTASKS_PER_NODE the requested number
-            local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
+        local_world_size = _whole_number(environ, local_world_name, 1 if world_size == 1 else 0)
+        if launcher == "slurm":  # SLURM_STEP_TASKS_PER_NODE is exact, SLURM_NTASKS_PER_NODE the requested number
+            local_world_size = _whole_number(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
         return Place(
             rank=rank,
-            local_rank=_integer(environ, local_rank_name, 0),
+            local_rank=_whole_number(environ, local_rank_name, 0),
             world_size=max(world_size, 1),
             local_world_size=local_world_size,
             master_addr=environ.get("MASTER_ADDR", "").strip(),
-            master_port=_integer(environ, "MASTER_PORT", 0),
+            master_port=_whole_number(environ, "MASTER_PORT", 0),
             launcher=launcher,
             restart_id=_restart_id(environ),
-            restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            restart_count=_whole_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             launch_id=_launch_id(environ),
         )
     return Place(restart_id=_restart_id(environ))
@@ -103,7 +101,7 @@ MAX_NODE_GPUS = 64
 
 
 def stated_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how many GPUs of its node a scheduler has allocated to a rank, and the variable that states this number.
+    """Return how many GPUs a scheduler has allocated to a rank, and the name of the variable that states this number.
 
     In Slurm, the GPUs of a step have priority over those of the node. In Kubernetes, the device plugin states UUIDs;
     other values of its variable may be from an image or a user. GPUs that a list hides from the rank are left out,
@@ -128,7 +126,7 @@ def stated_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # ids from here on are reserved: a shell of salloc, a batch script, ...
-_MAX_DIGITS = 10  # of the id of a step
+_MAX_DIGITS = 10  # of the id of a step, and of a number of GPUs
 _MAX_ID_LETTERS = 200  # ids of jobs are parts of names of files, and are sent to the aggregator
 
 
@@ -138,19 +136,19 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 
 def _restart_id(environ: Mapping[str, str]) -> str:
-    torchrun = _id(environ, "TORCHELASTIC_RUN_ID")
+    torchrun = _id_text(environ, "TORCHELASTIC_RUN_ID")
     if torchrun and torchrun != "none":  # "none": torchrun without --rdzv_id
         return torchrun
-    return _id(environ, "SLURM_JOB_ID")
+    return _id_text(environ, "SLURM_JOB_ID")
 
 
 def _launch_id(environ: Mapping[str, str]) -> str:
-    job, step = (_id(environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
+    job, step = (_id_text(environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
     # Two launches in one allocation are two jobs. PMIX_NAMESPACE is set by Open MPI's mpirun.
-    return f"{job}.{step}" if job and step else _id(environ, "PMIX_NAMESPACE") or job
+    return f"{job}.{step}" if job and step else _id_text(environ, "PMIX_NAMESPACE") or job
 
 
-def _id(environ: Mapping[str, str], name: str) -> str:
+def _id_text(environ: Mapping[str, str], name: str) -> str:
     """Return an id as a short text without control characters, which can be encoded."""
     text = environ.get(name, "").strip()[:_MAX_ID_LETTERS]
     return text if text.isprintable() else "".join(c if c.isprintable() else "_" for c in text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from effllm.config.switches import ALLOWED, is_on, is_unclear
+from effllm.config.switches import ALLOWED, is_invalid_switch, is_on
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -79,7 +79,7 @@ def parse_sinks(entries: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _read_switch(text: str) -> bool:
-    if is_unclear(text):
+    if is_invalid_switch(text):
         raise ValueError
     return is_on(text)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from effllm.config import setting_values as values
 from effllm.config.setting_values import ValueType, matching, number, one_of, parse_sinks, whole
-from effllm.config.switches import ATTACH, PREFIX, this_process
+from effllm.config.switches import ATTACH, PREFIX, process_environ
 
 
 class ConfigError(ValueError):
@@ -42,7 +42,7 @@ class Variable(NamedTuple):
     meaning: str
     group: str
     field: str = ""  #: name of the field of `Config`; empty for a variable that is not a setting of a run
-    word: str = ""  #: text of the default, if it differs from the field's value
+    default_word: str = ""  #: text of the default, if it differs from the field's value
 
     def read(self, given: object, name: str = "") -> Any:
         """Parse the text ``given``; ``name`` replaces the variable's name in an error message.
@@ -58,15 +58,17 @@ class Variable(NamedTuple):
     @property
     def default(self) -> str:
         """The default as text for a shell; empty without a default."""
-        return self.word or _text(getattr(Config(), self.field))
+        return self.default_word or _shell_text(getattr(Config(), self.field))
 
-    def value(self, config: Config) -> str:
-        return self.word if self.word and config.min_window_s else _text(getattr(config, self.field))
+    def text_in(self, config: Config) -> str:
+        """Return this setting's text in ``config``."""
+        is_default_word = self.default_word and config.min_window_s  # above 0 only if LOG_INTERVAL has its word
+        return self.default_word if is_default_word else _shell_text(getattr(config, self.field))
 
 
 def _setting(default: Any, group: str, value_type: ValueType, meaning: str, name: str = "", word: str = "") -> Any:
     """Return a field of `Config` with its variable; the default of ``name`` is the field's name in capitals."""
-    return field(default=default, metadata={"variable": Variable(name, value_type, meaning, group, word=word)})
+    return field(default=default, metadata={"variable": Variable(name, value_type, meaning, group, default_word=word)})
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ class Config:
         return parse_sinks(self.sinks)
 
 
-def _text(value: Any) -> str:
+def _shell_text(value: Any) -> str:
     """Return a value as text for a shell; empty for ``None``."""
     if value is None:
         return ""
@@ -326,7 +328,7 @@ def read_config(environ: Mapping[str, str]) -> Config:
     values: dict[str, Any] = {}
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
-        if text and text != variable.word:
+        if text and text != variable.default_word:
             values[variable.field] = variable.read(text)
     # Windows are joined only if LOG_INTERVAL is not set; then there is at most one window per second.
     return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
@@ -348,18 +350,18 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 def secret_path(config: Config) -> Path:
     if config.secret_file:
         return Path(config.secret_file).expanduser().absolute()
-    base = this_process().get("XDG_CONFIG_HOME", "").strip()
+    base = process_environ().get("XDG_CONFIG_HOME", "").strip()
     return (Path(base) if base else _home() / ".config") / "efficientllm" / "secret"
 
 
 def cache_folder() -> Path:
-    base = this_process().get("XDG_CACHE_HOME", "").strip()
+    base = process_environ().get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else _home() / ".cache") / "efficientllm"
 
 
 def state_folder() -> Path:
     """Return the user's state folder, for logs of agents without a run folder."""
-    base = this_process().get("XDG_STATE_HOME", "").strip()
+    base = process_environ().get("XDG_STATE_HOME", "").strip()
     return (Path(base) if base else _home() / ".local" / "state") / "efficientllm"
 
 

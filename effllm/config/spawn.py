@@ -53,7 +53,7 @@ def spawn(
         OSError: the interpreter cannot be started.
     """
     return subprocess.Popen(
-        [*command(module, _ENDS_FIRST if ends_first else ""), *arguments],
+        [*module_command(module, _ENDS_FIRST if ends_first else ""), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         # Without stderr at the start of Python, a file of the script may have its number.
@@ -64,14 +64,14 @@ def spawn(
     )
 
 
-def command(module: str, before: str = "") -> list[str]:
+def module_command(module: str, before: str = "") -> list[str]:
     """Return the command of ``module.main``, without the current folder on the module path; ``before`` runs first."""
     parent = str(Path(__file__).resolve().parents[2])
     program = _PROGRAM.format(parent=parent, module=module, no_resources=NO_RESOURCES)
     return [sys.executable, *_interpreter_options(), "-c", before + program]
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_resources(error: BaseException) -> bool:
     """Whether an error means that a process has no memory or cannot start a thread."""
     is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
     return is_thread or isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM)

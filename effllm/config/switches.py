@@ -18,7 +18,7 @@ _ON = ("true", "1", "yes", "on")
 _OFF = ("false", "0", "no", "off")
 
 
-def this_process() -> Mapping[str, str]:
+def process_environ() -> Mapping[str, str]:
     """Return the environment of this process; no other code reads ``os.environ``."""
     return os.environ
 
@@ -33,15 +33,15 @@ def is_on(text: str) -> bool:
     return text.strip().lower() in _ON
 
 
-def is_unclear(text: str) -> bool:
+def is_invalid_switch(text: str) -> bool:
     """Whether the text of a switch is invalid; a valid text means on or off, or is empty."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 
-def unclear(environ: Mapping[str, str], *names: str) -> str:
+def invalid_switch_error(environ: Mapping[str, str], *names: str) -> str:
     """Return an error text for the first switch with an invalid value, or an empty string."""
     for name in names:
-        if is_unclear(text := environ.get(name, "")):
+        if is_invalid_switch(text := environ.get(name, "")):
             return f"{name}={text!r} is not usable: must be {ALLOWED}"
     return ""
 
@@ -53,7 +53,7 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
 
 def is_off(environ: Mapping[str, str]) -> bool:
     """Whether metrics are off; ``False`` for an invalid value, for which `read_config` raises an error."""
-    return not is_enabled(environ) and not is_unclear(environ.get(METRICS_ENABLED, ""))
+    return not is_enabled(environ) and not is_invalid_switch(environ.get(METRICS_ENABLED, ""))
 
 
 def is_attached(environ: Mapping[str, str]) -> bool:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.rank import Device, Sample
 
 #: GPUs in the order in which ``auto`` tries them, each with files of which one exists while the GPU's driver is loaded.
@@ -43,7 +43,7 @@ class Site:
     cuda_pci_bus_id: str = ""
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, or None if it is not set
     container_devices: str | None = field(
-        default_factory=lambda: this_process().get("NVIDIA_VISIBLE_DEVICES")
+        default_factory=lambda: process_environ().get("NVIDIA_VISIBLE_DEVICES")
     )  # the MIG slices that a container was given
     rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; HIP_VISIBLE_DEVICES selects from this list
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.config.place import Place, read_place
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector, initialize_efficientllm_metrics
@@ -277,7 +277,7 @@ def version(package: str) -> str:
 
 
 def rank() -> int:
-    return (place() or read_place(this_process())).rank
+    return (place() or read_place(process_environ())).rank
 
 
 def place() -> Place | None:
@@ -285,7 +285,7 @@ def place() -> Place | None:
 
     A spawned process gets only its rank, and a container may set WORLD_SIZE for a single process.
     """
-    environ = this_process()
+    environ = process_environ()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
     launched = read_place(environ)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

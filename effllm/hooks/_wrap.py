@@ -36,9 +36,9 @@ def no_metrics(reason: str) -> None:
 def _is_first_rank() -> bool:
     try:
         from effllm.config.place import read_place
-        from effllm.config.switches import this_process
+        from effllm.config.switches import process_environ
 
-        return read_place(this_process()).rank == 0
+        return read_place(process_environ()).rank == 0
     except Exception:  # noqa: BLE001 - the environment may be invalid, and the line must still be printed
         return True
 

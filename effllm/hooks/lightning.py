@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from effllm.config.switches import is_attached, this_process
+from effllm.config.switches import is_attached, process_environ
 from effllm.hooks._batches import Batches
 from effllm.hooks._layout import precision_of, strategy_facts
 from effllm.hooks._parameters import parameters_of
@@ -48,7 +48,7 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 def _callbacks(package: str) -> list[Any]:
     # A Trainer calls this function, so its package is loaded, and an exception here would end the training.
     hooks: Any = sys.modules.get("effllm.hooks")
-    if not (is_attached(this_process()) or getattr(hooks, "_is_attached", False)):
+    if not (is_attached(process_environ()) or getattr(hooks, "_is_attached", False)):
         return []
     return [callback] if (callback := _GUARD(callback_of, package)) is not None else []
 

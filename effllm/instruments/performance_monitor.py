@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.instruments._files import write_json
 from effllm.instruments._number import number, whole
 from effllm.instruments._statistics import NAN
@@ -186,7 +186,7 @@ class PerformanceMonitor:
 
     def _gpus(self) -> Sequence[int]:
         """Return the GPUs of CUDA_VISIBLE_DEVICES; else the GPUs on which torch has memory; else ``device_id``."""
-        visible = this_process().get("CUDA_VISIBLE_DEVICES")
+        visible = process_environ().get("CUDA_VISIBLE_DEVICES")
         if visible:
             return range(len(visible.split(",")))
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)

@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MAX_REQUESTS = 100  # limit for one call of `answer`; this many requests take a few ms
+_MAX_REQUESTS = 100  # limit for one call of `answer_requests`; this many requests take a few ms
 _FRAMES = 9  # frames of a request: two of the router, version, id, domain, address, identity, mechanism, key
 
 
@@ -28,7 +28,7 @@ class KeyPair:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, seed: bytes) -> KeyPair:
+    def from_seed(cls, seed: bytes) -> KeyPair:
         secret = z85.encode(seed)
         return cls(zmq.curve_public(secret), secret)
 
@@ -41,9 +41,9 @@ class AgentKeys:
     server_public: bytes
 
     @classmethod
-    def of(cls, secret: bytes, job: str) -> AgentKeys:
+    def from_secret(cls, secret: bytes, job: str) -> AgentKeys:
         """Return the keys of a job's agents; the job is empty for an aggregator without a job."""
-        return cls(KeyPair.of(derive(secret, "agents", job)), KeyPair.of(derive(secret, "server")).public)
+        return cls(KeyPair.from_seed(derive(secret, "agents", job)), KeyPair.from_seed(derive(secret, "server")).public)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         socket.set(zmq.CURVE_SERVERKEY, self.server_public)
@@ -59,8 +59,8 @@ class ServerKeys:
     agents_public: bytes
 
     @classmethod
-    def of(cls, secret: bytes, job: str) -> ServerKeys:
-        return cls(KeyPair.of(derive(secret, "server")), KeyPair.of(derive(secret, "agents", job)).public)
+    def from_secret(cls, secret: bytes, job: str) -> ServerKeys:
+        return cls(KeyPair.from_seed(derive(secret, "server")), KeyPair.from_seed(derive(secret, "agents", job)).public)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Set a socket to encrypt and to ask a `Gate` for each admission; the socket must not listen yet."""
@@ -77,12 +77,12 @@ class Gate:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
-        self._admitted = z85.decode(keys.agents_public)
+        self._admitted_key = z85.decode(keys.agents_public)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(_ZAP)
 
-    def answer(self) -> list[tuple[str, bool]]:
+    def answer_requests(self) -> list[tuple[str, bool]]:
         """Answer all waiting peers; return each peer's address, and whether the peer was admitted."""
         answered = []
         for _ in range(_MAX_REQUESTS):
@@ -93,7 +93,7 @@ class Gate:
             if len(frames) < 5 or frames[2] != b"1.0":
                 continue  # not a ZAP request; ZeroMQ sends only ZAP requests
             mechanism, key = (frames[7], frames[8]) if len(frames) == _FRAMES else (b"", b"")
-            is_admitted = frames[4] == DOMAIN and mechanism == b"CURVE" and key == self._admitted
+            is_admitted = frames[4] == DOMAIN and mechanism == b"CURVE" and key == self._admitted_key
             answered.append((frames[5].decode(errors="replace").removeprefix("::ffff:"), is_admitted))
             status, text, user = (b"200", b"OK", b"agent") if is_admitted else (b"400", b"not of this job", b"")
             self.socket.send_multipart([frames[0], b"", b"1.0", frames[3], status, text, user, b""])

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.network import interface, secret
 from effllm.network.listening import DiscoveryError
 from effllm.records.facts import FoundAddress
@@ -44,7 +44,7 @@ def is_secured(config: Config) -> bool:
     return config.security != "none"
 
 
-def find_secret(config: Config) -> Config:
+def config_with_secret(config: Config) -> Config:
     """Create the user's secret if it is missing, for a job on one host; return settings with the secret's path.
 
     If the secret cannot be written into the home folder (read-only, missing, without hard links), it is written into
@@ -54,14 +54,14 @@ def find_secret(config: Config) -> Config:
         SecretError: the secret cannot be written into any folder; the message names the first folder.
     """
     try:
-        secret.create(secret_path(config))
+        secret.read_or_create(secret_path(config))
     except secret.SecretError as error:
-        runtime = this_process().get("XDG_RUNTIME_DIR", "")
+        runtime = process_environ().get("XDG_RUNTIME_DIR", "")
         for base in filter(os.path.isabs, (runtime, *TEMPORARY_FOLDERS)):
             folder = Path(base, f"effllm-{os.geteuid()}")
             with contextlib.suppress(OSError):
                 own_files.make_folder(folder)
-                secret.create(folder / "secret")
+                secret.read_or_create(folder / "secret")
                 return replace(config, secret_file=str(folder / "secret"))
         raise error from None
     return config
@@ -71,7 +71,7 @@ def _is_on_loopback(endpoint: str) -> bool:
     return interface.is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0])
 
 
-def openness(endpoint: str) -> str:
+def openness_warning(endpoint: str) -> str:
     """Return the warning about an endpoint without keys; empty for loopback."""
     if _is_on_loopback(endpoint):
         return ""
@@ -124,7 +124,7 @@ class Store:
         try:
             if not self._store.check([self.key]):
                 return None
-            return _record(self._store.get(self.key))
+            return _decode_record(self._store.get(self.key))
         except (RuntimeError, ValueError):
             return None
 
@@ -161,22 +161,22 @@ class SharedFile:
 
     def read(self) -> dict[str, str] | None:
         """Return the record if rank 0 has written it; files of other users are ignored."""
-        return _read(self.path)
+        return _read_record_file(self.path)
 
 
 #: A place where rank 0 publishes its record and other ranks read the record.
 RecordSource: TypeAlias = Store | SharedFile
 
 
-def remove(path: Path, job: str) -> None:
+def remove_record(path: Path, job: str) -> None:
     """Delete a job's record, unless another job has replaced it."""
-    record = _read(path)
+    record = _read_record_file(path)
     if record is not None and record.get("job") == job:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def source(place: Place, config: Config, generation: int) -> RecordSource | None:
+def record_source(place: Place, config: Config, generation: int) -> RecordSource | None:
     """Return the place of rank 0's record, or ``None`` for a job of one rank.
 
     Raises:
@@ -189,17 +189,17 @@ def source(place: Place, config: Config, generation: int) -> RecordSource | None
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
-def publish(source: RecordSource, record: dict[str, str], write: Callable[[FoundAddress], None]) -> None:
+def publish_record(source: RecordSource, record: dict[str, str], write: Callable[[FoundAddress], None]) -> None:
     """Publish rank 0's record at once; if this fails, retry in a thread, which writes the reason of a failure."""
     if source.connect() and source.publish(record):
         return
 
     def run() -> None:
-        if not _until(lambda: source.connect() and source.publish(record)):
+        if not _retry_until_deadline(lambda: source.connect() and source.publish(record)):
             why = f"rank 0's address could not be published within {GIVE_UP_S:.0f} s: no other rank has metrics"
             write(FoundAddress(failed=why))
 
-    _in_thread(run)
+    _start_thread(run)
 
 
 class Search:
@@ -226,29 +226,30 @@ class Search:
         self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
         self._read_at_s, self._pause_s = 0.0, MIN_RECHECK_S
-        self._reported: set[str] = set()
+        self._reported_reasons: set[str] = set()
 
     def start(self) -> None:
         """Search at once, then in a daemon thread.
 
         The daemon thread is the only thread of effllm in a trainer, and ends after start-up.
         """
-        self._read()
-        _in_thread(self._run)
+        self._read_record()
+        _start_thread(self._run)
 
     def _run(self) -> None:
-        if not _until(self._step) and not self._record and not self._is_refused:
+        if not _retry_until_deadline(self._is_over) and not self._record and not self._is_refused:
             why = f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics"
             self._write(FoundAddress(failed=why))
 
-    def _step(self) -> bool:
+    def _is_over(self) -> bool:
+        """Return whether the aggregator has sent its welcome; if not, read the record again when its pause is over."""
         if self._record and self._is_welcome(self._record["endpoint"]):
             return True
         if time.monotonic() >= self._read_at_s:
-            self._read()
+            self._read_record()
         return False
 
-    def _read(self) -> None:
+    def _read_record(self) -> None:
         self._is_connected = self._is_connected or self._source.connect()
         record = self._source.read() if self._is_connected else None
         if self._record:  # the record is read less often, because ten thousand ranks may wait for a welcome
@@ -259,20 +260,18 @@ class Search:
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._write(
-                    FoundAddress(refused=record["refused"])
-                )  # called only once, because rank 0 has logged the reason
+                self._write(FoundAddress(refused=record["refused"]))  # once, because rank 0 has logged the reason
             return
-        objection = self._objection(record)
-        if not objection:
+        reason = self._why_invalid(record)
+        if not reason:
             self._record = record
             self._pause_s = MIN_RECHECK_S
             self._write(FoundAddress(record["endpoint"], record.get("job", "")))
-        elif objection not in self._reported:
-            self._reported.add(objection)
-            self._write(FoundAddress(failed=objection))
+        elif reason not in self._reported_reasons:
+            self._reported_reasons.add(reason)
+            self._write(FoundAddress(failed=reason))
 
-    def _objection(self, record: Mapping[str, str]) -> str:
+    def _why_invalid(self, record: Mapping[str, str]) -> str:  # empty for a valid record
         if not self._is_secured:
             endpoint = record["endpoint"]
             if self._config.security == "none" or _is_on_loopback(endpoint):
@@ -291,7 +290,7 @@ class Search:
         )
 
 
-def _record(content: bytes | str) -> dict[str, str] | None:
+def _decode_record(content: bytes | str) -> dict[str, str] | None:
     """Decode a record: a JSON object whose values are text; return ``None`` for other content."""
     if len(content) > MAX_RECORD_BYTES:
         return None
@@ -304,15 +303,15 @@ def _record(content: bytes | str) -> dict[str, str] | None:
     return record
 
 
-def _read(path: Path) -> dict[str, str] | None:
+def _read_record_file(path: Path) -> dict[str, str] | None:
     try:
         with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
-            return _record(file.read(MAX_RECORD_BYTES + 1))
+            return _decode_record(file.read(MAX_RECORD_BYTES + 1))
     except OSError:
         return None
 
 
-def _until(attempt: Callable[[], bool]) -> bool:
+def _retry_until_deadline(attempt: Callable[[], bool]) -> bool:
     """Retry with growing pauses; return whether an attempt succeeded before the deadline."""
     deadline_s = time.monotonic() + GIVE_UP_S
     pause_s = 0.02
@@ -324,5 +323,5 @@ def _until(attempt: Callable[[], bool]) -> bool:
     return False
 
 
-def _in_thread(run: Callable[[], None]) -> None:
+def _start_thread(run: Callable[[], None]) -> None:
     threading.Thread(target=run, name="effllm-discovery", daemon=True).start()

@@ -24,11 +24,11 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def loopback() -> str:
+def loopback_address() -> str:
     """Return the loopback address of this host, IPv4 if possible; empty if the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.suppress(OSError):
-            return _source(family, (address, _ANY_PORT))  # a bind would succeed even if the interface is down
+            return _source_address(family, (address, _ANY_PORT))  # a bind would succeed even if the interface is down
     return ""
 
 
@@ -44,7 +44,7 @@ def endpoint(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """Return this host's address on the route to ``host``, which may be this host; empty if all routes use loopback.
 
     Raises:
@@ -54,7 +54,7 @@ def towards(host: str) -> str:
     error: OSError | None = None
     for family, _, _, _, address in candidates:
         try:
-            own = _source(family, address)
+            own = _source_address(family, address)
         except OSError as failed:
             error = failed
             continue
@@ -66,11 +66,11 @@ def towards(host: str) -> str:
     return ""
 
 
-def by_default_route() -> str:
+def address_on_default_route() -> str:
     """Return this host's address on the default route; empty without a default route."""
     for family, address in zip((socket.AF_INET, socket.AF_INET6), _REMOTE, strict=True):
         with contextlib.suppress(OSError):
-            if _is_usable(own := _source(family, (address, _ANY_PORT))):
+            if _is_usable(own := _source_address(family, (address, _ANY_PORT))):
                 return own
     return ""
 
@@ -80,14 +80,14 @@ def address_of(name: str) -> str:
     try:
         return str(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
-        return next(_addresses(name), "")
+        return next(_usable_addresses(name), "")
 
 
-def names() -> list[str]:
+def interface_names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def is_here(name: str) -> bool:
+def is_on_this_host(name: str) -> bool:
     """Whether this host has an interface of this name, or this address."""
     address = address_of(name)
     if not address:
@@ -100,7 +100,7 @@ def is_here(name: str) -> bool:
     return True
 
 
-def _source(family: int, address: tuple[object, ...]) -> str:
+def _source_address(family: int, address: tuple[object, ...]) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
@@ -111,7 +111,7 @@ def _is_usable(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_link_local)
 
 
-def _addresses(name: str) -> Iterator[str]:
+def _usable_addresses(name: str) -> Iterator[str]:
     """Yield the addresses of an interface, IPv4 first, without link-local addresses: other hosts cannot use these."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -32,7 +32,7 @@ def own_address(place: Place, config: Config) -> str:
     """
     if place.one_host:
         # Settings are ignored here: without keys the aggregator listens on loopback only.
-        if not (loopback := interface.loopback()):
+        if not (loopback := interface.loopback_address()):
             raise DiscoveryError(
                 "the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
             )
@@ -46,7 +46,7 @@ def own_address(place: Place, config: Config) -> str:
         return address
     if place.master_addr:
         try:
-            address = interface.towards(place.master_addr)
+            address = interface.address_towards(place.master_addr)
         except OSError as error:
             raise DiscoveryError(
                 f"MASTER_ADDR={place.master_addr} cannot be reached ({error.strerror or error}): "
@@ -55,7 +55,7 @@ def own_address(place: Place, config: Config) -> str:
         if address:
             return address
     # Debian writes 127.0.1.1 into /etc/hosts, so the host's own name in MASTER_ADDR may resolve to loopback.
-    address = interface.by_default_route()
+    address = interface.address_on_default_route()
     if not address:
         raise DiscoveryError(
             f"MASTER_ADDR={place.master_addr} leads to no address that other hosts can reach, and there is no default "
@@ -105,7 +105,7 @@ def listen_within(address: str, ports: str) -> socket.socket:
     raise DiscoveryError(f"no port of EFFICIENTLLM_PORTS={ports} is free on {address}")
 
 
-def needed(peers: int) -> int:
+def num_open_files_needed(peers: int) -> int:
     """Return the number of open files that an aggregator needs.
 
     Each peer needs one file, reconnections need a fifth more, and the aggregator has up to 256 other files.
@@ -113,27 +113,25 @@ def needed(peers: int) -> int:
     return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
 
 
-def shortage(peers: int) -> str:
+def open_files_remedy(peers: int) -> str:
     """Return the remedy if this process' limits are too low for an aggregator of ``peers``, else an empty text.
 
-    The limits stay unchanged, because the caller is a trainer.  The aggregator raises its own limits.
+    A higher hard limit is tried and set back, because the caller is a trainer; the aggregator raises its own limits.
     """
-    least = needed(peers)
+    least = num_open_files_needed(peers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == _UNLIMITED or hard >= least:
         return ""
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, least))
     except (ValueError, OSError):
-        return _line(least, hard)
+        return _remedy(least, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return ""
 
 
-def raise_limit(least: int = 0) -> str:
-    """Raise the soft limit to the hard limit, and the hard limit if permitted.
-
-    Return the remedy if the limit is still too low, else an empty text.
+def raise_open_files_limit(least: int = 0) -> str:
+    """Raise the soft and, if permitted, the hard limit; return the remedy if that is too low, else an empty text.
 
     Args:
         least: the required number of open files.
@@ -148,11 +146,11 @@ def raise_limit(least: int = 0) -> str:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     if soft != _UNLIMITED and soft < least:
-        return _line(least, soft)
+        return _remedy(least, soft)
     return ""
 
 
-def _line(least: int, allowed: int) -> str:
+def _remedy(least: int, allowed: int) -> str:
     return (
         f"{least} open files are needed and {allowed} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
         f"shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={least} of the systemd service"

@@ -25,7 +25,7 @@ _FIND_TIMEOUT_S = 1.0
 _MODIFY = 3  # EPOLL_CTL_MOD
 _EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event, packed on x86_64 only
 _ENTRY = re.compile(r"^tfd:\s+(\d+) events:\s+([0-9a-f]+) data:\s+([0-9a-f]+)", re.MULTILINE)
-_MAX_EVENTS = 1000  # limit for one call of `poll`; this many events take a few ms
+_MAX_EVENTS = 1000  # limit for one call of `admit_waiting_peers`; this many events take a few ms
 _RETRY_EVERY_S = 1.0
 
 
@@ -49,31 +49,31 @@ class Intake:
     def __init__(self, port: int) -> None:
         self._reserved: list[int] = []
         self._control = ctypes.CDLL(None, use_errno=True).epoll_ctl
-        self.is_held = False
+        self.is_paused = False
         until_s = time.monotonic() + _FIND_TIMEOUT_S
         # ZeroMQ's own thread makes the entry shortly after the bind.
-        while (entry := _entry_of(port)) is None and time.monotonic() < until_s:
+        while (entry := _epoll_entry_of(port)) is None and time.monotonic() < until_s:
             time.sleep(0.001)
         self._entry = entry
-        self._reserve()
+        self._reserve_descriptors()
 
-    def hold(self) -> bool:
+    def pause(self) -> bool:
         """Accept no connections, and release the reserved descriptors for files; ``False`` if this is not possible."""
-        self.is_held = self._set(0)
+        self.is_paused = self._set_events(0)
         self.close()
-        return self.is_held
+        return self.is_paused
 
     def resume(self) -> None:
         """Accept connections again, also those that wait in the kernel's queue, if descriptors are free."""
-        if self._entry is not None and self._reserve() and self._set(self._entry.events):
-            self.is_held = False
+        if self._entry is not None and self._reserve_descriptors() and self._set_events(self._entry.events):
+            self.is_paused = False
 
     def close(self) -> None:
         """Release the reserved descriptors."""
         while self._reserved:
             os.close(self._reserved.pop())
 
-    def _reserve(self) -> bool:
+    def _reserve_descriptors(self) -> bool:
         """Reserve all descriptors, or none and return ``False`` if no other descriptor would be free."""
         if self._reserved:
             return True
@@ -87,14 +87,14 @@ class Intake:
         os.close(self._reserved.pop())
         return True
 
-    def _set(self, events: int) -> bool:
+    def _set_events(self, events: int) -> bool:
         if self._entry is None:
             return False
         event = ctypes.create_string_buffer(struct.pack(_EVENT, events, self._entry.data))
         return bool(self._control(self._entry.epoll, _MODIFY, self._entry.descriptor, event) == 0)
 
 
-def _entry_of(port: int) -> _Entry | None:
+def _epoll_entry_of(port: int) -> _Entry | None:
     """Return the entry of the socket that listens on a port; ``None`` if /proc does not list one such entry."""
     entries = []
     for path in Path("/proc/self/fdinfo").glob("*"):
@@ -130,14 +130,14 @@ class PeerAdmission:
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._monitor.set(zmq.LINGER, 0)
         self._monitor.set(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's own thread
-        self.sockets = [self._monitor, *([self._gate.socket] if self._gate else [])]  # `poll` handles their messages
-        self._watched: zmq.Socket[bytes] | None = None
+        self.sockets = [self._monitor, *([self._gate.socket] if self._gate else [])]  # read by `admit_waiting_peers`
+        self._monitored: zmq.Socket[bytes] | None = None
         self._intake: Intake | None = None
         self._retry_at_s = 0.0
         self._accept_error = 0  # errno of the first connection that could not be accepted
-        self._rejected = 0
+        self._num_rejected = 0
 
-    def watch(self, listening: zmq.Socket[bytes]) -> None:
+    def monitor_socket(self, listening: zmq.Socket[bytes]) -> None:
         """Monitor a socket, which already listens on a port."""
         # The protocol of a handshake fails if the peer has no key, or another server's; the gate rejects other keys.
         failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._gate else 0
@@ -146,12 +146,13 @@ class PeerAdmission:
         self._monitor.connect(address)
         endpoint = listening.get(zmq.LAST_ENDPOINT)
         port = bytes(endpoint).rstrip(b"\0").rpartition(b":")[2] if isinstance(endpoint, bytes) else b""
-        self._watched, self._intake = listening, Intake(int(port or 0))
+        self._monitored, self._intake = listening, Intake(int(port or 0))
 
-    def poll(self, now_s: float) -> list[str]:
-        """Admit or reject the waiting peers, and return the lines to report."""
+    def admit_waiting_peers(self, now_s: float) -> list[str]:
+        """Admit or reject the waiting peers, resume a pause that is over, and return the lines to report."""
         lines = []
-        rejected = [address for address, is_admitted in (self._gate.answer() if self._gate else ()) if not is_admitted]
+        answered = self._gate.answer_requests() if self._gate else []
+        rejected = [address for address, is_admitted in answered if not is_admitted]
         for _ in range(_MAX_EVENTS):
             if not self._monitor.poll(0):
                 break
@@ -163,35 +164,35 @@ class PeerAdmission:
                     self._accept_error, limit = value, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     reason = f"{os.strerror(value)}; the limit of open files (ulimit -n) is {limit}"
                     lines.append(f"no further rank can connect: {reason}")
-                self._hold(now_s)
-        if rejected and not self._rejected:
+                self._pause_intake(now_s)
+        if rejected and not self._num_rejected:
             lines.append(
                 f"a peer at {rejected[0]} was rejected: it does not have the job's key; further peers are counted"
             )
-        self._rejected += len(rejected)
-        if self._intake is not None and self._intake.is_held and now_s >= self._retry_at_s:
+        self._num_rejected += len(rejected)
+        if self._intake is not None and self._intake.is_paused and now_s >= self._retry_at_s:
             self._retry_at_s = now_s + _RETRY_EVERY_S
             self._intake.resume()
         return lines
 
     @property
-    def counts(self) -> dict[str, int]:
-        return {"unauthenticated": self._rejected} if self._rejected else {}
+    def counts(self) -> dict[str, int]:  # by kind of event
+        return {"unauthenticated": self._num_rejected} if self._num_rejected else {}
 
     def close(self) -> None:
         """Close the sockets of authentication and monitoring; the watched socket stays open."""
-        if self._watched is not None:
-            self._watched.disable_monitor()
+        if self._monitored is not None:
+            self._monitored.disable_monitor()
         if self._intake is not None:
             self._intake.close()
         for own_socket in self.sockets:
             own_socket.close()
 
-    def _hold(self, now_s: float) -> None:
+    def _pause_intake(self, now_s: float) -> None:
         """Accept no connections for a second, because ZeroMQ retries a failed accept 100,000 times a second."""
-        if self._watched is None or self._intake is None or self._intake.is_held:
+        if self._monitored is None or self._intake is None or self._intake.is_paused:
             return  # an event that is older than the pause
         self._retry_at_s = now_s + _RETRY_EVERY_S
-        if not self._intake.hold():
-            self._watched.disable_monitor()  # the events would fill the memory
+        if not self._intake.pause():
+            self._monitored.disable_monitor()  # the events would fill the memory
             self._intake = None

@@ -32,16 +32,16 @@ UNKNOWN_PEER = "a connection without a HELLO"
 class _Peer:
     """A connection: its rank and agent, and its remaining allowance."""
 
-    __slots__ = ("again_s", "agent", "host", "is_held", "left_bytes", "rank", "rejected", "since_s")
+    __slots__ = ("agent", "host", "is_held", "left_bytes", "rank", "refilled_s", "rejected", "requested_again_s")
 
     def __init__(self, now_s: float) -> None:
         self.agent = ""  # empty before the HELLO
         self.rank = -1
         self.host = ""
         self.left_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
-        self.since_s = now_s  # time of the last refill
+        self.refilled_s = now_s  # time of the last refill
         self.is_held = False  # whether only a HELLO is accepted, because a frame was dropped
-        self.again_s = -AGAIN_EVERY_S + now_s
+        self.requested_again_s = -AGAIN_EVERY_S + now_s
         self.rejected: dict[str, int] = {}  # by kind
 
     @property
@@ -59,100 +59,102 @@ class Peers:
     def __init__(self, history_size: int) -> None:
         self._burst_bytes = BURST_BYTES + history_size * REPORT_BYTES
         self._peers: dict[bytes, _Peer] = {}
-        self._of_rank: dict[int, bytes] = {}  # connections with a HELLO
+        self._peer_by_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
         self.rejected: dict[str, int] = {}  # number of rejected messages and dropped frames, by kind
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def admits(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
-        """Return whether a frame may be decoded; a throttled peer may send only a HELLO."""
-        sender = self._peers.get(peer) or self._add(peer, now_s)
+    def admit_frame(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
+        """Count a frame against its peer's allowance; return whether it may be decoded, when throttled only a HELLO."""
+        sender = self._peers.get(peer) or self._add_peer(peer, now_s)
         if sender.is_held and not is_hello:
-            self._reject(sender, THROTTLED, NOT_RESENT)
+            self._count_rejection(sender, THROTTLED, NOT_RESENT)
             return False
         cost_bytes = max(num_bytes, FRAME_BYTES)
         if sender.left_bytes < cost_bytes:
             max_bytes = self._burst_bytes if sender.agent else NO_HELLO_FRAMES * FRAME_BYTES
-            sender.left_bytes = min(sender.left_bytes + max(now_s - sender.since_s, 0.0) * BYTES_PER_S, max_bytes)
-            sender.since_s = now_s
+            sender.left_bytes = min(sender.left_bytes + max(now_s - sender.refilled_s, 0.0) * BYTES_PER_S, max_bytes)
+            sender.refilled_s = now_s
             if sender.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
                 sender.is_held = sender.is_held or bool(sender.agent)
-                self._reject(sender, THROTTLED, "exceeds its rate limit; its frames are now dropped")
+                self._count_rejection(sender, THROTTLED, "exceeds its rate limit; its frames are now dropped")
                 return False
         sender.left_bytes -= cost_bytes
         return True
 
-    def objection(self, peer: bytes, message: FromAgent) -> str:
-        """Return the error text of a message with another rank or agent than the HELLO; else an empty text."""
+    def check_sender(self, peer: bytes, message: FromAgent) -> str:
+        """Return an error text if a peer may not send a message, which then counts as rejected; else an empty text."""
         sender = self._peers.get(peer)
         if isinstance(message, Reports) and sender is not None and sender.agent and not sender.is_held:
             rank, agent = sender.rank, sender.agent  # local names are faster: there are ten thousand calls a second
             for row in message.rows:
                 if row.rank != rank or row.agent != agent:
-                    return self._wrong_rank(sender, row.rank)
+                    return self._reject_rank(sender, row.rank)
             return ""
         if isinstance(message, Hello):
             if sender is None or not sender.agent or (sender.rank == message.rank and sender.agent == message.agent):
                 return ""
-            return self._reject(sender, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}")
+            return self._count_rejection(
+                sender, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}"
+            )
         if isinstance(message, Supersede):  # the sender is another aggregator and has no rank
             return ""
         if sender is None or not sender.agent:
-            return self._reject(sender, NO_HELLO, "sent another message first")
+            return self._count_rejection(sender, NO_HELLO, "sent another message first")
         if sender.is_held:
-            return self._reject(sender, THROTTLED, NOT_RESENT)
+            return self._count_rejection(sender, THROTTLED, NOT_RESENT)
         if isinstance(message, Reports) or (message.rank == sender.rank and message.agent == sender.agent):
             return ""
-        return self._wrong_rank(sender, message.rank)
+        return self._reject_rank(sender, message.rank)
 
-    def _wrong_rank(self, sender: _Peer, rank: int) -> str:
+    def _reject_rank(self, sender: _Peer, rank: int) -> str:
         whose = f"rank {rank}" if rank != sender.rank else "another agent of its rank"
-        return self._reject(sender, WRONG_RANK, f"sent a message of {whose}")
+        return self._count_rejection(sender, WRONG_RANK, f"sent a message of {whose}")
 
-    def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
+    def register_hello(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Set the rank and agent of a connection from its HELLO; replace an earlier connection of the rank."""
-        earlier = self._of_rank.get(message.rank)
+        earlier = self._peer_by_rank.get(message.rank)
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
-        sender = self._peers.get(peer) or self._add(peer, now_s)
+        sender = self._peers.get(peer) or self._add_peer(peer, now_s)
         if not sender.agent:
-            sender.left_bytes, sender.since_s = self._burst_bytes, now_s
+            sender.left_bytes, sender.refilled_s = self._burst_bytes, now_s
             if before is not None:  # a reconnection keeps the earlier allowance
-                sender.left_bytes, sender.since_s = before.left_bytes, before.since_s
+                sender.left_bytes, sender.refilled_s = before.left_bytes, before.refilled_s
         sender.agent, sender.rank, sender.host = message.agent, message.rank, message.host
         sender.is_held = False
-        self._of_rank[message.rank] = peer
+        self._peer_by_rank[message.rank] = peer
 
     def hold(self, peer: bytes) -> None:
         """Accept only a HELLO from a connection; after the HELLO the agent sends the dropped reports again."""
         if (sender := self._peers.get(peer)) is not None:
             sender.is_held = True
-            self._reject(sender, THROTTLED, "has more waiting reports than an agent keeps")
+            self._count_rejection(sender, THROTTLED, "has more waiting reports than an agent keeps")
 
     def count_rejected_hello(self) -> None:
         self.rejected[REJECTED_HELLO] = self.rejected.get(REJECTED_HELLO, 0) + 1
 
-    def garbage(self, peer: bytes, reason: str) -> str:
-        """Count a frame that could not be decoded; return the reason with the peer's name."""
+    def count_undecodable(self, peer: bytes, reason: str) -> str:
+        """Count a frame that was not decoded; return the reason with the peer's name."""
         sender = self._peers.get(peer)
         if sender is None:
             return f"{reason} (from {UNKNOWN_PEER})"
         sender.rejected[GARBAGE] = sender.rejected.get(GARBAGE, 0) + 1
         return f"{reason} (from {sender.name})"
 
-    def of_rank(self, rank: int) -> bytes | None:
-        return self._of_rank.get(rank)
+    def peer_of_rank(self, rank: int) -> bytes | None:
+        return self._peer_by_rank.get(rank)
 
-    def is_to_send_again(self, peer: bytes, now_s: float) -> bool:
-        """Whether to request the dropped frames of a peer, or its HELLO, again; at most once a second."""
+    def claim_resend_request(self, peer: bytes, now_s: float) -> bool:
+        """Whether to request the dropped frames of a peer, or its HELLO, again now; ``True`` at most once a second."""
         sender = self._peers.get(peer)
-        if sender is None or now_s - sender.again_s < AGAIN_EVERY_S:
+        if sender is None or now_s - sender.requested_again_s < AGAIN_EVERY_S:
             return False
-        is_refilled = sender.left_bytes + (now_s - sender.since_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
+        is_refilled = sender.left_bytes + (now_s - sender.refilled_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
         if sender.agent and not (sender.is_held and is_refilled):
             return False
-        sender.again_s = now_s
+        sender.requested_again_s = now_s
         return True
 
     def take_events(self) -> list[Event]:
@@ -160,8 +162,8 @@ class Peers:
         events, self._events = self._events, []
         return events
 
-    def _add(self, peer: bytes, now_s: float) -> _Peer:
-        if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
+    def _add_peer(self, peer: bytes, now_s: float) -> _Peer:
+        if len(self._peers) - len(self._peer_by_rank) >= MAX_PEERS_WITHOUT_HELLO:
             # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
             without_hello = [other for other, sender in self._peers.items() if not sender.agent]
             for silent in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
@@ -169,7 +171,7 @@ class Peers:
         sender = self._peers[peer] = _Peer(now_s)
         return sender
 
-    def _reject(self, sender: _Peer | None, kind: str, what: str) -> str:
+    def _count_rejection(self, sender: _Peer | None, kind: str, what: str) -> str:
         """Count a rejection and return a sentence; the first rejection of a kind also makes an event."""
         self.rejected[kind] = self.rejected.get(kind, 0) + 1
         name = sender.name if sender else UNKNOWN_PEER

@@ -54,7 +54,7 @@ def read(path: Path) -> bytes:
     return secret
 
 
-def create(path: Path) -> bytes:
+def read_or_create(path: Path) -> bytes:
     """Return the secret in a file; create a missing file.  Concurrent calls return the same secret.
 
     Raises:
@@ -63,7 +63,7 @@ def create(path: Path) -> bytes:
     if not os.path.lexists(path):
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _place(path, secrets.token_hex(_BYTES).encode() + b"\n")
+            _create_atomically(path, secrets.token_hex(_BYTES).encode() + b"\n")
         except OSError as error:
             raise SecretError(
                 f"no secret can be made at {path} ({error.strerror}): set EFFICIENTLLM_SECRET_FILE"
@@ -71,7 +71,7 @@ def create(path: Path) -> bytes:
     return read(path)
 
 
-def _place(path: Path, content: bytes) -> None:
+def _create_atomically(path: Path, content: bytes) -> None:
     """Create a file atomically with its content; an existing file is kept."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

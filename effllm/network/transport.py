@@ -75,7 +75,7 @@ def decode_from_agent(frame: bytes | memoryview) -> FromAgent:
                 raise FrameError("the count of iterations in a report is negative")
             if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
                 raise FrameError("a kind of communication is unknown")
-    elif isinstance(message, Hello) and not _is_plain(message):
+    elif isinstance(message, Hello) and not _is_printable(message):
         raise FrameError("a name in a HELLO has control characters")
     return message
 
@@ -105,7 +105,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes | memoryview
         raise FrameError(str(error)[:200]) from error
 
 
-def _is_plain(message: Hello) -> bool:
+def _is_printable(message: Hello) -> bool:
     devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
     texts = (message.job, message.agent, message.host, message.role, message.gpus_source, *devices)
     return "".join(texts).isprintable()
@@ -117,9 +117,9 @@ class Outbox:
     def __init__(self, max_reports: int) -> None:
         self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # a report's sequence number, and the encoded report
         self._max_reports = max_reports
-        self._sent = 0  # number of reports in flight, counted from the oldest
+        self._num_in_flight = 0  # number of reports in flight, counted from the oldest
         self._newest_sent = 0  # sequence number of the newest sent report
-        self.lost = 0
+        self.num_lost = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -131,19 +131,19 @@ class Outbox:
         """
         if len(self._rows) >= self._max_reports:
             oldest, _ = self._rows.popleft()
-            self._sent = max(self._sent - 1, 0)
-            self.lost += oldest > self._newest_sent
+            self._num_in_flight = max(self._num_in_flight - 1, 0)
+            self.num_lost += oldest > self._newest_sent
         self._rows.append((row.sequence, encode_report(row)))
 
     @property
     def num_unsent(self) -> int:
-        return len(self._rows) - self._sent
+        return len(self._rows) - self._num_in_flight
 
-    def unsent(self) -> Sequence[RankReport]:
-        """Return the next encoded reports that are not in flight, up to the size of one frame."""
+    def next_unsent(self) -> Sequence[RankReport]:
+        """Return the oldest encoded reports that are not in flight, up to the size of one frame."""
         rows: list[Any] = []  # msgspec puts encoded reports into a frame unchanged
         left_bytes = MAX_ROWS_BYTES
-        for _, encoded in islice(self._rows, self._sent, self._sent + MAX_ROWS):
+        for _, encoded in islice(self._rows, self._num_in_flight, self._num_in_flight + MAX_ROWS):
             left_bytes -= len(memoryview(encoded))
             if rows and left_bytes < 0:
                 break
@@ -152,19 +152,19 @@ class Outbox:
 
     def mark_sent(self, count: int) -> None:
         """Mark ``count`` more reports as in flight."""
-        self._sent = min(self._sent + count, len(self._rows))
-        if self._sent:
-            self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1][0])
+        self._num_in_flight = min(self._num_in_flight + count, len(self._rows))
+        if self._num_in_flight:
+            self._newest_sent = max(self._newest_sent, self._rows[self._num_in_flight - 1][0])
 
     def drop_acknowledged(self, sequence: int) -> None:
         """Drop the reports up to ``sequence``: the aggregator has stored them."""
         while self._rows and self._rows[0][0] <= sequence:
             self._rows.popleft()
-            self._sent = max(self._sent - 1, 0)
+            self._num_in_flight = max(self._num_in_flight - 1, 0)
 
-    def send_again(self) -> None:
+    def mark_all_unsent(self) -> None:
         """Mark all reports as unsent, because the connection is new."""
-        self._sent = 0
+        self._num_in_flight = 0
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -174,7 +174,7 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def _set_common(socket: zmq.Socket[bytes]) -> None:
+def _set_common_options(socket: zmq.Socket[bytes]) -> None:
     options = {
         zmq.IPV6: 1,  # without this option an IPv6 address fails silently
         zmq.MAXMSGSIZE: MAX_BYTES,  # without a limit one peer can take all memory
@@ -201,10 +201,7 @@ def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits.
-
-    Usually no message waits; then a receive would raise an exception, which takes three times as long.
-    """
+    """Whether a message waits; without one, a receive would raise an exception, which takes three times as long."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -213,7 +210,7 @@ class Link:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        _set_common(self.socket)
+        _set_common_options(self.socket)
         if keys:
             keys.secure(self.socket)
         # The kernel's probes detect a lost connection.  ZeroMQ's heartbeats are not used: libzmq 4.3.5 scans all timers
@@ -260,7 +257,7 @@ class Link:
     def send_reports(self, outbox: Outbox, *costs: Any) -> int:
         """Send the unsent reports until the socket is full; return their number.  ``costs``: fields of `Reports`."""
         count = 0
-        while (rows := outbox.unsent()) and self.send(Reports(tuple(rows), outbox.lost, *costs)):
+        while (rows := outbox.next_unsent()) and self.send(Reports(tuple(rows), outbox.num_lost, *costs)):
             outbox.mark_sent(len(rows))
             count += len(rows)
         return count
@@ -280,7 +277,8 @@ class AgentLink(Link):
         )
         self.connected = False
 
-    def is_new(self) -> bool:
+    def has_new_connection(self) -> bool:
+        """Read the waiting events of the connection; return whether a connection was made since the last call."""
         new = False
         while _has_message(self.monitor):
             event, _ = receive_event(self.monitor)
@@ -299,7 +297,7 @@ class ServerSocket:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        _set_common(self.socket)
+        _set_common_options(self.socket)
         if keys:
             keys.secure(self.socket)
         self.socket.set(zmq.LINGER, 500)
@@ -340,7 +338,7 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Send a message to a peer; the message is dropped if the peer is disconnected (``False``) or does not read."""
+        """Send a message, or drop it: ``False`` if the peer is disconnected, ``True`` if it does not read."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:

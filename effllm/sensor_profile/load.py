@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from effllm.config.spawn import spawn
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.sensor_profile.record import LoadEdge
 
 #: torch, CUDA and cuBLAS start slowly on a node with many GPUs.
@@ -67,7 +67,7 @@ class TorchLoad:
         """
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # effllm does not measure this process
+        environ = {**process_environ(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # effllm does not measure this process
         if self._device:
             environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:

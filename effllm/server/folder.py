@@ -83,7 +83,7 @@ class _Predecessor:
             keys = None
             if holder.secured:
                 try:
-                    keys = AgentKeys.of(self._read_secret(), holder.salt)
+                    keys = AgentKeys.from_secret(self._read_secret(), holder.salt)
                 except secret.SecretError:
                     return
             self._link = Link(self._context, holder.endpoint, keys)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.pacing import Pace, is_large, report_every_s
-from effllm.network.listening import needed, raise_limit
+from effllm.network.listening import num_open_files_needed, raise_open_files_limit
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records import wire
@@ -62,7 +62,7 @@ class Messages:
 
     def receive(self) -> bool:
         """Receive at most `MAX_FRAMES` messages; return whether all messages of peers below their rate were read."""
-        receive, admits, max_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
+        receive, admits, max_rejected = self._socket.receive, self._peers.admit_frame, MAX_REJECTED + len(self._peers)
         in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MAX_FRAMES):
             # The socket reads frames of all peers in turn: after so many rejected frames no other peer has a frame.
@@ -79,7 +79,7 @@ class Messages:
             try:
                 self._take(peer, decode_from_agent(frame), now_s, len(frame))
             except FrameError as error:
-                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+                self._aggregator.reject(time.time(), self._peers.count_undecodable(peer, str(error)))
             if now_s > until_s:
                 break
         return False
@@ -91,7 +91,7 @@ class Messages:
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
-            peer = self._peers.of_rank(rank)
+            peer = self._peers.peer_of_rank(rank)
             if peer is not None:
                 frame = frames.get(sequence)
                 if frame is None:
@@ -105,24 +105,24 @@ class Messages:
             *((rank, wire.RecordStacks()) for rank in self._aggregator.closed.take_to_record()),
         ]
         for rank, request in asked:
-            if (peer := self._peers.of_rank(rank)) is not None:
+            if (peer := self._peers.peer_of_rank(rank)) is not None:
                 self._socket.send(peer, request)
 
     def reaches(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether this was possible."""
-        return (peer := self._peers.of_rank(rank)) is not None and self.reaches_peer(peer)
+        return (peer := self._peers.peer_of_rank(rank)) is not None and self.reaches_peer(peer)
 
     def reaches_peer(self, peer: bytes) -> bool:
         return self._socket.send(peer, wire.Ack(0))
 
     def _ask_again(self, peer: bytes, now_s: float) -> None:
         """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""
-        if self._peers.is_to_send_again(peer, now_s):
+        if self._peers.claim_resend_request(peer, now_s):
             self._socket.send(peer, wire.Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
     def _take(self, peer: bytes, message: wire.FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
-        objection = self._peers.objection(peer, message)
+        objection = self._peers.check_sender(peer, message)
         if isinstance(message, wire.Reports) and not objection:  # checked first: ten thousand reports arrive per second
             if not aggregator.reports(message, now, num_bytes):
                 self._peers.hold(peer)  # the agent will send the rejected reports again
@@ -134,7 +134,7 @@ class Messages:
                 self._peers.count_rejected_hello()
                 self._socket.send(peer, refused)
                 return
-            self._peers.introduce(peer, message, now_s)
+            self._peers.register_hello(peer, message, now_s)
             self._learn(message)
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
@@ -169,7 +169,7 @@ class Messages:
         world_size = hello.world_size
         if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
             return ""
-        shortage = raise_limit(needed(world_size))
+        shortage = raise_open_files_limit(num_open_files_needed(world_size))
         if not shortage:
             self._has_room_for = world_size
         elif not self.has_shortage:

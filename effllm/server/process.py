@@ -24,16 +24,16 @@ import msgspec
 import zmq
 
 from effllm.config.settings import Config, secret_path, unknown_variables
-from effllm.config.spawn import NO_RESOURCES, is_shortage
-from effllm.config.switches import this_process
+from effllm.config.spawn import NO_RESOURCES, is_out_of_resources
+from effllm.config.switches import process_environ
 from effllm.job.aggregator import Aggregator
 from effllm.job.device_states import device_states
 from effllm.job.pacing import is_large, keep_every_s, pause_s
 from effllm.job.reporting import first_start_s
 from effllm.network import secret
 from effllm.network.curve import ServerKeys
-from effllm.network.discovery import openness
-from effllm.network.listening import raise_limit
+from effllm.network.discovery import openness_warning
+from effllm.network.listening import raise_open_files_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
@@ -112,15 +112,15 @@ class Server:
             zmq.ZMQError: the endpoint cannot be bound.
             SecretError: the job must be secured, but no secret is usable.
         """
-        raise_limit()
+        raise_open_files_limit()
         context, orders = make_context(), self._orders
-        keys = ServerKeys.of(self._secret, orders.salt) if self._secret else None
+        keys = ServerKeys.from_secret(self._secret, orders.salt) if self._secret else None
         self._peer_admission = PeerAdmission(context, keys)
         self._socket = ServerSocket(context, keys)
         # A listening socket already has an address. Connections to this socket must wait until the run folder is open,
         # because they could use all descriptors.
         self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
-        if not self._secret and (line := openness(self.address)):
+        if not self._secret and (line := openness_warning(self.address)):
             self._warn(line, "security")
         was_there = Path(orders.folder).exists()
         read_secret = partial(secret.read, secret_path(self._config))
@@ -128,7 +128,7 @@ class Server:
             self._start(folder)
             if orders.listen_descriptor >= 0:
                 self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
-            self._peer_admission.watch(self._socket.socket)
+            self._peer_admission.monitor_socket(self._socket.socket)
             try:
                 self._loop()
             finally:
@@ -181,7 +181,7 @@ class Server:
         if wrong and "console" not in config.sink_options():  # perhaps misspelt, and then no line would be printed
             sys.stderr.write(f"[EfficientLLM] {no_such_sink(wrong[0])}\n")
             sys.stderr.flush()
-        if unknown := unknown_variables(this_process()):
+        if unknown := unknown_variables(process_environ()):
             self._warn("; ".join(unknown), "warning")
         threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
 
@@ -220,7 +220,7 @@ class Server:
                 return
 
     def _receive(self) -> None:
-        for line in self._peer_admission.poll(time.monotonic()):
+        for line in self._peer_admission.admit_waiting_peers(time.monotonic()):
             self._aggregator.events.record(Event(time.time(), "rejected", line))
         if self._messages.receive():
             self._heard_until_s = time.monotonic()
@@ -374,7 +374,7 @@ def main(arguments: list[str]) -> int:
     try:
         server.run()
     except Exception as error:
-        if is_shortage(error) and not server.has_begun:
+        if is_out_of_resources(error) and not server.has_begun:
             os._exit(NO_RESOURCES)  # at once, because a thread that has started cannot be joined; the agent logs it
         raise
     # The thread of a stalled sink cannot be joined.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from effllm.config.setting_values import one_of
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.events import ALWAYS, FILE, is_problem, level_of
 from effllm.records.facts import PROGRESS_BARS
 from effllm.records.job import ClusterReport
@@ -45,7 +45,7 @@ class Console:
     def __init__(self, run: RunInfo) -> None:
         self._run = run
         self._out = run.stdout
-        environment = this_process()
+        environment = process_environ()
         self._terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
         self._colour = self._terminal and not environment.get("NO_COLOR")
         form = run.options["format"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.config.setting_values import number
-from effllm.config.switches import set_default, this_process
+from effllm.config.switches import process_environ, set_default
 from effllm.metrics.output_names import chart_tag, has_chart
 from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.forecast import foretold_values
@@ -120,7 +120,7 @@ class Mlflow:
     def _find_run(self) -> bool:
         """Return whether the run is known; it stays the same, so that there is only one run."""
         if not self._run_id:
-            environ = this_process()
+            environ = process_environ()
             self._run_id = str(self._run.fact(RUN_ID) or environ.get("MLFLOW_RUN_ID") or "")
             if self._run_id:
                 self._client = self._connect(_tracking_uri(self._run.fact(TRACKING_URI), environ))

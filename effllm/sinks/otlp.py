@@ -31,7 +31,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.metrics.output_names import name_of, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
@@ -79,7 +79,7 @@ def open_sink(run: RunInfo) -> Otlp:
     Raises:
         SinkUnavailable: the variables select gRPC.
     """
-    environ = this_process()
+    environ = process_environ()
     protocol = environ.get(f"{VARIABLES}METRICS_PROTOCOL") or environ.get(f"{VARIABLES}PROTOCOL") or "http/protobuf"
     if protocol != "http/protobuf" and not run.options["endpoint"]:
         raise SinkUnavailable(

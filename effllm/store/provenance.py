@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 
 _GIT_TIMEOUT_S = 2.0
 _GIT_TERM_TIMEOUT_S = 1.0
@@ -104,7 +104,7 @@ class Git:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**this_process(), **_GIT_ENVIRONMENT},
+                env={**process_environ(), **_GIT_ENVIRONMENT},
             )
         except OSError:
             return None

@@ -65,7 +65,7 @@ class AggregatorAddress:
             self._warn_of_openness()
             return lambda: None
         AggregatorAddress._generation += 1
-        source = discovery.source(self._place, config, AggregatorAddress._generation)
+        source = discovery.record_source(self._place, config, AggregatorAddress._generation)
         if self._place.rank != 0:
             assert source is not None
             search = discovery.Search(source, config, is_secured, self._write, self._is_welcome)
@@ -77,7 +77,7 @@ class AggregatorAddress:
             self._declared.set(address_file=str(getattr(source, "path", "")))
             if is_secured:
                 record = secret.sign(secret.read(secret_path(config)), record, source.key)
-            discovery.publish(source, record, self._write)
+            discovery.publish_record(source, record, self._write)
         return lambda: None
 
     def _listen(self, source: Any, is_secured: bool) -> str:
@@ -86,17 +86,17 @@ class AggregatorAddress:
             address = self._own_address()
             self.listener = listener = listening.listen_within(address, self._config.ports)
             if is_secured:
-                secret.create(secret_path(self._config))
+                secret.read_or_create(secret_path(self._config))
         except (listening.DiscoveryError, OSError) as error:
             if source is not None:
-                discovery.publish(source, {"refused": str(error), "job": ""}, self._write)
+                discovery.publish_record(source, {"refused": str(error), "job": ""}, self._write)
                 if path := getattr(source, "path", None):
-                    atexit.register(discovery.remove, path, "")
+                    atexit.register(discovery.remove_record, path, "")
             raise
         return interface.endpoint(address, listener.getsockname()[1])
 
     def _own_address(self) -> str:
-        if self._place.world_size > 1 and (trouble := listening.shortage(self._place.world_size)):
+        if self._place.world_size > 1 and (trouble := listening.open_files_remedy(self._place.world_size)):
             raise listening.DiscoveryError(trouble)
         return listening.own_address(self._place, self._config)
 
@@ -106,7 +106,7 @@ class AggregatorAddress:
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
         try:
-            self._config = discovery.find_secret(config)
+            self._config = discovery.config_with_secret(config)
         except secret.SecretError as error:
             if place.rank == 0:
                 print_line(f"reports have no keys, so other users of this host can forge reports: {error}")
@@ -116,7 +116,7 @@ class AggregatorAddress:
 
     def _warn_of_openness(self) -> None:
         facts = self._declared.facts
-        if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
+        if self._place.rank == 0 and not facts.secured and (line := discovery.openness_warning(facts.endpoint)):
             print_line(line)
 
     def _is_welcome(self, endpoint: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from effllm.config.place import read_place
 from effllm.config.settings import ConfigError
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 from effllm.trainer.counts import counts_of
@@ -63,7 +63,7 @@ class Requests:
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
-            is_alone = read_place(this_process()).world_size == 1
+            is_alone = read_place(process_environ()).world_size == 1
         except ConfigError:
             return None
         if not (is_alone or self.level == ownership.EXPLICIT) or not ownership.claim(self.level, self.name):

@@ -17,7 +17,7 @@ from typing import Any
 
 from effllm.config.place import Place, read_place
 from effllm.config.settings import VARIABLES, Config, ConfigError, read_config
-from effllm.config.switches import is_off, this_process
+from effllm.config.switches import is_off, process_environ
 from effllm.network.listening import DiscoveryError
 from effllm.records.board import Board
 from effllm.records.plain_text import without_user
@@ -97,10 +97,10 @@ class Lifecycle:
 
     def start(self) -> None:
         """Start a session, unless metrics are off; after an error, print one line."""
-        if is_off(this_process()):
+        if is_off(process_environ()):
             return
         try:
-            self._place = self._given_place or read_place(this_process())
+            self._place = self._given_place or read_place(process_environ())
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
@@ -186,7 +186,7 @@ class Lifecycle:
 
 def _config_with(overrides: Mapping[str, Any]) -> Config:
     """Return the environment's settings with the overrides that are not ``None``."""
-    config = read_config(this_process())
+    config = read_config(process_environ())
     given = {name: value for name, value in overrides.items() if value is not None}
     for variable in VARIABLES:
         if variable.field in given:

@@ -15,7 +15,7 @@ from effllm.config.settings import (
     secret_path,
     unknown_variables,
 )
-from effllm.config.switches import ATTACH, PREFIX, unclear
+from effllm.config.switches import ATTACH, PREFIX, invalid_switch_error
 from effllm.devices import device_names
 from effllm.devices.node import missing
 from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
@@ -24,7 +24,7 @@ from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
 def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that is invalid, unknown or impossible on this host."""
     lines = [str(error) for _, error in _wrong_values(environ)]
-    lines += [line] if (line := unclear(environ, ATTACH)) else []
+    lines += [line] if (line := invalid_switch_error(environ, ATTACH)) else []
     config = read_config(usable(environ))
     lines += map(str, [*_wrong_names(config), *_wrong_folders(config)])
     try:
@@ -41,8 +41,8 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     if config.interface:
         from effllm.network import interface  # imported only if needed: this import takes as long as all other checks
 
-        if not interface.is_here(config.interface):
-            names = ", ".join(interface.names())
+        if not interface.is_on_this_host(config.interface):
+            names = ", ".join(interface.interface_names())
             lines.append(
                 f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
                 f"host needs it; interfaces of this host: {names}"

@@ -26,7 +26,7 @@ from typing import Any
 from effllm.config.place import Place
 from effllm.config.settings import Config
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
-from effllm.config.switches import this_process
+from effllm.config.switches import process_environ
 from effllm.records.board import Board
 from effllm.records.facts import PROGRESS_BARS, FoundAddress
 from effllm.records.ring import RingWriter
@@ -189,9 +189,9 @@ class Session:
             "place": self._place,
             "trainer_pid": os.getpid(),
             "host": platform.node(),
-            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
-            "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
-            "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
+            "visible_devices": process_environ().get("CUDA_VISIBLE_DEVICES"),
+            "hip_visible_devices": process_environ().get("HIP_VISIBLE_DEVICES"),
+            "rocr_visible_devices": process_environ().get("ROCR_VISIBLE_DEVICES"),
             "recorder_pair_s": pair_s(),
             "thread_id": threading.get_ident(),
             # The following values remove those of an earlier session.

@@ -143,7 +143,7 @@ class TorchProfile:
         torch = self._torch = self._torch or sys.modules.get("torch")
         if torch is None:
             return False
-        holder = next((name for name in HOLDERS if switches.this_process().get(name)), None)
+        holder = next((name for name in HOLDERS if switches.process_environ().get(name)), None)
         if holder is not None:
             self._give_up(f"{holder} is set, so another profiler uses CUPTI")
             return False

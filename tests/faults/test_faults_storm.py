@@ -42,9 +42,9 @@ class FakeAgent:
         self.outbox.add_report(row(self.rank, window, tokens=TOKENS, final=window == WINDOWS))
 
     def talk(self, ended):
-        if self.link.is_new():
+        if self.link.has_new_connection():
             self.is_welcome = False
-            self.outbox.send_again()
+            self.outbox.mark_all_unsent()
         if self.link.connected and not self.is_welcome and time.monotonic() - self._said_hello_s > 0.5:
             self._said_hello_s = time.monotonic()
             self.link.send(self._hello)
@@ -149,7 +149,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
                         agent.is_welcome = False
 
     assert kills == KILLS
-    assert [one.outbox.lost for one in agents] == [0] * AGENTS
+    assert [one.outbox.num_lost for one in agents] == [0] * AGENTS
     assert_each_window_once(jobs.Ledger(jobs.Path(orders.folder)), AGENTS)
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from effllm.network.curve import ServerKeys
-from effllm.network.secret import create
+from effllm.network.secret import read_or_create
 from effllm.server.run_facts import MAX_FACTS_BYTES
 from effllm.store.reader import WindowLine
 
@@ -113,7 +113,7 @@ def in_memory(tmp_path):
 )
 def test_flood_of_peers_delays_no_window_by_a_second(in_memory, tmp_path, kind, count):
     launch = in_memory
-    secret = create(tmp_path / "secret")
+    secret = read_or_create(tmp_path / "secret")
     secured = {"security": "curve", "secret_file": tmp_path / "secret"}
     aggregator = launch.aggregator(**secured)
     enough = tmp_path / "enough"
@@ -121,7 +121,7 @@ def test_flood_of_peers_delays_no_window_by_a_second(in_memory, tmp_path, kind, 
     jobs.until(lambda: aggregator.ledger.num_windows >= 5)
     windows, began_s = Windows(aggregator, ranks), time.time()
 
-    server_key = ServerKeys.of(secret, "").own.public.decode()
+    server_key = ServerKeys.from_secret(secret, "").own.public.decode()
     command = [sys.executable, str(FLOOD), kind, str(aggregator.port), str(count), "5", server_key]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
         windows.watch(flood)
@@ -144,7 +144,7 @@ def test_flood_of_peers_delays_no_window_by_a_second(in_memory, tmp_path, kind, 
 def honest_ranks(launch, folder):
     """Yield the aggregator of a world of three ranks, the two honest ranks, and the key of the third rank."""
     key = folder / "secret"
-    create(key)
+    read_or_create(key)
     secured = {"security": "curve", "secret_file": key}
     aggregator = launch.aggregator(**secured)
     enough = folder / "enough"

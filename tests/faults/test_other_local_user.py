@@ -41,7 +41,7 @@ def intruder():
             plain[-1].sendall(GREETING)
 
         def intrude_again():
-            if link.is_new():
+            if link.has_new_connection():
                 link.send(hello(1, job=job.ledger.facts["job"]))
                 link.send(reports(row(1, tokens=1_000_000)))
             answers.extend(link.receive())
@@ -60,7 +60,7 @@ def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, re
     first = rank_of_job(launch, 0)
     jobs.until(lambda: first.runs() and (first.runs()[0] / "run.json").exists())
     intrude_again = intruder(
-        first, AgentKeys.of(os.urandom(32), first.ledger.facts["job"]) if reason == WRONG else None
+        first, AgentKeys.from_secret(os.urandom(32), first.ledger.facts["job"]) if reason == WRONG else None
     )
 
     def rejected():

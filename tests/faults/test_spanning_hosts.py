@@ -77,7 +77,7 @@ def test_ranks_without_a_torch_store_use_an_address_file(hosts, launch, tmp_path
     runs = tmp_path / "runs"
     runs.mkdir()
     stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # address of an earlier job
-    known = secret.create(secret_path(Config()))
+    known = secret.read_or_create(secret_path(Config()))
     file = runs / ".address-4711.0-1"
     file.write_text(json.dumps(secret.sign(known, stale, "4711.0/1")))
     second, first = reversed(ranks(launch, pair, "--step-s", "0.05"))
@@ -99,7 +99,7 @@ def test_host_without_the_secret_of_rank_0_reports_the_reason_and_still_trains(
 ):
     file = tmp_path / secret_file
     if secret_file == "other":
-        secret.create(file)
+        secret.read_or_create(file)
     first, second = ranks(launch, hosts(2), environ={1: {"EFFICIENTLLM_SECRET_FILE": str(file)}})
 
     assert (first.wait(60).code, second.wait(60).code) == (0, 0)
@@ -112,7 +112,7 @@ def test_host_without_the_secret_of_rank_0_reports_the_reason_and_still_trains(
 def test_rank_0_rejects_a_secret_that_other_users_can_read(hosts, launch):
     pair = hosts(2)
     file = secret_path(Config())
-    secret.create(file)
+    secret.read_or_create(file)
     file.chmod(0o644)
     first, second = ranks(launch, pair)
 

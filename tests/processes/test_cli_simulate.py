@@ -108,7 +108,7 @@ MAX_BYTES_PER_RANK = 90_000  # memory of the aggregator; measured: 62,000 bytes 
 @pytest.mark.long
 @pytest.mark.fault("ten-thousand")
 @pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < listening.needed(10_000),
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < listening.num_open_files_needed(10_000),
     reason="the hard limit of open files is too low",
 )
 def test_ten_thousand_ranks_with_keys_lose_no_token(cli):
@@ -139,12 +139,12 @@ def limits(monkeypatch):
 
 
 def test_soft_descriptor_limit_is_raised_to_the_hard_limit(limits):
-    assert listening.raise_limit(4000) == ""
+    assert listening.raise_open_files_limit(4000) == ""
     assert limits.values == (4096, 4096)
 
 
 def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
-    line = listening.raise_limit(listening.needed(10_000))
+    line = listening.raise_open_files_limit(listening.num_open_files_needed(10_000))
 
     assert line.startswith("12256 open files are needed and 4096 are allowed: ")
     assert "ulimit -Hn 12256" in line and "LimitNOFILE=12256" in line
@@ -154,14 +154,14 @@ def test_too_low_descriptor_limit_is_reported_with_the_needed_limit(limits):
 def test_needed_descriptors_depend_on_the_world_size():
     # For n ranks, 1.2 n + min(256, 96 + n) descriptors are needed, rounded up.
     peers = {2: 101, 8: 114, 100: 316, 160: 448, 200: 496, 10_000: 12_256}
-    assert {number: listening.needed(number) for number in peers} == peers
+    assert {number: listening.num_open_files_needed(number) for number in peers} == peers
 
 
 def test_descriptor_shortage_is_computed_without_changing_a_limit(limits):
-    assert listening.shortage(3000) == ""  # 3,856
-    assert listening.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
+    assert listening.open_files_remedy(3000) == ""  # 3,856
+    assert listening.open_files_remedy(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256
-    assert listening.shortage(10_000) == ""
+    assert listening.open_files_remedy(10_000) == ""
     assert limits.values == (1024, 4096)
 
 

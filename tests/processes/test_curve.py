@@ -26,7 +26,7 @@ class Listener:
     """A secured socket of an aggregator on a listening descriptor, as in the server."""
 
     def __init__(self, address="127.0.0.1", gated=True):
-        keys = ServerKeys.of(SECRET, JOB)
+        keys = ServerKeys.from_secret(SECRET, JOB)
         self.context, self.agents = make_context(), make_context()
         self.admission = PeerAdmission(self.context, keys if gated else None)
         self.server = ServerSocket(self.context, keys)
@@ -35,7 +35,7 @@ class Listener:
         self.address, self.port = address, self.listener.getsockname()[1]
         self.endpoint = f"tcp://{host}:{self.port}"
         self.server.listen(self.endpoint, self.listener.detach())
-        self.admission.watch(self.server.socket)
+        self.admission.monitor_socket(self.server.socket)
         self.links, self.heard, self.event_texts = [], 0, []
 
     @property
@@ -56,11 +56,11 @@ class Listener:
         deadline_s = time.monotonic() + within_s
         while not until() and time.monotonic() < deadline_s:
             poller.poll(20)
-            self.event_texts += self.admission.poll(time.monotonic())
+            self.event_texts += self.admission.admit_waiting_peers(time.monotonic())
             while self.server.receive():
                 self.heard += 1
             for link in self.links:
-                link.is_new()
+                link.has_new_connection()
                 link.send(BEAT)
         return bool(until())
 
@@ -91,7 +91,7 @@ def test_agent_of_the_job_is_admitted_on_an_inherited_listener(listener, address
     if address == "::1" and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     secured = listener(address)
-    secured.link(AgentKeys.of(SECRET, JOB))
+    secured.link(AgentKeys.from_secret(SECRET, JOB))
 
     assert secured.serve(lambda: secured.heard)
     assert (secured.rejected, secured.event_texts) == (0, [])
@@ -99,7 +99,10 @@ def test_agent_of_the_job_is_admitted_on_an_inherited_listener(listener, address
 
 @pytest.mark.parametrize(
     "keys",
-    [AgentKeys.of(SECRET, "job-2"), AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public)],
+    [
+        AgentKeys.from_secret(SECRET, "job-2"),
+        AgentKeys(KeyPair.from_seed(os.urandom(32)), AgentKeys.from_secret(SECRET, JOB).server_public),
+    ],
     ids=["another job", "random"],
 )
 def test_peer_with_another_key_is_rejected_and_its_address_is_reported(listener, keys):
@@ -113,7 +116,7 @@ def test_peer_with_another_key_is_rejected_and_its_address_is_reported(listener,
 
 def test_no_key_is_admitted_if_the_zap_gate_is_missing(listener):
     secured = listener(gated=False)
-    secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
+    secured.link(AgentKeys(KeyPair.from_seed(os.urandom(32)), AgentKeys.from_secret(SECRET, JOB).server_public))
 
     assert not secured.serve(lambda: secured.heard, within_s=0.5)
 
@@ -134,7 +137,7 @@ def test_peers_without_a_key_are_counted_and_one_is_reported(listener):
 
 def test_peer_with_another_secret_is_rejected(listener):
     secured = listener()
-    secured.link(AgentKeys.of(b"x" * 64, JOB))
+    secured.link(AgentKeys.from_secret(b"x" * 64, JOB))
 
     assert secured.serve(lambda: secured.rejected)
     assert (secured.heard, secured.event_texts) == (0, [REJECTED.format("an unknown address")])
@@ -146,7 +149,7 @@ def test_agent_is_admitted_after_peers_with_other_protocols(listener, word):
     for _ in range(20):
         with socket.create_connection((secured.address, secured.port)) as raw:
             raw.sendall(word)
-    secured.link(AgentKeys.of(SECRET, JOB))
+    secured.link(AgentKeys.from_secret(SECRET, JOB))
 
     assert secured.serve(lambda: secured.heard), "the server must still admit agents"
     secured.links.pop().close()
@@ -191,16 +194,16 @@ def test_agent_is_admitted_after_exhausted_descriptors_are_freed(listener):
     ]
     assert busy_s < 0.25, "ZeroMQ does not try to accept all the time"
 
-    secured.link(AgentKeys.of(SECRET, JOB))
+    secured.link(AgentKeys.from_secret(SECRET, JOB))
     assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
 def test_text_of_a_key_object_does_not_contain_the_key():
-    keys = ServerKeys.of(SECRET, JOB)
+    keys = ServerKeys.from_secret(SECRET, JOB)
 
     assert keys.own.secret.decode() not in repr(keys)
-    assert ServerKeys.of(SECRET, JOB).own == ServerKeys.of(SECRET, "job-2").own, (
+    assert ServerKeys.from_secret(SECRET, JOB).own == ServerKeys.from_secret(SECRET, "job-2").own, (
         "a user has one server key; the gate distinguishes jobs"
     )
-    assert AgentKeys.of(SECRET, JOB).own != AgentKeys.of(SECRET, "job-2").own
-    assert AgentKeys.of(SECRET, JOB).server_public == keys.own.public
+    assert AgentKeys.from_secret(SECRET, JOB).own != AgentKeys.from_secret(SECRET, "job-2").own
+    assert AgentKeys.from_secret(SECRET, JOB).server_public == keys.own.public

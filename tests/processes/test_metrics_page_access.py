@@ -19,7 +19,7 @@ from effllm.sinks import SinkUnavailable
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
-NETWORK = interface.by_default_route()
+NETWORK = interface.address_on_default_route()
 needs_network = pytest.mark.skipif(not NETWORK, reason="this machine has no address besides loopback")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 

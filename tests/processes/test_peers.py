@@ -53,8 +53,8 @@ def peers():
     """Return peers with the connections a (rank 0) and b (rank 1)."""
     peers = Peers(HISTORY)
     for rank, peer in enumerate((b"a", b"b")):
-        assert peers.admits(peer, 300, 0.0)
-        peers.introduce(peer, hello(rank, host=f"node-{rank}"), 0.0)
+        assert peers.admit_frame(peer, 300, 0.0)
+        peers.register_hello(peer, hello(rank, host=f"node-{rank}"), 0.0)
     return peers
 
 
@@ -70,7 +70,7 @@ def of_rank(rank, agent=None):
 
 @pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
 def test_connection_may_send_for_the_rank_of_its_hello(peers, message):
-    assert peers.objection(b"a", message) == ""
+    assert peers.check_sender(b"a", message) == ""
     assert peers.take_events() == []
     assert peers.rejected == {}
 
@@ -81,8 +81,8 @@ def test_connection_may_send_for_the_rank_of_its_hello(peers, message):
     ids=lambda message: type(message).__name__,
 )
 def test_message_for_another_rank_or_agent_is_rejected_and_reported(peers, message):
-    assert peers.objection(b"a", message).startswith("rank 0 on node-0 sent a message of ")
-    assert peers.objection(b"a", message)
+    assert peers.check_sender(b"a", message).startswith("rank 0 on node-0 sent a message of ")
+    assert peers.check_sender(b"a", message)
 
     (event,) = peers.take_events()
     assert (event.kind, event.rank) == ("rejected", 0)
@@ -91,16 +91,16 @@ def test_message_for_another_rank_or_agent_is_rejected_and_reported(peers, messa
 
 
 def test_hello_of_a_second_rank_or_agent_is_rejected(peers):
-    assert peers.objection(b"a", hello(0)) == ""
-    assert "sent a HELLO of rank 1" in peers.objection(b"a", hello(1))
-    assert peers.objection(b"a", hello(0, agent="other"))
+    assert peers.check_sender(b"a", hello(0)) == ""
+    assert "sent a HELLO of rank 1" in peers.check_sender(b"a", hello(1))
+    assert peers.check_sender(b"a", hello(0, agent="other"))
 
 
 @pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
 def test_message_before_hello_is_rejected(peers, message):
-    peers.admits(b"unknown", 10, 1.0)
+    peers.admit_frame(b"unknown", 10, 1.0)
 
-    refused = [peers.objection(b"unknown", message) for _ in range(5)]
+    refused = [peers.check_sender(b"unknown", message) for _ in range(5)]
 
     assert all(refused)
     assert peers.rejected == {NO_HELLO: 5}
@@ -110,28 +110,28 @@ def test_message_before_hello_is_rejected(peers, message):
 
 
 def test_request_of_the_next_attempt_is_accepted_without_a_hello(peers):
-    peers.admits(b"next", 10, 1.0)
+    peers.admit_frame(b"next", 10, 1.0)
 
-    assert peers.objection(b"next", Supersede("run", "job")) == ""
+    assert peers.check_sender(b"next", Supersede("run", "job")) == ""
 
 
 def test_new_connection_of_an_agent_replaces_the_old_one(peers):
-    peers.admits(b"new", 300, 5.0)
-    assert peers.objection(b"new", hello(0)) == ""
-    peers.introduce(b"new", hello(0), 5.0)
+    peers.admit_frame(b"new", 300, 5.0)
+    assert peers.check_sender(b"new", hello(0)) == ""
+    peers.register_hello(b"new", hello(0), 5.0)
 
-    assert peers.of_rank(0) == b"new"
-    assert peers.objection(b"new", of_rank(0)[0]) == ""
-    assert peers.objection(b"a", of_rank(0)[0]), "the old connection belongs to no agent now"
+    assert peers.peer_of_rank(0) == b"new"
+    assert peers.check_sender(b"new", of_rank(0)[0]) == ""
+    assert peers.check_sender(b"a", of_rank(0)[0]), "the old connection belongs to no agent now"
     assert len(peers) == 2
 
 
 def test_number_of_connections_without_hello_is_limited(peers):
     for number in range(30_000):
-        assert peers.admits(b"x%d" % number, 10, 1.0)
+        assert peers.admit_frame(b"x%d" % number, 10, 1.0)
 
     assert len(peers) <= MAX_PEERS_WITHOUT_HELLO + 2
-    assert peers.objection(b"a", of_rank(0)[0]) == "", "connections of ranks are kept"
+    assert peers.check_sender(b"a", of_rank(0)[0]) == "", "connections of ranks are kept"
 
 
 # --- rates ---
@@ -140,17 +140,19 @@ def test_number_of_connections_without_hello_is_limited(peers):
 def test_reports_kept_during_an_outage_are_accepted_immediately(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
-    assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
+    assert all(peers.admit_frame(b"a", in_a_frame, 100.0) for _ in range(frames))
     # Reports of 16 kB are also accepted, in frames of 128 kB.
-    assert all(peers.admits(b"b", MAX_ROWS_BYTES, 100.0) for _ in range(HISTORY * REPORT_BYTES // MAX_ROWS_BYTES + 1))
+    assert all(
+        peers.admit_frame(b"b", MAX_ROWS_BYTES, 100.0) for _ in range(HISTORY * REPORT_BYTES // MAX_ROWS_BYTES + 1)
+    )
 
 
 def test_peer_that_sends_within_its_rate_is_never_throttled(peers):
-    assert all(peers.admits(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
+    assert all(peers.admit_frame(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
 
 
 def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
-    passed = sum(peers.admits(b"a", 10, 0.0) for _ in range(BURST + 500))
+    passed = sum(peers.admit_frame(b"a", 10, 0.0) for _ in range(BURST + 500))
 
     assert passed == BURST
     assert peers.rejected == {THROTTLED: 500}
@@ -159,54 +161,57 @@ def test_frames_above_the_rate_are_dropped_and_reported_once(peers):
 
 
 def test_frames_above_the_byte_rate_are_dropped(peers):
-    passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(1000))
+    passed = sum(peers.admit_frame(b"a", MAX_BYTES, 0.0) for _ in range(1000))
 
     assert passed == ROOM_BYTES // MAX_BYTES
     # In ten seconds the allowance grows by 40 MB: 152 frames of 256 KiB.
-    peers.admits(b"a", MAX_BYTES, 10.0, is_hello=True)
-    peers.introduce(b"a", hello(0), 10.0)
-    assert 1 + sum(peers.admits(b"a", MAX_BYTES, 10.0) for _ in range(1000)) == pytest.approx(
+    peers.admit_frame(b"a", MAX_BYTES, 10.0, is_hello=True)
+    peers.register_hello(b"a", hello(0), 10.0)
+    assert 1 + sum(peers.admit_frame(b"a", MAX_BYTES, 10.0) for _ in range(1000)) == pytest.approx(
         10 * BYTES_PER_S / MAX_BYTES, abs=1
     )
 
 
 def test_peer_without_hello_has_a_lower_rate_limit(peers):
-    assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
-    assert sum(peers.admits(b"loud", MAX_BYTES, 0.0) for _ in range(100)) == NO_HELLO_FRAMES * FRAME_BYTES // MAX_BYTES
+    assert sum(peers.admit_frame(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
+    assert (
+        sum(peers.admit_frame(b"loud", MAX_BYTES, 0.0) for _ in range(100))
+        == NO_HELLO_FRAMES * FRAME_BYTES // MAX_BYTES
+    )
 
 
 def test_throttled_peer_does_not_affect_another_peer(peers):
     for _ in range(10 * BURST):
-        peers.admits(b"a", 1000, 0.0)
+        peers.admit_frame(b"a", 1000, 0.0)
 
-    assert all(peers.admits(b"b", 300, 0.0) for _ in range(BURST))
+    assert all(peers.admit_frame(b"b", 300, 0.0) for _ in range(BURST))
 
 
 def test_frames_after_a_drop_are_rejected_until_a_new_hello(peers):
-    while peers.admits(b"a", 10, 0.0):
+    while peers.admit_frame(b"a", 10, 0.0):
         pass
     late = of_rank(0)[0]
-    assert not peers.admits(b"a", 10, 1.0), "50 more frames could pass the rate, but no frame is decoded"
-    assert "dropped frames again" in peers.objection(b"a", late)
-    assert peers.admits(b"a", 300, 1.0, is_hello=True)
-    assert not peers.is_to_send_again(b"a", 1.0), "resending would exceed the rate again"
-    assert peers.is_to_send_again(b"a", 3.0)
-    assert not peers.is_to_send_again(b"a", 3.0 + AGAIN_EVERY_S / 2), "at most once a second"
+    assert not peers.admit_frame(b"a", 10, 1.0), "50 more frames could pass the rate, but no frame is decoded"
+    assert "dropped frames again" in peers.check_sender(b"a", late)
+    assert peers.admit_frame(b"a", 300, 1.0, is_hello=True)
+    assert not peers.claim_resend_request(b"a", 1.0), "resending would exceed the rate again"
+    assert peers.claim_resend_request(b"a", 3.0)
+    assert not peers.claim_resend_request(b"a", 3.0 + AGAIN_EVERY_S / 2), "at most once a second"
 
-    assert peers.objection(b"a", hello(0)) == ""
-    peers.introduce(b"a", hello(0), 4.0)
+    assert peers.check_sender(b"a", hello(0)) == ""
+    peers.register_hello(b"a", hello(0), 4.0)
 
-    assert peers.objection(b"a", late) == ""
-    assert not peers.is_to_send_again(b"a", 9.0)
+    assert peers.check_sender(b"a", late) == ""
+    assert not peers.claim_resend_request(b"a", 9.0)
 
 
 def test_rate_limit_of_a_rank_is_not_reset_by_a_new_connection(peers):
-    while peers.admits(b"a", 10, 0.0):
+    while peers.admit_frame(b"a", 10, 0.0):
         pass
-    assert peers.admits(b"new", 300, 1.0, is_hello=True)
-    peers.introduce(b"new", hello(0), 1.0)
+    assert peers.admit_frame(b"new", 300, 1.0, is_hello=True)
+    peers.register_hello(b"new", hello(0), 1.0)
 
-    allowed = sum(peers.admits(b"new", 10, 1.0) for _ in range(BURST))
+    allowed = sum(peers.admit_frame(b"new", 10, 1.0) for _ in range(BURST))
     assert allowed <= FRAMES_PER_S
 
 

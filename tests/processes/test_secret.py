@@ -24,16 +24,16 @@ def write(path, content="a" * 64, mode=0o600):
 
 
 def test_created_secret_is_private_and_can_be_read(path):
-    made = secret.create(path)
+    made = secret.read_or_create(path)
 
     assert len(made) == 64
-    assert secret.read(path) == secret.create(path) == made
+    assert secret.read(path) == secret.read_or_create(path) == made
     assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
 
 
 def test_ten_processes_started_together_read_the_same_secret(path):
-    create = "from effllm.network import secret; print(secret.create(Path(sys.argv[1])))"
+    create = "from effllm.network import secret; print(secret.read_or_create(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {create}"
     command = [sys.executable, "-c", code, str(path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(10)]
@@ -56,7 +56,7 @@ def test_missing_secret_is_reported_with_advice(path):
 def test_secret_readable_by_other_users_is_rejected_with_advice(path, mode):
     write(path, mode=mode)
 
-    for take in (secret.read, secret.create):
+    for take in (secret.read, secret.read_or_create):
         with pytest.raises(SecretError, match=f"chmod 600 {path}"):
             take(path)
     assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode must not be changed"
@@ -77,7 +77,7 @@ def test_secret_file_is_rejected_if_it_is_a_link_folder_or_pipe(path, make, reas
     make(path)
 
     with pytest.raises(SecretError, match=reason):
-        secret.create(path)
+        secret.read_or_create(path)
 
 
 @pytest.mark.faults
@@ -104,7 +104,7 @@ def test_secret_folder_without_write_permission_is_reported(path):
     path.parent.chmod(0o500)
 
     with pytest.raises(SecretError, match="set EFFICIENTLLM_SECRET_FILE"):
-        secret.create(path)
+        secret.read_or_create(path)
 
 
 def test_key_derivation_gives_the_results_of_rfc_5869():

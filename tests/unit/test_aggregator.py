@@ -1285,9 +1285,9 @@ def test_reports_that_arrive_are_not_counted_as_lost():
     arriving = []
     for window in range(1, 6):  # no report is acknowledged, and each report is sent immediately
         outbox.add_report(row(0, window, final=window == 5))
-        arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
+        arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.next_unsent()]
         outbox.mark_sent(1)
-    job.send(*arriving, lost=outbox.lost)
+    job.send(*arriving, lost=outbox.num_lost)
     summary = job.summary(ended=True)
 
     assert (summary.coverage.reports_lost, summary.iterations) == (0, 50)

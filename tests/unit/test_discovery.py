@@ -14,7 +14,7 @@ from cases import cases
 from effllm.config.place import Place
 from effllm.config.settings import Config, secret_path
 from effllm.network import discovery, interface, secret
-from effllm.network.discovery import Search, SharedFile, find_secret, is_secured
+from effllm.network.discovery import Search, SharedFile, config_with_secret, is_secured
 from effllm.network.listening import DiscoveryError, listen, listen_within, own_address
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
@@ -80,7 +80,7 @@ def test_keys_are_used_unless_the_setting_security_is_none(endpoint):
 def test_secret_is_created_in_a_writable_home_folder(tmp_path):
     config = Config(secret_file=str(tmp_path / "home" / "secret"))
 
-    assert find_secret(config) == config
+    assert config_with_secret(config) == config
     assert secret.read(tmp_path / "home" / "secret")
 
 
@@ -93,14 +93,14 @@ def test_all_ranks_find_one_secret_without_a_usable_home_folder(tmp_path, monkey
     if state == "no folder":
         file.parent.write_text("a file")
     else:
-        secret.create(file)
+        secret.read_or_create(file)
         if state == "a link":
             file.rename(tmp_path / "elsewhere")
             file.symlink_to(tmp_path / "elsewhere")
         else:
             file.chmod(0o644)
 
-    first, second = (find_secret(Config(secret_file=str(file))) for _ in range(2))
+    first, second = (config_with_secret(Config(secret_file=str(file))) for _ in range(2))
 
     assert first == second
     assert first.secret_file == str(tmp_path / "tmp" / f"effllm-{os.geteuid()}" / "secret")
@@ -116,11 +116,11 @@ def test_folder_of_another_user_is_not_used_for_the_secret(tmp_path, monkeypatch
     monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(theirs.parent), str(ours)))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
-    assert Path(find_secret(Config(secret_file="/dev/null/secret")).secret_file).is_relative_to(ours)
+    assert Path(config_with_secret(Config(secret_file="/dev/null/secret")).secret_file).is_relative_to(ours)
 
     monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(theirs.parent),))
     with pytest.raises(secret.SecretError, match="/dev/null/secret"):
-        find_secret(Config(secret_file="/dev/null/secret"))
+        config_with_secret(Config(secret_file="/dev/null/secret"))
 
 
 def test_single_host_job_listens_on_loopback():
@@ -142,13 +142,13 @@ def test_configured_interface_or_address_is_used():
 
 
 def test_address_of_the_default_route_is_used_for_a_loopback_master(monkeypatch):
-    monkeypatch.setattr(interface, "by_default_route", lambda: "")
+    monkeypatch.setattr(interface, "address_on_default_route", lambda: "")
     with pytest.raises(
         DiscoveryError, match=r"MASTER_ADDR=127.0.0.1 leads to no address .* set EFFICIENTLLM_INTERFACE"
     ):
         own_address(OVER_HOSTS, Config())
 
-    monkeypatch.setattr(interface, "by_default_route", lambda: "10.0.0.9")
+    monkeypatch.setattr(interface, "address_on_default_route", lambda: "10.0.0.9")
     assert own_address(OVER_HOSTS, Config()) == "10.0.0.9"
     nameless = Place(world_size=2, local_world_size=1, master_addr="no.such.host.invalid")
     with pytest.raises(DiscoveryError, match="cannot be reached"):
@@ -191,14 +191,14 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
 def test_rejection_by_rank_0_is_returned_to_the_agent_once():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
-    rank.search._read()
-    rank.search._read()
+    rank.search._read_record()
+    rank.search._read_record()
     assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), (
         "the rejection is returned once, and only to the agent"
     )
 
     source.record = FIRST
-    rank.search._read()
+    rank.search._read_record()
     assert rank.records[1:] == [FIRST], "the record of the next start is used"
 
 
@@ -206,20 +206,20 @@ def test_only_address_records_signed_for_this_run_are_valid(tmp_path):
     config = Config(secret_file=str(tmp_path / "secret"))
     source = Source(FIRST)
     rank = Found(source, True, config)
-    rank.search._read()
-    rank.search._read()
+    rank.search._read_record()
+    rank.search._read_record()
     assert (rank.records, len(rank.lines)) == ([], 1)
     assert "there is no secret" in rank.lines[0]
 
-    known = secret.create(secret_path(config))
+    known = secret.read_or_create(secret_path(config))
     for forged in (FIRST, secret.sign(b"x" * 64, FIRST, source.key), secret.sign(known, FIRST, "run/2")):
         source.record = forged
-        rank.search._read()
+        rank.search._read_record()
     assert (rank.records, len(rank.lines)) == ([], 2)
     assert "is not signed with the secret" in rank.lines[1]
 
     source.record = secret.sign(known, SECOND, source.key)
-    rank.search._read()
+    rank.search._read_record()
     assert rank.records == [SECOND]
 
 
@@ -238,17 +238,17 @@ def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     assert SharedFile(OVER_HOSTS, config, 1).read() == FIRST
     assert source.publish(SECOND)
 
-    discovery.remove(source.path, "first")
+    discovery.remove_record(source.path, "first")
     assert source.read() == SECOND, "the record of another job is not removed"
-    discovery.remove(source.path, "second")
+    discovery.remove_record(source.path, "second")
     assert list(source.path.parent.iterdir()) == []
 
 
 def test_launch_without_an_id_raises_an_error_with_advice():
     with pytest.raises(DiscoveryError, match="set EFFICIENTLLM_RUN_NAME"):
-        discovery.source(Place(world_size=2, launcher="openmpi"), Config(), 1)
+        discovery.record_source(Place(world_size=2, launcher="openmpi"), Config(), 1)
     assert SharedFile(Place(world_size=2, launcher="openmpi"), Config(run_name="mine"), 1).key == "mine/1"
-    assert discovery.source(Place(launcher="openmpi"), Config(), 1) is None
+    assert discovery.record_source(Place(launcher="openmpi"), Config(), 1) is None
 
 
 def test_launch_id_with_slashes_does_not_change_the_folder(tmp_path):
@@ -292,6 +292,6 @@ def test_loopback_and_wildcard_addresses_are_recognized_in_any_form():
     assert not any(interface.is_loopback(one) for one in ("10.0.0.1", "fd00::1", "node7", "0.0.0.0", "::"))
     assert all(interface.is_wildcard(one) for one in ("0.0.0.0", "::", "[::]", "*", ""))
     assert not interface.is_wildcard("10.0.0.1")
-    assert interface.towards("127.0.0.1") == ""
+    assert interface.address_towards("127.0.0.1") == ""
     if socket.has_ipv6:
         assert interface.address_of("::1") == "::1"

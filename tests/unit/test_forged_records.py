@@ -25,8 +25,8 @@ class Place:
 def looked(record, security="auto"):
     written = []
     search = Search(Place(record), Config(security=security), False, written.append, lambda _: False)
-    search._read()
-    search._read()
+    search._read_record()
+    search._read_record()
     found = [{"endpoint": one.endpoint, "job": one.job} for one in written if one.endpoint]
     return found, [one.failed for one in written if one.failed]
 

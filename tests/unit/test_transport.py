@@ -200,7 +200,7 @@ def crowded_row(sequence=1):
 
 
 def sequences(outbox):
-    return [msgspec.msgpack.decode(encoded, type=RankReport).sequence for encoded in outbox.unsent()]
+    return [msgspec.msgpack.decode(encoded, type=RankReport).sequence for encoded in outbox.next_unsent()]
 
 
 def test_a_full_frame_is_well_below_the_limit():
@@ -209,7 +209,7 @@ def test_a_full_frame_is_well_below_the_limit():
         outbox.add_report(crowded_row(sequence))
 
     sizes = []
-    while rows := outbox.unsent():
+    while rows := outbox.next_unsent():
         sizes.append(len(encode(reports(*rows))))
         outbox.mark_sent(len(rows))
 
@@ -221,7 +221,7 @@ def test_frames_are_filled_and_a_large_report_is_sent_alone(monkeypatch):
     outbox = Outbox(1000)
     for sequence in range(1, 401):
         outbox.add_report(row(sequence=sequence))
-    assert len(outbox.unsent()) == MAX_ROWS
+    assert len(outbox.next_unsent()) == MAX_ROWS
 
     monkeypatch.setattr(transport, "MAX_ROWS_BYTES", 10)
     assert sequences(outbox) == [1]
@@ -250,7 +250,7 @@ def test_unconfirmed_reports_are_resent_on_a_new_connection_only():
     assert sequences(outbox) == [3]
 
     outbox.drop_acknowledged(1)
-    outbox.send_again()
+    outbox.mark_all_unsent()
 
     assert sequences(outbox) == [2, 3]
 
@@ -277,7 +277,7 @@ class OutboxMachine(RuleBasedStateMachine):
 
     @rule()
     def send(self):
-        count = len(self.outbox.unsent())
+        count = len(self.outbox.next_unsent())
         self.outbox.mark_sent(count)
         self.under_way += self.waiting[:count]
         self.newest_sent = max([self.newest_sent, *self.under_way[-1:]])
@@ -292,14 +292,14 @@ class OutboxMachine(RuleBasedStateMachine):
 
     @rule()
     def connect_again(self):
-        self.outbox.send_again()
+        self.outbox.mark_all_unsent()
         self.under_way, self.waiting = [], self.under_way + self.waiting
 
     @invariant()
     def agrees_with_the_lists(self):
         assert sequences(self.outbox) == self.waiting[:MAX_ROWS]
         assert len(self.outbox) == len(self.under_way) + len(self.waiting) <= self.MOST
-        assert self.outbox.lost == self.lost
+        assert self.outbox.num_lost == self.lost
 
 
 TestOutbox = OutboxMachine.TestCase
@@ -337,7 +337,7 @@ def receive(receiver, within_s=30.0):
 def connected(link, within_s=30.0):
     link.connect()
     deadline_s = time.monotonic() + within_s
-    while not link.is_new():
+    while not link.has_new_connection():
         assert time.monotonic() < deadline_s, "no connection"
         select.select([], [], [], 0.005)
 
@@ -351,7 +351,7 @@ def test_agent_and_aggregator_send_messages_to_each_other(context, server):
     assert decode_from_agent(frame) == FROM_AGENT[0]
     server.send(peer, FROM_AGGREGATOR[0])
     assert receive(link) == [FROM_AGGREGATOR[0]]
-    assert not link.is_new(), "only once"
+    assert not link.has_new_connection(), "only once"
     link.close()
 
 

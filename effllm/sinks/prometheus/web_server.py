@@ -52,7 +52,7 @@ def read_access(options: Mapping[str, Any]) -> Access:
     """
     name, cert, key, token_file = (options[option] for option in ("interface", "tls_cert", "tls_key", "token_file"))
     address = interface.address_of(name)
-    if not address or interface.is_wildcard(address) or not interface.is_here(address):
+    if not address or interface.is_wildcard(address) or not interface.is_on_this_host(address):
         raise SinkUnavailable(f"prometheus:interface={name} is neither an interface nor an address of this host")
     if bool(cert) != bool(key):
         raise SinkUnavailable("TLS needs two files: set prometheus:tls_cert=FILE and prometheus:tls_key=FILE")
