@@ -22,7 +22,7 @@ from effllm.records.values import merged_by_name
 
 _JOB = "job"  # key of the energy of all devices
 ALLOCATOR = Allocator.__struct_fields__
-_PLACED = (
+_PLACE_FIELDS = (
     "sequence",
     "final",
     "iteration_first",
@@ -34,7 +34,7 @@ _PLACED = (
 SUMMED = ("generation_s", "device_steps", "device_step_s")
 #: Counts of tokens, from the largest.
 TOKEN_COUNTS = ("tokens_processed", "tokens", "tokens_loss")
-_COUNTED = (*FIELDS, "losses_not_finite")
+_COUNT_FIELDS = (*FIELDS, "losses_not_finite")
 
 
 class Rows(list[RankReport]):
@@ -48,7 +48,7 @@ class Rows(list[RankReport]):
     @cached_property
     def numbers(self) -> dict[str, Array]:
         """Columns of times and iterations."""
-        names = (*_PLACED, "wall_s", "busy_s", "wait_s", *SUMMED)
+        names = (*_PLACE_FIELDS, "wall_s", "busy_s", "wait_s", *SUMMED)
         columns = dict(zip(names, fields_of(self, names).T, strict=True))
         columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
         columns["time_s"] = columns["busy_s"] + columns["wait_s"]
@@ -62,7 +62,7 @@ class Rows(list[RankReport]):
     @cached_property
     def counts(self) -> dict[str, int]:
         """Exact sums of the counts."""
-        others = {name: sum(map(attrgetter(name), self)) for name in _COUNTED if name not in TOKEN_COUNTS}
+        others = {name: sum(map(attrgetter(name), self)) for name in _COUNT_FIELDS if name not in TOKEN_COUNTS}
         return {**{name: sum(column) for name, column in self.token_counts.items()}, **others}
 
     @cached_property
@@ -196,7 +196,7 @@ class Account(GpuReadings):
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
         at = self.ranks.find(rows.ranks)
-        self.ranks.values[at[:, None], _OF_ROWS] += added
+        self.ranks.values[at[:, None], _COLUMNS_OF_ROWS] += added
         add_to(self.counts, rows.counts)
         if not has_hang:
             self.profile = add_profiles(self.profile, rows.profile)
@@ -247,8 +247,8 @@ class Account(GpuReadings):
         time_s = _largest(ranks["time_s"])
         # If several ranks have the longest time, the longest wait of these ranks is used, in any order of the ranks.
         is_longest = ranks["time_s"] == time_s
-        slowest = _slowest(ranks["busy_s"], ranks["iterations"])
-        slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
+        slowest = _row_of_slowest(ranks["busy_s"], ranks["iterations"])
+        slowest_device = _row_of_slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
             counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
             loop=LoopTimes(
@@ -260,7 +260,7 @@ class Account(GpuReadings):
                 device_steps=int(_value_at(ranks["device_steps"], slowest_device)),
                 device_step_s=_value_at(ranks["device_step_s"], slowest_device),
             ),
-            energy=self._energy(),
+            energy=self._job_energy(),
             devices=DeviceTotals(
                 memory_mean_bytes=memory[0],
                 memory_min_bytes=memory[1],
@@ -292,7 +292,7 @@ class Account(GpuReadings):
             profile=self.profile,
         )
 
-    def _energy(self) -> JobEnergy:
+    def _job_energy(self) -> JobEnergy:
         amount = self.energy.total() if self.energy_windows else NOT_MEASURED
         is_measured = amount.joules is not None
         return JobEnergy(
@@ -337,7 +337,7 @@ class Account(GpuReadings):
 
 
 #: Positions in `RankSums` of the columns that `add_rows` adds.
-_OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
+_COLUMNS_OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
 
 
 def error_of_mean(mean: Any, peak: Any, samples: Any) -> Any:
@@ -358,7 +358,7 @@ def _largest(column: Array) -> float:
     return float(column.max(initial=0.0))
 
 
-def _slowest(seconds: Array, steps: Array) -> int:
+def _row_of_slowest(seconds: Array, steps: Array) -> int:
     """Return the position of the rank with the longest mean step, or -1 without steps."""
     if not (steps > 0).any():
         return -1

@@ -110,8 +110,8 @@ class Aggregator:
             self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
         self.stalls.hello(message, is_new, now.mono_s)
         self._stragglers.peers.hello(message)
-        self._hear(number, self.ledger.ranks[number], now)
-        self._pass_time(now.mono_s, now.unix_s)
+        self._note_message(number, self.ledger.ranks[number], now)
+        self._advance_time(now.mono_s, now.unix_s)
         self.ledger.goodput.join(message, is_new)
         for device in message.devices:
             for sentence in device.not_measured:
@@ -129,7 +129,7 @@ class Aggregator:
             following reports must be rejected until the agent sends the rest again.
         """
         # This method is called up to ten thousand times a second.
-        rows, now_s, windows, ranks, hear = message.rows, now.mono_s, self.open, self.ledger.ranks, self._hear
+        rows, now_s, windows, ranks, hear = message.rows, now.mono_s, self.open, self.ledger.ranks, self._note_message
         row_bytes, is_all = num_bytes // (len(rows) or 1), True
         for row in rows:
             number, sequence = row.rank, row.sequence
@@ -158,18 +158,18 @@ class Aggregator:
             self.stalls.row(row, now_s)
             windows.add_report(row, now_s)
         if windows.has_late(now_s) and not is_large(self.ledger.world_size):
-            self._take_late(now)
+            self._complete_late_windows(now)
         if windows.may_close():
-            self._close_ready(now_s)
+            self._close_ready_windows(now_s)
         return is_all
 
     def heartbeat(self, message: Heartbeat, now: Now) -> None:
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is not None:
-            self._hear(message.rank, rank, now)
+            self._note_message(message.rank, rank, now)
             self._statements.note_dropped(message.rank, rank, message.lost, message.ordinal + 1, now.unix_s)
             if message.time_s is not None and not rank.bye:
-                self._pass_time(now.mono_s, now.unix_s)
+                self._advance_time(now.mono_s, now.unix_s)
                 self.ledger.goodput.hear_rank(message.rank, message.time_s)
             self.stalls.heartbeat(message, now.mono_s)
 
@@ -179,12 +179,12 @@ class Aggregator:
         if rank is None or not self.stalls.stack(message, now.unix_s):
             self.garbage += 1
         else:
-            self._hear(message.rank, rank, now)
+            self._note_message(message.rank, rank, now)
 
     def host_samples(self, message: HostSamples, now: Now) -> None:
         """Add the lines of code of a recording."""
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
-            self._hear(message.rank, rank, now)
+            self._note_message(message.rank, rank, now)
             self.ledger.host_lines.add_samples(message)
             if message.stacks and len(self._recorded) < MAX_RECORDED:
                 about = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
@@ -198,7 +198,7 @@ class Aggregator:
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
         if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
-            self._hear(message.rank, rank, now)
+            self._note_message(message.rank, rank, now)
             event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
             happened_s = min(max(event.time_s, self.ledger.started_time_s), now.unix_s)
             text = f"rank {message.rank}: {event.text}"
@@ -210,18 +210,18 @@ class Aggregator:
         if rank is None:
             self.garbage += 1
             return False
-        self._hear(message.rank, rank, now)
+        self._note_message(message.rank, rank, now)
         rank.last_ordinal = message.last_ordinal
         self._statements.note_dropped(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
-        self._note_gpus(now)  # the devices of a short job may be known only since the last tick
+        self._record_gpu_events(now)  # the devices of a short job may be known only since the last tick
         rank.spend(message)
-        self._pass_time(now.mono_s, now.unix_s)
+        self._advance_time(now.mono_s, now.unix_s)
         self.ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
         if self.presence.leave(rank, message.status, now.mono_s):
             self.events.record(Event(now.unix_s, "left", f"rank {message.rank} left: {rank.bye}", message.rank))
             self.stalls.bye(message.rank, rank.bye, now.mono_s)
         if self.open.may_close():
-            self._close_ready(now.mono_s)
+            self._close_ready_windows(now.mono_s)
         return True
 
     def reject(self, time_s: float, reason: str) -> None:
@@ -240,14 +240,14 @@ class Aggregator:
             self.events.record(
                 Event(now.unix_s, "rank_lost", f"rank {rank} is lost: no heartbeat for {seconds:.0f} s", rank)
             )
-        self._pass_time(now_s, now.unix_s)
+        self._advance_time(now_s, now.unix_s)
         if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
-            self._take_late(now)
+            self._complete_late_windows(now)
         self.stalls.tick(now)
-        self._note_gpus(now)
+        self._record_gpu_events(now)
         ledger.note_hang(self.stalls.take_s(now_s))
         self.open.tick(now_s)
-        self._close_ready(now_s, until_s)
+        self._close_ready_windows(now_s, until_s)
         self.events.roll(now_s)
 
     # --- results ---
@@ -255,7 +255,7 @@ class Aggregator:
     def settle(self, now: Now) -> None:
         """Add late reports to the totals before the state is saved, because the state cannot record missing reports."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
-            self._take_late(now)
+            self._complete_late_windows(now)
 
     def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
         """Return the state as JSON, for a restarted aggregator; ``safe`` is the result of `OpenWindows.safe`."""
@@ -288,29 +288,29 @@ class Aggregator:
 
     # --- windows and time ---
 
-    def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
+    def _close_ready_windows(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         for window in self.open.take_ready(now_s, self.closed.deadline_s, heard_until_s):
-            self._pass_time(now_s)
+            self._advance_time(now_s)
             self.closed.close(window.number, window.rows)
 
-    def _take_late(self, now: Now) -> None:
-        self._pass_time(now.mono_s, now.unix_s)
+    def _complete_late_windows(self, now: Now) -> None:
+        self._advance_time(now.mono_s, now.unix_s)
         for number, rows in self.open.take_late(now.mono_s):
             self.closed.complete(number, rows, now.unix_s)
 
-    def _note_gpus(self, now: Now) -> None:
+    def _record_gpu_events(self, now: Now) -> None:
         for text in self.roster.note_unused_gpus():
             self.events.record(Event(now.unix_s, "gpus_unused", text))
         # Before the first window, a process may have shown a GPU that it only touched.
         if self.closed.last_merged is not None and (text := self.roster.job.shared_gpu):
             self.events.record_once(Event(now.unix_s, "gpu_shared", text), "gpu")
 
-    def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
+    def _advance_time(self, now_s: float, time_s: float | None = None) -> None:
         self.ledger.goodput.clock.advance(now_s, time_s, self._boot)
         if self._heard_s is not None:
             self.ledger.goodput.hear(now_s - self._heard_s)
 
-    def _hear(self, number: int, rank: RankState, now: Now) -> None:
+    def _note_message(self, number: int, rank: RankState, now: Now) -> None:
         if not rank.bye:  # after its BYE an agent still runs until the summary is written
             self._heard_s = now.mono_s
         if self.presence.hear(number, now.mono_s):

@@ -81,7 +81,7 @@ def compared(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | Non
     A framework may count padding or only labels, and its clock may include evaluations or leave out the data wait.  So
     the factor between two figures says how much they differ, and not which of them is wrong.
     """
-    own = sums.count * _figure_of_one(name, job)
+    own = sums.count * _figure_per_count(name, job)
     if sums.windows < MIN_WINDOWS or own <= 0:
         return None
     factor = sums.figure / own
@@ -90,7 +90,7 @@ def compared(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | Non
     return ComparedFigure(name, sums.figure / sums.over, own / sums.over, factor, sums.windows)
 
 
-def _figure_of_one(name: str, job: KnownJob) -> float:
+def _figure_per_count(name: str, job: KnownJob) -> float:
     """Return the figure of one token or sample in one second or iteration; 0 if a constant is unknown."""
     flops, peak = job.flops_per_token or 0.0, job.peak_flops_per_s or 0.0
     figures = {
@@ -142,7 +142,7 @@ class AuditWatch:
         self._state, self._record_once = state, record
         # Counts of all ranks since the last figure, by its name.  The first figure only starts the counts, because the
         # start of its interval is not known.
-        self._since: dict[str, FigureSums] = {}
+        self._since_last_figure: dict[str, FigureSums] = {}
 
     def check(self, rows: Rows, job: KnownJob, *, has_gaps: bool) -> None:
         """Check the counts of all ranks, before the values of the window are computed from them."""
@@ -157,29 +157,29 @@ class AuditWatch:
             self._record_once(Event(report.time_s, kind, text), kind)
         if text := above_tensor_activity(report.run, job):
             self._set_doubt(FLOPS, text, report.time_s)
-        if self._since or not FIGURES.keys().isdisjoint(rows.values):
-            self._compare(rows, report)
+        if self._since_last_figure or not FIGURES.keys().isdisjoint(rows.values):
+            self._compare_figures(rows, report)
 
     def _set_doubt(self, doubted_input: str, text: str, time_s: float) -> None:
         self._state.doubts[doubted_input] = text
         self._record_once(Event(time_s, "audit", text), doubted_input)
 
-    def _compare(self, rows: Rows, report: ClusterReport) -> None:
+    def _compare_figures(self, rows: Rows, report: ClusterReport) -> None:
         # The framework's figure includes the ranks whose reports are missing.
         is_whole = report.coverage.ranks_reporting >= report.coverage.ranks_expected
         if report.warming_up or report.iteration_first <= 1 or not is_whole:
-            self._since.clear()
+            self._since_last_figure.clear()
             return
-        for name, since in self._since.items():
+        for name, since in self._since_last_figure.items():
             since.count += report.last.counts.samples if name == SAMPLES_PER_S else report.last.counts.tokens
             since.over += report.last.counts.iterations if name == TOKENS_PER_ITERATION else report.last.loop.time_s
         for name in FIGURES.keys() & rows.values.keys():
             if not rows.values[name].count:
                 continue
-            if name in self._since and not report.final:
+            if name in self._since_last_figure and not report.final:
                 sums = self._state.figures.setdefault(name, FigureSums())
-                sums.add_values(name, rows.values[name], self._since[name])
-            self._since[name] = FigureSums()
+                sums.add_values(name, rows.values[name], self._since_last_figure[name])
+            self._since_last_figure[name] = FigureSums()
 
 
 def audit_of(state: AuditState, job: KnownJob) -> Audit:
@@ -228,7 +228,7 @@ def tensor_utilization(totals: ClusterTotals, job: KnownJob) -> float | None:
     within two percentage points in the paper's matrix products; this project has not measured it on a GPU.
     """
     devices = totals.devices
-    if not job.peak_clock_hz or devices.tensor_clock_hz is None or _why_unchecked(totals, job):
+    if not job.peak_clock_hz or devices.tensor_clock_hz is None or _why_not_comparable(totals, job):
         return None
     read = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
     unread_hz = devices.tensor_clock_most_hz or devices.tensor_clock_hz
@@ -238,13 +238,13 @@ def tensor_utilization(totals: ClusterTotals, job: KnownJob) -> float | None:
 def unchecked_mfu(totals: ClusterTotals, job: KnownJob) -> str:
     """Return why MFU is not compared with tensor activity; empty if it is, or cannot be on such a GPU."""
     is_comparable = totals.devices.tensor_activity is not None and job.peak_clock_hz is not None
-    why = _why_unchecked(totals, job)
+    why = _why_not_comparable(totals, job)
     if not is_comparable or not why or metrics.throughput.mfu_ratio(totals) is None:
         return ""
     return f"check of MFU by tensor activity: {why}"
 
 
-def _why_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
+def _why_not_comparable(totals: ClusterTotals, job: KnownJob) -> str:
     if not job.precision:
         return "the precision is not stated (facts={'precision': 'bf16'})"
     if job.precision not in PRECISIONS:
@@ -255,7 +255,7 @@ def _why_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
 
 
 #: Smaller count, larger count, and a text with both.
-_ORDER = (
+_ORDERED_COUNTS = (
     ("tokens", "tokens_processed", "{:,.0f} tokens without padding in {:,.0f} positions"),
     ("tokens_loss", "tokens_processed", "{:,.0f} positions with a label in {:,.0f} positions"),
 )
@@ -277,7 +277,7 @@ def broken_counts(sums: CountSums, rows: Rows, job: KnownJob, *, has_gaps: bool)
     values = sums.values[sums.find(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
     spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
-    checks = [(column[small], column[large], text) for small, large, text in _ORDER]
+    checks = [(column[small], column[large], text) for small, large, text in _ORDERED_COUNTS]
     if job.max_positions:
         most = column["iterations"] * job.max_positions
         checks.append((column["tokens_processed"], most, "{:,.0f} positions in batches of {:,.0f}"))

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Struct
 
 #: Names of frameworks in run.json, without a version -> names in this table.
-_SAME = {"megatron-core": "megatron.core", "megatron-lm": "megatron", "torch": "", "fabric": "lightning"}
+_FRAMEWORK_NAMES = {"megatron-core": "megatron.core", "megatron-lm": "megatron", "torch": "", "fabric": "lightning"}
 #: Facts of run.json -> names of layouts in this table; the first one in use is the place of most communication.
-_SIZES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "expert_parallel": "EP"}
+_KINDS = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "expert_parallel": "EP"}
 #: Below this number of iterations, the time of single iterations is no evidence.
 MIN_ITERATIONS = 20
 
@@ -35,7 +35,7 @@ class Cause(Struct, frozen=True, forbid_unknown_fields=True):
     part: str = ""  # part of the waterfall, where one part is the loss
 
 
-def _read() -> tuple[dict[str, Cause], dict[str, str]]:
+def _read_causes() -> tuple[dict[str, Cause], dict[str, str]]:
     """Return the causes, and the documents by name."""
     table = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes())
     for cause in table["causes"].values():
@@ -43,7 +43,7 @@ def _read() -> tuple[dict[str, Cause], dict[str, str]]:
     return msgspec.convert(table["causes"], dict[str, Cause]), table["sources"]
 
 
-AVOIDABLE, _SOURCES = _read()
+AVOIDABLE, _SOURCES = _read_causes()
 #: The action for a straggler whose data is slow.
 SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peers", _SOURCES["dataloader"])
 
@@ -59,9 +59,9 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
         KeyError: the cause has no action.
     """
     actions, framework = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
-    framework, job_kinds = _SAME.get(framework, framework), list(_kinds(facts))
+    framework, job_kinds = _FRAMEWORK_NAMES.get(framework, framework), list(_job_kinds(facts))
     model_parallel_keys, other_keys = (
-        [f" {kind}" for kind in job_kinds if (kind in _SIZES.values()) == is_split] for is_split in (True, False)
+        [f" {kind}" for kind in job_kinds if (kind in _KINDS.values()) == is_split] for is_split in (True, False)
     )
     # The order: framework and kind, model-parallel kind, framework, other kind, "".  A framework's action for its
     # replicas of the model is wrong for the parts of one.
@@ -69,10 +69,10 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
     return next((actions[key] for key in keys if key in actions), actions[""])
 
 
-def _kinds(facts: Mapping[str, Any]) -> Iterator[str]:
+def _job_kinds(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is special in a job: its kinds of parallelism, and its Trainer."""
     mesh = dict(axis.partition("=")[::2] for axis in str(facts.get("device_mesh", "")).split())
-    for fact, kind in _SIZES.items():
+    for fact, kind in _KINDS.items():
         size = facts.get(fact) or mesh.get(kind.lower(), 1)
         if str(size).isdigit() and int(str(size)) > 1:
             yield kind

@@ -37,12 +37,12 @@ from effllm.records.values import merged_by_name
 from effllm.store.run_folder import KeptReports
 
 MIN_DEADLINE_S = 5.0
-RECENT = 8  # number of closed windows that a late report can still complete
+MAX_RECENT = 8  # number of closed windows that a late report can still complete
 #: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
-RECORDED, MIN_LOSS = (DATA, SLOW), 0.05
+RECORDED_LOSSES, MIN_SHARE = (DATA, SLOW), 0.05
 MAX_SCOPE_COVERAGE = 0.5  # of all scopes with a higher coverage, the widest scope is used
 MAX_NAMED = 8  # maximum number of ranks in the text of an event
-MAX_STATED = 1000  # number of stored keys per kind, for events that are recorded once
+MAX_RECORDED_KEYS = 1000  # number of stored keys per kind, for events that are recorded once
 MAX_KINDS = 100  # events of further kinds are counted as OTHER
 OTHER = "other"
 
@@ -67,10 +67,10 @@ class ClosedWindows:
         self._energy = EnergyWatch(ledger.events.__contains__, events.record)
         self._audit = AuditWatch(ledger.audit, events.record_once)
         self._recent: dict[int, Window] = {}
-        self._spans_s: list[float] = []  # durations of the last windows, for the deadline
+        self._durations_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
-        self._to_record: list[int] = []  # ranks whose stacks are to be recorded
-        self._share = 0.0  # of the losses `RECORDED` in the last window
+        self._ranks_to_record: list[int] = []  # ranks whose stacks are to be recorded
+        self._recorded_share = 0.0  # of the losses `RECORDED_LOSSES` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
 
@@ -81,12 +81,12 @@ class ClosedWindows:
 
     def take_to_record(self) -> list[int]:
         """Return the ranks whose stacks are to be recorded now."""
-        ranks, self._to_record = self._to_record, []
+        ranks, self._ranks_to_record = self._ranks_to_record, []
         return ranks
 
     def deadline_s(self) -> float:
         """Return the seconds that a window waits for late ranks: three median windows, but at least five seconds."""
-        return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
+        return max(3 * statistics.median(self._durations_s), MIN_DEADLINE_S) if self._durations_s else ABSENT_AFTER_S
 
     # --- totals ---
 
@@ -94,30 +94,30 @@ class ClosedWindows:
         """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
         rows = Rows.by_rank(by_rank, self._roster.everyone)
-        window = self._weigh_window(number, rows)
+        window = self._measure_window(number, rows)
         window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
         count_rows(ledger, number, rows)
         count_devices(ledger, window, config.min_coverage)
         ledger.advance(rows)
-        self._judge_losses(rows, rows[-1].end_time_s)
+        self._check_training_loss(rows, rows[-1].end_time_s)
         # The reports have a thousand times as many objects as their sums.
         self._recent[number] = replace(window, rows=rows.merge(Rows())) if is_large(len(rows)) else window
-        while len(self._recent) > RECENT:
+        while len(self._recent) > MAX_RECENT:
             del self._recent[min(self._recent)]
         if rows.iterations > 0:
-            self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
+            self._durations_s = [*self._durations_s[-15:], float(rows.numbers["wall_s"].max())]
         absent = sorted(self._roster.absent(rows.ranks))
         if absent:
-            text = f"window {number} closed without rank {_numbers(absent)}"
+            text = f"window {number} closed without rank {_ranks_text(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
-        self._note_lost(rows)
+        self._note_lost_time(rows)
         ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
         ledger.memory_pressure.close(rows)
-        self._report(window)
+        self._report_window(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.run, ledger.run_after = Account(), number  # the run-to-date values start again
 
-    def _note_lost(self, rows: Rows) -> None:
+    def _note_lost_time(self, rows: Rows) -> None:
         """Move the time that ranks lost in iterations from the steps to its classes."""
         ledger, matrix = self._ledger, IterationMatrix.of(rows)
         lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
@@ -128,9 +128,10 @@ class ClosedWindows:
             ledger.goodput.attempt.note_phase(loss.window, loss.phase, loss.phase_s)
             seconds = {name: getattr(loss, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.note_lost(loss.window, **seconds)
-        if (share := ledger.goodput.attempt.share_of_newest(RECORDED)) > MIN_LOSS and self._share <= MIN_LOSS:
-            self._to_record.append(rows[0].rank)  # the loss is new
-        self._share = share
+        share = ledger.goodput.attempt.share_of_newest(RECORDED_LOSSES)
+        if share > MIN_SHARE >= self._recorded_share:  # the loss is new
+            self._ranks_to_record.append(rows[0].rank)
+        self._recorded_share = share
 
     def _note_straggling(self, straggling: Straggling) -> None:
         """Record the waits for slow ranks, and request recordings of a newly named rank and of a peer."""
@@ -142,7 +143,7 @@ class ClosedWindows:
             self._events.record(event)
         if verdicts and any(event.kind == "straggler" for event in straggling.events):
             slow, peers = verdicts[0].ranks[0], stragglers.peers
-            self._to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
+            self._ranks_to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
 
     def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""
@@ -152,30 +153,31 @@ class ClosedWindows:
             text = f"rank {rank} reported window {number} after it had closed"
             self._events.record(Event(time_s, "late", text, rank))
         if len(ranks) > MAX_NAMED:
-            text = f"{len(ranks)} ranks reported window {number} after it had closed: {_numbers(ranks)}"
+            text = f"{len(ranks)} ranks reported window {number} after it had closed: {_ranks_text(ranks)}"
             self._events.record(Event(time_s, "late", text))
         window = late = Window(number, Rows.by_rank(rows))
         count_rows(self._ledger, number, late.rows)
-        self._judge_losses(late.rows, time_s)
+        self._check_training_loss(late.rows, time_s)
         if recent := self._recent.get(number):
             count_devices(self._ledger, recent, self._config.min_coverage, sign=-1)
-            window = (
-                self._weigh_window(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
-            )
+            if recent.rows:
+                window = self._measure_window(number, self._rows_with_late(recent.rows, rows))
+            else:  # of a large job, only the sums of the reports were kept
+                window = self._window_with_late(recent, rows)
             self._recent[number] = window
             count_devices(self._ledger, window, self._config.min_coverage)
         if self.last_report:
             window.warming = self.last_report.warming_up
-            self._report(window, late)
+            self._report_window(window, late)
 
-    def _both(self, earlier: Rows, late: dict[int, RankReport]) -> Rows:
+    def _rows_with_late(self, earlier: Rows, late: dict[int, RankReport]) -> Rows:
         """Return earlier and late reports of a window; a late report may be a further part of a joined report."""
         rows = {row.rank: row for row in earlier}
         for rank, row in late.items():
             rows[rank] = with_earlier_part(rows.get(rank), row) if self._config.min_window_s else row
         return Rows.by_rank(rows, self._roster.everyone)
 
-    def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
+    def _window_with_late(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Add reports to a window whose reports were dropped; devices of the window do not change."""
         assert recent.merged is not None
         keys = recent.merged.positions
@@ -183,13 +185,13 @@ class ClosedWindows:
             replace(row, devices=tuple(one for one in row.devices if one.device not in keys)) for row in rows.values()
         ]
         both = recent.rows.merge(Rows(more))
-        return self._weigh_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
+        return self._measure_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
 
     def _devices_of(self, rows: Rows, ranks: Sequence[int]) -> Merged:
         return merge_devices(rows, self._roster.expected(ranks), self._roster.sitting(ranks))
 
-    def _weigh_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
-        """Return a window with its devices and its energy, whose first scope becomes that of the job."""
+    def _measure_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
+        """Return a window with its devices and its energy; the first window fixes the power scope of the job."""
         roster, ranks = self._roster, rows.ranks
         merged = self._devices_of(rows, ranks) if merged is None else merged
         devices = roster.expected(ranks)
@@ -197,17 +199,17 @@ class ClosedWindows:
         # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
         left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.iterations > 0 else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
-        weighed = [
+        by_scope = [
             (scope, window_energy(merged, devices, scope, len(unknown), len(blind), left))
             for scope in roster.job.scopes
         ]
-        scope, measured = max(weighed, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
+        scope, measured = max(by_scope, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
         roster.settle(scope)
         return Window(number, rows, merged, measured)
 
     # --- reports ---
 
-    def _judge_losses(self, rows: Rows, time_s: float) -> None:
+    def _check_training_loss(self, rows: Rows, time_s: float) -> None:
         """Record in the ledger whether a window's loss is finite; after a change, also record an event."""
         ledger, first = self._ledger, rows.first_not_finite
         if rows.counts["losses_not_finite"]:
@@ -223,7 +225,7 @@ class ClosedWindows:
             after = f"after {total} losses of the run that were NaN or infinite"
             self._events.record(Event(time_s, "loss_finite", f"the loss is finite again at iteration {shown}, {after}"))
 
-    def _report(self, window: Window, late: Window | None = None) -> None:
+    def _report_window(self, window: Window, late: Window | None = None) -> None:
         """Report a window; a correction has only the late reports, because the other reports were already written."""
         correction = late is not None
         if not correction:
@@ -281,7 +283,7 @@ def count_devices(ledger: Ledger, window: Window, min_coverage: float, sign: int
     ledger.goodput.attempt.count_energy(number, energy.iterations_j, energy.phases_j, sign)
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
 
 
@@ -292,7 +294,7 @@ class EventLog:
         self._ledger = ledger
         self._limit = EventLimit()
         self._events: list[Event] = []
-        self._stated: dict[str, set[str]] = {}  # keys by kind: one kind cannot suppress events of other kinds
+        self._recorded_keys: dict[str, set[str]] = {}  # keys by kind: one kind cannot suppress events of other kinds
 
     def record(self, event: Event) -> None:
         """Count an event, and store it unless there are too many events."""
@@ -308,8 +310,8 @@ class EventLog:
 
     def record_once(self, event: Event, key: str = "") -> None:
         """Record an event only once per key; the default key is the event's text."""
-        stated, key = self._stated.setdefault(event.kind, set()), key or event.text
-        if key not in stated and len(stated) < MAX_STATED:
+        stated, key = self._recorded_keys.setdefault(event.kind, set()), key or event.text
+        if key not in stated and len(stated) < MAX_RECORDED_KEYS:
             stated.add(key)
             self.record(event)
 

@@ -26,18 +26,18 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     temperatures = {device.device: mean_of(device, "temperature_c") for row in rows for device in row.devices}
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
-        _state(key, device, _host(roster, key), joules.pop(key, None), merged, temperatures.get(key))
+        _state(key, device, _host_of(roster, key), joules.pop(key, None), merged, temperatures.get(key))
         for key, device in sorted(roster.devices.items())
     ]
     # What is left are common energy keys, and devices of earlier attempts.
     for key, spent_j in sorted(joules.items()):
         owner = owners.get(key)
-        host = _host(roster, owner.key) if owner is not None else ""
+        host = _host_of(roster, owner.key) if owner is not None else ""
         states.append(DeviceState(key, _kind_of_key(key, owner, ledger.scope), host, joules=spent_j))
     return tuple(states)
 
 
-def _host(roster: Roster, key: str) -> str:
+def _host_of(roster: Roster, key: str) -> str:
     ranks = roster.members.get(key, ())
     return min((hello.host for rank in ranks if (hello := roster.hellos.get(rank)) is not None), default="")
 
@@ -45,7 +45,7 @@ def _host(roster: Roster, key: str) -> str:
 def _state(
     key: str, device: Device, host: str, joules: float | None, merged: Merged | None, celsius: float | None
 ) -> DeviceState:
-    levels = _levels(device, merged) if merged is not None else {}
+    levels = _mean_readings(device, merged) if merged is not None else {}
     return DeviceState(
         key,
         GPU_KIND if device.is_gpu else NODE_KIND if device.power_scope == NODE_PSU else CPU_KIND,
@@ -59,7 +59,7 @@ def _state(
     )
 
 
-def _levels(device: Device, merged: Merged) -> dict[str, float | None]:
+def _mean_readings(device: Device, merged: Merged) -> dict[str, float | None]:
     at = merged.positions.get(device.key)
     if at is None:
         return {}

@@ -80,8 +80,8 @@ def window_energy(
     """
     lacking = absent + scope.lacking + (0 if scope.choice == NODE_PSU else blind)
     rows = expected.positions(merged)
-    owners, shown = _shown(merged, expected, rows, expected.mask_of(scope))
-    gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
+    owners, shown = _best_row_of_owners(merged, expected, rows, expected.mask_of(scope))
+    gpu_owners, gpus = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.wall.energy, merged.iterations.energy
     there = shown >= 0
     there[there] = ~np.isnan(wall[shown[there], JOULES])
@@ -110,7 +110,7 @@ def window_energy(
     )
 
 
-def _shown(
+def _best_row_of_owners(
     merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
 ) -> tuple[list[str], Positions]:
     """Return each energy key once, with the row of the device with the best coverage, or -1 without a row."""
@@ -167,17 +167,17 @@ class EnergyTotals(Table):
             sign: 1 or -1.
         """
         rows = self.find(keys)
-        self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED])
-        self._touch(window - 1, 1, rows, amounts[:, START_J2], sign)
-        self._touch(window, 0, rows, amounts[:, END_J2], sign)
+        self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED_COLUMNS])
+        self._set_edge(window - 1, 1, rows, amounts[:, START_J2], sign)
+        self._set_edge(window, 0, rows, amounts[:, END_J2], sign)
         self._newest = max(self._newest, window)
         for boundary in [edge for edge in self._edges if edge < self._newest - OPEN_WINDOWS]:
-            self._end(self._edges.pop(boundary))
+            self._add_ended_edge(self._edges.pop(boundary))
 
     def close(self) -> None:
         """End an attempt of the job: the next attempt's windows are numbered from 1 and share no old edges."""
         for edge in self._edges.values():
-            self._end(edge)
+            self._add_ended_edge(edge)
         self._edges, self._newest = {}, 0
 
     def joules(self) -> dict[str, float]:
@@ -185,12 +185,12 @@ class EnergyTotals(Table):
 
     def errors_j(self) -> dict[str, float]:
         """Return the random error of each device (half-width, 95 %)."""
-        return self._by_key(NORMAL_95 * np.sqrt(self._variances_j2()))
+        return self._by_key(NORMAL_95 * np.sqrt(self._total_variance_j2()))
 
     def total(self) -> EnergyAmount:
         """Return the energy of all devices: their random errors are independent."""
         sums = dict(zip(self.NAMES, self.values.sum(axis=0).tolist(), strict=True))
-        return EnergyAmount(**{**sums, "inside_j2": float(self._variances_j2().sum())})
+        return EnergyAmount(**{**sums, "inside_j2": float(self._total_variance_j2().sum())})
 
     def packed(self) -> dict[str, Any]:
         edges = {str(boundary): edge.astype("<f8").tobytes() for boundary, edge in self._edges.items()}
@@ -214,10 +214,10 @@ class EnergyTotals(Table):
     def _by_key(self, values: Array) -> dict[str, float]:
         return dict(zip(cast("list[str]", list(self.keys)), values.tolist(), strict=True))
 
-    def _end(self, edge: Array) -> None:
+    def _add_ended_edge(self, edge: Array) -> None:
         self.column("inside_j2")[: len(edge)] += _open_j2(edge)
 
-    def _variances_j2(self) -> Array:
+    def _total_variance_j2(self) -> Array:
         variances_j2 = self.column("inside_j2").copy()
         if self._edges:
             edges = list(self._edges.values())  # older edges may have fewer devices
@@ -225,7 +225,7 @@ class EnergyTotals(Table):
             variances_j2 += np.bincount(rows, open_j2, len(variances_j2))
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
-    def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
+    def _set_edge(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
         if boundary < self._newest - OPEN_WINDOWS:  # old boundaries are final
             self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
             return
@@ -247,4 +247,4 @@ def _open_j2(edge: Array) -> Array:
     return opened
 
 
-_SUMMED = [AMOUNT.index(name) for name in EnergyTotals.NAMES]
+_SUMMED_COLUMNS = [AMOUNT.index(name) for name in EnergyTotals.NAMES]

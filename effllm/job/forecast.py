@@ -77,12 +77,12 @@ class Progress(Struct):
         unknown = [at for at, mark in enumerate(marks) if mark.joules is None]
         sums = [(mark.iteration, mark.joules or 0.0) for mark in marks[unknown[-1] + 1 if unknown else 0 :]]
         if joules and len(sums) > 1:
-            forecast[JOULES] = _scaled(foretold(sums, left), 1.0, joules)
+            forecast[JOULES] = _scaled_total(foretold(sums, left), 1.0, joules)
             for name, formula in ((CO2_KG, energy.co2_kg), (ELECTRICITY, energy.electricity_cost)):
                 if (so_far := formula(whole)) is not None:
-                    forecast[name] = _scaled(forecast[JOULES], so_far / joules)
+                    forecast[name] = _scaled_total(forecast[JOULES], so_far / joules)
         if (cost := energy.gpu_cost(whole)) is not None and elapsed_s:
-            forecast[GPUS] = _scaled(remaining, cost / elapsed_s, elapsed_s)
+            forecast[GPUS] = _scaled_total(remaining, cost / elapsed_s, elapsed_s)
         return forecast
 
 
@@ -106,8 +106,8 @@ def foretold(sums: Sequence[tuple[int, float]], left: int) -> Foretold:
     offsets = middles - np.average(middles, weights=counts)
     ahead = float(at[-1] + left / 2 - np.average(middles, weights=counts))
     slope = float(np.average(offsets * rates, weights=counts) / np.average(offsets**2, weights=counts))
-    half = _spread(counts, rates, 1) * math.sqrt(1 / len(counts) + counts.mean() / left)
-    spread = _spread(counts, rates - slope * offsets, 2)
+    half = _half_width(counts, rates, 1) * math.sqrt(1 / len(counts) + counts.mean() / left)
+    spread = _half_width(counts, rates - slope * offsets, 2)
     slope_error = spread / math.sqrt(float((counts / counts.mean() * offsets**2).sum()))
     of_trend = math.hypot(
         spread * math.sqrt(1 / len(counts) + counts.mean() / left), min(slope_error * ahead, MAX_SLOPE_ERROR * mean)
@@ -118,7 +118,7 @@ def foretold(sums: Sequence[tuple[int, float]], left: int) -> Foretold:
     return Foretold(left * max(value, 0.0), left * max(low, 0.0), left * high)
 
 
-def _spread(counts: Array, residuals: Array, num_fitted: int) -> float:
+def _half_width(counts: Array, residuals: Array, num_fitted: int) -> float:
     """Return the standard deviation of the rate of a part, times Student's quantile for 95 %."""
     freedom = len(counts) - num_fitted
     weights = counts / counts.mean()
@@ -127,6 +127,6 @@ def _spread(counts: Array, residuals: Array, num_fitted: int) -> float:
     return quantile * math.sqrt(float((weights * residuals**2).sum()) / freedom)
 
 
-def _scaled(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
+def _scaled_total(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
     low, high = (None if bound is None else factor * (so_far + bound) for bound in (more.low, more.high))
     return Foretold(factor * (so_far + more.value), low, high)

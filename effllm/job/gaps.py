@@ -42,13 +42,13 @@ def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
     lost, uncounted = ledger.reports_lost, ledger.uncounted(is_over)
     iterations = ledger.whole.ranks.column("iterations")
     return CountGaps(
-        missing=_missing(lost, uncounted),
+        missing=_missing_report_texts(lost, uncounted),
         rejected=ledger.whole.counts.get("counts_rejected", 0),
         is_uneven=bool(lost or uncounted) and (len(iterations) < ledger.world_size or len(set(iterations)) > 1),
     )
 
 
-def _missing(lost: int, unfinished: int) -> tuple[str, ...]:
+def _missing_report_texts(lost: int, unfinished: int) -> tuple[str, ...]:
     reports = [f"{many(lost, 'report')} never arrived"] if lost > 0 else []
     last = [f"the last report of {many(unfinished, 'rank')} never arrived"] if unfinished > 0 else []
     return (*reports, *last)
@@ -86,7 +86,7 @@ def energy_gaps(ledger: Ledger, is_over: bool) -> list[str]:
         (elsewhere, f"not every device was measured in {many(elsewhere, 'window')}"),
         (account.left_windows, f"devices of ranks that left were missing in {many(account.left_windows, 'window')}"),
     ]
-    missing = _missing(ledger.reports_lost, ledger.unfinished(is_over))
+    missing = _missing_report_texts(ledger.reports_lost, ledger.unfinished(is_over))
     return [*missing, *(text for count, text in reasons if count > 0)]
 
 
@@ -112,12 +112,12 @@ def not_measured(
     """Yield a sentence for each quantity that the devices or the loop do not give, or not completely."""
     yield from roster.job.not_measured
     if gaps.reasons and (whole.counts.tokens or whole.counts.samples):
-        part = f"{_percent(measured)} of the iterations were measured; " if gaps.missing else ""
+        part = f"{_percent_text(measured)} of the iterations were measured; " if gaps.missing else ""
         yield f"total tokens and samples: {part}{'; '.join(gaps.reasons)}"
     if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
-        parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
+        parts = f"{_percent_text(shares[0])} of the time and {_percent_text(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
-    yield from _gaps(whole, ledger, roster, ended)
+    yield from _unmeasured_part_texts(whole, ledger, roster, ended)
     if ended and (text := unchecked_mfu(whole, roster.job.known)):
         yield text
     yield from roster.job.open_shares
@@ -125,7 +125,7 @@ def not_measured(
         yield f"lines of code: {ledger.host_lines.failed}"
 
 
-def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> Iterator[str]:
+def _unmeasured_part_texts(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> Iterator[str]:
     """Yield a sentence for each part of the job without a measurement."""
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
@@ -152,6 +152,6 @@ def _gaps(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> 
         yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
 
 
-def _percent(share: float | None) -> str:
+def _percent_text(share: float | None) -> str:
     """Return a share as a percentage, rounded down and below 100 %."""
     return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"

@@ -123,9 +123,9 @@ class Goodput(Struct):
         attempts: list[AttemptSummary] = []
         elapsed_s, unused_s, data_s, before, before_per_rank = 0.0, 0.0, 0.0, None, 0.0
         unit, devices_per_rank = self._devices_per_rank()
-        begun_after = zip(self.attempts, self._begun_after(), devices_per_rank, strict=True)
+        begun_after = zip(self.attempts, self._later_starts(), devices_per_rank, strict=True)
         for attempt, (smallest, knows_repeats), per_rank in begun_after:
-            end_s = self._end_of(attempt, is_over)
+            end_s = self._end_s(attempt, is_over)
             span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
             if before is not None and attempt.begin_s is not None:
@@ -146,7 +146,7 @@ class Goodput(Struct):
             unused_s += span_s * (attempt.unused_gpus or 0)
             data_s += max(attempt.data_in_steps_s, 0.0) * per_rank
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
-            attempts.append(_summary_of(attempt, span_s, gap_s, startup_s, status, knows_repeats, per_rank))
+            attempts.append(_attempt_summary(attempt, span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
                 before, before_per_rank = attempt, per_rank
         _move_rounding_errors(elapsed_s, seconds, rank_seconds, device_seconds)
@@ -184,12 +184,12 @@ class Goodput(Struct):
             gpus[i] = gpus[i - 1] if gpus[i] is None else gpus[i]
         return OF_GPUS, [count or 0.0 for count in gpus]
 
-    def _end_of(self, attempt: Attempt, is_over: bool) -> float:
+    def _end_s(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:
             return attempt.end_s
         return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
-    def _begun_after(self) -> list[tuple[float | None, bool]]:
+    def _later_starts(self) -> list[tuple[float | None, bool]]:
         """Return for each attempt the smallest first iteration number of all later attempts, and whether the attempt's
         repeated iterations are known.
 
@@ -211,7 +211,7 @@ class Goodput(Struct):
         return begun[::-1]
 
 
-def _summary_of(
+def _attempt_summary(
     attempt: Attempt, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool, per_rank: float
 ) -> AttemptSummary:
     """Return the entry in summary.json; ``startup_s`` is a mean over ranks, ``per_rank`` a number of devices."""

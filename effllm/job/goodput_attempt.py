@@ -66,11 +66,11 @@ class Span(Struct, array_like=True):
         if later.last >= later.first:
             self.first = min(self.first, later.first) if self.last >= self.first else later.first
             self.last = max(self.last, later.last)
-        for name in _SUMS:
+        for name in _SUMMED_FIELDS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
 
-_SUMS = Span.__struct_fields__[4:]  # all fields after the windows and iterations
+_SUMMED_FIELDS = Span.__struct_fields__[4:]  # all fields after the windows and iterations
 
 
 class Redone(Struct, array_like=True):
@@ -141,7 +141,7 @@ class Attempt(Struct):
                 seconds[i] += sum(row.phases_s.values())
         begin_s = self.ranks.append(rows.ranks, numbers, seconds, self.heard_s)
         self.begin_s = begin_s if self.begin_s is None else min(self.begin_s, begin_s)
-        _add(self.seconds, rows.phases_s)
+        _add_by_class(self.seconds, rows.phases_s)
         firsts, lasts, shown = numbers["iteration_first"], numbers["iteration_last"], numbers["iteration_shown"]
         worked = lasts >= firsts
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
@@ -154,14 +154,14 @@ class Attempt(Struct):
         added = Span(window, window, first, last, float(numbers["busy_s"].sum()), float(numbers["wait_s"].sum()))
         added.shutdown_s = rows.phases_s.get(SHUTDOWN, 0.0)
         added.phases_s = sum(value for name, value in rows.phases_s.items() if name not in _NOT_REPEATED)
-        self._enter(window, added)
+        self._add_to_span(window, added)
         if window in self.hangs:
-            self._hang(window, self.hangs.pop(window))
+            self._move_to_hang(window, self.hangs.pop(window))
 
     def count_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
         """Add the joules of a window; with a sign of -1 subtract them, before a late report is added."""
-        self._enter(window, Span(window, window, joules=sign * iterations_j))
-        _add(self.joules, phases_j, sign)
+        self._add_to_span(window, Span(window, window, joules=sign * iterations_j))
+        _add_by_class(self.joules, phases_j, sign)
 
     def note_lost(self, window: int, **seconds: float) -> None:
         """Move rank-seconds of a closed window from kept to other classes.
@@ -170,16 +170,16 @@ class Attempt(Struct):
             window: number of the window.
             seconds: by field of `Span`; a negative value moves time back to kept.
         """
-        span = self._find(window)
+        span = self._span_of(window)
         if span is not None:
-            self._tally(span, -1)
+            self._add_sums_of(span, -1)
             for name, more_s in sorted(seconds.items(), key=lambda item: item[1]):  # kept grows first
                 known_s = getattr(span, name)
                 taken_s = min(max(more_s, -known_s), span.kept_s)
                 self.data_in_steps_s += taken_s if name == "data_s" else 0.0
                 span.kept_s -= taken_s
                 setattr(span, name, known_s + taken_s)
-            self._tally(span, 1)
+            self._add_sums_of(span, 1)
 
     def share_of_newest(self, classes: Collection[str]) -> float:
         """Return the share of classes of `PARTS` in the newest window."""
@@ -189,17 +189,17 @@ class Attempt(Struct):
 
     def note_phase(self, window: int, name: str, seconds: float) -> None:
         """Move rank-seconds of a closed window, in which ranks waited for a phase of few ranks, to this phase."""
-        span = self._find(window)
+        span = self._span_of(window)
         if span is not None and seconds > 0:
-            self._tally(span, -1)
+            self._add_sums_of(span, -1)
             taken_s = min(seconds, span.kept_s)
             joules = taken_s / sum(span.seconds) * span.joules if taken_s else 0.0
             span.kept_s -= taken_s
             span.joules -= joules
             span.phases_s += taken_s
-            self._tally(span, 1)
-            _add(self.seconds, {name: taken_s})
-            _add(self.joules, {name: joules})
+            self._add_sums_of(span, 1)
+            _add_by_class(self.seconds, {name: taken_s})
+            _add_by_class(self.joules, {name: joules})
 
     def note_hang(self, window: int, seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
@@ -209,16 +209,16 @@ class Attempt(Struct):
                 period is a hang without a report.
             seconds: duration of the period.
         """
-        self._hang(window, max(seconds, 0.0) * max(self.world_size, 1))
+        self._move_to_hang(window, max(seconds, 0.0) * max(self.world_size, 1))
 
-    def _hang(self, window: int, rank_seconds: float) -> None:
-        span = self._find(window)
+    def _move_to_hang(self, window: int, rank_seconds: float) -> None:
+        span = self._span_of(window)
         if span is not None:
             from_shutdown_s = min(rank_seconds, span.shutdown_s)
             if from_shutdown_s:
                 span.shutdown_s -= from_shutdown_s
                 self.hang_at_end_s += from_shutdown_s
-                _add(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
+                _add_by_class(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
             taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
             self.note_lost(window, hang_s=taken_s)
             rank_seconds -= from_shutdown_s + taken_s
@@ -237,31 +237,31 @@ class Attempt(Struct):
             first: ordinal of its first iteration.
         """
         if first <= self.last + 1:
-            for hang in [number for number in self.hangs if number < window and self._find(number) is None]:
+            for hang in [number for number in self.hangs if number < window and self._span_of(number) is None]:
                 self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(hang)
         return window in self.hangs
 
     # --- spans: `seconds` and `joules` include their sums ---
 
-    def _find(self, window: int) -> Span | None:
+    def _span_of(self, window: int) -> Span | None:
         i = bisect_left(self.spans, window, key=lambda span: span.window_last)
         return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
 
-    def _enter(self, window: int, added: Span) -> None:
+    def _add_to_span(self, window: int, added: Span) -> None:
         """Add values to the span of a window; a missing span is created."""
-        span = self._find(window)
+        span = self._span_of(window)
         if span is None:
             span = Span(window, window)
             self.spans.insert(bisect_left(self.spans, window, key=lambda span: span.window_last), span)
         window_last = span.window_last
-        self._tally(span, -1)
+        self._add_sums_of(span, -1)
         span.absorb(added)
         span.window_last = window_last
-        self._tally(span, 1)
+        self._add_sums_of(span, 1)
         if len(self.spans) > 2 * MAX_SPANS:
             self.merge_spans(MAX_SPANS)
 
-    def _tally(self, span: Span, sign: int) -> None:
+    def _add_sums_of(self, span: Span, sign: int) -> None:
         for name, seconds, joules in zip(PARTS, span.seconds, span.parts_j, strict=True):
             if seconds or joules:
                 self.seconds[name] = self.seconds.get(name, 0.0) + sign * seconds
@@ -289,8 +289,8 @@ class Attempt(Struct):
     def absorb(self, later: Attempt) -> None:
         """Add the next attempt to this attempt; the time between the two attempts becomes `UNKNOWN`."""
         self.end_s = later.end_s
-        _add(self.seconds, later.seconds)
-        _add(self.joules, later.joules)
+        _add_by_class(self.seconds, later.seconds)
+        _add_by_class(self.joules, later.joules)
         self.hang_at_end_s += later.hang_at_end_s
         self.data_in_steps_s += later.data_in_steps_s
         self.idle_s += later.idle_s
@@ -344,7 +344,7 @@ class Attempt(Struct):
         return joules
 
 
-def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
+def _add_by_class(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
     """Add values by class; an unknown class counts as `OTHER`."""
     for name, value in more.items():
         key = name if name in CLASSES else OTHER

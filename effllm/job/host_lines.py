@@ -18,10 +18,10 @@ from effllm.records.wire import HostSamples
 MAX_RANKS, MAX_SHOWN, MAX_COUNTS = 16, 40, 512
 #: With fewer samples of a loss, and for lines with a smaller share of them, no line is named.
 MIN_SAMPLES, MIN_SHARE = 30, 0.2
-MIN_OF_DATA = 0.5  # of the samples that waits for data should have, by their share of the time
-MIN_MOST = 0.5  # of the samples in functions of torch, so that they are said to be the place
+MIN_FETCH_SHARE = 0.5  # of the samples that waits for data should have, by their share of the time
+MIN_TORCH_SHARE = 0.5  # of the samples in functions of torch, so that they are said to be the place
 #: A slow rank is in a line for a share of its samples that is larger than that of its peers by this.
-MIN_MORE = 0.05
+MIN_SHARE_DIFFERENCE = 0.05
 MAX_NAMED, MAX_DIGITS = 4, 10  # ranks; digits of a line's number
 _Z = 1.96  # of a 95 % interval
 SLOW = "slow_iterations"
@@ -95,13 +95,13 @@ def lines_of(host: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, 
         cause: a cause in `KINDS`.
         data_share: share of the time that is a wait for data.
     """
-    kinds = _kinds(host, cause, data_share)
+    kinds = _kinds_of_loss(host, cause, data_share)
     count = attrgetter("long" if cause == SLOW else "samples")
     lines = [
         (text, function, sum(map(count, parts)))
         for text, function, parts in _places(line for line in host.lines if line.kind in kinds and count(line))
     ]
-    total = sum(samples for _, _, samples in lines) if cause == SLOW else _samples_of(host, kinds)
+    total = sum(samples for _, _, samples in lines) if cause == SLOW else _samples_of_kinds(host, kinds)
     return total, sorted(lines, key=lambda place: -place[2])
 
 
@@ -114,21 +114,21 @@ def is_of_worker(host: HostTime, cause: str) -> bool:
     return cause == "data_loading" and host.by_kind.get(WORKER, 0) >= MIN_SAMPLES
 
 
-def _kinds(host: HostTime, cause: str, data_share: float) -> set[str]:
+def _kinds_of_loss(host: HostTime, cause: str, data_share: float) -> set[str]:
     if is_of_worker(host, cause):
         return {WORKER}
     # A loop may fetch its batches itself: then few of the samples are in functions that are known to fetch, and the
     # others are about as many as the wait has.
     expected = data_share * host.samples
-    if cause == "data_loading" and host.by_kind.get("data", 0) < MIN_OF_DATA * expected:
+    if cause == "data_loading" and host.by_kind.get("data", 0) < MIN_FETCH_SHARE * expected:
         own = {kind for kind in host.by_kind if KINDS["between_iterations"](kind)}
-        return own if MIN_OF_DATA * _samples_of(host, own) <= expected else set()
+        return own if MIN_FETCH_SHARE * _samples_of_kinds(host, own) <= expected else set()
     kinds = {kind for kind in host.by_kind if KINDS[cause](kind)}
     if cause == "device_idle":
         # While the host waits for the device, or torch starts kernels, the device is rather busy; other code is rather
         # the reason if it is a fifth of all samples, or half of those without a wait.
         others = kinds - {COMPUTE, DEVICE}
-        count, waits = _samples_of(host, others), _samples_of(host, {DEVICE})
+        count, waits = _samples_of_kinds(host, others), _samples_of_kinds(host, {DEVICE})
         if count and count >= min(MIN_SHARE * host.samples, (host.samples - waits) / 2):
             return others
         # After a wait for the device, the device is idle until the next kernels.
@@ -136,7 +136,7 @@ def _kinds(host: HostTime, cause: str, data_share: float) -> set[str]:
     return kinds
 
 
-def _samples_of(host: HostTime, kinds: Collection[str]) -> int:
+def _samples_of_kinds(host: HostTime, kinds: Collection[str]) -> int:
     return sum(host.by_kind.get(kind, 0) for kind in kinds)
 
 
@@ -145,22 +145,22 @@ def where(host: HostTime | None, cause: str, data_share: float = 0.0) -> str:
     if host is None or cause not in KINDS:
         return ""
     samples, lines = lines_of(host, cause, data_share)
-    kinds = _kinds(host, cause, data_share)
+    kinds = _kinds_of_loss(host, cause, data_share)
     if cause == "device_idle" and kinds <= {COMPUTE}:
-        said = f"{_percent(samples, host.samples)} samples the host was in functions of torch, which start kernels"
-        return said if samples >= max(MIN_MOST * host.samples, MIN_SAMPLES) else ""
+        said = f"{_share_text(samples, host.samples)} samples the host was in functions of torch, which start kernels"
+        return said if samples >= max(MIN_TORCH_SHARE * host.samples, MIN_SAMPLES) else ""
     if samples < MIN_SAMPLES or not lines or lines[0][2] < MIN_SHARE * samples:
         return ""
     line, function, count = lines[0]
     place = f"{function}, called in {line}" if function else line
     if cause == "device_idle" and kinds == {DEVICE}:
-        return f"{_percent(samples, host.samples)} samples the host waited for the device, most in {place}"
+        return f"{_share_text(samples, host.samples)} samples the host waited for the device, most in {place}"
     of = " of long iterations" if cause == SLOW else ""
     who = "a DataLoader worker" if is_of_worker(host, cause) else "the host"
-    return f"{_percent(count, samples)} samples{of} {who} was in {place}"
+    return f"{_share_text(count, samples)} samples{of} {who} was in {place}"
 
 
-def _percent(count: int, of: int) -> str:
+def _share_text(count: int, of: int) -> str:
     return f"in {100 * count / of:.0f} % of {of:,}"
 
 
@@ -176,14 +176,14 @@ def where_slow(host: HostTime | None, slow: Collection[int]) -> str:
     more: dict[str, float] = {}
     counts = {}
     for line, _, parts in _places(code_line for code_line in host.lines if code_line.kind not in NOT_OF_HOST):
-        counts[line] = count, count_of_others = _samples(parts, ranks), _samples(parts, others)
+        counts[line] = count, count_of_others = _samples_of_ranks(parts, ranks), _samples_of_ranks(parts, others)
         if share_interval(count, of)[0] > share_interval(count_of_others, of_others)[1]:
             more[line] = count / of - count_of_others / of_others
     line = max(more, key=more.__getitem__, default="")
-    if not line or more[line] < MIN_MORE:
+    if not line or more[line] < MIN_SHARE_DIFFERENCE:
         return ""
     shares = [f"{100 * count / total:.0f} %" for count, total in zip(counts[line], (of, of_others), strict=True)]
-    return f"{_named(ranks)} is in {line} in {shares[0]} of the samples, {_named(others)} in {shares[1]}"
+    return f"{_ranks_text(ranks)} is in {line} in {shares[0]} of the samples, {_ranks_text(others)} in {shares[1]}"
 
 
 def share_interval(count: int, of: int) -> tuple[float, float]:
@@ -207,27 +207,27 @@ def _places(lines: Iterable[CodeLine]) -> Iterator[tuple[str, str, list[CodeLine
         function = max(parts, key=lambda part: part.samples).function
         places.setdefault((line if function else line.rpartition(":")[0], function), []).extend(parts)
     for (_, function), parts in places.items():
-        yield _as_one([part.line for part in parts]), function, parts
+        yield _line_range([part.line for part in parts]), function, parts
 
 
-def _as_one(lines: Sequence[str]) -> str:
+def _line_range(lines: Sequence[str]) -> str:
     """Return lines of a function as one text.
 
-    >>> _as_one(["f (a.py:7)", "f (a.py:12)"])
+    >>> _line_range(["f (a.py:7)", "f (a.py:12)"])
     'f (a.py:7-12)'
     """
-    first, last = min(lines, key=_number), max(lines, key=_number)
-    return first if first == last else f"{first[:-1]}-{_number(last)})"
+    first, last = min(lines, key=_line_number), max(lines, key=_line_number)
+    return first if first == last else f"{first[:-1]}-{_line_number(last)})"
 
 
-def _number(line: str) -> int:
+def _line_number(line: str) -> int:
     digits = line.rpartition(":")[2].rstrip(")")
     return int(digits) if digits.isdecimal() and len(digits) < MAX_DIGITS else 0
 
 
-def _samples(parts: Iterable[CodeLine], ranks: Collection[int]) -> int:
+def _samples_of_ranks(parts: Iterable[CodeLine], ranks: Collection[int]) -> int:
     return sum(part.by_rank.get(rank, 0) for part in parts for rank in ranks)
 
 
-def _named(ranks: Collection[int]) -> str:
+def _ranks_text(ranks: Collection[int]) -> str:
     return f"rank {','.join(map(str, sorted(ranks)))}" if len(ranks) <= MAX_NAMED else f"{len(ranks)} ranks"

@@ -27,17 +27,17 @@ from effllm.records.verdict import SlowIterations
 #: At most, iterations of more than this multiple of the median are long, too.
 NEARLY_LONG = 1.25
 #: Number of the newest iterations of which the median is taken, and the smallest number.
-KEPT, MIN_KEPT = 64, 20
+MAX_RECENT, MIN_RECENT = 64, 20
 #: Long iterations up to this one of an attempt are its warm-up.
-WARMUP = 10
+LAST_OF_WARMUP = 10
 #: Waits of more than this multiple of the median are rare if they are in fewer than this share of the iterations, and
 #: have nearly all of the waiting time.
-WAIT, RARE, NEARLY_ALL = 0.5, 0.2, 0.8
+LONG_WAIT, RARE_SHARE, NEARLY_ALL = 0.5, 0.2, 0.8
 #: Smallest delay of an iteration by a phase of other ranks, as a share of the median iteration.
 MIN_DELAY = 0.1
 #: Phases that few ranks may have.
 PHASES = (CHECKPOINT, EVALUATION, OTHER)
-MAX_PLACES = 64  # number of the newest iterations whose numbers are stored
+MAX_NEWEST = 64  # number of the newest iterations whose numbers are stored
 #: Maximum number of values of an array, 64 MiB; more columns are joined.
 MAX_VALUES = 1 << 23
 _TIMES, _SPAN = attrgetter("times"), attrgetter("iteration_first", "iteration_last", "times.each")
@@ -89,9 +89,9 @@ class IterationMatrix(NamedTuple):
             first_shown=shown,
             num_ranks=len(rows),
             rows=timed,
-            steps=_seconds(map(_CODES[0], times), weights, starts),
-            waits=_seconds([codes or none for codes in map(_CODES[1], times)], weights, starts),
-            own=_seconds(map(_CODES[2], times), weights, starts) if has_own else None,
+            steps=_decoded_seconds(map(_CODES[0], times), weights, starts),
+            waits=_decoded_seconds([codes or none for codes in map(_CODES[1], times)], weights, starts),
+            own=_decoded_seconds(map(_CODES[2], times), weights, starts) if has_own else None,
             weights=np.add.reduceat(weights, starts),
         )
 
@@ -115,7 +115,7 @@ class IterationMatrix(NamedTuple):
         return lost
 
 
-def _seconds(codes: Iterable[bytes], weights: Array, starts: Positions) -> Array:
+def _decoded_seconds(codes: Iterable[bytes], weights: Array, starts: Positions) -> Array:
     """Return the times of ranks; columns from a start to the next one are joined."""
     if len(starts) == len(weights):
         seconds: Array = _SECONDS[np.frombuffer(b"".join(codes), "<u2")].reshape(-1, len(weights))
@@ -165,7 +165,7 @@ class Places(Struct):
 
     def add_place(self, number: int, seconds: float) -> None:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
-        self.newest = [*self.newest[1 - MAX_PLACES :], number]
+        self.newest = [*self.newest[1 - MAX_NEWEST :], number]
         if seconds > self.worst_s:
             self.worst_s, self.worst = seconds, number
 
@@ -219,13 +219,13 @@ class IterationLosses(Struct):
         recent_s = [*self.usual_s, *(time_s for window in self.pending for time_s in window.times_s)]
         phase_s = float(delay_s @ matrix.weights * waiting.sum())
         losses = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
-        if len(recent_s) >= MIN_KEPT:
+        if len(recent_s) >= MIN_RECENT:
             usual_s = statistics.median(recent_s)
-            losses += [self._judge(window, usual_s) for window in self.pending]
-            self.usual_s, self.pending = recent_s[-KEPT:], []
+            losses += [self._judge_window(window, usual_s) for window in self.pending]
+            self.usual_s, self.pending = recent_s[-MAX_RECENT:], []
         return losses
 
-    def _judge(self, window: Pending, usual_s: float) -> Lost:
+    def _judge_window(self, window: Pending, usual_s: float) -> Lost:
         slow_s = warmup_s = 0.0
         weights = window.weights or [1] * len(window.times_s)
         self.iterations += round(sum(weights))
@@ -235,14 +235,14 @@ class IterationLosses(Struct):
         for at, weight, time_s, wait_s, is_one in zip(
             map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False
         ):
-            if wait_s > WAIT * usual_s:
+            if wait_s > LONG_WAIT * usual_s:
                 self.waits.add_place(window.first_shown + at, weight * wait_s)
             is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
             self.is_after_long = is_one
             if not is_one:  # a rank may end a long iteration after the others, which then wait in the next one
                 self.nearly_s += weight * max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
                 continue
-            if window.first + at <= WARMUP:
+            if window.first + at <= LAST_OF_WARMUP:
                 warmup_s += weight * (time_s - usual_s)
             else:
                 slow_s += weight * (time_s - usual_s)
@@ -251,14 +251,14 @@ class IterationLosses(Struct):
 
     def summary(self) -> SlowIterations | None:
         """Return the long iterations after the warm-up; ``None`` without any."""
-        return self._summary(self.long) if self.long.count else None
+        return self._slow_iterations(self.long) if self.long.count else None
 
     def rare_waits(self) -> SlowIterations | None:
         """Return the iterations with nearly all of the waits, if they are few; else ``None``."""
-        is_rare = 0 < self.waits.count < RARE * self.iterations
-        return self._summary(self.waits) if is_rare and self.waits.seconds > NEARLY_ALL * self.wait_s else None
+        is_rare = 0 < self.waits.count < RARE_SHARE * self.iterations
+        return self._slow_iterations(self.waits) if is_rare and self.waits.seconds > NEARLY_ALL * self.wait_s else None
 
-    def _summary(self, places: Places) -> SlowIterations | None:
+    def _slow_iterations(self, places: Places) -> SlowIterations | None:
         if not self.usual_s:
             return None
         median_s = statistics.median(self.usual_s)

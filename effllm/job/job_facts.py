@@ -230,16 +230,16 @@ class JobFacts:
     def scope(self) -> Scope:
         """The power scope of the job; it does not change after the first sum of energy."""
         wanted, settled = self._config.power_scope, self._ledger.scope
-        return keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
+        return keep(self._devices_by_node(), settled, wanted) if settled else choose(self._devices_by_node(), wanted)
 
     @property
     def scopes(self) -> list[Scope]:
         """Possible scopes, the widest first: the configured scope, or all scopes that every node has."""
         if self._ledger.scope or self._config.power_scope != AUTO:
             return [self.scope]
-        return scopes(self._nodes()) or [self.scope]
+        return scopes(self._devices_by_node()) or [self.scope]
 
-    def _nodes(self) -> list[Node]:
+    def _devices_by_node(self) -> list[Node]:
         nodes: dict[str, list[Device]] = {hello.host: [] for hello in self._hellos.values()}
         for key, ranks in self._members.items():
             nodes[self._hellos[min(ranks)].host].append(self._devices[key])

@@ -47,9 +47,9 @@ class WindowJoiner:
 
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
-        self._number, self._ends = number, [until]  # the last ended joined window; ends of joined windows
+        self._ended, self._ends = number, [until]  # the last ended joined window; ends of joined windows
         self._is_new = number == 0
-        self._long: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
+        self._long_at: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
         self._waiting: dict[int, list[RankReport]] = {}  # reports of one joined window, by rank
 
@@ -63,33 +63,33 @@ class WindowJoiner:
             is_full: whether too many reports of the rank wait.
             now_s: current time.
         """
-        rank, number = row.rank, self._number_of(row.window)
+        rank, number = row.rank, self._joined_number_of(row.window)
         ready: list[Joined] = []
         rows = self._waiting.get(rank)
         if rows is not None:
-            waiting = self._number_of(rows[0].window)
+            waiting = self._joined_number_of(rows[0].window)
             if number < waiting:
                 return [Joined(rank, number, join((row,), number), 1)]
             if number > waiting:
-                ready.append(self._joined(rank))
+                ready.append(self._take_joined(rank))
                 rows = None
         if rows is None and number > 1:
             ready.append(Joined(rank, number - 1))
         if rows is None:
             rows = self._waiting[rank] = []
         rows.append(row)
-        if number <= self._number:
+        if number <= self._ended:
             if row.final or number <= closed or row.window >= self.end_of(number):
-                ready.append(self._joined(rank))
+                ready.append(self._take_joined(rank))
             return ready
         if self._since_s is None:
             self._since_s = now_s
         if len(rows) == 1 and row.window == self._ends[-1] + 1 and self._is_long(row, row):
-            return ready + self._end(row.window, now_s)  # this window is long enough
-        if rank not in self._long and (is_full or self._is_long(rows[0], row)):
-            self._long[rank] = row.window
-        while 2 * len(self._long) > num_ranks:
-            ready += self._end(statistics.median_low(self._long.values()), now_s)
+            return ready + self._end_window(row.window, now_s)  # this window is long enough
+        if rank not in self._long_at and (is_full or self._is_long(rows[0], row)):
+            self._long_at[rank] = row.window
+        while 2 * len(self._long_at) > num_ranks:
+            ready += self._end_window(statistics.median_low(self._long_at.values()), now_s)
         return ready
 
     def number_if_single(self, row: RankReport) -> int:
@@ -99,7 +99,7 @@ class WindowJoiner:
         """
         ends = self._ends
         is_single = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
-        return self._number if is_single and row.rank not in self._waiting else 0
+        return self._ended if is_single and row.rank not in self._waiting else 0
 
     def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
         """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
@@ -108,17 +108,17 @@ class WindowJoiner:
             newest = [rows[-1].window for rows in self._waiting.values() if rows[-1].window > self._ends[-1]]
             if not is_over and 2 * len(newest) <= num_ranks and now_s - self._since_s < 2 * MAX_WAIT_S:
                 break
-            ready += self._end(statistics.median_low(newest), now_s)
+            ready += self._end_window(statistics.median_low(newest), now_s)
         return ready
 
     def take_incomplete(self, number: int) -> list[Joined]:
         """Return the incomplete joined reports of a window that closes now."""
-        ranks = [rank for rank, rows in self._waiting.items() if self._number_of(rows[0].window) <= number]
-        return [self._joined(rank, number) for rank in ranks]
+        ranks = [rank for rank, rows in self._waiting.items() if self._joined_number_of(rows[0].window) <= number]
+        return [self._take_joined(rank, number) for rank in ranks]
 
     def end_of(self, number: int) -> int:
         """Return the last window of an ended joined window."""
-        return self._ends[max(number - self._number - 1, -len(self._ends))]
+        return self._ends[max(number - self._ended - 1, -len(self._ends))]
 
     @property
     def is_waiting(self) -> bool:
@@ -129,38 +129,38 @@ class WindowJoiner:
         """The lowest sequence of each rank with waiting reports."""
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 
-    def _number_of(self, window: int) -> int:
-        return self._number + 1 - len(self._ends) + bisect_left(self._ends, window)
+    def _joined_number_of(self, window: int) -> int:
+        return self._ended + 1 - len(self._ends) + bisect_left(self._ends, window)
 
     def _is_long(self, first: RankReport, last: RankReport) -> bool:
         return last.final or last.end_time_s - first.start_time_s >= self._min_s
 
-    def _end(self, end: int, now_s: float) -> list[Joined]:
+    def _end_window(self, end: int, now_s: float) -> list[Joined]:
         """End the newest joined window; return the joined reports of the ranks that have reached its end."""
         before = self._ends[-1]
         opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
         if self._is_new:
-            self._is_new, self._number = False, statistics.median_low(rows[0].window for rows in opened.values()) - 1
-        self._number += 1
+            self._is_new, self._ended = False, statistics.median_low(rows[0].window for rows in opened.values()) - 1
+        self._ended += 1
         self._ends.append(end)
         if len(self._ends) > MAX_ENDS:
             del self._ends[: MAX_ENDS // 2]
-        self._long, self._since_s = {}, None
+        self._long_at, self._since_s = {}, None
         ready = []
         for rank, rows in opened.items():
             rest = [row for row in rows if row.window > end]
             if rest or rows[-1].final or rows[-1].window == end:
                 self._waiting[rank] = [row for row in rows if row.window <= end]
-                ready.append(self._joined(rank) if self._waiting[rank] else Joined(rank, self._number))
+                ready.append(self._take_joined(rank) if self._waiting[rank] else Joined(rank, self._ended))
             if rest:
                 self._waiting[rank], self._since_s = rest, now_s
                 long = next((row.window for row in rest if self._is_long(rest[0], row)), None)
-                self._long |= {} if long is None else {rank: long}
+                self._long_at |= {} if long is None else {rank: long}
         return ready
 
-    def _joined(self, rank: int, number: int | None = None) -> Joined:
+    def _take_joined(self, rank: int, number: int | None = None) -> Joined:
         rows = self._waiting.pop(rank)
-        number = self._number_of(rows[0].window) if number is None else number
+        number = self._joined_number_of(rows[0].window) if number is None else number
         return Joined(rank, number, join(rows, number), len(rows))
 
 
@@ -186,10 +186,7 @@ def with_earlier_part(earlier: RankReport | None, row: RankReport) -> RankReport
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
-    """Return the exact sum of consecutive reports of one rank.
-
-    If a report is missing, the first
-    iteration is the last iteration minus the iterations of the known reports plus one.
+    """Return the exact sum of consecutive reports of one rank; missing reports shift its first iteration.
 
     Args:
         rows: reports of one rank, oldest first.
@@ -200,7 +197,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         return first if first.window == window else replace(first, window=window)
     return replace(
         last,
-        **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
+        **{name: sum(getattr(row, name) for row in rows) for name in _SUMMED_FIELDS},
         window=window,
         sequence=min(row.sequence for row in rows),  # no report is acknowledged before its sum is written
         iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
@@ -208,27 +205,27 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         phases_s=summed(row.phases_s for row in rows),
         loss=next((row.loss for row in reversed(rows) if row.loss is not None or row.losses_not_finite), None),
         first_not_finite=next((row.first_not_finite for row in rows if row.first_not_finite is not None), None),
-        devices=_devices(rows),
+        devices=_joined_devices(rows),
         final=any(row.final for row in rows),
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
         values=merged_by_name(row.values for row in rows if row.values) or None,
         times=IterationTimes.join([(row.times, row.iterations) for row in rows]),
-        allocator=_largest([row.allocator for row in rows if row.allocator is not None]),
+        allocator=_largest_sizes([row.allocator for row in rows if row.allocator is not None]),
     )
 
 
-_SUMS = (
+_SUMMED_FIELDS = (
     *FIELDS, "wall_s", "busy_s", "wait_s", "iterations_overrun", "generation_s", "device_steps", "device_step_s",
     "own_steps", "own_step_s", "device_own_steps", "device_own_step_s", "losses_not_finite",
 )  # fmt: skip
 
 
-def _largest(parts: Sequence[Allocator]) -> Allocator | None:
+def _largest_sizes(parts: Sequence[Allocator]) -> Allocator | None:
     return Allocator(*map(max, *map(astuple, parts))) if len(parts) > 1 else next(iter(parts), None)
 
 
-def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
+def _joined_devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
     by_key: dict[str, list[DeviceWindow]] = {}
     for row in rows:
         for device in row.devices:

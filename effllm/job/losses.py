@@ -79,14 +79,16 @@ def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[
         framework: the framework whose loop is measured; empty for a loop that calls effllm itself.
     """
     made = [
-        *_of_parts(summary, waterfall, framework),
-        *_of_stragglers(summary, waterfall),
-        *_of_uneven(summary, waterfall),
-        *_of_restarts(summary, waterfall),
+        *_losses_of_parts(summary, waterfall, framework),
+        *_losses_by_stragglers(summary, waterfall),
+        *_loss_by_uneven_ranks(summary, waterfall),
+        *_loss_by_restarts(summary, waterfall),
+        *_losses_by_clocks(summary, waterfall),
+        *_losses_by_profile(summary, waterfall),
+        *_loss_by_padding(summary, waterfall),
+        *_loss_by_idle_gpus(summary, waterfall),
+        *_loss_by_retries(summary, waterfall),
     ]
-    made += [*_of_clocks(summary, waterfall), *_of_profile(summary, waterfall), *_of_padding(summary, waterfall)]
-    made += _of_busy_share(summary, waterfall)
-    made += _of_memory(summary, waterfall)
     by_cause: dict[str, Loss] = {}
     for entry in made:
         loss = _with_rest_of_job(entry, waterfall)
@@ -139,43 +141,43 @@ def seconds_of(waterfall: Waterfall, *names: str) -> float:
 
 
 #: Cause, device-seconds, why, source; then factor and action as in `Loss`.
-_Made = tuple[str, float, str, str] | tuple[str, float, str, str, float] | tuple[str, float, str, str, float, str]
+_Fields = tuple[str, float, str, str] | tuple[str, float, str, str, float] | tuple[str, float, str, str, float, str]
 
 
-def _part(name: str) -> str:
+def _source(name: str) -> str:
     return f"summary.json: waterfall.parts, name {name}"
 
 
-def _with_rest_of_job(made: _Made, waterfall: Waterfall) -> Loss:
+def _with_rest_of_job(made: _Fields, waterfall: Waterfall) -> Loss:
     """Return a loss; its removal also shortens repeated steps, and the time of unused GPUs."""
     cause, seconds, why, source, *more = made
     loss = Loss(cause, seconds, seconds / waterfall.device_seconds, why, source, *more)
-    used_s, steps_s = _used_seconds(waterfall), seconds_of(waterfall, "straggling", "uneven_ranks", *STEP_PARTS)
+    used_s, steps_s = _used_device_seconds(waterfall), seconds_of(waterfall, "straggling", "uneven_ranks", *STEP_PARTS)
     if cause == "unused_gpus" or used_s <= 0:
         return loss
     repeated = 1.0 + seconds_of(waterfall, "redone") / steps_s if cause in _IN_STEPS and steps_s else 1.0
     return loss._replace(factor=loss.factor * repeated * waterfall.device_seconds / used_s)
 
 
-def _used_seconds(waterfall: Waterfall) -> float:
+def _used_device_seconds(waterfall: Waterfall) -> float:
     """Return the time of the devices that ranks use."""
     return sum(part.device_seconds for part in waterfall.parts if part.name != "unused")
 
 
-def _of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[_Made]:
+def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[_Fields]:
     what = "data wait" if framework else "time between iterations"
     waits, data_s = "the ranks wait for data between steps", seconds_of(waterfall, AVOIDABLE["data_loading"].part)
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
         each = {name: time_s / summary.iterations for name, time_s in summary.goodput.seconds.items()}
         wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
-        waits = f"{what} {_ms(wait)} of {_ms(iteration)} ms per iteration"
+        waits = f"{what} {_ms_text(wait)} of {_ms_text(iteration)} ms per iteration"
     if summary.rare_waits is not None:
-        waits += f"; {_often(summary.rare_waits)}, up to {_ms(summary.rare_waits.longest_s)} ms"
+        waits += f"; {_how_often(summary.rare_waits)}, up to {_ms_text(summary.rare_waits.longest_s)} ms"
     of_few = [verdict for verdict in summary.stragglers if verdict.evidence == DATA_WAIT]
-    is_of_few = _devices_of_rank(summary, waterfall) * sum(map(_cost_s, of_few)) >= OF_FEW * data_s > 0
+    is_of_few = _devices_per_rank(summary, waterfall) * sum(map(_cost_in_rank_s, of_few)) >= OF_FEW * data_s > 0
     if is_of_few:
-        waits += f"; {_slow_ranks(max(of_few, key=_cost_s), len(of_few) - 1)}"
+        waits += f"; {_slow_ranks_text(max(of_few, key=_cost_in_rank_s), len(of_few) - 1)}"
     evidence = {part.name: part.evidence for part in waterfall.parts}
     texts = {
         "data_loading": waits,
@@ -193,25 +195,25 @@ def _of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterato
     for cause, part in ((cause, row.part) for cause, row in AVOIDABLE.items() if row.part):
         if cause != not_this:
             seconds, action = seconds_of(waterfall, part), SLOW_DATA.text if part == "data" and is_of_few else ""
-            yield cause, seconds, texts[cause], _part(part), _most(summary, waterfall, cause, seconds), action
+            yield cause, seconds, texts[cause], _source(part), _factor(summary, waterfall, cause, seconds), action
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
     first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
-    yield "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _part("startup")
+    yield "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _source("startup")
 
 
-def _most(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
+def _factor(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
     """Return the upper bound of a part over its seconds."""
     if cause == "slow_iterations" and summary.slow_iterations is not None and seconds:
         return summary.slow_iterations.max_ratio + seconds_of(waterfall, "warmup") / seconds
     if cause in ("data_loading", "between_iterations") and summary.goodput is not None and seconds:
-        return 1.0 + summary.goodput.hidden_data_s * _devices_of_rank(summary, waterfall) / seconds
+        return 1.0 + summary.goodput.hidden_data_s * _devices_per_rank(summary, waterfall) / seconds
     # At most, the ranks wait for a last checkpoint of few ranks after their last iteration.
     return 1.0 + seconds_of(waterfall, "shutdown") / seconds if cause == "checkpoint" and seconds else 1.0
 
 
-def _ms(seconds: float) -> str:
+def _ms_text(seconds: float) -> str:
     """Return a time in ms, with three digits or as a whole number."""
     return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:,.0f}"
 
@@ -225,11 +227,11 @@ def _hang_text(summary: Summary) -> str:
 def _slow_text(slow: SlowIterations | None) -> str:
     if slow is None:
         return "single iterations are longer than the median"
-    longest = f"up to {_ms(slow.longest_s)} ms (iteration {slow.longest:,})"
-    return f"{_often(slow)}, {longest}, median {_ms(slow.median_s)} ms"
+    longest = f"up to {_ms_text(slow.longest_s)} ms (iteration {slow.longest:,})"
+    return f"{_how_often(slow)}, {longest}, median {_ms_text(slow.median_s)} ms"
 
 
-def _often(slow: SlowIterations) -> str:
+def _how_often(slow: SlowIterations) -> str:
     return f"every {slow.every:,}th iteration" if slow.every else f"{slow.count:,} of {slow.of:,} iterations"
 
 
@@ -237,14 +239,14 @@ def _startup_s(attempt: AttemptSummary) -> float:
     return attempt.startup_s * attempt.devices
 
 
-def _devices_of_rank(summary: Summary, waterfall: Waterfall) -> float:
+def _devices_per_rank(summary: Summary, waterfall: Waterfall) -> float:
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
-    return _used_seconds(waterfall) / rank_seconds if rank_seconds else 1.0
+    return _used_device_seconds(waterfall) / rank_seconds if rank_seconds else 1.0
 
 
-def _of_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _losses_by_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
-    devices = _devices_of_rank(summary, waterfall)
+    devices = _devices_per_rank(summary, waterfall)
     for cause, clock in summary.slow_clocks.items():
         if cause == LOCKED:
             continue
@@ -252,27 +254,27 @@ def _of_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
         yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
 
 
-def _of_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _losses_by_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     named = [verdict for verdict in summary.stragglers if verdict.evidence != DATA_WAIT]
-    seconds, total = seconds_of(waterfall, "straggling"), sum(map(_cost_s, named))
+    seconds, total = seconds_of(waterfall, "straggling"), sum(map(_cost_in_rank_s, named))
     by_cause: dict[str, list[StragglerVerdict]] = {}
     for verdict in named if total else ():
         by_cause.setdefault(cause_of(verdict), []).append(verdict)
     for cause, verdicts in by_cause.items():
-        worst, counted_s = max(verdicts, key=_cost_s), sum(map(_cost_s, verdicts))
+        worst, counted_s = max(verdicts, key=_cost_in_rank_s), sum(map(_cost_in_rank_s, verdicts))
         waits = seconds * counted_s / total
         # A rank is named only in some windows: in others, the waits for it are waits without a slow rank.
         last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for verdict in verdicts for rank in verdict.ranks)
         bound = waits * max(sum(verdict.max_seconds for verdict in verdicts) / counted_s, last_s / counted_s, 1.0)
         source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
-        yield cause, waits, _slow_ranks(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
+        yield cause, waits, _slow_ranks_text(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
 
 
-def _cost_s(verdict: StragglerVerdict) -> float:
+def _cost_in_rank_s(verdict: StragglerVerdict) -> float:
     return verdict.gpu_seconds + verdict.own_seconds
 
 
-def _slow_ranks(verdict: StragglerVerdict, more: int = 0) -> str:
+def _slow_ranks_text(verdict: StragglerVerdict, more: int = 0) -> str:
     """Return a verdict on slow ranks as text, with the number of further verdicts."""
     why = verdict.why
     if why == UNKNOWN:
@@ -285,20 +287,20 @@ def _slow_ranks(verdict: StragglerVerdict, more: int = 0) -> str:
     return f"rank {','.join(map(str, verdict.ranks))}{host}: {why}" + (f"; and {more} more" if more else "")
 
 
-def _of_uneven(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     """Yield the waits of the ranks for each other without a slow rank."""
     seconds, last = seconds_of(waterfall, "uneven_ranks"), summary.last_ranks
     if is_profiled(summary):  # at most, a slow rank is as slow after its first wait for others
-        for_slow_s = sum(max(verdict.max_seconds - _cost_s(verdict), 0.0) for verdict in summary.stragglers)
+        for_slow_s = sum(max(verdict.max_seconds - _cost_in_rank_s(verdict), 0.0) for verdict in summary.stragglers)
         in_communication_s = seconds_of(waterfall, "waits_in_communication")
-        seconds += max(in_communication_s - for_slow_s * _devices_of_rank(summary, waterfall), 0.0)
-    counted_s = seconds / _devices_of_rank(summary, waterfall)
+        seconds += max(in_communication_s - for_slow_s * _devices_per_rank(summary, waterfall), 0.0)
+    counted_s = seconds / _devices_per_rank(summary, waterfall)
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
         rank, count = last.most
         text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
     factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
-    yield "uneven_ranks", seconds, text, _part("uneven_ranks"), factor
+    yield "uneven_ranks", seconds, text, _source("uneven_ranks"), factor
 
 
 def cause_of(verdict: StragglerVerdict) -> str:
@@ -308,7 +310,7 @@ def cause_of(verdict: StragglerVerdict) -> str:
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
 
 
-def _of_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
@@ -329,7 +331,7 @@ def _of_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     yield "restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor
 
 
-def _of_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _losses_by_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     if not is_profiled(summary):
         return
     profile = summary.profile
@@ -341,46 +343,46 @@ def _of_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
     for cause, why in texts.items():
         seconds = seconds_of(waterfall, cause)
         if cause == "device_idle":  # during a retry of the allocator, the device has no work
-            seconds -= min(_lost_in_retries(summary, waterfall), seconds)
-        yield cause, seconds, why, _part(cause)
+            seconds -= min(_retries_cost_s(summary, waterfall), seconds)
+        yield cause, seconds, why, _source(cause)
 
 
 def busy_share(summary: Summary, waterfall: Waterfall) -> float | None:
     """Return the share of the iterations in which the GPUs ran a kernel; ``None`` without a real GPU."""
-    return _metric(summary, "pcu_ratio") if waterfall.unit == OF_GPUS and not summary.simulated else None
+    return _run_value(summary, "pcu_ratio") if waterfall.unit == OF_GPUS and not summary.simulated else None
 
 
-def _of_busy_share(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _loss_by_idle_gpus(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     """Yield the time in which no kernel runs: a lower bound, because kernels that communicate count as busy."""
     busy = busy_share(summary, waterfall)
     if busy is None:
         return
     counted_s = seconds_of(waterfall, "data", "slow_iterations", "warmup")
     iterations_s = counted_s + seconds_of(waterfall, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
-    counted_s += _lost_in_retries(summary, waterfall)  # during a retry of the allocator, the device has no work
+    counted_s += _retries_cost_s(summary, waterfall)  # during a retry of the allocator, the device has no work
     text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
     tag = METRICS["pcu_ratio"].tag("run")
     yield "device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}"
 
 
-def _of_memory(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
+def _loss_by_retries(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
     pressure = summary.memory_pressure
     if pressure is not None and pressure.rank_seconds:
         why = (
             f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
         )
         factor = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
-        yield "memory_pressure", _lost_in_retries(summary, waterfall), why, "summary.json: memory_pressure", factor
+        yield "memory_pressure", _retries_cost_s(summary, waterfall), why, "summary.json: memory_pressure", factor
 
 
-def _lost_in_retries(summary: Summary, waterfall: Waterfall) -> float:
+def _retries_cost_s(summary: Summary, waterfall: Waterfall) -> float:
     """Return the time that retries of the allocator cost, in device-seconds."""
     pressure = summary.memory_pressure
-    return _devices_of_rank(summary, waterfall) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
+    return _devices_per_rank(summary, waterfall) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
 
 
-def _of_padding(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
-    ratio = _metric(summary, "padding_ratio")
+def _loss_by_padding(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+    ratio = _run_value(summary, "padding_ratio")
     if ratio is not None and ratio >= MIN_PADDING_RATIO:
         # At most, the time of a step is proportional to the number of its positions.
         text = f"{100 * ratio:.0f} % of the processed positions are padding"
@@ -388,6 +390,6 @@ def _of_padding(summary: Summary, waterfall: Waterfall) -> Iterator[_Made]:
         yield "padding", ratio * seconds_of(waterfall, *STEP_PARTS), text, f"summary.json: metrics, {tag}"
 
 
-def _metric(summary: Summary, name: str) -> float | None:
+def _run_value(summary: Summary, name: str) -> float | None:
     metric = summary.metrics.get(METRICS[name].tag("run"))
     return None if metric is None else metric.value

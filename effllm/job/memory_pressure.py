@@ -12,14 +12,14 @@ from effllm.job.account import Rows
 from effllm.records.rank import ValueStatistics
 from effllm.records.verdict import MemoryPressureLoss, OutOfMemory
 
-RETRIES, READ, ERRORS = "allocator/retries", "allocator/allocated_bytes", "allocator/out_of_memory"
+RETRIES, ALLOCATED, ERRORS = "allocator/retries", "allocator/allocated_bytes", "allocator/out_of_memory"
 _PREFIX, _BYTES = "allocator/", "_bytes"
 MAX_RANKS = 16
 #: Windows without retries from which on they are a base of comparison, and maximum number of kept windows.
 MIN_USUAL, MAX_KEPT = 5, 128
 
 
-class Paced(Struct, frozen=True, array_like=True):
+class WindowSteps(Struct, frozen=True, array_like=True):
     """The steps of all ranks in one window."""
 
     busy_s: float
@@ -45,7 +45,7 @@ class MemoryPressure(Struct):
     lost_s: float = 0.0  # of all ranks, above the median of the windows without retries
     max_s: float = 0.0  # the same, above their 10th percentile: an upper bound
     usual: list[float] = []  # seconds per amount of the newest windows without retries
-    waiting: list[Paced] = []  # windows with retries, before there is a base of comparison
+    waiting: list[WindowSteps] = []  # windows with retries, before there is a base of comparison
     failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
     failed_iteration: int = 0  # shown at the end of the newest window with such a report
 
@@ -57,12 +57,12 @@ class MemoryPressure(Struct):
                 of_end = asdict(row.allocator) if row.allocator is not None else {}
                 self.failed[row.rank] = {**{_PREFIX + name: size for name, size in of_end.items()}, **sizes}
                 self.failed_iteration = row.iteration_shown
-        read = rows.values.get(READ)
+        read = rows.values.get(ALLOCATED)
         busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())
         if read is None or rows.iterations <= 0 or busy_s <= 0:
             return
         self.rank_iterations += iterations
-        paced = Paced(busy_s, float(rows.counts["tokens_processed"] or iterations))
+        paced = WindowSteps(busy_s, float(rows.counts["tokens_processed"] or iterations))
         retries = rows.values.get(RETRIES)
         if retries is None or retries.total <= 0:
             self.usual = [*self.usual[-MAX_KEPT + 1 :], paced.busy_s / paced.amount]
@@ -76,7 +76,7 @@ class MemoryPressure(Struct):
         if len(self.usual) >= MIN_USUAL:
             waiting, self.waiting = self.waiting, []
             for window in waiting:
-                self._compare(window)
+                self._add_lost_time(window)
 
     def loss(self) -> MemoryPressureLoss | None:
         """Return the cost of the retries; ``None`` without retries."""
@@ -110,7 +110,7 @@ class MemoryPressure(Struct):
         retries = int(values[RETRIES].total) if RETRIES in values else 0
         return OutOfMemory(tuple(sorted(self.failed)), sizes, retries, self.failed_iteration)
 
-    def _compare(self, window: Paced) -> None:
+    def _add_lost_time(self, window: WindowSteps) -> None:
         each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
         self.max_s += max(each - tenths[0], 0.0) * window.amount
         if each > tenths[-1]:

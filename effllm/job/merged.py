@@ -58,15 +58,15 @@ class Expected(dict[str, Device]):
 
     def positions(self, merged: Merged) -> Positions:
         """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
-        names, positions = self._found
+        names, positions = self._last_found
         if names != merged.names:
             find = merged.positions.get
             positions = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
-            self._found = merged.names, positions
+            self._last_found = merged.names, positions
         return positions
 
     @cached_property
-    def _found(self) -> tuple[list[str], Positions]:
+    def _last_found(self) -> tuple[list[str], Positions]:
         return [], np.full(len(self), -1)
 
     def mask_of(self, scope: Scope) -> NDArray[np.bool_]:
@@ -229,7 +229,7 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
         expected: every known device by its key.
         members: the ranks that use each device.
     """
-    by_key = _one_each(rows, expected)
+    by_key = _only_device_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
     for row in rows if not by_key else ():
         for window in row.devices:
@@ -240,7 +240,7 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
             else:
                 several.setdefault(key, [by_key[key]]).append((row, window))
     for key, pairs in several.items():
-        by_key[key] = min(pairs, key=lambda pair: (*_min_covered(*pair), pair[0].rank))
+        by_key[key] = min(pairs, key=lambda pair: (*_uncovered_shares(*pair), pair[0].rank))
     windows = [window for _, window in by_key.values()]
     wall, phases_j = DeviceColumns.of([window.wall for window in windows]), {}
     iterations = DeviceColumns(*map(np.copy, wall))
@@ -254,12 +254,12 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
         pairs = several.get(key) or [by_key[key]]
         if key in expected.shared:
             is_whole = members.get(key, set()) <= {row.rank for row, _ in pairs}
-            wall.levels[at] = _shared([share.wall for _, share in pairs], is_whole)
-            iterations.levels[at] = _shared([share.iterations for _, share in pairs], is_whole)
+            wall.levels[at] = _summed_levels([share.wall for _, share in pairs], is_whole)
+            iterations.levels[at] = _summed_levels([share.iterations for _, share in pairs], is_whole)
             peaks[at] = fields_of([share for _, share in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
         elif key in several:
             peaks[at] = np.fmax.reduce(fields_of([window for _, window in pairs], ("memory_peak_bytes",))[:, 0])
-    _drop_roundings(iterations)
+    _clear_tiny_coverage(iterations)
     readings = GpuReadings()
     for window in windows:
         if expected[window.device].is_gpu:
@@ -280,7 +280,7 @@ def has_one_device_each(rows: Sequence[RankReport]) -> bool:
     return set(map(len, map(attrgetter("devices"), rows))) == {1}
 
 
-def _one_each(rows: Sequence[RankReport], expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
+def _only_device_each(rows: Sequence[RankReport], expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
     """Return the device of each report by its key, if each report has one device of its own; else nothing."""
     if not has_one_device_each(rows):
         return {}
@@ -288,7 +288,7 @@ def _one_each(rows: Sequence[RankReport], expected: Expected) -> dict[str, tuple
     return by_key if len(by_key) == len(rows) and by_key.keys() <= expected.keys() else {}
 
 
-def _drop_roundings(columns: DeviceColumns) -> None:
+def _clear_tiny_coverage(columns: DeviceColumns) -> None:
     """Mark values as not measured if they cover less time than a rounding error."""
     columns.energy[~(columns.energy[:, COVERED_S] > MIN_COVERED_S)] = _NOT_MEASURED
     for value in (0, 2):
@@ -299,14 +299,14 @@ def _drop_roundings(columns: DeviceColumns) -> None:
 _NOT_MEASURED = structs_of([NOT_MEASURED], EnergyAmount)[0]
 
 
-def _min_covered(row: RankReport, window: DeviceWindow) -> tuple[float, float]:
+def _uncovered_shares(row: RankReport, window: DeviceWindow) -> tuple[float, float]:
     """Return the uncovered shares of a report, rounded so that equal shares compare equal."""
     covered = window.wall.energy.covered_s, window.wall.memory_covered_s
     energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
     return energy, memory
 
 
-def _shared(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
+def _summed_levels(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
     """Return the levels of a device from the shares of its ranks; nan if a rank is missing."""
     levels = fields_of(parts, LEVELS).T if is_whole else np.zeros((4, 1))
     return (*_sum_of_means(levels[0], levels[1]), *_sum_of_means(levels[2], levels[3]))

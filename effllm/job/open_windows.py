@@ -62,7 +62,7 @@ class OpenWindows:
         self._held: dict[int, _Held] = {}  # by rank
         self._late: dict[int, dict[int, RankReport]] = {}  # reports of closed windows
         self._max_late = MAX_LATE
-        self._late_s = -math.inf  # earliest time of the next turn of late reports
+        self._next_late_s = -math.inf  # earliest time of the next turn of late reports
         self._closed_s = -math.inf  # time at which the last window closed
         self.is_closing = False  # whether other windows may be ready to close in the next `tick`
 
@@ -81,21 +81,21 @@ class OpenWindows:
 
     def add_report(self, row: RankReport, now_s: float) -> None:
         if self._joiner is None:
-            self._enter(row, now_s)
+            self._add_to_window(row, now_s)
         elif (number := self._joiner.number_if_single(row)) > 0:
-            self._enter(row if row.window == number else replace(row, window=number), now_s)
+            self._add_to_window(row if row.window == number else replace(row, window=number), now_s)
         else:
             held, num_ranks = self._held[row.rank], self._ledger.world_size - self._presence.num_away
             is_full = 2 * held.num_rows >= self._history_size or 2 * held.num_bytes >= MAX_PENDING_BYTES
-            self._enter_joined(self._joiner.add_report(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
+            self._add_joined(self._joiner.add_report(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
         """Advance the time: reports that have waited too long are joined without missing reports."""
         if self._joiner is not None:
             num_ranks, is_over = self._ledger.world_size - self._presence.num_away, self._presence.everyone_left(now_s)
-            self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
+            self._add_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
 
-    def _enter(self, row: RankReport, now_s: float) -> None:
+    def _add_to_window(self, row: RankReport, now_s: float) -> None:
         """Add a report to its window, or to the late reports if the window has closed."""
         number, window = row.rank, row.window
         rank = self._ledger.ranks[number]
@@ -111,13 +111,13 @@ class OpenWindows:
             rows = opened.rows
         rows[number] = row if self._joiner is None else with_earlier_part(rows.get(number), row)
 
-    def _enter_joined(self, ready: Iterable[Joined], now_s: float) -> None:
+    def _add_joined(self, ready: Iterable[Joined], now_s: float) -> None:
         for number, passed, row, num_rows in ready:
             rank = self._ledger.ranks[number]
             rank.last_window = max(rank.last_window, passed)
             if row is not None:
                 self._held[number].release(num_rows - 1)
-                self._enter(row, now_s)
+                self._add_to_window(row, now_s)
 
     # --- outputs ---
 
@@ -148,22 +148,22 @@ class OpenWindows:
                 return
             self._closed_s = now_s
             room -= 0 if is_whole else CLOSING_ROWS + len(window.rows)
-            yield self._close(window)
+            yield self._take_window(window)
         self.is_closing = bool(self._windows)
 
     def take_all(self) -> Iterator[OpenWindow]:
         """Yield all windows in order, because no more reports will arrive; from now on late reports do not wait."""
         if self._joiner is not None:
-            self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
+            self._add_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
         while self._oldest is not None:
-            yield self._close(self._oldest)
-        self._late_s, self._max_late = -math.inf, sys.maxsize
+            yield self._take_window(self._oldest)
+        self._next_late_s, self._max_late = -math.inf, sys.maxsize
 
-    def _close(self, window: OpenWindow) -> OpenWindow:
+    def _take_window(self, window: OpenWindow) -> OpenWindow:
         number = window.number
         if self._joiner is not None:
             self._ledger.joined_until = self._joiner.end_of(number)
-            self._enter_joined(self._joiner.take_incomplete(number), self._closed_s)  # reports of late ranks
+            self._add_joined(self._joiner.take_incomplete(number), self._closed_s)  # reports of late ranks
         self._ledger.closed = number
         del self._windows[number]
         self._oldest = self._windows[min(self._windows)] if self._windows else None
@@ -177,13 +177,13 @@ class OpenWindows:
 
     def has_late(self, now_s: float, *, for_s: float = 0.0) -> bool:
         """Whether late reports exist, and their turn began at least ``for_s`` seconds ago."""
-        return bool(self._late) and now_s - self._late_s >= for_s
+        return bool(self._late) and now_s - self._next_late_s >= for_s
 
     def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
         """Yield the late reports, oldest window first."""
         is_limited = not is_large(self._ledger.world_size)  # in a large world all late reports are taken at once
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
-        self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
+        self._next_late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
         for number in numbers:
             rows = self._late.pop(number)
             for rank in rows:

@@ -24,26 +24,26 @@ class Pace:
 
     def __init__(self, history_size: int) -> None:
         self._max_windows = max(history_size // SHARE_OF_BUFFER, 1)
-        self._windows = 0  # windows that closed since the last saved state
-        self._kept_s = float("-inf")
+        self._unsaved_windows = 0  # windows that closed since the last saved state
+        self._saved_s = float("-inf")
         self._ending_s: float | None = None  # time at which the first rank left
 
     def count_closed(self, windows: int) -> None:
-        self._windows += windows
+        self._unsaved_windows += windows
 
     def note_saved(self, now_s: float) -> None:
-        self._windows, self._kept_s = 0, now_s
+        self._unsaved_windows, self._saved_s = 0, now_s
 
     def is_due(self, now_s: float, world_size: int, is_ending: bool) -> bool:
         """Whether the state must be saved now; sooner if ranks are leaving or windows are short."""
-        if not self._windows:
+        if not self._unsaved_windows:
             return False
-        every_s, since_s = keep_every_s(world_size), self._kept_s
+        every_s, since_s = keep_every_s(world_size), self._saved_s
         if is_ending and every_s > ENDING_S:
             # The last reports arrive between BYEs, and would have to wait if the state were saved at once.
             self._ending_s = now_s if self._ending_s is None else self._ending_s
             every_s, since_s = ENDING_S, max(since_s, self._ending_s)
-        return self._windows >= self._max_windows or now_s - since_s >= every_s
+        return self._unsaved_windows >= self._max_windows or now_s - since_s >= every_s
 
 
 def is_large(world_size: int) -> bool:

@@ -38,8 +38,8 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
     """Return the scopes that every node has, the widest first; empty if no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
-    offers = [_offers(node) for node in nodes]
-    return [_scope(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
+    offers = [_devices_by_choice(node) for node in nodes]
+    return [_scope_of_choice(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> Scope:
@@ -70,7 +70,7 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
     now = choose(nodes, wanted)
     if now.label and now.choice == choice:
         return now
-    kept = _scope([_offers(node) for node in nodes], choice)
+    kept = _scope_of_choice([_devices_by_choice(node) for node in nodes], choice)
     if kept.lacking or not now.label:
         complaint = (
             f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
@@ -88,7 +88,7 @@ def _is_wanted(scope: Scope, wanted: str) -> bool:
     return scope.label == wanted
 
 
-def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
+def _scope_of_choice(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
     members = {device.key: device for offer in offers for device in offer.get(choice, ())}
     there = {device.power_scope for device in members.values() if device.energy_method}
     # The label has the actual scopes: a job on CPUs is not called ``gpu``.
@@ -96,7 +96,7 @@ def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
     return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
 
 
-def _offers(node: Node) -> dict[str, Node]:
+def _devices_by_choice(node: Node) -> dict[str, Node]:
     """Return the devices of a node for each possible `Scope.choice`, including devices without a sensor.
 
     The narrowest choice always exists: a GPU without a sensor makes the sum incomplete, not smaller.

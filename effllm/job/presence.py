@@ -26,7 +26,7 @@ class Presence:
         self._first_hello_s: float | None = None
         self._first_bye_s: float | None = None
         self._last_behind: int | None = None
-        self._chance = random.Random(0)  # noqa: S311 - not for secrets
+        self._random = random.Random(0)  # noqa: S311 - not for secrets
 
     def join(self, now_s: float) -> None:
         """Record a HELLO; the first HELLO starts the timeout of ranks that have not joined."""
@@ -87,13 +87,13 @@ class Presence:
         # This is called for each of ten thousand reports, so the rank of the last result is checked first.
         last = self._last_behind
         is_awaited = last not in self.lost and (last in self.heard_s or self._waits_for_absent(now_s))
-        if last is not None and is_awaited and self._has_not_passed(last, window):
+        if last is not None and is_awaited and self._is_before_end(last, window):
             return True
-        behind = [rank for rank in self.waited_for(now_s) if self._has_not_passed(rank, window)]
-        self._last_behind = self._chance.choice(behind) if behind else None
+        behind = [rank for rank in self.waited_for(now_s) if self._is_before_end(rank, window)]
+        self._last_behind = self._random.choice(behind) if behind else None
         return bool(behind)
 
-    def _has_not_passed(self, rank: int, window: int) -> bool:
+    def _is_before_end(self, rank: int, window: int) -> bool:
         state = self._ledger.ranks.get(rank)
         return state is None or (state.last_window < window and not state.bye)
 

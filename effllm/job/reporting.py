@@ -12,14 +12,7 @@ from effllm import metrics
 from effllm.job.account import Account, Rows
 from effllm.job.audit import audit_of, doubtful_tags
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
-from effllm.job.gaps import (
-    count_gaps,
-    energy_coverage,
-    energy_gaps,
-    iterations_reached,
-    not_measured,
-    too_low,
-)
+from effllm.job.gaps import count_gaps, energy_coverage, energy_gaps, iterations_reached, not_measured, too_low
 from effllm.job.ledger import Ledger
 from effllm.job.merged import BUSY, BUSY_S, Expected, Merged
 from effllm.job.roster import Roster
@@ -59,7 +52,7 @@ class Window(Struct):
 
 
 def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: str = "running") -> GoodputSummary:
-    """Return the elapsed time by class, after the GPUs of this attempt are recorded in the ledger."""
+    """Record the GPUs of this attempt in the ledger; return the elapsed time by class."""
     attempt, ranks_joined = ledger.goodput.attempt, len(roster.hellos)
     if ranks_joined >= attempt.ranks_joined:  # a new aggregator with fewer ranks does not replace the number
         attempt.ranks_joined, attempt.gpus = ranks_joined, roster.job.num_gpus
@@ -74,11 +67,7 @@ def to_date(
     constants, sample_s = roster.job.constants, roster.config.collection_interval_s
     health = ledger.health
     run, job = (
-        replace(
-            sums,
-            health=health,
-            energy=replace(sums.energy, is_complete=sums.energy.is_complete and not lacks),
-        )
+        replace(sums, health=health, energy=replace(sums.energy, is_complete=sums.energy.is_complete and not lacks))
         for sums in (account.totals(constants, sample_s) for account in (ledger.run, ledger.whole))
     )
     elapsed = GoodputTotals(goodput.elapsed_s, goodput.seconds, goodput.joules, sum(goodput.rank_seconds.values()))
@@ -86,25 +75,21 @@ def to_date(
 
 
 def report_of(
-    window: Window,
-    ledger: Ledger,
-    roster: Roster,
-    last: ClusterReport | None,
-    correction: bool,
+    window: Window, ledger: Ledger, roster: Roster, previous: ClusterReport | None, correction: bool
 ) -> ClusterReport:
-    """Return the report of a closed window, or its correction by a late report."""
+    """Return the report of a closed window, or its correction by a late report; ``previous`` is the last report."""
     rows = window.rows
     gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
     run, whole = to_date(ledger, roster, goodput, bool(ledger.reports_lost or ledger.unfinished(is_over=False)))
     waited = ledger.waited
     health = replace(waited.health, stalled_s=ledger.hang_s)
-    account = _account_of(window, roster.config.min_coverage)
-    own = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
-    shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
+    account = _window_account(window, roster.config.min_coverage)
+    last = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
+    shown_of_window = last if last.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
-    if window.energy is None and last:  # late: no other report of its window is in memory
-        coverage = replace(last.coverage, reports_late=ledger.late)
+    if window.energy is None and previous:  # late: no other report of its window is in memory
+        coverage = replace(previous.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     values = metrics.evaluate(run, shown_of_window, whole)
     rejected = rows.counts["counts_rejected"]
@@ -120,7 +105,7 @@ def report_of(
         time_s=_end_time_s(float(numbers["end_time_s"].max()), ledger),
         loss=rows.loss,
         run=run,
-        last=own,
+        last=last,
         job=whole,
         values=values,
         doubtful=tuple({**doubtful_tags(ledger.audit, values), **gaps.doubtful_tags(values), **of_window}),
@@ -138,7 +123,7 @@ def report_of(
         stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected(rows.ranks)),
         instruments={} if correction else summaries(rows.values),
-        energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
+        energy_doubtful=(metrics.energy.timing_error_ratio(last) or 0.0) > MAX_RANDOM_ERROR,
         gpu_seconds={part.name: part.device_seconds for part in parts},
         gpus_unused=ledger.goodput.attempt.unused_gpus,
     )
@@ -173,7 +158,7 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     return {name: spread for name, spread in spreads.items() if spread is not None}
 
 
-def _account_of(window: Window, min_coverage: float) -> Account:
+def _window_account(window: Window, min_coverage: float) -> Account:
     account = Account()
     account.add_rows(window.rows)
     if window.merged is not None:
@@ -224,7 +209,7 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
         attempts=ledger.attempt,
         parameters=run.constants.parameters,
         parameters_kind=roster.config.parameters,
-        metrics=_with_errors(values, metrics.errors(run, whole), doubts),
+        metrics=_values_with_errors(values, metrics.errors(run, whole), doubts),
         energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
@@ -263,7 +248,7 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
     )
 
 
-def _with_errors(
+def _values_with_errors(
     values: Mapping[str, float], errors: Mapping[str, tuple[float, float]], doubts: Mapping[str, str]
 ) -> dict[str, Value]:
     results = {}

@@ -30,7 +30,7 @@ MIN_REASON_SHARE = 0.2
 #: A GPU with a reason for less than this share of the time has no reason.
 FREE_SHARE = 0.01
 #: A power limit is lowered below this share of the default limit.
-LOWERED = 0.98
+LOWERED_BELOW = 0.98
 #: Maximum number of GPUs without a reason that are compared.
 MAX_OTHERS = 64
 #: What times show is an estimate: its upper bound is this factor.
@@ -68,19 +68,19 @@ class SlowClocks(Struct):
                     continue
                 device = devices.get(window.device)
                 cause = _cause(window, device) if device is not None else ""
-                clock = _clock(window, device) if cause and device is not None else None
+                clock = _clock_share(window, device) if cause and device is not None else None
                 if clock is not None and device is not None:
                     named.add(row.rank)
                     if cause not in slow or clock < slow[cause].clock:
                         slow[cause] = _SlowGpu(row, window, device, clock)
-        free = list(_others(rows, devices, named))
+        free = list(_free_clocks(rows, devices, named))
         others = max(free, default=0.0)
         self.free_clock, self.min_clock = max(self.free_clock, others), min([self.min_clock, *free])
         if not slow and rows.iterations:
-            self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _each_s(rows[0])]
+            self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _iteration_s(rows[0])]
         for cause, gpu in slow.items():
             hello = hellos.get(gpu.row.rank)
-            text = _text(cause, gpu, hello.host if hello is not None else "")
+            text = _reason_text(cause, gpu, hello.host if hello is not None else "")
             self._add(cause, gpu, others or self.free_clock, len(rows), text, self._longer_s(gpu, rows, named))
 
     def summary(self) -> dict[str, ClockLoss]:
@@ -98,7 +98,7 @@ class SlowClocks(Struct):
         if own and slow_s is not None:
             return slow_s - statistics.median(own)
         own_share = slow_s * gpu.row.iterations / gpu.row.busy_s if slow_s is not None and gpu.row.busy_s else 1.0
-        longer_s = _each_s(gpu.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
+        longer_s = _iteration_s(gpu.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
         return None if longer_s is None else own_share * longer_s
 
     def _add(self, cause: str, gpu: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
@@ -113,7 +113,7 @@ class SlowClocks(Struct):
             max(1.0 - gpu.clock / min(one_of or 1.0, limit), 0.0) for one_of in (reference or peak, reference)
         )
         most = ranks * row.busy_s * lowest
-        seconds = _computing(row.profile) * ranks * row.busy_s * lower
+        seconds = _kernel_share(row.profile) * ranks * row.busy_s * lower
         if longer_s is not None:
             # A rank that is slow before its first wait for other ranks is slow after it too.
             shown = max(ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
@@ -136,7 +136,7 @@ def _own_s(row: RankReport) -> float | None:
     return row.own_step_s / row.own_steps if row.own_steps else None
 
 
-def _each_s(row: RankReport) -> float:
+def _iteration_s(row: RankReport) -> float:
     return row.busy_s / row.iterations if row.iterations else 0.0
 
 
@@ -148,10 +148,10 @@ def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_S
     if window.throttled_s.get("power_cap", 0.0) < least_s or not device.power_limit_default_w:
         return ""
     limit_w = mean_of(window, "power_limit_w") or device.power_limit_w
-    return POWER_LIMIT if limit_w and limit_w < LOWERED * device.power_limit_default_w else ""
+    return POWER_LIMIT if limit_w and limit_w < LOWERED_BELOW * device.power_limit_default_w else ""
 
 
-def _clock(window: DeviceWindow, device: Device) -> float | None:
+def _clock_share(window: DeviceWindow, device: Device) -> float | None:
     """Return the mean SM clock in iterations as a share of the maximum clock; ``None`` without a clock above 0."""
     ratio = mean_of(window, CLOCK_RATIO)
     if not ratio or ratio < 0 or not device.sm_clock_reference_hz or not device.sm_clock_max_hz:
@@ -159,18 +159,18 @@ def _clock(window: DeviceWindow, device: Device) -> float | None:
     return min(ratio * device.sm_clock_reference_hz / device.sm_clock_max_hz, 1.0)
 
 
-def _others(rows: Sequence[RankReport], devices: Mapping[str, Device], named: set[int]) -> Iterator[float]:
+def _free_clocks(rows: Sequence[RankReport], devices: Mapping[str, Device], named: set[int]) -> Iterator[float]:
     """Yield the clocks of GPUs without a reason."""
     for row in rows[:: max(len(rows) // MAX_OTHERS, 1)]:
         for window in row.devices if row.rank not in named and row.iterations > 0 else ():
             device = devices.get(window.device)
             if device is None or not device.is_gpu or (window.throttled_s and _cause(window, device, FREE_SHARE)):
                 continue
-            if (clock := _clock(window, device)) is not None:
+            if (clock := _clock_share(window, device)) is not None:
                 yield clock
 
 
-def _computing(profile: Profile | None) -> float:
+def _kernel_share(profile: Profile | None) -> float:
     """Return the share of own time with kernels in profiled iterations; 1, an upper bound, without a profile."""
     if profile is None or profile.time_s <= profile.exposed_s:
         return 1.0
@@ -181,7 +181,7 @@ def _limit_w(gpu: _SlowGpu) -> float:
     return mean_of(gpu.window, "power_limit_w") or gpu.device.power_limit_w or float("inf")
 
 
-def _text(cause: str, gpu: _SlowGpu, host: str) -> str:
+def _reason_text(cause: str, gpu: _SlowGpu, host: str) -> str:
     rank = f"rank {gpu.row.rank} ({host})" if host else f"rank {gpu.row.rank}"
     max_hz = gpu.device.sm_clock_max_hz or 0.0
     clock = f"SM clock {gpu.clock * max_hz / 1e9:.2f} GHz, maximum {max_hz / 1e9:.2f}"

@@ -53,7 +53,7 @@ _END_TEXTS = {
     "killed": _End("no exception: a signal, or the end of the machine", "dmesg, and the log of the scheduler"),
 }
 #: Kinds of events that may be the reason of an end.
-_REPORTED = {
+_EVENT_REASONS = {
     "memory_leak": "growing memory",
     "memory_forecast": "memory that will run out",
     "loss_not_finite": "a loss that is NaN or infinite",
@@ -73,7 +73,7 @@ MAX_NAMED = 4  # ranks in the text of a verdict
 #: Training threads that wait for a core for at least this share of the time make the times of ranks unequal.
 MIN_CORE_WAIT = 0.05
 #: Causes that waits for a core may have.
-_OF_CORES = frozenset((
+_CAUSED_BY_CORES = frozenset((
     "data_loading", "between_iterations", "straggler", "uneven_ranks", "slow_iterations", "exposed_communication",
     "device_idle",
 ))  # fmt: skip
@@ -95,7 +95,7 @@ def windows_of_retries(summary: Summary) -> LossWindows | None:
     return LossWindows(pressure.windows, pressure.first_iteration, pressure.last_iteration, pressure.worst_iteration)
 
 
-def _where(windows: LossWindows | None, iterations: int) -> str:
+def _worst_iteration_text(windows: LossWindows | None, iterations: int) -> str:
     """Return where a loss is, if it is in few windows."""
     if windows is None or windows.worst_iteration is None:
         return ""
@@ -131,23 +131,23 @@ def verdict_of(
         reported = [loss for loss in every if loss.cause == "hang"] or reported
     unit, seen = waterfall.unit, goodput or Goodput()
     shown = [loss for loss in every[:MAX_EVIDENCE] if loss.share >= MIN_EVIDENCE_SHARE]
-    stated = (*_of_cores(summary), *_of_locked_clocks(summary))
-    evidence = *(_evidence(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
+    stated = (*_evidence_of_cores(summary), *_evidence_of_locked_clocks(summary))
+    evidence = *(_evidence_of_loss(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
-        return _out_of_memory(summary.out_of_memory, facts, evidence)
+        return _verdict_out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _END_TEXTS and ends.get(summary.status):
-        return _failed_verdict(summary, ends[summary.status], evidence, bool(reported))
+        return _verdict_failed(summary, ends[summary.status], evidence, bool(reported))
     unreported = seconds_of(waterfall, "unreported") / waterfall.device_seconds
     if reported and reported[0].share >= unreported:
-        return _accuse(reported[0], summary, facts, unit, evidence, seen)
-    pressure = _memory_pressure(summary, facts, evidence)
+        return _verdict_on_loss(reported[0], summary, facts, unit, evidence, seen)
+    pressure = _verdict_on_retries(summary, facts, evidence)
     if unreported < MAX_UNREPORTED and not reported and pressure is not None:
         return pressure
     if unreported >= MAX_UNREPORTED or reported:
-        return _unreported(unreported, summary, unit, evidence)
+        return _verdict_unreported(unreported, summary, unit, evidence)
     if summary.iterations < MIN_ITERATIONS:
         text = f"only {summary.iterations:,} iterations"
-        return _unknown(
+        return _verdict_unknown(
             text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
         )
     # No loss is reported, so the threshold of such a loss is for longer jobs.
@@ -161,18 +161,18 @@ def verdict_of(
             text = "no loss found; communication inside steps not split"
             action = _profile_action(summary, profile_every)
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
-        return _healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
-    return _healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
+        return _verdict_healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
+    return _verdict_healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
 
 
-def _unreported(share: float, summary: Summary, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _verdict_unreported(share: float, summary: Summary, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
     if summary.coverage.reports_lost or "rank_lost" in summary.events:
         why, action = "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost"
     elif summary.status == "running":
         why, action = "the newest window is not complete", "`effllm inspect` again in a minute"
     else:
         why, action = "ranks began late, ended early, or sent no report", "events.jsonl: joined and left of each rank"
-    return _unknown(f"{100 * share:.1f} % of {unit} time has no report", why, action, evidence)
+    return _verdict_unknown(f"{100 * share:.1f} % of {unit} time has no report", why, action, evidence)
 
 
 def _core_wait_share(summary: Summary) -> float:
@@ -182,30 +182,30 @@ def _core_wait_share(summary: Summary) -> float:
     return min((summary.goodput.core_wait_s or 0.0) / sum(summary.goodput.rank_seconds.values()), 1.0)
 
 
-def _of_cores(summary: Summary) -> tuple[Evidence, ...]:
+def _evidence_of_cores(summary: Summary) -> tuple[Evidence, ...]:
     """Return the evidence that the CPU cores are not enough, if there is any."""
     share = _core_wait_share(summary)
     text = f"training threads wait {100 * share:.0f} % of the time for a CPU core"
     return (Evidence(text, "summary.json: goodput.core_wait_s", share),) if share >= MIN_CORE_WAIT else ()
 
 
-def _of_locked_clocks(summary: Summary) -> tuple[Evidence, ...]:
+def _evidence_of_locked_clocks(summary: Summary) -> tuple[Evidence, ...]:
     locked = summary.slow_clocks.get(LOCKED)
     return () if locked is None else (Evidence(locked.why, f"summary.json: slow_clocks.{LOCKED}"),)
 
 
-def _healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _verdict_healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
     text = f"{HEALTHY}: no loss is above its threshold"
     return Verdict(HEALTHY, text, why, "nothing to do", None, HIGH, evidence)
 
 
-def _failed_verdict(
+def _verdict_failed(
     summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_reported_loss: bool
 ) -> Verdict:
     """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
     named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
     text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
-    event_reasons = [f"{_REPORTED[kind]} was reported" for kind in _REPORTED if summary.events.get(kind)]
+    event_reasons = [f"{_EVENT_REASONS[kind]} was reported" for kind in _EVENT_REASONS if summary.events.get(kind)]
     largest = f"largest loss: {evidence[0].claim}" if evidence and has_reported_loss else ""
     why = "; ".join(filter(None, [*event_reasons, largest])) or _END_TEXTS[summary.status].why
     action = "events.jsonl: memory_leak, memory_forecast" if _MEMORY_GROWTH_KINDS & summary.events.keys() else ""
@@ -219,7 +219,7 @@ def _profile_action(summary: Summary, profile_every: int) -> str:
     return f"EFFICIENTLLM_PROFILE_EVERY={period} splits the steps by a profile"
 
 
-def _out_of_memory(failure: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
+def _verdict_out_of_memory(failure: OutOfMemory, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict:
     ranks = ",".join(map(str, failure.ranks[:MAX_NAMED])) + (",..." if len(failure.ranks) > MAX_NAMED else "")
     windows = LossWindows(1, failure.iteration, failure.iteration) if failure.iteration else None
     sizes = {name.removesuffix("_peak"): size for name, size in failure.bytes.items() if name.endswith("_peak")}
@@ -228,10 +228,10 @@ def _out_of_memory(failure: OutOfMemory, facts: Mapping[str, Any], evidence: tup
     why += f"{failure.bytes.get('reserved', 0.0) / 1e9:.2f} GB reserved, "
     why += f"{failure.bytes.get('fragmented', 0.0) / 1e9:.2f} GB fragmented; {failure.retries:,} allocator retries"
     first = Evidence(why, "summary.json: out_of_memory", windows=windows)
-    return _of_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
+    return _verdict_on_memory(f"out of memory on rank {ranks}", why, HIGH, facts, (first, *evidence))
 
 
-def _of_memory(
+def _verdict_on_memory(
     text: str, why: str, confidence: str, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> Verdict:
     """Return a verdict on memory; the gain is not known, so it has no bound."""
@@ -246,7 +246,7 @@ def _of_memory(
     )
 
 
-def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict | None:
+def _verdict_on_retries(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict | None:
     """Return the verdict if the allocator retries often, and too few windows have no retry to measure the lost time."""
     pressure = summary.memory_pressure
     if pressure is None or pressure.rank_seconds is not None or summary.iterations < MIN_ITERATIONS:
@@ -258,21 +258,21 @@ def _memory_pressure(summary: Summary, facts: Mapping[str, Any], evidence: tuple
     )
     first = Evidence(why, "summary.json: memory_pressure", windows=windows_of_retries(summary))
     text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
-    return _of_memory(text, why, MEDIUM, facts, (first, *evidence))
+    return _verdict_on_memory(text, why, MEDIUM, facts, (first, *evidence))
 
 
-def _accuse(
+def _verdict_on_loss(
     loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], seen: Goodput
 ) -> Verdict:
     assert summary.waterfall is not None
-    cores = [item.claim for item in _of_cores(summary)] if loss.cause in _OF_CORES else []
+    cores = [item.claim for item in _evidence_of_cores(summary)] if loss.cause in _CAUSED_BY_CORES else []
     is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
     line = where(summary.host, loss.cause, data_share(summary.waterfall))
     if loss.cause == "slow_iterations" and is_of_cores:
         line = ""  # any line is long while its thread waits for a core
     line_of_slow = where_slow(summary.host, named) if named else ""
-    why = loss.why + _where(windows_of(loss, summary, seen), summary.iterations)
+    why = loss.why + _worst_iteration_text(windows_of(loss, summary, seen), summary.iterations)
     action = loss.action or remedy(loss.cause, facts).text
     is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
     if is_of_cores and not is_of_line:
@@ -281,7 +281,7 @@ def _accuse(
     is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
-        text=f"{_name(loss.cause)}: {_lost(loss, unit)}",
+        text=f"{_name(loss.cause)}: {_lost_text(loss, unit)}",
         why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
         next=action,
         bound=loss.gain,
@@ -290,7 +290,7 @@ def _accuse(
     )
 
 
-def _lost(loss: Loss, unit: str) -> str:
+def _lost_text(loss: Loss, unit: str) -> str:
     """Return the share of the time and the bound of the gain; a large gain needs no decimals of the share."""
     if loss.gain is None:
         return f"{100 * loss.share:.1f} % of {unit} time"
@@ -307,11 +307,11 @@ def _hidden_share(summary: Summary, waterfall: Waterfall) -> float:
     return hidden_s / waterfall.device_seconds
 
 
-def _unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -> Verdict:
+def _verdict_unknown(text: str, why: str, action: str, evidence: tuple[Evidence, ...]) -> Verdict:
     return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
 
 
-def _evidence(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidence:
+def _evidence_of_loss(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidence:
     limit = AVOIDABLE[loss.cause]
     text = f"threshold {100 * limit.share:g} %"
     if summary.elapsed_s < limit.min_elapsed_s:

@@ -79,17 +79,17 @@ def waterfall(
     without_gpus = sum(attempt.gpus == 0 for attempt in goodput.attempts) if is_of_gpus else 0
     classes = dict(goodput.device_seconds)
     kept = classes.pop(KEPT, 0.0)
-    inside = _Inside.of(goodput, whole.health.straggling_gpu_s)
-    profiled = _profiled(kept, whole.profile, inside, uneven_share, classes.get(UNEVEN, 0.0))
-    steps = _split(kept, classes, whole, without_gpus > 0, kept + sum(inside), profiled)
+    inside = _OtherInSteps.of(goodput, whole.health.straggling_gpu_s)
+    profiled = _profiled_parts(kept, whole.profile, inside, uneven_share, classes.get(UNEVEN, 0.0))
+    steps = _split_kept_steps(kept, classes, whole, without_gpus > 0, kept + sum(inside), profiled)
     seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
     used_s = sum(seconds.values())
     seconds["unused"] = goodput.unused_gpu_seconds
-    joules = _joules(goodput.joules, steps.seconds, kept)
+    joules = _parts_j(goodput.joules, steps.seconds, kept)
     total = sum(seconds.values())
     # The counters and windows from which each part is computed.
-    evidence = _of_classes(sources, whole) | _of_clock(whole, _iterations(kept, classes))
-    evidence |= _of_steps(whole, _kept_share(kept, classes))
+    evidence = _evidence_of_classes(sources, whole) | _evidence_of_clock(whole, _iterations_s(kept, classes))
+    evidence |= _evidence_of_steps(whole, _kept_share(kept, classes))
     price = whole.constants.price_per_gpu_hour if is_of_gpus else None
     parts = tuple(
         WaterfallPart(
@@ -100,14 +100,14 @@ def waterfall(
             is_split_by_time=name in steps.seconds and len(steps.seconds) > 1 and joules.get(name) is not None,
             cost=None if price is None else seconds.get(name, 0.0) / 3600.0 * price,
             # Without another part, the job is shorter, and so is the time of unused GPUs.
-            max_gain=_gain(seconds.get(name, 0.0), total if name == "unused" else used_s)
+            max_gain=_max_gain(seconds.get(name, 0.0), total if name == "unused" else used_s)
             if name not in PRODUCTIVE
             else None,
             evidence=evidence.get(name, ""),
             error_share=steps.errors[name] / total if name in steps.errors else None,
         )
         for name in PARTS
-        if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_joules`
+        if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_parts_j`
     )
     unknown = [*steps.unknown]
     if any(attempt.unused_gpus is None for attempt in goodput.attempts):
@@ -124,7 +124,7 @@ def waterfall(
     )
 
 
-def _split(
+def _split_kept_steps(
     kept: float,
     classes: Mapping[str, float],
     whole: ClusterTotals,
@@ -139,8 +139,8 @@ def _split(
     period = profile_period(whole.counts.iterations, whole.constants.world_size)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
     computing = kept - sum(seconds.values())
-    clock, why_no_clock = _below_clock(computing, kept, classes, whole)
-    flops, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _useful(computing, kept, classes, whole)
+    clock, why_no_clock = _lost_to_clock(computing, kept, classes, whole)
+    flops, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _parts_by_flops(computing, kept, classes, whole)
     # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
     clock = min(clock, max(computing - sum(flops.values()), 0.0))
     rest = max(computing - clock - sum(flops.values()), 0.0)
@@ -150,7 +150,7 @@ def _split(
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
 
 
-def _below_clock(
+def _lost_to_clock(
     computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
 ) -> tuple[float, Sequence[str]]:
     """Return the device-seconds that a clock below the reference takes, and the reason for an unknown clock.
@@ -163,7 +163,7 @@ def _below_clock(
     if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
         return 0.0, (NO_CLOCK,)
     share = constants.gpus_with_clock / constants.gpus
-    if devices.sm_clock_covered_s < MIN_CLOCK_COVERAGE * share * _iterations(kept, classes):
+    if devices.sm_clock_covered_s < MIN_CLOCK_COVERAGE * share * _iterations_s(kept, classes):
         return 0.0, (LITTLE_CLOCK,)
     return computing * share * max(1.0 - devices.sm_clock_ratio, 0.0), ()
 
@@ -172,15 +172,15 @@ def _kept_share(kept: float, classes: Mapping[str, float]) -> float:
     return kept / (kept + classes.get(REDONE, 0.0)) if kept else 1.0
 
 
-def _iterations(kept: float, classes: Mapping[str, float]) -> float:
+def _iterations_s(kept: float, classes: Mapping[str, float]) -> float:
     return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, UNEVEN, HANG))
 
 
-def _useful(
+def _parts_by_flops(
     computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
 ) -> tuple[dict[str, float], Sequence[str]]:
     """Return the device-seconds of the FLOPs of kept steps at the peak, and the reason for unknown FLOPs."""
-    flops = _at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
+    flops = _seconds_at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
     if isinstance(flops, str):
         return {}, (flops,)
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
@@ -188,7 +188,7 @@ def _useful(
     return ({}, (ABOVE_PEAK,)) if sum(flops.values()) > computing else (flops, ())
 
 
-class _Inside(NamedTuple):
+class _OtherInSteps(NamedTuple):
     """Device-seconds inside the steps that belong to other classes than kept."""
 
     waits: float  # for other ranks: a waiting rank waits in its communication
@@ -196,7 +196,7 @@ class _Inside(NamedTuple):
     slow: float  # what slow ranks lose themselves
 
     @classmethod
-    def of(cls, goodput: GoodputSummary, straggling_gpu_s: float) -> _Inside:
+    def of(cls, goodput: GoodputSummary, straggling_gpu_s: float) -> _OtherInSteps:
         """Return these seconds; ``straggling_gpu_s`` are the waits for slow ranks, in rank-seconds."""
         classes, straggling_s = goodput.device_seconds, goodput.rank_seconds.get(STRAGGLING, 0.0)
         straggling = classes.get(STRAGGLING, 0.0)
@@ -205,8 +205,8 @@ class _Inside(NamedTuple):
         return cls(waits, sum(classes.get(name, 0.0) for name in (SLOW, WARMUP)), straggling - waiting)
 
 
-def _profiled(
-    kept: float, profile: Profile | None, inside: _Inside, uneven_share: float, counted: float
+def _profiled_parts(
+    kept: float, profile: Profile | None, inside: _OtherInSteps, uneven_share: float, counted: float
 ) -> dict[str, float]:
     """Return waits in communication, exposed communication and idle time, from the shares in profiled iterations.
 
@@ -229,7 +229,7 @@ def _profiled(
     return {"waits_in_communication": waits, "exposed_communication": exposed - waits, "device_idle": idle}
 
 
-def _at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, float] | str:
+def _seconds_at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, float] | str:
     """Return the device-seconds of the FLOPs of all iterations at the peak, by part; a sentence if they are unknown."""
     if constants.flops_per_token is None:
         return NO_FLOPS
@@ -246,7 +246,7 @@ def _at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, 
     }
 
 
-def _joules(by_class: Mapping[str, float | None], steps: Mapping[str, float], kept: float) -> dict[str, float | None]:
+def _parts_j(by_class: Mapping[str, float | None], steps: Mapping[str, float], kept: float) -> dict[str, float | None]:
     """Return the joules of each part; the joules of kept steps are split in proportion to time.
 
     A class can have joules without device time: its time is a rounding error, or its ranks had no GPU.
@@ -260,11 +260,11 @@ def _joules(by_class: Mapping[str, float | None], steps: Mapping[str, float], ke
     return joules
 
 
-def _gain(seconds: float, total: float) -> float | None:
+def _max_gain(seconds: float, total: float) -> float | None:
     return total / (total - seconds) - 1.0 if seconds < total else None
 
 
-def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
+def _evidence_of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
     """Return the evidence of each class of goodput; ``sources`` are the reports of the classes."""
     ranks = whole.constants.world_size
     windows = f"windows 1-{sources.windows:,}" if sources.windows > 1 else "window 1"
@@ -283,7 +283,7 @@ def _of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
     }
 
 
-def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
+def _evidence_of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
     """Return the evidence of the clock; ``iterations`` are device-seconds."""
     devices, constants = whole.devices, whole.constants
     if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
@@ -295,7 +295,7 @@ def _of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
     return {"clock_below_maximum": text if whole.profile is not None else f"{text}; communication included"}
 
 
-def _of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str]:
+def _evidence_of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str]:
     """Return the evidence of the parts of kept steps; the tokens of the other steps are left out."""
     constants, counts, profile = whole.constants, whole.counts, whole.profile
     profiled = f"{profile.iterations:,} profiled iterations, summed over ranks" if profile is not None else ""

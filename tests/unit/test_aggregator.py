@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.job.closed_windows import RECENT
+from effllm.job.closed_windows import MAX_RECENT
 from effllm.job.ledger import restore
 from effllm.job.open_windows import MAX_LATE, MAX_PENDING_BYTES
 from effllm.job.presence import ABSENT_AFTER_S, LOST_AFTER_S
@@ -301,14 +301,14 @@ def test_late_report_of_the_warm_up_is_in_its_energy_and_not_in_the_run():
 def test_tokens_of_a_very_late_report_are_counted():
     job, _ = late_job()
     job.join(1, agent="agent-1")
-    for window in range(2, RECENT + 3):
+    for window in range(2, MAX_RECENT + 3):
         job.send(row(0, window))
         job.send(row(1, window, sequence=window + 100, agent="agent-1"))
     job.closed()
     job.send(row(1, 1, sequence=999))
 
     (correction,) = job.closed()
-    assert correction.run.counts.tokens == 1000 * 2 * (RECENT + 2)
+    assert correction.run.counts.tokens == 1000 * 2 * (MAX_RECENT + 2)
     assert not correction.run.energy.is_complete
     assert correction.coverage.gpus_measured == 2, "the coverage is that of the last window"
 

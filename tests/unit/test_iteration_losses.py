@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
-from effllm.job.iteration_losses import MIN_KEPT, IterationLosses, IterationMatrix
+from effllm.job.iteration_losses import MIN_RECENT, IterationLosses, IterationMatrix
 from effllm.records.iteration_times import LONG, IterationTimes, codes_of
 from effllm.records.verdict import MAX_LAST, LastRanks
 
@@ -224,7 +224,7 @@ def test_noise_is_hardly_long(sigma):
 def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself():
     losses = IterationLosses()
     assert [lost.slow_s for lost in close(losses, 1, [[0.1] * 9 + [1.0]], [[0.0] * 10], first=11)] == [0.0]
-    assert MIN_KEPT == 20
+    assert MIN_RECENT == 20
     (own, *judged) = close(losses, 2, [[0.1] * 10], [[0.0] * 10], first=21)
     assert own.window == 2 and [round(one.slow_s, 1) for one in judged] == [0.9, 0.0]
     losses.begin_attempt()

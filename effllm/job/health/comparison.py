@@ -69,7 +69,7 @@ class _Level:
 
     def means(self, ranks: Sequence[int]) -> Array:
         """Return the means of ranks in the blocks (ranks x blocks); a missing rank has the median of its block."""
-        return np.stack([_of_ranks(block, ranks) for block in self.blocks], axis=1)
+        return np.stack([_means_of(block, ranks) for block in self.blocks], axis=1)
 
     def add_block(self, block: _Block) -> None:
         self.blocks.append(block)
@@ -100,13 +100,13 @@ class _Spells:
         self._are_in_spell = np.zeros(len(ranks), bool)
         self._excess_s = np.zeros(len(ranks))  # sum over all iterations
         self._peers_s = np.zeros(len(ranks))
-        self._blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
+        self._take_whole_blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
 
     def add_block(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
         """Add a block; return the ranks that are slow again and again, if a spell has begun."""
         if block.iteration_s <= 0:
             return []
-        means = _of_ranks(block, self.ranks)
+        means = _means_of(block, self.ranks)
         excess = means - medians_of_others(means)
         share = excess / base_s(means - excess, block.iteration_s)
         begins = (share >= IN_SPELL) & ~self._are_in_spell
@@ -115,7 +115,7 @@ class _Spells:
         self._counts += begins
         self._excess_s += block.weight * excess
         self._peers_s += block.weight * (means - excess)
-        self._blocks, self._iterations = self._blocks + 1, self._iterations + block.weight
+        self._take_whole_blocks, self._iterations = self._take_whole_blocks + 1, self._iterations + block.weight
         self._whole_s += block.weight * block.iteration_s
         return list(self._slow(base_s)) if begins.any() and self._counts.max() >= SPELLS else []
 
@@ -125,9 +125,9 @@ class _Spells:
         is_slow = (self._counts >= SPELLS) & (excess >= SLOW * base_s(peers, whole_s))
         for at in np.flatnonzero(is_slow).tolist():
             count = int(self._counts[at])
-            if len(self.ranks) * _chance_of(count, num_spells, 1 / len(self.ranks)) < FALSE_ALARMS:
+            if len(self.ranks) * _max_probability(count, num_spells, 1 / len(self.ranks)) < FALSE_ALARMS:
                 # Of this level, six blocks have two spells.
-                blocks = 2 * self._blocks / count / NUM_BLOCKS[0]
+                blocks = 2 * self._take_whole_blocks / count / NUM_BLOCKS[0]
                 level = min(max(math.ceil(math.log(blocks, GROWTH)), 0), LEVELS - 1)
                 yield Slow(self.ranks[at], float(excess[at]), float(peers[at]), whole_s, int(self._since[at]), level)
 
@@ -168,15 +168,15 @@ class RankComparison:
             if not set(ranks) <= set(self._spells.ranks):
                 self._spells = _Spells(ranks)
         fresh, by_rank = [False] * LEVELS, dict[int, Slow]()
-        for block in self._blocks(values, weights, iterations_s, shown):
-            self._enter(0, block, fresh)
+        for block in self._take_whole_blocks(values, weights, iterations_s, shown):
+            self._add_block(0, block, fresh)
             by_rank |= {slow.rank: slow for slow in self._spells.add_block(block, self._base_s)}
         for number, level in enumerate(self._levels):
             if fresh[number]:
-                by_rank = {slow.rank: slow for slow in self._look(number, level)} | by_rank
+                by_rank = {slow.rank: slow for slow in self._slow_ranks_of_level(number, level)} | by_rank
         return list(by_rank.values())
 
-    def _blocks(self, values: Array, weights: Array, iterations_s: Array, shown: int) -> Iterator[_Block]:
+    def _take_whole_blocks(self, values: Array, weights: Array, iterations_s: Array, shown: int) -> Iterator[_Block]:
         """Yield the blocks that are whole now."""
         start, ends = 0, np.cumsum(weights)
         while start < len(weights):
@@ -194,10 +194,10 @@ class RankComparison:
             self._open.append(_Block(self._ranks, means, whole_s, shown + round(before), weight))
             if ends[end - 1] - before >= more:
                 parts, self._open = self._open, []
-                yield _joined(parts)
+                yield _joined_block(parts)
             start = end
 
-    def _enter(self, number: int, block: _Block, fresh: list[bool]) -> None:
+    def _add_block(self, number: int, block: _Block, fresh: list[bool]) -> None:
         level = self._levels[number]
         level.add_block(block)
         fresh[number] = True
@@ -206,9 +206,9 @@ class RankComparison:
             above.parts.append(block)
             if len(above.parts) == GROWTH:
                 parts, above.parts = above.parts, []
-                self._enter(number + 1, _joined(parts), fresh)
+                self._add_block(number + 1, _joined_block(parts), fresh)
 
-    def _look(self, number: int, level: _Level) -> Iterator[Slow]:
+    def _slow_ranks_of_level(self, number: int, level: _Level) -> Iterator[Slow]:
         means = None
         for count in NUM_BLOCKS:
             if len(level.blocks) < count:
@@ -234,13 +234,13 @@ class RankComparison:
             by_block = newest - medians_of_others(newest)
             chance = FALSE_ALARMS / LEVELS / len(self._ranks) / (level.looks * (level.looks + 1))
             sure = {at: deviations(excess[at], by_block[at]) for at in np.flatnonzero(is_slow).tolist()}
-            if max(sure.values()) < _limit(chance):
+            if max(sure.values()) < _min_sigmas(chance):
                 continue
             # Beside a rank that is slow for certain, other slow ranks are no surprise.
-            limit = _limit(FALSE_ALARMS / len(self._ranks))
+            limit = _min_sigmas(FALSE_ALARMS / len(self._ranks))
             whole = means - medians_of_others(means)
             for at in (at for at, sigmas in sure.items() if sigmas >= limit):
-                since = _first(whole[at] >= excess[at] / 2, means.shape[1] - count)
+                since = _first_slow(whole[at] >= excess[at] / 2, means.shape[1] - count)
                 shown = level.blocks[since].shown
                 peers_s = float(overall[at] - excess[at])
                 yield Slow(self._ranks[at], float(excess[at]), peers_s, whole_s, shown, number)
@@ -259,7 +259,7 @@ class RankComparison:
         if len(blocks) < min_blocks or rank not in self._ranks:
             return None
         at = self._ranks.index(rank)
-        means = np.mean([_of_ranks(block, self._ranks) for block in blocks], axis=0)
+        means = np.mean([_means_of(block, self._ranks) for block in blocks], axis=0)
         excess_s, whole_s = means[at] - medians_of_others(means)[at], np.mean([block.iteration_s for block in blocks])
         return Slow(rank, float(excess_s), float(means[at] - excess_s), float(whole_s), since, level)
 
@@ -279,24 +279,24 @@ class RankComparison:
                 block.means[at] = np.median(block.means)
 
 
-def _joined(parts: Sequence[_Block]) -> _Block:
+def _joined_block(parts: Sequence[_Block]) -> _Block:
     """Return the weighted mean of consecutive blocks, with the ranks of the last one."""
     if len(parts) == 1:
         return parts[0]
     ranks, weights = parts[-1].ranks, [part.weight for part in parts]
-    means = np.average([_of_ranks(part, ranks) for part in parts], axis=0, weights=weights)
+    means = np.average([_means_of(part, ranks) for part in parts], axis=0, weights=weights)
     whole_s = float(np.average([part.iteration_s for part in parts], weights=weights))
     return _Block(ranks, means, whole_s, parts[0].shown, sum(weights))
 
 
-def _of_ranks(block: _Block, ranks: Sequence[int]) -> Array:
+def _means_of(block: _Block, ranks: Sequence[int]) -> Array:
     if block.ranks is ranks or block.ranks == ranks:
         return block.means
     by_rank, median_s = dict(zip(block.ranks, block.means.tolist(), strict=True)), float(np.median(block.means))
     return np.array([by_rank.get(rank, median_s) for rank in ranks])
 
 
-def _first(is_slow: Array, at: int) -> int:
+def _first_slow(is_slow: Array, at: int) -> int:
     """Return the first of the slow blocks without a gap that end in the block ``at`` or begin after it."""
     while at > 0 and is_slow[at - 1] and is_slow[at]:
         at -= 1
@@ -333,7 +333,7 @@ def deviations(mean: float, blocks: Array) -> float:
     return (8 * free + 1) / (8 * free + 3) * math.sqrt(free * math.log1p((mean / error) ** 2 / free))
 
 
-def _chance_of(count: int, of: int, share: float) -> float:
+def _max_probability(count: int, of: int, share: float) -> float:
     """Return an upper bound of the probability of at least ``count`` among ``of``, each with probability ``share``."""
     part = count / of
     if part <= share:
@@ -342,5 +342,5 @@ def _chance_of(count: int, of: int, share: float) -> float:
     return math.exp(-of * (part * math.log(part / share) + rest))
 
 
-def _limit(chance: float) -> float:
+def _min_sigmas(chance: float) -> float:
     return -NormalDist().inv_cdf(chance)

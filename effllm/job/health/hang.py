@@ -83,7 +83,7 @@ class Resumed(NamedTuple):
     rank: int | None = None  # None: the job
 
 
-Verdict = Stall | Resumed
+HangVerdict = Stall | Resumed
 
 
 class Hang:
@@ -106,7 +106,7 @@ class Hang:
         self._next_check_s = self._next_alone_s = 0.0
         self._checked_s = 0.0
         self.since_s: float | None = None  # start of the job's stall
-        self._report_s = 0.0  # time at which the stall is reported again
+        self._next_report_s = 0.0  # time at which the stall is reported again
         self._alone: dict[int, tuple[float, float]] = {}  # hangs by rank: start, and time of the next event
         self._resumed: list[Resumed] = []
         self.stalled_s = 0.0  # total seconds of ended stalls
@@ -125,7 +125,7 @@ class Hang:
         """Remove a rank after its BYE; only completion of the rank counts as progress."""
         if rank in self.ranks:
             if completed:
-                self._move(rank, now_s)
+                self._end_stall(rank, now_s)
             self._alone.pop(rank, None)
             del self.ranks[rank]
 
@@ -139,7 +139,7 @@ class Hang:
         else:
             since_s = now_s - beat.since_s  # this may be earlier than the HELLO
             since_s = max(since_s, position.since_s) if position.state else since_s
-            self._place(beat.rank, position, beat.ordinal, beat.state, since_s)
+            self._set_position(beat.rank, position, beat.ordinal, beat.state, since_s)
         position.seen_s, position.beat_s, position.process = now_s, beat.since_s, beat.process
         position.utilization, position.power_w = beat.utilization, beat.power_w
 
@@ -159,10 +159,10 @@ class Hang:
                 of_role.append((row.window, row.time_s / row.iterations))
         if last > position.ordinal - (position.state == STEP):  # `completed`, without a call for each of 10,000 reports
             # This was the position at the end of the window; no heartbeat has confirmed it.
-            self._place(row.rank, position, last, BETWEEN, now_s)
+            self._set_position(row.rank, position, last, BETWEEN, now_s)
             position.beat_s = 0.0
 
-    def _place(self, rank: int, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
+    def _set_position(self, rank: int, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
         before, had_beaten, before_s = position.completed, bool(position.state), position.since_s
         position.ordinal, position.state, position.since_s = ordinal, state, since_s
         ended = position.completed - before
@@ -179,11 +179,11 @@ class Hang:
             if since_s > self._moved_s:
                 self._moved_s = since_s
             if self._alone or self.since_s is not None:
-                self._move(rank, since_s)
+                self._end_stall(rank, since_s)
 
     # --- outputs ---
 
-    def check(self, now_s: float, lost: Collection[int]) -> list[Verdict]:
+    def check(self, now_s: float, lost: Collection[int]) -> list[HangVerdict]:
         """Return the new verdicts: stalls of the job, hangs of ranks, and the ends of stalls and hangs.
 
         Args:
@@ -196,7 +196,7 @@ class Hang:
             for position in self.ranks.values():
                 position.ended_s = now_s
         self._checked_s = now_s
-        verdicts: list[Verdict] = list(self._resumed)
+        verdicts: list[HangVerdict] = list(self._resumed)
         self._resumed = []
         may_have_stalled = now_s - self._moved_s >= self._stall_s and now_s >= self._next_check_s
         if not may_have_stalled and now_s < self._next_alone_s:
@@ -211,22 +211,22 @@ class Hang:
         if len(stalled) == len(active):
             self._alone = {}
             if self.since_s is None:
-                self.since_s, self._report_s = max(position.since_s for position in active.values()), now_s
-            if now_s >= self._report_s:
+                self.since_s, self._next_report_s = max(position.since_s for position in active.values()), now_s
+            if now_s >= self._next_report_s:
                 unmoved_s = now_s - self.since_s
-                self._report_s = self.since_s + _again_s(unmoved_s)
-                verdicts.append(Stall(_groups(active), unmoved_s))
+                self._next_report_s = self.since_s + _next_event_s(unmoved_s)
+                verdicts.append(Stall(_by_position(active), unmoved_s))
         elif self.since_s is None:
             alone = {
                 rank: active[rank] for rank in stalled if active[rank].since_s < self._two_more_s - MAX_BEAT_DELAY_S
             }
             due = {rank: position for rank, position in alone.items() if now_s >= self._alone.get(rank, (0.0, 0.0))[1]}
             for rank, position in due.items():
-                self._alone[rank] = (position.since_s, position.since_s + _again_s(now_s - position.since_s))
+                self._alone[rank] = (position.since_s, position.since_s + _next_event_s(now_s - position.since_s))
             if due:
                 unmoved_s = max(now_s - position.since_s for position in due.values())
                 others = {rank: position for rank, position in active.items() if rank not in alone}
-                verdicts.append(Stall([*_groups(due), *_groups(others)], unmoved_s, is_partial=True))
+                verdicts.append(Stall([*_by_position(due), *_by_position(others)], unmoved_s, is_partial=True))
         return verdicts
 
     def total_s(self, now_s: float) -> float:
@@ -236,13 +236,13 @@ class Hang:
     # --- rules ---
 
     def _has_stalled(self, position: RankPosition, limits: dict[tuple[str, ...], float | None]) -> bool:
-        kind = self._kind(position)
+        kind = self._timeout_key(position)
         if kind not in limits:
-            limits[kind] = self._limit_s(kind)
+            limits[kind] = self._timeout_s(kind)
         limit_s = limits[kind]
         return limit_s is not None and position.unmoved_s >= limit_s
 
-    def _kind(self, loop: RankPosition) -> tuple[str, ...]:
+    def _timeout_key(self, loop: RankPosition) -> tuple[str, ...]:
         """Return the key of a rank's timeout: role and state; some states share the timeout of another state."""
         if loop.state == WAITING and loop.process != STOPPED:
             return (loop.role, WAITING)
@@ -254,7 +254,7 @@ class Hang:
             return (loop.role, FINISHED)  # the rank may be saving the model
         return (loop.role, loop.state)
 
-    def _limit_s(self, kind: tuple[str, ...]) -> float | None:
+    def _timeout_s(self, kind: tuple[str, ...]) -> float | None:
         """Return the timeout of a state in seconds; ``None`` without a timeout."""
         role, state = kind
         if state == WAITING:
@@ -270,7 +270,7 @@ class Hang:
         durations_s = self._durations_s.get(role)
         return statistics.median(durations_s) if durations_s else self._earlier_s
 
-    def _move(self, rank: int, at_s: float) -> None:
+    def _end_stall(self, rank: int, at_s: float) -> None:
         if self.since_s is not None:
             unmoved_s = max(at_s - self.since_s, 0.0)
             self.stalled_s += unmoved_s
@@ -281,7 +281,7 @@ class Hang:
             self._resumed.append(Resumed(at_s - since_s, rank))
 
 
-def _again_s(unmoved_s: float) -> float:
+def _next_event_s(unmoved_s: float) -> float:
     """Return the seconds from the start of a stall to its next event."""
     for after_s in REPORT_AGAIN_S:
         if unmoved_s < after_s:
@@ -292,7 +292,7 @@ def _again_s(unmoved_s: float) -> float:
 IDLE, BUSY = 0.1, 0.5
 
 
-def _groups(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
+def _by_position(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
     """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
     for rank, position in active.items():

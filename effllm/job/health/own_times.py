@@ -161,7 +161,7 @@ class CountedWaits:
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
         if own is not None and list(own.ranks) == list(profiled.ranks):
             uneven_s = min(
-                uneven_s * _hidden_by_means(own, groups, named, max(counts)), float(profiled.iterations_s[0])
+                uneven_s * _factor_hidden_by_means(own, groups, named, max(counts)), float(profiled.iterations_s[0])
             )
         self.last_ranks = replace(
             last,
@@ -188,7 +188,7 @@ def _places(ranks: Sequence[int], chosen: Collection[int]) -> Positions:
     return np.array([place for place, rank in enumerate(ranks) if rank in chosen], np.intp)
 
 
-def _hidden_by_means(own: Times, groups: Sequence[Positions], named: Positions, size: int) -> float:
+def _factor_hidden_by_means(own: Times, groups: Sequence[Positions], named: Positions, size: int) -> float:
     """Return by which factor the waits in single iterations exceed those in means of ``size`` of them, at most that."""
     count = len(own.weights) // size * size
     if size < 2 or not count or own.weights.max() > 1:
@@ -220,7 +220,7 @@ def by_window(rows: Sequence[RankReport], is_on_device: bool) -> Times | None:
     steps, seconds = fields_of(rows, names).T
     if not steps.all():
         return None
-    return _means(rows, seconds / steps)
+    return _mean_times(rows, seconds / steps)
 
 
 def in_profiles(rows: Sequence[RankReport]) -> Times | None:
@@ -233,7 +233,7 @@ def in_profiles(rows: Sequence[RankReport]) -> Times | None:
         return None
     values = [(profile.time_s - profile.exposed_s) / profile.iterations for _, profile in profiled]
     whole_s = np.median([profile.time_s / profile.iterations for _, profile in profiled])
-    times = _means([row for row, _ in profiled], np.array(values))
+    times = _mean_times([row for row, _ in profiled], np.array(values))
     return times._replace(weights=np.ones(1), iterations_s=np.array([whole_s]))
 
 
@@ -245,7 +245,7 @@ def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Ti
     if matrix is None:
         iterations, wait_s, busy_s = fields_of(rows, ("iterations", "wait_s", "busy_s")).T
         whole = (wait_s + busy_s) / iterations
-        return _means(rows, wait_s / iterations - np.maximum(whole - np.median(whole), 0.0))
+        return _mean_times(rows, wait_s / iterations - np.maximum(whole - np.median(whole), 0.0))
     whole = matrix.steps + matrix.waits
     usual_s = np.median(whole, axis=0)
     ranks = [row.rank for row in matrix.rows]
@@ -253,7 +253,7 @@ def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Ti
     return Times(matrix.window, matrix.first_shown, ranks, values, matrix.weights, usual_s)
 
 
-def _means(rows: Sequence[RankReport], values: Array) -> Times:
+def _mean_times(rows: Sequence[RankReport], values: Array) -> Times:
     row = rows[0]
     time_s, iterations = fields_of(rows, ("time_s", "iterations")).T
     whole_s, weights = np.array([np.median(time_s / iterations)]), np.array([float(row.iterations)])

@@ -35,11 +35,11 @@ class Stalls:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._report = roster, ledger, report
         self._shown_minus_ordinal: int | None = None
-        self._asked: dict[int, float] = {}  # rank with a requested stack -> deadline of the answer
+        self._deadlines: dict[int, float] = {}  # rank with a requested stack -> deadline of the answer
         self._tops: dict[int, str] = {}  # innermost frame of each received stack
-        self._to_ask: list[int] = []
+        self._ranks_to_ask: list[int] = []
         self._files: list[StackFile] = []
-        self._kept = 0
+        self._num_stacks = 0
         self._counted_s = 0.0
         self._is_reported = self._failed_before = False
         self._left: dict[int, str] = {}
@@ -67,10 +67,10 @@ class Stalls:
 
     def stack(self, message: Stack, time_s: float) -> bool:
         """Store the stack of a rank; return ``False`` if it was not requested."""
-        if self._asked.pop(message.rank, None) is None:
+        if self._deadlines.pop(message.rank, None) is None:
             return False
-        if self._kept < MAX_STACKS:
-            self._kept += 1
+        if self._num_stacks < MAX_STACKS:
+            self._num_stacks += 1
             name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
             self._files.append(StackFile(name, message.text))
         self._tops[message.rank] = message.top
@@ -83,10 +83,10 @@ class Stalls:
                 self._report_stall(verdict, now)
             else:
                 self._report(Event(now.unix_s, "resumed", resumed_text(verdict), verdict.rank))
-                self._asked, self._tops, self._is_reported = {}, {}, False
-        overdue = [rank for rank, until_s in self._asked.items() if now.mono_s > until_s]
+                self._deadlines, self._tops, self._is_reported = {}, {}, False
+        overdue = [rank for rank, until_s in self._deadlines.items() if now.mono_s > until_s]
         for rank in overdue:
-            del self._asked[rank]
+            del self._deadlines[rank]
             self._tops[rank] = "the agent has not answered"
         if overdue:
             self._report_stacks(now.unix_s)
@@ -102,7 +102,7 @@ class Stalls:
 
     def take_asked(self) -> list[int]:
         """Return the ranks whose stacks must be requested; each rank is returned once."""
-        asked, self._to_ask = self._to_ask, []
+        asked, self._ranks_to_ask = self._ranks_to_ask, []
         return asked
 
     def take_files(self) -> list[StackFile]:
@@ -128,24 +128,24 @@ class Stalls:
         lost_s = {rank: now.mono_s - heard_s[rank] for rank in lost if rank not in self._left}
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
         missing = max(world_size - len(roster.hellos), 0)
-        names = Names(self._where, self._offset)
+        names = Names(self._host_and_device, self._offset)
         text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, missing)
         behind = stall.groups[0][1]
         self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
         if not stall.is_partial and not self._is_reported:
             self._is_reported, self._failed_before = True, "failed" in self._left.values()
-        self._ask(stall, now.mono_s)
+        self._request_stacks(stall, now.mono_s)
 
-    def _ask(self, stall: Stall, now_s: float) -> None:
+    def _request_stacks(self, stall: Stall, now_s: float) -> None:
         """Request the stacks of the ranks that are behind and of one other rank, once per stall."""
         behind, *others = stall.groups
         ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
-        new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]
-        self._to_ask += new
-        self._asked |= dict.fromkeys(new, now_s + ANSWER_S)
+        new = [rank for rank in ranks if rank not in self._deadlines and rank not in self._tops]
+        self._ranks_to_ask += new
+        self._deadlines |= dict.fromkeys(new, now_s + ANSWER_S)
 
     def _report_stacks(self, time_s: float) -> None:
-        if self._asked or not self._tops:
+        if self._deadlines or not self._tops:
             return
         texts: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
@@ -154,7 +154,7 @@ class Stalls:
         parts = [f"rank{'s' if len(texts[top]) > 1 else ''} {ranks}: {top}" for top, ranks in numbers.items()]
         self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
 
-    def _where(self, rank: int) -> str:
+    def _host_and_device(self, rank: int) -> str:
         hello = self._roster.hellos[rank]
         device = next((device.key for device in hello.devices if not device.only_power), "")
         return f"node {hello.host}, {device}" if device else f"node {hello.host}"
@@ -197,7 +197,7 @@ def stall_text(
     """
     (first, behind), *others = stall.groups
     what = "stalled alone" if stall.is_partial else "stalled"
-    parts = [f"{what}: {_behind(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
+    parts = [f"{what}: {_behind_text(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
     shown, rest = others[:MAX_GROUPS], others[MAX_GROUPS:]
     for position, group in shown:
         place = names.place(position)
@@ -225,7 +225,7 @@ def resumed_text(resumed: Resumed) -> str:
     return f"{who}resumed after {seconds_text(resumed.unmoved_s)}"
 
 
-def _behind(
+def _behind_text(
     first: RankPosition,
     behind: Sequence[int],
     positions: Sequence[RankPosition],
@@ -239,7 +239,7 @@ def _behind(
     facts = [f"{at} for {seconds_text(unmoved_s)}"]
     if first.process == STOPPED:
         facts.append("stopped by a signal")
-    facts += _readings(positions)
+    facts += _readings_texts(positions)
     if len(behind) == 1:
         who = f"rank {behind[0]} ({names.where(behind[0])})"
     elif is_all:
@@ -251,16 +251,16 @@ def _behind(
     return f"{who} {', '.join(facts)}"
 
 
-def _readings(positions: Sequence[RankPosition]) -> list[str]:
+def _readings_texts(positions: Sequence[RankPosition]) -> list[str]:
     readings = []
-    if busy := _range((position.utilization for position in positions), 100):
+    if busy := _range_text((position.utilization for position in positions), 100):
         readings.append(f"utilization {busy} %")
-    if watts := _range((position.power_w for position in positions), 1):
+    if watts := _range_text((position.power_w for position in positions), 1):
         readings.append(f"{watts} W")
     return readings
 
 
-def _range(values: Iterable[float | None], times: float) -> str:
+def _range_text(values: Iterable[float | None], times: float) -> str:
     numbers = [round(value * times) for value in values if value is not None]
     if not numbers:
         return ""

@@ -29,7 +29,7 @@ MAX_PEERS = 64
 
 #: Minimum differences from the peers, in this order: SM clock (relative), power limit (relative), throttled share of
 #: time, busy share of time, and temperature in degrees.
-SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
+SLOWER_CLOCK, LOWER_LIMIT, MORE_THROTTLED, LESS_BUSY, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
 
 #: Smallest part of a slowdown that a lower clock must explain to be its reason.
 MIN_EXPLAINED = 0.5
@@ -49,10 +49,10 @@ REASONS = {
 #: Names of the compared readings; the readings of clocks event reasons have the prefix.
 _CLOCK, _LIMIT, _CELSIUS, _BUSY, _REASON = "sm_clock_hz", "power_limit_w", "temperature_c", "utilization", "reason "
 
-MAX_LINES = 8  # maximum number of events per kind and window; further verdicts are only counted
+MAX_EVENTS = 8  # maximum number of events per kind and window; further verdicts are only counted
 
 MAX_POWERS = 1024  # maximum number of ranks whose power is read in a window
-MAX_REASONS = 64  # maximum number of slow ranks whose readings are compared
+MAX_COMPARED = 64  # maximum number of slow ranks whose readings are compared
 
 Unit = tuple[int, ...]  # the ranks of a verdict
 
@@ -118,7 +118,7 @@ class ComparedReadings(dict[str, ReadingSums]):
         # A reason that is not active now counts with its share of 0.
         names = (name.removeprefix(_REASON) for name in self if name.startswith(_REASON))
         for reason in {*REASONS, *own.throttled_s, *names} - {"any"}:
-            share, others = _throttled(own, reason), _median(peers, _throttled, reason)
+            share, others = _throttled_share(own, reason), _median(peers, _throttled_share, reason)
             self.add(_REASON + reason, own.throttle_covered_s, share, others)
 
     def reason(self, is_gpu: bool = True, slowdown: float = 0.0) -> Reason:
@@ -128,17 +128,17 @@ class ComparedReadings(dict[str, ReadingSums]):
             is_gpu: whether the device is a GPU, which is idle while its host is slow.
             slowdown: time of the slow rank over the time of its peers, minus one.
         """
-        differences = {CLOCK: self._clock(), THROTTLED: self._reasons(), POWER_LIMIT: self._limit()}
+        differences = {CLOCK: self._clock_text(), THROTTLED: self._throttle_texts(), POWER_LIMIT: self._limit_text()}
         kinds = tuple(kind for kind, texts in differences.items() if texts)
         if CLOCK in kinds and not self._clock_explains(slowdown):
             kinds = tuple(kind for kind in kinds if kind != CLOCK)
         reasons = [text for texts in differences.values() for text in texts]
-        reasons += self._temperature() if reasons else []
-        if not reasons and is_gpu and (reasons := self._host()):
+        reasons += self._temperature_text() if reasons else []
+        if not reasons and is_gpu and (reasons := self._host_text()):
             kinds = (HOST,)
         return Reason(", ".join(reasons), kinds) if reasons else NO_REASON
 
-    def _clock(self) -> list[str]:
+    def _clock_text(self) -> list[str]:
         reading = self.get(_CLOCK)
         if reading is None or reading.means[0] >= (1 - SLOWER_CLOCK) * reading.means[1]:
             return []
@@ -151,21 +151,21 @@ class ComparedReadings(dict[str, ReadingSums]):
         reading = self.get(_CLOCK)
         return reading is not None and reading.own > 0 and reading.peers / reading.own - 1 >= MIN_EXPLAINED * slowdown
 
-    def _reasons(self) -> list[str]:
+    def _throttle_texts(self) -> list[str]:
         texts = []
         for name, reading in sorted(self.items()):
             reason = name.removeprefix(_REASON)
-            if name.startswith(_REASON) and reading.means[0] >= reading.means[1] + OFTENER_THROTTLED:
+            if name.startswith(_REASON) and reading.means[0] >= reading.means[1] + MORE_THROTTLED:
                 texts.append(REASONS.get(reason, reason.replace("_", " ")))
         return texts
 
-    def _limit(self) -> list[str]:
+    def _limit_text(self) -> list[str]:
         reading = self.get(_LIMIT)
         if reading is None or reading.means[0] >= (1 - LOWER_LIMIT) * reading.means[1]:
             return []
         return ["power limit {:.0f} W against {:.0f}".format(*reading.means)]
 
-    def _temperature(self) -> list[str]:
+    def _temperature_text(self) -> list[str]:
         reading = self.get(_CELSIUS)
         if reading is None or reading.means[0] < reading.means[1] + HOTTER_C:
             return []
@@ -173,9 +173,9 @@ class ComparedReadings(dict[str, ReadingSums]):
         also = " (also high on other GPUs of the node)" if node is not None and node >= peers + HOTTER_C else ""
         return [f"{own:.0f} degC against {peers:.0f}{also}"]
 
-    def _host(self) -> list[str]:
+    def _host_text(self) -> list[str]:
         reading = self.get(_BUSY)
-        if reading is None or reading.means[0] > reading.means[1] - IDLER:
+        if reading is None or reading.means[0] > reading.means[1] - LESS_BUSY:
             return []
         own, peers = reading.means
         return [f"slow host: the GPU is busy {100 * own:.0f} % of the time, GPUs of peers {100 * peers:.0f} %"]
@@ -197,7 +197,7 @@ def _utilization(window: DeviceWindow) -> float | None:
     return wall.utilization_seconds / wall.utilization_covered_s if covered else None  # type: ignore[operator]
 
 
-def _throttled(window: DeviceWindow, reason: str) -> float | None:
+def _throttled_share(window: DeviceWindow, reason: str) -> float | None:
     if window.throttle_covered_s <= 0:
         return None
     return window.throttled_s.get(reason, 0.0) / window.throttle_covered_s
@@ -228,7 +228,7 @@ class Reasons:
         self._rows, self._windows = {row.rank: row for row in rows}, {}
         self._named = {rank for unit in units for rank in unit}
         for unit in units:
-            if unit not in self._readings and len(self._readings) >= MAX_REASONS:
+            if unit not in self._readings and len(self._readings) >= MAX_COMPARED:
                 over = next((other for other in self._readings if other not in units), None)
                 if over is None:
                     break
@@ -245,20 +245,20 @@ class Reasons:
         if readings is None or len(verdict.ranks) > 1:
             return None
         peer = self._peers.known[verdict.ranks[0]]
-        own = _device_of(row, peer.device) if row is not None else None
+        own = _device_window(row, peer.device) if row is not None else None
         if own is not None:
-            in_group = self._of_peers(f"group {peer.group}", self._peers.groups[peer.group])
-            on_host = self._of_peers(f"host {peer.host}", self._peers.hosts[peer.host])
+            in_group = self._peer_windows(f"group {peer.group}", self._peers.groups[peer.group])
+            on_host = self._peer_windows(f"host {peer.host}", self._peers.hosts[peer.host])
             if others := [window for window in in_group if window.device != peer.device]:
                 readings.add_windows(own, others, [window for window in on_host if window.device != peer.device])
         return readings.reason(peer.is_gpu, verdict.slowdown) if readings else None
 
-    def _of_peers(self, name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
+    def _peer_windows(self, name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
         """Return the device windows of at most about `MAX_PEERS` ranks without a verdict."""
         if name not in self._windows:
             chosen = [self._rows[rank] for rank in sorted(ranks) if rank in self._rows and rank not in self._named]
             chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
-            windows = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
+            windows = (_device_window(row, self._peers.known[row.rank].device) for row in chosen)
             self._windows[name] = [window for window in windows if window is not None]
         return self._windows[name]
 
@@ -271,13 +271,13 @@ def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[i
     for row in waiting:
         device = peers.known[row.rank].device
         if device not in powers:
-            window = _device_of(row, device)
+            window = _device_window(row, device)
             powers[device] = power_w(window) if window is not None else None
     watts = [power for power in powers.values() if power is not None]
     return sum(watts) / len(waiting) if watts and len(watts) == len(powers) else None
 
 
-def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
+def _device_window(row: RankReport, key: str) -> DeviceWindow | None:
     return next((window for window in row.devices if window.device == key), None)
 
 
@@ -306,25 +306,25 @@ def events_of(
         is_whole = len(of_node) == len(mates) or (kind != "recovered" and set(mates) <= set(named))
         if of_node and is_whole and len(mates) > 1:
             who = f"node {host} (all of its ranks: {ranks_text(mates)})"
-            events.append(Event(time_s, kind, _line(kind, who, of_node, has_gpus)))
+            events.append(Event(time_s, kind, _event_text(kind, who, of_node, has_gpus)))
             left = {ranks: verdict for ranks, verdict in left.items() if verdict.host != host}
-    for ranks, verdict in list(left.items())[:MAX_LINES]:
-        text = _line(kind, _names(verdict), [verdict], has_gpus)
+    for ranks, verdict in list(left.items())[:MAX_EVENTS]:
+        text = _event_text(kind, _ranks_name(verdict), [verdict], has_gpus)
         events.append(Event(time_s, kind, text, ranks[0] if len(ranks) == 1 else None))
-    if len(left) > MAX_LINES:
-        text = f"{kind}: {len(left) - MAX_LINES} more; the costliest stragglers are in summary.json"
+    if len(left) > MAX_EVENTS:
+        text = f"{kind}: {len(left) - MAX_EVENTS} more; the costliest stragglers are in summary.json"
         events.append(Event(time_s, kind, text))
     return events
 
 
-def _names(verdict: StragglerVerdict) -> str:
+def _ranks_name(verdict: StragglerVerdict) -> str:
     where = ", ".join(filter(None, (f"node {verdict.host}" if verdict.host else "", verdict.device)))
     if len(verdict.ranks) == 1:
         return f"rank {verdict.ranks[0]} ({where})"
     return f"one of ranks {ranks_text(verdict.ranks)}, which wait for each other{f' ({where})' if where else ''},"
 
 
-def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
+def _event_text(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
     seconds = sum(verdict.gpu_seconds for verdict in verdicts)
     joules = None if any(one.joules is None for one in verdicts) else sum(one.joules or 0.0 for one in verdicts)
     shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"

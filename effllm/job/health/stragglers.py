@@ -77,7 +77,7 @@ class Stragglers:
         self._named: dict[Unit, _Named] = {}
         self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
         self._reasons = Reasons(self.peers)
-        self._last: deque[_Window] = deque(maxlen=MAX_WINDOWS)
+        self._earlier: deque[_Window] = deque(maxlen=MAX_WINDOWS)
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
@@ -107,7 +107,7 @@ class Stragglers:
                 more = self._judge(of_window, earlier, loss.is_long)
                 straggling = more._replace(
                     rank_seconds=straggling.rank_seconds + more.rank_seconds,
-                    joules=_sum(straggling.joules, more.joules, not straggling.rank_seconds),
+                    joules=_known_sum(straggling.joules, more.joules, not straggling.rank_seconds),
                     lost=(*straggling.lost, *more.lost),
                     events=(*straggling.events, *more.events),
                 )
@@ -120,15 +120,15 @@ class Stragglers:
         own = own or by_window(rows, is_on_device=False)
         waits, profiles = data_waits(rows, matrix), in_profiles(rows)
         slow = {
-            evidence: self._compare(evidence, times)
+            evidence: self._slow_ranks(evidence, times)
             for evidence, times in ((OWN_TIME, own), (PROFILE, profiles), (DATA_WAIT, waits))
             if times is not None
         }
-        slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if _is_usual(profiled, self._last)]
-        cleared = self._clear()
-        fresh = self._name(slow)
-        self._update()
-        straggling = self._count(rows, own, fresh)
+        slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if _is_usual(profiled, self._earlier)]
+        cleared = self._clear_recovered()
+        fresh = self._name_slow_ranks(slow)
+        self._update_slowdowns()
+        straggling = self._count_waits(rows, own, fresh)
         if profiles is not None:
             groups = list(self.peers.grouped(profiles.ranks).values())
             self.waits.count_profiles(profiles, own, rows, groups, self.named_ranks, any(is_long))
@@ -149,7 +149,7 @@ class Stragglers:
 
     # --- verdicts ---
 
-    def _compare(self, evidence: str, times: Times) -> list[Slow]:
+    def _slow_ranks(self, evidence: str, times: Times) -> list[Slow]:
         slow: list[Slow] = []
         for group, places in self.peers.grouped(times.ranks).items():
             key = group, evidence
@@ -164,7 +164,7 @@ class Stragglers:
     def _comparison(self, rank: int, evidence: str) -> RankComparison:
         return self._comparisons[self.peers.known[rank].group, evidence]
 
-    def _name(self, slow: Mapping[str, Sequence[Slow]]) -> list[Unit]:
+    def _name_slow_ranks(self, slow: Mapping[str, Sequence[Slow]]) -> list[Unit]:
         """Name slow ranks; return the newly named ones.
 
         Ranks of one replica wait for each other before the sync point, so their own times are long together: all ranks
@@ -173,19 +173,19 @@ class Stragglers:
         fresh = []
         for evidence, candidates in slow.items():
             units: dict[Unit, dict[int, Slow]] = {}
-            for candidate in self._with_nodes(candidates, evidence):
+            for candidate in self._with_slow_nodes(candidates, evidence):
                 unit = tuple(sorted(self.peers.mates(candidate.rank))) if evidence == OWN_TIME else (candidate.rank,)
                 units.setdefault(unit, {})[candidate.rank] = candidate
             taken = self.named_ranks
             for unit, ranks in units.items():
                 if not any(taken & self.peers.mates(rank) for rank in unit):
                     group = self.peers.groups[self.peers.known[min(ranks)].group]
-                    verdict = _verdict(self.peers.known, unit, ranks, evidence, len(group) - 1)
+                    verdict = _new_verdict(self.peers.known, unit, ranks, evidence, len(group) - 1)
                     self._named[unit] = _Named(verdict, ranks)
                     fresh.append(unit)
         return fresh
 
-    def _with_nodes(self, slow: Sequence[Slow], evidence: str) -> list[Slow]:
+    def _with_slow_nodes(self, slow: Sequence[Slow], evidence: str) -> list[Slow]:
         """Return the slow ranks, and the other ranks of a node on which the mean excess of all ranks is large.
 
         One rank may be slow by chance, but not all ranks of a node.
@@ -200,7 +200,7 @@ class Stragglers:
                 by_rank |= {mate.rank: mate for mate in now if mate is not None}
         return list(by_rank.values())
 
-    def _update(self) -> None:
+    def _update_slowdowns(self) -> None:
         """Compute the slowdowns again, from all blocks since the ranks are slow."""
         for named in self._named.values():
             evidence = named.verdict.evidence
@@ -210,7 +210,7 @@ class Stragglers:
             worst = max(named.slow.values(), key=lambda slow: slow.excess_s)
             named.verdict = replace(named.verdict, slowdown=_slowdown(worst, evidence))
 
-    def _clear(self) -> dict[Unit, _Named]:
+    def _clear_recovered(self) -> dict[Unit, _Named]:
         """Remove and return the verdicts on ranks that are no longer slow."""
         cleared = {}
         for unit, named in self._named.items():
@@ -225,7 +225,7 @@ class Stragglers:
 
     # --- cost ---
 
-    def _count(self, rows: Sequence[RankReport], own: Times | None, fresh: Sequence[Unit]) -> Straggling:
+    def _count_waits(self, rows: Sequence[RankReport], own: Times | None, fresh: Sequence[Unit]) -> Straggling:
         """Record the waits of this window, and the waits for newly named ranks in earlier windows."""
         lost: list[Lost] = []
         seconds = bound_s = 0.0
@@ -239,7 +239,7 @@ class Stragglers:
                 named.iterations += float(own.weights.sum())
         straggling_s = sum(loss.straggling_s for loss in lost) / len(rows)
         for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
-        profiled = [self._profiled_s(slow) for named in for_work.values() for slow in named.slow.values()]
+        profiled = [self._profiled_excess_s(slow) for named in for_work.values() for slow in named.slow.values()]
         profiled_s = max(profiled, default=0.0) * rows[0].iterations
         if profiled_s > seconds:  # the own times on the host do not show the whole excess
             more_s, seconds = profiled_s - seconds, profiled_s
@@ -247,20 +247,20 @@ class Stragglers:
             lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
         of_profiles = self._named_for(PROFILE)
         lost += (
-            before := list(_waits_before([of_profiles[unit] for unit in fresh if unit in of_profiles], self._last))
+            before := list(_waits_before([of_profiles[unit] for unit in fresh if unit in of_profiles], self._earlier))
         )
         before_s = sum(loss.straggling_s for loss in before) / len(rows)
         straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
         row = rows[0]
-        self._last.append(_Window(row.window, row.iteration_shown, row.iterations, len(rows), row.time_s))
-        rank_seconds, joules = self._share(rows, straggling_s, max(bound_s, straggling_s))
+        self._earlier.append(_Window(row.window, row.iteration_shown, row.iterations, len(rows), row.time_s))
+        rank_seconds, joules = self._divide(rows, straggling_s, max(bound_s, straggling_s))
         return Straggling(seconds, rank_seconds, joules, [loss for loss in lost if loss.straggling_s or loss.uneven_s])
 
-    def _profiled_s(self, slow: Slow) -> float:
+    def _profiled_excess_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
         comparison = self._comparisons.get((self.peers.known[slow.rank].group, PROFILE))
         profiled = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
-        return profiled.excess_s if profiled is not None and _is_usual(profiled, self._last) else 0.0
+        return profiled.excess_s if profiled is not None and _is_usual(profiled, self._earlier) else 0.0
 
     def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
         """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
@@ -286,7 +286,7 @@ class Stragglers:
     def _named_for(self, evidence: str) -> dict[Unit, _Named]:
         return {unit: named for unit, named in self._named.items() if named.verdict.evidence == evidence}
 
-    def _share(self, rows: Sequence[RankReport], straggling_s: float, bound_s: float) -> tuple[float, float | None]:
+    def _divide(self, rows: Sequence[RankReport], straggling_s: float, bound_s: float) -> tuple[float, float | None]:
         """Divide the waits among the verdicts, in proportion to their excess; return the rank-seconds and joules."""
         for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
         excess = {unit: max(max(one.excess_s for one in named.slow.values()), 0.0) for unit, named in for_work.items()}
@@ -315,7 +315,7 @@ class Stragglers:
         named = self._named[unit]
         last = named.last / named.iterations if named.iterations else None
         named.verdict = _with_cost(replace(named.verdict, last_share=last), joules, seconds)
-        _add_to(self._totals, named.verdict, has_reason, joules, seconds)
+        _add_to_total(self._totals, named.verdict, has_reason, joules, seconds)
 
 
 def _waits_before(fresh: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[Lost]:
@@ -340,7 +340,7 @@ def _slowest(named_units: Mapping[Unit, _Named]) -> Straggler | None:
     return None if worst is None else Straggler(worst.rank, worst.peers_s + worst.excess_s, worst.peers_s)
 
 
-def _add_to(
+def _add_to_total(
     totals: dict[str, StragglerVerdict],
     verdict: StragglerVerdict,
     has_reason: bool,
@@ -357,7 +357,7 @@ def _add_to(
         del totals[min(totals, key=lambda ranks: totals[ranks].gpu_seconds)]
 
 
-def _verdict(
+def _new_verdict(
     by_rank: Mapping[int, Peer], unit: Unit, slow: Mapping[int, Slow], evidence: str, peers: int
 ) -> StragglerVerdict:
     worst = max(slow.values(), key=lambda candidate: candidate.excess_s)
@@ -382,10 +382,10 @@ def _slowdown(slow: Slow, evidence: str) -> float:
 def _with_cost(verdict: StragglerVerdict, joules: float | None, seconds: Mapping[str, float]) -> StragglerVerdict:
     """Return a verdict with the costs of one more window."""
     sums = {name: getattr(verdict, name) + value for name, value in seconds.items()}
-    return replace(verdict, joules=_sum(verdict.joules, joules, not verdict.gpu_seconds), **sums)
+    return replace(verdict, joules=_known_sum(verdict.joules, joules, not verdict.gpu_seconds), **sums)
 
 
-def _sum(before: float | None, more: float | None, is_first: bool) -> float | None:
+def _known_sum(before: float | None, more: float | None, is_first: bool) -> float | None:
     """Return a sum, or ``None`` if a part is missing."""
     if is_first:
         return more

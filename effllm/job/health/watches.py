@@ -38,7 +38,7 @@ class WasteWatch:
     def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
         self._report = report
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
-        self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
+        self._contrary: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
 
     def close(self, report: ClusterReport) -> None:
         window = report.last
@@ -50,22 +50,22 @@ class WasteWatch:
             return
         is_other = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
         if not is_other:
-            self._others.clear()
+            self._contrary.clear()
             return
-        self._others.append(window)
-        seconds = sum(other.loop.time_s for other in self._others)
-        if len(self._others) < MIN_WINDOWS or seconds < MIN_S:
+        self._contrary.append(window)
+        seconds = sum(other.loop.time_s for other in self._contrary)
+        if len(self._contrary) < MIN_WINDOWS or seconds < MIN_S:
             return
         self._is_idle = not self._is_idle
-        mean = sum((other.devices.utilization_mean or 0.0) * other.loop.time_s for other in self._others) / seconds
-        span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
+        mean = sum((other.devices.utilization_mean or 0.0) * other.loop.time_s for other in self._contrary) / seconds
+        span = f"{100 * mean:.0f} % of the last {len(self._contrary)} windows ({seconds:.0f} s of iterations)"
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
             text = f"the GPUs are idle: busy for {span}" + (f"; in the last window {evidence}" if evidence else "")
             self._report(Event(report.time_s, IDLE, text))
         else:
             self._report(Event(report.time_s, BUSY, f"the GPUs work again: busy for {span}"))
-        self._others.clear()
+        self._contrary.clear()
 
 
 def _evidence(window: ClusterTotals) -> list[str]:
@@ -92,8 +92,8 @@ class EnergyWatch:
 
     def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
         self._is_reported, self._report = is_reported, report
-        self._held = 0
-        self._unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
+        self._num_synchronous = 0
+        self._were_unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
 
     def close(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
         self._judge_rhythm(rows, report.time_s)
@@ -102,8 +102,8 @@ class EnergyWatch:
 
     def _judge_rhythm(self, rows: Sequence[RankReport], time_s: float) -> None:
         errors = [row.aliasing_error for row in rows if row.aliasing_error is not None]
-        self._held = self._held + 1 if errors else 0
-        if self._held < HELD_WINDOWS or self._is_reported("energy_aliasing"):
+        self._num_synchronous = self._num_synchronous + 1 if errors else 0
+        if self._num_synchronous < HELD_WINDOWS or self._is_reported("energy_aliasing"):
             return
         percent = min(math.ceil(100 * max(errors)), 100)
         text = (
@@ -116,8 +116,8 @@ class EnergyWatch:
     def _judge_length(self, report: ClusterReport) -> None:
         if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
             return
-        self._unknown.append(not metrics.table.is_energy_known(report.last))
-        if len(self._unknown) < MIN_JUDGED or 2 * sum(self._unknown) <= len(self._unknown):
+        self._were_unknown.append(not metrics.table.is_energy_known(report.last))
+        if len(self._were_unknown) < MIN_JUDGED or 2 * sum(self._were_unknown) <= len(self._were_unknown):
             return
         text = (
             f"most windows are too short for the power sensors: the error of their energy exceeds "
