@@ -31,7 +31,7 @@ from effllm.records.rank import MARKED_PHASES
 from effllm.records.ring import RingReader
 from effllm.records.shared_memory import DOCUMENT_HEADER, RingError, checksum
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
-from effllm.store.reader import read_own
+from effllm.store.reader import read_own_json
 from effllm.store.run_folder import RunFolder
 from effllm.store.run_lock import Holder, status_of
 
@@ -194,9 +194,9 @@ def runfolder(data: bytes) -> None:
             rows = read(folder)
             for one in rows:
                 assert isinstance(one, msgspec.Struct)
-            assert rows.skipped <= data.count(b"\n") + 1
+            assert rows.num_skipped <= data.count(b"\n") + 1
         assert isinstance(status_of(folder), str)
-        read_own(folder / FILES[data[0] % len(FILES)] if data else folder, Holder)
+        read_own_json(folder / FILES[data[0] % len(FILES)] if data else folder, Holder)
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             aggregator = Aggregator(Config(), "job", 1, 1000.0, restore((folder / "state.json").read_bytes()))
             aggregator.hello(hello(0, world_size=2), Now(0.0, 1000.0))

@@ -204,10 +204,10 @@ class Ledger:
 def _whole(rows: Any) -> list[Any]:
     deadline_s = time.monotonic() + 10.0
     read = list(rows)
-    while rows.skipped and time.monotonic() < deadline_s:  # a line may be half written
+    while rows.num_skipped and time.monotonic() < deadline_s:  # a line may be half written
         time.sleep(0.05)
         read = list(rows)
-    assert rows.skipped == 0
+    assert rows.num_skipped == 0
     return read
 
 

@@ -147,7 +147,7 @@ def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
         run=run,
         last=last,
         job=job,
-        values=metrics.evaluate(run, last, job),
+        values=metrics.window_values(run, last, job),
         coverage=Coverage(8, 8, 8, 8, 0, 0, energy=1.0, memory=1.0, utilization=1.0),
         straggler=Straggler(rank=17, time_s=4.2, median_s=4.04),
         total_iterations=5000,
@@ -186,8 +186,8 @@ def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
 
 def values_of(report: ClusterReport) -> dict[str, Value]:
     """Return the values of a run, with their units and errors, in the form of a summary."""
-    values, errors = metrics.evaluate_run(report.run, report.job), metrics.errors(report.run, report.job)
-    units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}
+    values, errors = metrics.summary_values(report.run, report.job), metrics.errors(report.run, report.job)
+    units = {tag: entry.unit for tag in values if (entry := metrics.metric_of_tag(tag))}
     return {tag: Value(value, units[tag], *errors.get(tag, (None, None))) for tag, value in values.items()}
 
 

@@ -123,7 +123,7 @@ def metric_columns(*, in_windows: bool = False) -> dict[str, Column]:
         )
         for entry in METRICS.values()
         if entry.in_windows or not in_windows
-        for base in (entry.bases if in_windows else entry.run_bases)
+        for base in (entry.bases if in_windows else entry.summary_bases)
         for tag in [entry.tag(base)]
     }
 

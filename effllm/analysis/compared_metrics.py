@@ -61,4 +61,4 @@ def _metric(name: str) -> ComparedMetric:
     if name == LOSS:
         return ComparedMetric(name, quantity, "loss", "", is_higher_better)
     entry = METRICS["ratio" if name == "goodput_ratio" else name]
-    return ComparedMetric(name, quantity, column_of(entry.tag(entry.run_bases[0])), entry.unit, is_higher_better)
+    return ComparedMetric(name, quantity, column_of(entry.tag(entry.summary_bases[0])), entry.unit, is_higher_better)

@@ -218,7 +218,7 @@ def _add_last_report(run: LedgerRun, folder: Path) -> None:
     files = LineFiles(folder, "windows")
     with contextlib.suppress(OSError, *DECODE_ERRORS):
         files.refresh()
-        for _, line in files.before(END, 1):
+        for _, line in files.lines_before(END, 1):
             window = msgspec.json.decode(line, type=_LastWindow)
             gpus = window.coverage.gpus_expected
             if run.started_time_s is not None and gpus:
@@ -305,8 +305,8 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
             problem = error.strerror or str(error)
         if problem:
             skipped.append(f"{path}: {problem}")
-        if lines.skipped:
-            skipped.append(f"{path}: {lines.skipped:,} incomplete or invalid line{'s' * (lines.skipped > 1)}")
+        if lines.num_skipped:
+            skipped.append(f"{path}: {lines.num_skipped:,} incomplete or invalid line{'s' * (lines.num_skipped > 1)}")
         if other_version:
             skipped.append(f"{path}: a line was left out: {other_version}")
     return list(by_key.values()), skipped

@@ -155,7 +155,7 @@ class RankReports:
                 self.last_window_end = line.iteration_shown or line.iteration_last
                 if self.first_window_end is None:
                     self.first_window_end = self.last_window_end
-        self.skipped_lines, self.unread_bytes = lines.skipped, lines.unread_bytes
+        self.skipped_lines, self.unread_bytes = lines.num_skipped, lines.unread_bytes
 
 
 class EventExtract:
@@ -189,7 +189,7 @@ class EventExtract:
             (self._problems if is_problem(event.kind) else self._others).append(event)
             if event.kind in STALLS:
                 self.stalls.append(event)
-        self.skipped_lines, self.unread_bytes = lines.skipped, lines.unread_bytes
+        self.skipped_lines, self.unread_bytes = lines.num_skipped, lines.unread_bytes
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:

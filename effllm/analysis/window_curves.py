@@ -143,7 +143,7 @@ class WindowCurves:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.
             if not (line.correction or line.iteration_last < line.iteration_first):
                 self._add(line)
-        self.skipped_lines = lines.skipped
+        self.skipped_lines = lines.num_skipped
 
     def _add(self, line: CurveLine) -> None:
         self.is_simulated |= line.simulated

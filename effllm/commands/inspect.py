@@ -43,7 +43,7 @@ from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
 from effllm.store.reader import JsonLines
-from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, outcome, readable, value_of
+from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, readable, status_text, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80
@@ -111,8 +111,8 @@ def _write_stacks(folder: Path, to: Path) -> int:
             ranks.add(recorded.rank)
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
-        if lines.skipped:  # after a killed aggregator, or on a full disk
-            complain("inspect", f"{path}: {lines.skipped:,} line{'s' * (lines.skipped != 1)} cannot be read")
+        if lines.num_skipped:  # after a killed aggregator, or on a full disk
+            complain("inspect", f"{path}: {lines.num_skipped:,} line{'s' * (lines.num_skipped != 1)} cannot be read")
         if not samples:
             return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
@@ -180,7 +180,7 @@ def _print(summary: Summary, waterfall: Waterfall) -> None:
     simulated = "; simulated devices" if summary.simulated else ""
     name = f"{one_line(summary.run_id)}: " if summary.run_id else ""
     console.print(Text(f"{name}{one_line(summary.status)} after {duration(summary.elapsed_s)}{simulated}"))
-    for name, text in facts_of(summary, has_both_errors=True):
+    for name, text in facts_of(summary, is_long=True):
         console.print(Text("\n".join(fact_lines(name, text, column=COLUMN))))
     units = WaterfallUnits.of(waterfall)
     table = Table(*waterfall_header(units), box=None, pad_edge=False)
@@ -246,7 +246,7 @@ def _mail_lines(summary: Summary) -> Iterator[str]:
     if text := ", ".join(f"{name}: {one_line(part)}" for name, part in users.items() if part):
         yield text
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
-    yield f"State: {outcome(one_line(summary.status))} after {duration(summary.elapsed_s)}{simulated}"
+    yield f"State: {status_text(one_line(summary.status))} after {duration(summary.elapsed_s)}{simulated}"
     hosts = [one_line(host) for host in summary.hosts]
     count = summary.host_count or len(hosts)
     names = ", ".join(hosts[:_NAMED]) + ", …" * (count > _NAMED)

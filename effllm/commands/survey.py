@@ -24,7 +24,7 @@ from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_
 from effllm.job.job_facts import peak_of
 from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
-from effllm.metrics.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
+from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, GAUGES, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
 from effllm.sensor_profile import Known, measured_or_cached_sensor
 from effllm.trainer.preflight import usable
@@ -82,7 +82,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         sources["energy"] = InputSource(by=" and ".join(_energy_of(meter) for meter in node if meter.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
-    sources |= {need: _setting(config, need) for need in SET}
+    sources |= {need: _setting(config, need) for need in FROM_SETTINGS}
     sources["peak"] = _peak(config, opened)
     core_share = None if read_cpu_s is None else read_cpu_s / config.collection_interval_s
     stamps_us, memory = survey_host.shared_memory(config)
@@ -220,7 +220,7 @@ def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[
 
 
 def _setting(config: Config, need: str) -> InputSource:
-    variable, meaning = SET[need]
+    variable, meaning = FROM_SETTINGS[need]
     value = getattr(config, next(row.field for row in VARIABLES if row.name == variable))
     if value is None or (need in ("baseline", "profile") and not value):
         return InputSource(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")

@@ -126,7 +126,8 @@ class OwnTimes:
 
     def refresh(self) -> bool:
         """Read new lines, at first the newest ones; return whether there are any."""
-        lines = self._files.before(END, MAX_LINES) if self._next is None else self._files.after(self._next, MAX_LINES)
+        files, next_ = self._files, self._next
+        lines = files.lines_before(END, MAX_LINES) if next_ is None else files.lines_after(next_, MAX_LINES)
         for _, line in lines:
             row: RankRow | None = _decoded(_row, line)
             if row is None:
@@ -207,7 +208,7 @@ class FolderSource:
         until_s = time.monotonic() + EVENTS_S
         self._files.events.refresh()
         is_new = False
-        while lines := self._files.events.after(self._events_end, MAX_LINES):
+        while lines := self._files.events.lines_after(self._events_end, MAX_LINES):
             self._history.add_events(event for _, line in lines if (event := _decoded(_event, line)) is not None)
             self._events_end = end_of(lines)
             is_new = True
@@ -222,23 +223,23 @@ class FolderSource:
         ``pause`` keeps the position at the window that is now the newest.
         """
         if (here := self._at) is None:
-            newest = self._files.windows.before(END, 1)
+            newest = self._files.windows.lines_before(END, 1)
             here = newest[-1][0] if newest else START
         if kind == "newest":
             self._at = None
         elif kind == "pause":
             self._at = here
         elif kind == "oldest":
-            self._at = _first(self._files.windows.after(START, 1))
+            self._at = _first(self._files.windows.lines_after(START, 1))
         elif kind == "share":
             share = max(self._files.windows.share_of(here) + amount, 0.0)
-            start = self._files.windows.at_share(share)  # the end for a share of 1
-            self._at = _first(self._files.windows.after(start, 1))
+            start = self._files.windows.position_at_share(share)  # the end for a share of 1
+            self._at = _first(self._files.windows.lines_after(start, 1))
         elif amount < 0:
-            lines = self._files.windows.before(here, int(-amount))
+            lines = self._files.windows.lines_before(here, int(-amount))
             self._at = lines[0][0] if lines else here
         elif self._at is not None:
-            lines = self._files.windows.after(here, int(amount) + 1)
+            lines = self._files.windows.lines_after(here, int(amount) + 1)
             self._at = lines[-1][0] if len(lines) > amount else None
         self._tail = []
 
@@ -296,7 +297,7 @@ class FolderSource:
         if not self._is_whole:
             return values
         metrics = self._files.summary.content.metrics
-        tags = {entry.tag(entry.bases[0]): entry.tag(entry.run_bases[0]) for entry in METRICS.values()}
+        tags = {entry.tag(entry.bases[0]): entry.tag(entry.summary_bases[0]) for entry in METRICS.values()}
         tags["window/pcu_ratio"] = "pcu_ratio"
         return values | {tag: metrics[of_run].value for tag, of_run in tags.items() if of_run in metrics}
 
@@ -335,12 +336,12 @@ class FolderSource:
     def _update_tail(self) -> None:
         """Read the windows up to the position; while the newest window is shown, only the new lines are read."""
         if self._at is not None:
-            windows = self._files.windows
-            new = [] if self._tail else [*windows.before(self._at, MAX_STEPS - 1), *windows.after(self._at, 1)]
+            files = self._files.windows
+            new = [] if self._tail else [*files.lines_before(self._at, MAX_STEPS - 1), *files.lines_after(self._at, 1)]
         elif not self._tail:
-            new = self._files.windows.before(END, MAX_STEPS)
+            new = self._files.windows.lines_before(END, MAX_STEPS)
         else:
-            new = self._files.windows.after(self._tail_end, MAX_STEPS)
+            new = self._files.windows.lines_after(self._tail_end, MAX_STEPS)
         if new:
             self._tail = [*self._tail, *(_decoded(_window, line) for _, line in new)][-MAX_STEPS:]
             self._tail_end = end_of(new)
@@ -348,10 +349,10 @@ class FolderSource:
     def _rows_of(self, window: WindowReport) -> list[RankRow]:
         """Return the reports of the ranks in a window: they are at the end of the files, or they are searched."""
         wanted = window.attempt, window.window
-        lines = self._files.ranks.before(END, MAX_ROWS)
+        lines = self._files.ranks.lines_before(END, MAX_ROWS)
         if not lines or _pair(lines[0][1]) >= wanted:
-            first = self._files.ranks.first(lambda line: _pair(line) >= wanted)
-            lines = self._files.ranks.after(first, MAX_ROWS)
+            first = self._files.ranks.first_reached(lambda line: _pair(line) >= wanted)
+            lines = self._files.ranks.lines_after(first, MAX_ROWS)
         rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
         return [row for row in rows if row is not None]
 

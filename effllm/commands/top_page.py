@@ -9,7 +9,7 @@ from pathlib import Path
 from effllm.analysis.run_folders import UnreadableRun
 from effllm.commands.metrics_page import address, fetch_text, labels_of, samples_of
 from effllm.metrics import METRICS
-from effllm.metrics.output_names import name_of
+from effllm.metrics.output_names import base_unit_name
 from effllm.records.forecast import FORECAST, Foretold
 from effllm.records.job import Coverage, WindowReport
 from effllm.records.verdict import Straggler
@@ -140,7 +140,7 @@ class PageSource:
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
         for entry in (metric for metric in METRICS.values() if metric.in_windows):
-            name, factor = name_of(entry)
+            name, factor = base_unit_name(entry)
             for labels, value in self._found.get(_PREFIX + name, {}).items():
                 yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor
 

@@ -63,7 +63,7 @@ def too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_windo
         return []
     by_tag = dependent_tags(COUNTED)
     chosen = (tag for tag in tags if tag in by_tag and (by_tag[tag].base == "window") is of_window)
-    return [tag for tag in chosen if rejected or not by_tag[tag].has_energy]
+    return [tag for tag in chosen if rejected or not by_tag[tag].needs_energy]
 
 
 def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:

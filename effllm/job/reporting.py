@@ -91,7 +91,7 @@ def report_of(
     if window.energy is None and previous:  # late: no other report of its window is in memory
         coverage = replace(previous.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
-    values = metrics.evaluate(run, shown_of_window, whole)
+    values = metrics.window_values(run, shown_of_window, whole)
     rejected = rows.counts["counts_rejected"]
     of_window = dict.fromkeys(too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
     breakdown = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
@@ -199,7 +199,7 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
     run, whole = to_date(ledger, roster, goodput, bool(lacking))
     shares = energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
     (reached, measured), counts = iterations_reached(ledger), whole.counts
-    values = metrics.evaluate_run(run, whole)
+    values = metrics.summary_values(run, whole)
     doubts = {**gaps.doubtful_tags(values), **doubtful_tags(ledger.audit, values)}
     sources = Sources(ledger.closed, ledger.attempt, round(ledger.last_ranks.iterations), roster.job.unused_text)
     return Summary(
@@ -253,7 +253,7 @@ def _values_with_errors(
 ) -> dict[str, Value]:
     results = {}
     for tag, value in values.items():
-        if entry := metrics.describe(tag):
+        if entry := metrics.metric_of_tag(tag):
             random, systematic = errors.get(tag) or (None, None)
             results[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
     return results

@@ -10,22 +10,23 @@ the definitions for a cluster.
 # All outputs list the metrics in the order of these imports.
 # isort: off
 from effllm.metrics import table, energy, throughput, health
+from effllm.metrics.table import METRICS, Formula, Metric, contract_metrics, metric, metric_of_tag
+from effllm.metrics.table import errors, summary_values, window_values
 
 # isort: on
-from effllm.metrics.table import METRICS, Formula, Metric, describe, errors, evaluate, evaluate_run, headline, metric
 
 __all__ = [
     "METRICS",
     "Formula",
     "Metric",
-    "describe",
+    "contract_metrics",
     "energy",
     "errors",
-    "evaluate",
-    "evaluate_run",
-    "headline",
     "health",
     "metric",
+    "metric_of_tag",
+    "summary_values",
     "table",
     "throughput",
+    "window_values",
 ]

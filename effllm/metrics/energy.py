@@ -18,13 +18,13 @@ def watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in 5 % of the time, run to date; rounded to bins of 10 W, and at most the peak power."""
+    """Power that a GPU exceeds in 5 % of the time, run to date: the middle of a bin of 10 W, at most the peak."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in half of the time, run to date; in bins of 10 W, and at most the peak power."""
+    """Power that a GPU exceeds in half of the time, run to date: the middle of a bin of 10 W, at most the peak."""
     return power_percentile(totals, 0.5)
 
 
@@ -62,7 +62,7 @@ def total_joules(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="energy", bases=("job",))
 def measured_joules(totals: ClusterTotals) -> float | None:
-    """Measured part of the energy of the run so far."""
+    """Energy of the run so far in the time with readings, also estimated from power; without a gap, the total."""
     return totals.energy.measured_j
 
 
@@ -142,13 +142,13 @@ def gpu_cost(totals: ClusterTotals) -> float | None:
 
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
-    """Return the power that GPUs did not exceed in a share of their time: the middle of a bin, at most the peak."""
-    whole_s = sum(totals.devices.power_histogram_s.values())
+    """Return the power that GPUs did not exceed in a share of their time; ``None`` without readings of power."""
+    total_s = sum(totals.devices.power_histogram_s.values())
     passed_s = 0.0
-    for step, seconds in sorted(totals.devices.power_histogram_s.items()):
+    for bin_index, seconds in sorted(totals.devices.power_histogram_s.items()):
         passed_s += seconds
-        if passed_s >= share * whole_s:
-            middle_w = (step + 0.5) * POWER_STEP_W
+        if passed_s >= share * total_s:
+            middle_w = (bin_index + 0.5) * POWER_STEP_W
             return middle_w if totals.devices.power_peak_w is None else min(middle_w, totals.devices.power_peak_w)
     return None
 

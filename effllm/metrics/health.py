@@ -142,7 +142,7 @@ def unknown_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="goodput", bases=("job",), chart=False)
 def lost_joules(totals: ClusterTotals) -> float | None:
-    """Measured energy of lost time: repeated iterations, waits for stragglers, hangs."""
+    """Measured energy of lost time: repeated iterations, waits for stragglers, waits of uneven ranks, hangs."""
     lost = [totals.goodput.class_j.get(name) for name in ("redone", "straggling", "uneven_ranks", "hang")]
     return None if None in lost else sum(joules for joules in lost if joules is not None)
 

@@ -54,8 +54,8 @@ _COMPLETE = ClusterTotals(
 )  # fmt: skip
 
 #: Fields of `ClusterTotals` or of its groups, with their values if an input is missing.
-Lack = dict[str, Any]
-GAUGES: dict[str, Lack] = {
+MissingFields = dict[str, Any]
+GAUGES: dict[str, MissingFields] = {
     "power": {"devices": {"power_peak_w": None, "power_histogram_s": {}}},
     "power limit": {"constants": {"power_limit_w": None}},
     "throttling": {"devices": {"throttled_s": None, "throttle_covered_s": 0.0}},
@@ -65,7 +65,7 @@ GAUGES: dict[str, Lack] = {
 }
 
 #: Input of a metric -> totals without the input.
-NEEDS: dict[str, Lack] = {
+TOTALS_WITHOUT: dict[str, MissingFields] = {
     "gpu": {
         "constants": {"gpus": 0, "power_limit_w": None},
         "energy": {"gpus_j": None},
@@ -104,24 +104,14 @@ NEEDS: dict[str, Lack] = {
 READ = ("gpu", "memory", "utilization", "energy")
 
 #: Inputs from the training loop.
-FROM_LOOP = (
-    "iterations",
-    "tokens",
-    "samples",
-    "parameters",
-    "FLOPs",
-    "hardware FLOPs",
-    "generated tokens",
-    "steps on CUDA",
-    "stalls",
-    "own time",
-)
+FROM_LOOP = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs", "generated tokens",
+             "steps on CUDA", "stalls", "own time")  # fmt: skip
 
 #: Inputs from effllm's processes, available in every job.
 OWN = ("elapsed time", "own cost", "clocks of ranks")
 
 #: Inputs from settings: input -> (variable, meaning of its value).
-SET: dict[str, tuple[str, str]] = {
+FROM_SETTINGS: dict[str, tuple[str, str]] = {
     "profile": ("PROFILE_EVERY", "N, for example 200, to profile every Nth iteration"),
     "baseline": ("BASELINE_SECONDS", "seconds of idle power before the first iteration"),
     "carbon intensity": ("CARBON_INTENSITY", "the carbon intensity of your electricity, in g CO2e per kWh"),
@@ -149,14 +139,14 @@ class Measurable(Struct, frozen=True):
     why_not: list[str]
 
 
-def needs_of(name: str) -> list[str]:
+def inputs_of(name: str) -> list[str]:
     """Return the inputs of a metric.
 
-    >>> needs_of("tt_tokens_per_param_per_sec")
+    >>> inputs_of("tt_tokens_per_param_per_sec")
     ['iterations', 'tokens', 'parameters']
     """
     formula = METRICS[name].formula
-    return [need for need, lack in NEEDS.items() if formula(_totals_without(lack)) is None]
+    return [need for need, lack in TOTALS_WITHOUT.items() if formula(_totals_without(lack)) is None]
 
 
 class DependentTag(NamedTuple):
@@ -164,21 +154,21 @@ class DependentTag(NamedTuple):
 
     need: str
     base: str
-    has_energy: bool  # whether the value also depends on energy
+    needs_energy: bool  # whether the value also depends on energy
 
 
 @cache
 def dependent_tags(inputs: frozenset[str]) -> dict[str, DependentTag]:
-    """Return the tags of all metrics with one of the inputs, with the first such input."""
+    """Return the tags of all metrics with any of the inputs, each with one such input: the first by its name."""
     tags = {}
     for entry in METRICS.values():
-        needs = set(needs_of(entry.name))
-        for base in dict.fromkeys((*entry.bases, *entry.run_bases)) if needs & inputs else ():
+        needs = set(inputs_of(entry.name))
+        for base in dict.fromkeys((*entry.bases, *entry.summary_bases)) if needs & inputs else ():
             tags[entry.tag(base)] = DependentTag(min(needs & inputs), base, "energy" in needs)
     return tags
 
 
-def _totals_without(lack: Lack) -> ClusterTotals:
+def _totals_without(lack: MissingFields) -> ClusterTotals:
     changed = {
         group: replace(getattr(_COMPLETE, group), **missing) if isinstance(missing, dict) else missing
         for group, missing in lack.items()
@@ -187,11 +177,11 @@ def _totals_without(lack: Lack) -> ClusterTotals:
 
 
 def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:
-    """Return whether a metric can be measured; ``sources`` must have an entry for each input in `NEEDS`."""
-    entry, needs = METRICS[name], needs_of(name)
-    lacking = [need for need in needs if sources[need].why_not]
-    if "gpu" in lacking:
-        lacking = ["gpu"]  # the other missing inputs are from the GPU
-    why_not = list(dict.fromkeys(sources[need].why_not for need in lacking))
+    """Return whether a metric can be measured, and the sources or the reasons; each input must be in ``sources``."""
+    entry, needs = METRICS[name], inputs_of(name)
+    without_source = [need for need in needs if sources[need].why_not]
+    if "gpu" in without_source:
+        without_source = ["gpu"]  # the other missing inputs are from the GPU
+    why_not = list(dict.fromkeys(sources[need].why_not for need in without_source))
     by = [sources[need].by for need in needs if sources[need].by]
     return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from effllm.metrics.table import Metric, describe
+from effllm.metrics.table import Metric, metric_of_tag
 from effllm.records.board import GROUP
 
 
@@ -27,18 +27,17 @@ def unit_of(entry: Metric) -> Unit:
     return UNITS.get(entry.unit, Unit(f"{{{entry.unit}}}"))
 
 
-def name_of(entry: Metric) -> tuple[str, float]:
-    """Return a metric's name in base units, and the factor of its values."""
+def base_unit_name(entry: Metric) -> tuple[str, float]:
+    """Return a metric's name with its base unit, and the factor that converts its values to this unit."""
     unit = unit_of(entry)
     words = [unit.base if part == unit.word else part for part in entry.name.split("_")]
     return "_".join([entry.group, *words] if entry.group else words), unit.factor
 
 
 #: TensorBoard makes a group of all tags with the same first path element, and sorts the groups by their characters, so
-#: that a capital letter is before "efficientllm".  The values that most people look for are in the first group; the
-#: metrics of the contract are in the next one.
-FIRST, CONTRACT = GROUP, "efficientllm"
-#: Tag of reports -> name in the group `FIRST`.
+#: that this group, with a capital letter and the values that most people look for, is before those of the prefix.
+GLANCE_GROUP, PREFIX = GROUP, "efficientllm"
+#: Tag of reports -> name in the group `GLANCE_GROUP`.
 AT_A_GLANCE = {
     "training/loss": "loss",
     "throughput/tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
@@ -52,17 +51,17 @@ AT_A_GLANCE = {
 
 
 def chart_tag(tag: str) -> str:
-    """Return the TensorBoard tag of a tag of reports.
+    """Return the name under which TensorBoard, MLflow and `effllm explain` show a tag of reports.
 
     >>> chart_tag("amu_gb"), chart_tag("health/hottest_c"), chart_tag("throughput/mfu_ratio")
     ('efficientllm/amu_gb', 'efficientllm-health/hottest_c', 'EffLLM/mfu')
     """
     if tag in AT_A_GLANCE:
-        return f"{FIRST}/{AT_A_GLANCE[tag]}"
-    return f"{CONTRACT}-{tag}" if "/" in tag else f"{CONTRACT}/{tag}"
+        return f"{GLANCE_GROUP}/{AT_A_GLANCE[tag]}"
+    return f"{PREFIX}-{tag}" if "/" in tag else f"{PREFIX}/{tag}"
 
 
 def has_chart(tag: str) -> bool:
-    """Whether a tag of reports is shown in TensorBoard: a metric has one chart, those of the contract for the run."""
-    entry = describe(tag)
+    """Whether a tag is charted: of a metric, only its first base, or the run for the contract; every other tag is."""
+    entry = metric_of_tag(tag)
     return entry is None or (entry.chart and tag == entry.tag(entry.bases[0] if entry.group else "run"))

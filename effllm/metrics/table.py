@@ -42,7 +42,7 @@ class Metric:
         return self.name if base == "run" else f"{base}/{self.name}"
 
     @property
-    def run_bases(self) -> tuple[str, ...]:
+    def summary_bases(self) -> tuple[str, ...]:
         """The bases in a summary; for a metric with a group, the base window is replaced by the run to date."""
         return tuple(
             dict.fromkeys(
@@ -74,7 +74,7 @@ def metric(
         ValueError: another metric has this name, or the function has no docstring.
     """
 
-    def enter(formula: Formula) -> Formula:
+    def add_to_table(formula: Formula) -> Formula:
         name = formula.__name__
         if name in METRICS:
             raise ValueError(f"two metrics are named {name}")
@@ -85,50 +85,50 @@ def metric(
         )
         return formula
 
-    return enter
+    return add_to_table
 
 
-def headline() -> Iterable[Metric]:
+def contract_metrics() -> Iterable[Metric]:
     """Return the metrics of the contract, in the order of the console block."""
     return (entry for entry in METRICS.values() if entry.console)
 
 
-def describe(tag: str) -> Metric | None:
-    """Return the metric of a tag, or ``None`` if the tag is unknown."""
+def metric_of_tag(tag: str) -> Metric | None:
+    """Return the metric of a tag of any base, or ``None`` if the tag is not of a metric."""
     return METRICS.get(tag.rpartition("/")[2])
 
 
-def is_energy_known(totals: ClusterTotals) -> bool:
-    """Whether the random error of the energy is small enough to show the energy."""
+def is_energy_precise(totals: ClusterTotals) -> bool:
+    """Whether the random error of the energy is small enough to show the energy; also true without an energy."""
     return (error_share(totals.energy.error_j, totals.energy.joules) or 0.0) <= MAX_SHOWN_ERROR
 
 
-def quotient(above: float, below: float) -> float | None:
-    """Return a quotient, or ``None`` if the denominator is 0."""
-    return above / below if below > 0 else None
+def quotient(numerator: float, denominator: float) -> float | None:
+    """Return a quotient, or ``None`` if the denominator is not above 0."""
+    return numerator / denominator if denominator > 0 else None
 
 
-def measured_quotient(above: float | None, below: float) -> float | None:
-    """Return a quotient, or ``None`` if the numerator was not measured."""
-    return None if above is None else quotient(above, below)
+def measured_quotient(numerator: float | None, denominator: float) -> float | None:
+    """Return a quotient, or ``None`` if the numerator was not measured or the denominator is not above 0."""
+    return None if numerator is None else quotient(numerator, denominator)
 
 
-def energy_quotient(totals: ClusterTotals, joules: float | None, below: float) -> float | None:
+def energy_quotient(totals: ClusterTotals, joules: float | None, denominator: float) -> float | None:
     """Return a quotient of an energy, or ``None`` if the random error of the energy is too large."""
-    return measured_quotient(joules, below) if is_energy_known(totals) else None
+    return measured_quotient(joules, denominator) if is_energy_precise(totals) else None
 
 
 def error_share(error: float, value: float | None) -> float | None:
-    """Return an error as a share of a value, or ``None`` without a value."""
+    """Return an error as a share of a value, or ``None`` if the value is unknown or 0."""
     return error / value if value else None
 
 
-def counted_quotient(count: float, below: float) -> float | None:
+def counted_quotient(count: float, denominator: float) -> float | None:
     """Return a quotient of a count, or ``None`` if the count is 0, because then the loop does not report this count."""
-    return quotient(count, below) if count > 0 else None
+    return quotient(count, denominator) if count > 0 else None
 
 
-def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
+def window_values(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
     """Return the measured values of a window, for each metric and base: tag -> value."""
     bases = {"run": run, "window": window, "job": job}
     shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
@@ -136,10 +136,10 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
+def summary_values(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
     """Return the measured values of a summary: tag -> value."""
     bases = {"run": run, "job": job}
-    shown = [(entry, base) for entry in METRICS.values() for base in entry.run_bases]
+    shown = [(entry, base) for entry in METRICS.values() for base in entry.summary_bases]
     values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
     return {tag: value for tag, value in values.items() if value is not None}
 
@@ -153,7 +153,7 @@ def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, flo
     bases = {"run": run, "job": job}
     by_tag: dict[str, tuple[float, float]] = {}
     for entry in METRICS.values():
-        for base in entry.run_bases:
+        for base in entry.summary_bases:
             totals = bases[base]
             value = entry.formula(totals)
             if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
@@ -161,14 +161,15 @@ def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, flo
             if value is None or not totals.energy.joules:
                 continue
             shares = (totals.energy.error_j / totals.energy.joules, totals.energy.gain_j / totals.energy.joules)
-            random = _moved(entry.formula, totals, value, shares[0], gain=False)
-            systematic = _moved(entry.formula, totals, value, shares[1], gain=True)
+            random = _change_by_error(entry.formula, totals, value, shares[0], is_gain=False)
+            systematic = _change_by_error(entry.formula, totals, value, shares[1], is_gain=True)
             if random or systematic:
                 by_tag[entry.tag(base)] = (random, systematic)
     return by_tag
 
 
-def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, gain: bool) -> float:
+def _change_by_error(formula: Formula, totals: ClusterTotals, value: float, share: float, is_gain: bool) -> float:
+    """Return the absolute change of a metric's value if all energies are larger by a share; 0 for a rounding error."""
     scale = 1 + share
     energy, devices = totals.energy, totals.devices
     moved = replace(
@@ -184,18 +185,19 @@ def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, 
             inside_j2=energy.inside_j2 * scale**2,
         ),
     )
-    if gain:  # the power readings of a sensor have the same gain error
+    if is_gain:  # the power readings of a sensor have the same gain error
         moved = replace(
             moved,
             constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),
             devices=replace(
                 devices,
                 power_peak_w=_scaled(devices.power_peak_w, scale),
-                power_histogram_s={(bar + 0.5) * scale - 0.5: s for bar, s in devices.power_histogram_s.items()},
+                # The middle of a bin is scaled.
+                power_histogram_s={(at + 0.5) * scale - 0.5: s for at, s in devices.power_histogram_s.items()},
             ),
         )
-    after = formula(moved)
-    change = 0.0 if after is None else abs(after - value)
+    moved_value = formula(moved)
+    change = 0.0 if moved_value is None else abs(moved_value - value)
     return change if change > ROUNDING * abs(value) else 0.0
 
 
@@ -227,13 +229,13 @@ def al_seconds(totals: ClusterTotals) -> float | None:
 @metric("tokens/parameter/s", console="TT (Tokens/Param/Sec): {:.2e}")
 def tt_tokens_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Token throughput of the whole job divided by its parameters (Eq. 4)."""
-    return _per_parameter(totals.counts.tokens, totals)
+    return _rate_per_parameter(totals.counts.tokens, totals)
 
 
 @metric("samples/parameter/s", console="ST (Samples/Param/Sec): {:.2e}")
 def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Sample throughput of the whole job divided by its parameters (Eq. 5)."""
-    return _per_parameter(totals.counts.samples, totals)
+    return _rate_per_parameter(totals.counts.samples, totals)
 
 
 @metric("W", console="AEC (Watts): {:.2f}")
@@ -266,6 +268,6 @@ def model_compression_ratio(
     return (original_bytes / compressed_bytes) * (compressed_score / original_score)
 
 
-def _per_parameter(count: int, totals: ClusterTotals) -> float | None:
+def _rate_per_parameter(count: int, totals: ClusterTotals) -> float | None:
     rate = counted_quotient(count, totals.loop.time_s)
     return None if rate is None or not totals.constants.parameters else rate / totals.constants.parameters

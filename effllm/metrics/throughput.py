@@ -95,13 +95,13 @@ def tflops_per_gpu(totals: ClusterTotals) -> float | None:
 @metric("ratio", group="throughput", bases=("window",))
 def mfu_ratio(totals: ClusterTotals) -> float | None:
     """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s divided by the job's peak."""
-    return _possible(share_of_peak(totals, totals.constants.flops_per_token))
+    return _none_above_1(share_of_peak(totals, totals.constants.flops_per_token))
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
     """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): like MFU, with the FLOPs of recomputation."""
-    return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
+    return _none_above_1(share_of_peak(totals, totals.constants.hardware_flops_per_token))
 
 
 def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
@@ -113,9 +113,9 @@ def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float
 
 
 def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
-    step = al_seconds(totals)
-    return None if step is None or share is None else share * step
+    al_s = al_seconds(totals)
+    return None if al_s is None or share is None else share * al_s
 
 
-def _possible(share: float | None) -> float | None:
+def _none_above_1(share: float | None) -> float | None:
     return share if share is not None and share <= 1.0 else None

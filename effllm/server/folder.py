@@ -48,7 +48,7 @@ def lock_folder(
     )
     predecessor = _Predecessor(orders, context, read_secret)
     try:
-        lock = run_lock.take(Path(orders.folder), own, predecessor.ask_to_end)
+        lock = run_lock.take_lock(Path(orders.folder), own, predecessor.ask_to_end)
     except OSError as error:
         reason = error.strerror or str(error)
         warn(f"no run folder: {orders.folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")

@@ -120,8 +120,8 @@ class Outputs:
 
         self._to_store(write)
 
-    def write_recorded(self, recorded: Sequence[RecordedStacks]) -> None:
-        self._to_store(lambda store: store.write_recorded(recorded))
+    def write_recorded_stacks(self, recorded: Sequence[RecordedStacks]) -> None:
+        self._to_store(lambda store: store.write_recorded_stacks(recorded))
 
     def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
         """Write a state after all earlier items, then call `on_saved` in the store's thread."""

@@ -278,7 +278,7 @@ class Server:
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
         if recorded := self._aggregator.take_recorded():
-            self._outputs.write_recorded(recorded)
+            self._outputs.write_recorded_stacks(recorded)
 
     def _write_new_ranks(self) -> None:
         # The rows of a rank contain its host, which the run folder reads from the rank's facts.

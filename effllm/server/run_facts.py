@@ -17,8 +17,8 @@ from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.plain_text import one_line, without_user
 from effllm.records.wire import Hello
-from effllm.store.closing_text import here, how_to_open
-from effllm.store.provenance import Git, gather
+from effllm.store.closing_text import current_folder, how_to_open
+from effllm.store.provenance import Git, host_facts
 from effllm.store.run_folder import identity_of
 
 #: Fields of HELLO that are facts of the run with the same names.
@@ -39,7 +39,7 @@ class RunFacts:
     def __init__(self, orders: Orders) -> None:
         config = msgspec.to_builtins(orders.config)
         self.values: dict[str, Any] = {
-            **gather(),
+            **host_facts(),
             **orders.facts,
             # URLs of sinks may contain users and passwords.
             "config": {**config, "sinks": [without_user(sink) for sink in config["sinks"]]},
@@ -141,7 +141,7 @@ class RunFacts:
         is_simulated = any(gpu["simulated"] for gpu in gpus.values())
         on = many(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
         text = one_line(f"{many(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
-        look = next(how_to_open(folder, None, here(), "top"), "") if folder is not None else ""
+        look = next(how_to_open(folder, None, current_folder(), "top"), "") if folder is not None else ""
         return f"measuring {text}" + (f"; to look: {look}" if look else "")
 
     def take_changed(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
 from effllm.sinks import Option, RunInfo
 from effllm.store.closing_text import closing_text
-from effllm.store.window_text import block_lines, window_line
+from effllm.store.window_text import block_lines, console_line
 
 OPTIONS = {
     "format": Option(
@@ -58,7 +58,7 @@ class Console:
         if report.correction or report.iteration_last < report.iteration_first:
             return
         width = _width(self._out) if self._terminal else 0
-        lines = [window_line(report, width or MAX_LINE)] if self._is_line else block_lines(report, width)
+        lines = [console_line(report, width or MAX_LINE)] if self._is_line else block_lines(report, width)
         self._put([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
 
     def event(self, event: Event) -> None:

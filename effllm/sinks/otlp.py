@@ -32,7 +32,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
 from effllm.config.switches import process_environ
-from effllm.metrics.output_names import name_of, unit_of
+from effllm.metrics.output_names import base_unit_name, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
 from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values
@@ -179,7 +179,7 @@ def _of_job(report: ClusterReport) -> Iterator[Value]:
 
 
 def _name(entry: metrics.Metric) -> tuple[str, float]:
-    name, factor = name_of(entry)
+    name, factor = base_unit_name(entry)
     rest = name.removeprefix(f"{entry.group}_") if entry.group else name
     return ".".join(part for part in ("effllm", entry.group, rest) if part), factor
 

@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
 from effllm.config.setting_values import FOLDER
-from effllm.metrics import describe, headline
+from effllm.metrics import contract_metrics, metric_of_tag
 from effllm.metrics.output_names import AT_A_GLANCE, chart_tag, has_chart
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import JOB_VALUES, Option, RunInfo, SinkUnavailable, job_values
@@ -157,7 +157,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
 
 def _known(tag: str) -> tuple[str, str]:
     """Return unit and help of a tag; empty for an unknown tag."""
-    entry = describe(tag)
+    entry = metric_of_tag(tag)
     if entry is None:
         return BESIDE.get(tag, ("", ""))
     return entry.unit, f"{_BASES[_base_of(tag)]}. {entry.help}"
@@ -165,7 +165,7 @@ def _known(tag: str) -> tuple[str, str]:
 
 def _base_of(tag: str) -> str:
     """Return the base of a metric; empty for other values."""
-    entry = describe(tag)
+    entry = metric_of_tag(tag)
     return "" if entry is None else next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
 
 
@@ -173,7 +173,7 @@ def _is_cumulative(tag: str) -> bool:
     """Whether a tag is a total of the run or the job; late reports correct its newest point."""
     if tag in BESIDE:
         return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
-    entry = describe(tag)
+    entry = metric_of_tag(tag)
     return entry is not None and tag in {entry.tag(base) for base in entry.bases if base != "window"}
 
 
@@ -200,7 +200,7 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     glance = {f"{name} ({_known(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
     if first := _charts(glance, tags):
         yield "at a glance", first
-    contract = {f"{entry.name} ({entry.unit})": [entry.tag("run")] for entry in headline()}
+    contract = {f"{entry.name} ({entry.unit})": [entry.tag("run")] for entry in contract_metrics()}
     if shown := _charts(contract, tags):
         yield "efficiency: run to date", shown
     groups: dict[str, dict[str, list[str]]] = {}

@@ -19,10 +19,10 @@ from effllm.store.summary_text import (
     errors_text,
     fact_lines,
     loss_text,
-    outcome,
     percent,
     readable,
     slowest_text,
+    status_text,
     stragglers_text,
     value_of,
     verdict_lines,
@@ -50,10 +50,10 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
         is_cut: whether the text has at most `MAX_LINES` of 80 columns, for a terminal; else nothing is cut.
     """
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
-    head = f"[EfficientLLM] Run {outcome(summary.status)}{simulated}"
+    head = f"[EfficientLLM] Run {status_text(summary.status)}{simulated}"
     facts = list(facts_of(summary))
     missing = [("Missing", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
-    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, here())]
+    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, current_folder())]
     if is_cut:
         after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
         room = MAX_LINES - 1 - bool(missing) - len(after)
@@ -71,23 +71,23 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
 _LONG = (("Why", "Result", "Paper", "Ran"), ("Why",), ())
 
 
-def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fact]:
+def facts_of(summary: Summary, *, is_long: bool = False) -> Iterator[Fact]:
     """Yield the verdict, the numbers to copy, and what ran, each with its name.
 
     Args:
         summary: the summary of the run.
-        has_both_errors: whether energies have the errors by timing and by the sensor, else only the larger one; then
+        is_long: whether energies have the errors by timing and by the sensor, else only the larger one; then
             also the tokens/s of the whole job and the warm-up are shown.
     """
     if summary.verdict is not None:
         yield from verdict_lines(summary.verdict)
-    for name, parts in (("Result", _result(summary, has_both_errors)), ("Energy", _energy(summary, has_both_errors))):
+    for name, parts in (("Result", _result(summary, is_long)), ("Energy", _energy(summary, is_long))):
         if text := ", ".join(parts):
             yield name, text
     doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
     if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
         yield "Paper", " ".join(six)
-    yield "Ran", ", ".join(_ran(summary, has_both_errors))
+    yield "Ran", ", ".join(_ran(summary, is_long))
     if text := "; ".join(forecast_texts(summary.forecast, summary.currency)):
         yield "End", text
     is_named = summary.verdict is not None and summary.verdict.cause == "straggler"
@@ -99,7 +99,7 @@ def facts_of(summary: Summary, *, has_both_errors: bool = False) -> Iterator[Fac
         yield "Events", text
 
 
-def here() -> Path | None:
+def current_folder() -> Path | None:
     """Return the current folder; ``None`` if it was removed."""
     with contextlib.suppress(OSError):
         return Path.cwd()
@@ -157,11 +157,11 @@ def _result(summary: Summary, is_long: bool) -> Iterator[str]:
         yield f"loss {text}"
 
 
-def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
+def _energy(summary: Summary, is_long: bool) -> Iterator[str]:
     energy = summary.energy
     if value := value_of(summary, "joules_per_token"):
         number, prefix = scaled(value.value)
-        error = _error(value.value, value.error, value.sensor_error, has_both)
+        error = _error(value.value, value.error, value.sensor_error, is_long)
         yield f"{number} {prefix}J/token{error}{_mark(value)}"
     joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
     if joules is not None:
@@ -170,7 +170,7 @@ def _energy(summary: Summary, has_both: bool) -> Iterator[str]:
         part = ", measured only in part" if energy.total_joules is None else ""
         yield (
             f"{readable(joules / unit_j)} {unit}"
-            + _error(joules, error_j, (energy.gain_error or 0.0) * joules, has_both)
+            + _error(joules, error_j, (energy.gain_error or 0.0) * joules, is_long)
             + part
         )
     if value := value_of(summary, "watts_per_gpu"):
@@ -195,10 +195,10 @@ def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iter
     yield from shown(cost, readable, f" {one_line(currency)}" if currency else " (cost)")
 
 
-def _error(value: float, timing: float | None, sensor: float | None, has_both: bool) -> str:
+def _error(value: float, timing: float | None, sensor: float | None, is_long: bool) -> str:
     """Return the errors, or the larger one, in percent of a value."""
     ratios = [abs((error or 0.0) / value) if value else 0.0 for error in (timing, sensor)]
-    if has_both:
+    if is_long:
         return f" {errors_text(*ratios)}".rstrip()
     return f" ±{percent(max(ratios))}" if any(ratios) else ""
 

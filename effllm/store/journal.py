@@ -110,7 +110,7 @@ class Journal:
     def _check_file(self) -> None:
         """Open a new file if the current file is too large, or was removed or renamed."""
         # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
-        if self._descriptor < 0 or not regular_file.is_at(self._descriptor, self._path(self.number)):
+        if self._descriptor < 0 or not regular_file.is_still_at(self._descriptor, self._path(self.number)):
             self._open(self.number)
         if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
             self._open(self.number + 1)

@@ -53,7 +53,7 @@ class LineFiles:
         self.changed_s = max((state.st_mtime for state in states.values()), default=0.0)
         return is_new
 
-    def before(self, position: Position, count: int) -> Lines:
+    def lines_before(self, position: Position, count: int) -> Lines:
         """Return the last lines that end before a position, oldest first: at most ``count``, and a mebibyte."""
         lines: Lines = []
         for number in sorted(self._sizes, reverse=True):
@@ -63,7 +63,7 @@ class LineFiles:
             lines = self._tail(number, min(end, self._sizes[number]), count - len(lines)) + lines
         return lines
 
-    def after(self, position: Position, count: int) -> Lines:
+    def lines_after(self, position: Position, count: int) -> Lines:
         """Return the lines that start at a position or later: at most ``count``, and a mebibyte per file."""
         lines: Lines = []
         for number in sorted(self._sizes):
@@ -76,11 +76,11 @@ class LineFiles:
     def share_of(self, position: Position) -> float:
         """Return the share of all bytes that are before a position."""
         whole = sum(self._sizes.values())
-        before = sum(size for number, size in self._sizes.items() if number < position.number)
+        bytes_before = sum(size for number, size in self._sizes.items() if number < position.number)
         inside = position.offset if position.number in self._sizes else 0
-        return (before + inside) / whole if whole else 0.0
+        return (bytes_before + inside) / whole if whole else 0.0
 
-    def at_share(self, share: float) -> Position:
+    def position_at_share(self, share: float) -> Position:
         """Return the position of the first line after a share of all bytes; or `END`."""
         left = int(share * sum(self._sizes.values()))
         for number in sorted(self._sizes):
@@ -89,7 +89,7 @@ class LineFiles:
             left -= self._sizes[number]
         return END
 
-    def first(self, is_reached: Callable[[bytes], bool]) -> Position:
+    def first_reached(self, is_reached: Callable[[bytes], bool]) -> Position:
         """Return the position of the first line for which a condition holds that holds for all later lines; or `END`.
 
         The order of the lines may be disturbed: then a position nearby is returned.

@@ -23,7 +23,7 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
 
 
-def gather() -> dict[str, Any]:
+def host_facts() -> dict[str, Any]:
     return {
         "aggregator_host": platform.node(),
         "kernel": platform.release(),

@@ -228,7 +228,7 @@ def segments_by_number(folder: Path, stem: str) -> dict[int, Path]:
     return dict(sorted(paths.items()))
 
 
-def read_own(path: Path, kind: type[Row]) -> Row | None:
+def read_own_json(path: Path, kind: type[Row]) -> Row | None:
     """Return the content of a JSON file of this user; ``None`` if it cannot be read or has another form."""
     try:
         return msgspec.json.decode(own_files.read_file(path), type=kind)
@@ -243,13 +243,13 @@ class JsonLines(Generic[Row]):
     """
 
     def __init__(self, paths: Sequence[Path], row: type[Row], max_bytes: int | None = None) -> None:
-        self.skipped = 0
+        self.num_skipped = 0
         self.unread_bytes = 0
         self._paths, self._max_bytes = paths, max_bytes
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row).decode
 
     def __iter__(self) -> Iterator[Row]:
-        self.skipped = begin = 0
+        self.num_skipped = begin = 0
         if self._max_bytes is not None:
             self.unread_bytes = begin = max(sum(path.stat().st_size for path in self._paths) - self._max_bytes, 0)
         for path in self._paths:
@@ -262,7 +262,7 @@ class JsonLines(Generic[Row]):
                 try:
                     row = self._decode(line)
                 except DECODE_ERRORS:
-                    self.skipped += 1
+                    self.num_skipped += 1
                     continue
                 yield row
             begin = 0

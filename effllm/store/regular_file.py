@@ -92,7 +92,7 @@ def locked(descriptor: int, path: Path, within_s: float) -> Iterator[int]:
         os.close(descriptor)
 
 
-def is_at(descriptor: int, path: Path) -> bool:
+def is_still_at(descriptor: int, path: Path) -> bool:
     """Whether an open file has this path; it may have been removed or renamed."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

@@ -35,7 +35,7 @@ from effllm.store.journal import (
     Written,
     remove_oldest_detail,
 )
-from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own, window_line
+from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own_json, window_line
 from effllm.store.summary_text import summary_text
 from effllm.store.window_text import block_lines
 
@@ -201,7 +201,7 @@ class RunFolder:
 
         self._do(write)
 
-    def write_recorded(self, recorded: Iterable[RecordedStacks]) -> None:
+    def write_recorded_stacks(self, recorded: Iterable[RecordedStacks]) -> None:
         """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
         text = "".join(f"{msgspec.json.encode(stacks).decode()}\n" for stacks in recorded)
         with contextlib.suppress(OSError):  # a full disk is reported when a window is written
@@ -383,4 +383,4 @@ def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
 
 def identity_of(folder: Path) -> Identity:
     """Return the identity in the run.json of an earlier attempt; empty if no such file can be read."""
-    return read_own(folder / "run.json", Identity) or Identity()
+    return read_own_json(folder / "run.json", Identity) or Identity()

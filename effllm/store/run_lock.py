@@ -20,8 +20,8 @@ from msgspec import Struct
 from effllm.config.place import Place
 from effllm.records.job import SCHEMA_VERSION, version_error
 from effllm.store import own_files
-from effllm.store.reader import read_own
-from effllm.store.regular_file import is_at
+from effllm.store.reader import read_own_json
+from effllm.store.regular_file import is_still_at
 
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
@@ -83,7 +83,7 @@ def restart_id_of(place: Place, host: str) -> str:
     return ""
 
 
-def take(
+def take_lock(
     wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
     """Lock and return the run folder NAME, or NAME-2 and following if NAME cannot be continued.
@@ -103,7 +103,7 @@ def take(
     for folder in _names(wanted):
         if status_of(folder) == "completed":
             continue
-        run = read_own(folder / "run.json", _Known)
+        run = read_own_json(folder / "run.json", _Known)
         if run is not None and (problem := version_error(run.schema_version)):
             why_other = why_other or f"{folder} is not continued: {problem}"
             continue
@@ -129,7 +129,7 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 def status_of(folder: Path) -> str:
     """Return the status of the run in a folder, from its summary; empty without a summary."""
-    summary = read_own(folder / "summary.json", _Known)
+    summary = read_own_json(folder / "summary.json", _Known)
     return summary.status if summary is not None else ""
 
 
@@ -141,7 +141,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The previous holder removes the file before it releases the lock, so the locked file may have no name.
-            if is_at(descriptor, path):
+            if is_still_at(descriptor, path):
                 return descriptor
         except BlockingIOError:
             pass
@@ -154,7 +154,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
             return None
         if now_s >= next_ask_s:
             next_ask_s = now_s + ASK_EVERY_S
-            other = read_own(path, Holder)
+            other = read_own_json(path, Holder)
             if other is not None and own.restart_id and other.restart_id == own.restart_id and other.job != own.job:
                 ask(other)
         time.sleep(0.05)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from effllm.metrics import METRICS, Metric, describe
+from effllm.metrics import METRICS, Metric, metric_of_tag
 from effllm.records.framework_figures import FIGURES, MFU_RATIO
 from effllm.records.identity import Identity
 from effllm.records.job import EnergySummary, GoodputSummary, Summary, Value
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
-def outcome(status: str) -> str:
+def status_text(status: str) -> str:
     return {"interrupted": "stopped by Ctrl-C", "ended": "ended, exit status not visible"}.get(status, status)
 
 
@@ -91,7 +91,7 @@ def summary_text(summary: Summary, facts: Iterable[tuple[str, str]] = ()) -> str
 
 
 def _lines(summary: Summary, facts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield f"[EfficientLLM] Run {outcome(summary.status)}"
+    yield f"[EfficientLLM] Run {status_text(summary.status)}"
     yield "=" * WIDTH
     if summary.simulated:
         yield "  SIMULATED: no hardware was measured; these numbers mean nothing beyond a test."
@@ -138,7 +138,7 @@ def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.goodput is not None and summary.goodput.ratio is not None:
         yield "goodput", goodput_text(summary.goodput)
     elif summary.time_by_class:
-        yield "time", shares(summary.time_by_class)
+        yield "time", shares_text(summary.time_by_class)
     if summary.stragglers:
         yield "stragglers", stragglers_text(summary.stragglers)
     if summary.last_ranks.by_rank:
@@ -200,7 +200,7 @@ def goodput_text(goodput: GoodputSummary) -> str:
     elif goodput.redone_iterations is None:
         ratio += ", number of repeated iterations unknown (the first iteration of a restart has no number)"
     named = {name.replace("_", " "): seconds for name, seconds in goodput.seconds.items()}
-    return f"{ratio}: {shares(named)}"
+    return f"{ratio}: {shares_text(named)}"
 
 
 def _profiled(profile: Profile) -> str:
@@ -220,7 +220,7 @@ def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         share = percent(energy.estimated_joules / joules)
         yield "estimated", f"{share} of the energy, computed from power in gaps of the counter"
     if any(energy.by_class.values()):
-        yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
+        yield "energy in", shares_text({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:
         share = f"{100 * energy.warmup_joules / joules:.1f} %"
         yield "warm-up", f"{share} of the energy, left out of run-to-date values"
@@ -258,11 +258,11 @@ def shown_metrics(values: Collection[str]) -> Iterator[tuple[str, Metric | None,
     """
     shown: set[str] = set()
     for entry in METRICS.values():
-        shown.update(entry.tag(base) for base in entry.run_bases)
-        base = next((base for base in entry.run_bases if entry.tag(base) in values), None)
+        shown.update(entry.tag(base) for base in entry.summary_bases)
+        base = next((base for base in entry.summary_bases if entry.tag(base) in values), None)
         if base is not None:
             yield entry.tag(base), entry, "job" if base == "job" else "run"
-    yield from ((tag, None, "") for tag in values if tag not in shown and describe(tag) is None)
+    yield from ((tag, None, "") for tag in values if tag not in shown and metric_of_tag(tag) is None)
 
 
 def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
@@ -282,7 +282,7 @@ def _row(name: str, value: Value, over: str) -> str:
     unit = value.unit
     if value.value:
         timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
-        entry = describe(name.strip())
+        entry = metric_of_tag(name.strip())
         is_sampled = entry is not None and entry.error is not None
         text = f"±{percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
         unit = f"{unit} {text}".rstrip()
@@ -310,11 +310,11 @@ def fact_lines(name: str, text: str, max_lines: int | None = None, column: int =
 
 def value_of(summary: Summary, name: str) -> Value | None:
     """Return the value of a metric, on its first base that has a value."""
-    tags = map(METRICS[name].tag, METRICS[name].run_bases)
+    tags = map(METRICS[name].tag, METRICS[name].summary_bases)
     return next((summary.metrics[tag] for tag in tags if tag in summary.metrics), None)
 
 
-def shares(parts: Mapping[str, float]) -> str:
+def shares_text(parts: Mapping[str, float]) -> str:
     """Return parts of a sum as percentages, the largest first; parts below 0.05 % are omitted."""
     total = sum(parts.values()) or 1.0
     ordered = sorted(parts.items(), key=lambda part: -part[1])

@@ -33,7 +33,7 @@ def scaled(value: float) -> tuple[str, str]:
 # --- one line ------------------------------------------------------------------------------------
 
 
-def window_line(report: ClusterReport, width: int) -> str:
+def console_line(report: ClusterReport, width: int) -> str:
     """Return the values of a window as one line; the least important ones are left out until it fits ``width``."""
     parts = list(_window_parts(report))
     while parts:
@@ -97,7 +97,7 @@ def _missing(report: ClusterReport) -> Iterator[str]:
 
 def contract_parts(values: Mapping[str, float], doubtful: Collection[str] = ()) -> Iterator[str]:
     """Yield the metrics of the contract, run to date, in short form; values with a tag in ``doubtful`` have a mark."""
-    for entry in metrics.headline():
+    for entry in metrics.contract_metrics():
         value = values.get(entry.tag("run"))
         if value is None or not math.isfinite(value):
             continue
@@ -134,7 +134,7 @@ def block(report: ClusterReport) -> Iterator[str]:
     if report.warming_up:
         yield "  (warming up: values of the run to date start later)"
         return
-    for entry in metrics.headline():
+    for entry in metrics.contract_metrics():
         value = report.values.get(entry.tag("run"))
         if entry.console and value is not None and math.isfinite(value):
             yield "  " + entry.console.format(value)

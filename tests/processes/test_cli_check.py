@@ -9,7 +9,7 @@ from nvml_library import Curve, Gpu
 from redfish_service import Service, chassis, supply, tree
 
 from effllm.metrics import METRICS
-from effllm.metrics.measurable import NEEDS, needs_of
+from effllm.metrics.measurable import TOTALS_WITHOUT, inputs_of
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 
@@ -77,14 +77,14 @@ def broken(survey):
     ],
 )
 def test_inputs_of_a_metric_are_derived_from_its_formula(metric, needs):
-    assert needs_of(metric) == needs
+    assert inputs_of(metric) == needs
 
 
 def test_every_metric_has_an_input_and_every_input_is_used():
-    needed = {name: needs_of(name) for name in METRICS}
+    needed = {name: inputs_of(name) for name in METRICS}
 
     assert all(needed.values())
-    assert {need for needs in needed.values() for need in needs} == set(NEEDS)
+    assert {need for needs in needed.values() for need in needs} == set(TOTALS_WITHOUT)
 
 
 PROFILED = {

@@ -8,7 +8,7 @@ import pytest
 from cli_process import read_until
 
 from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
-from effllm.store.summary_text import outcome
+from effllm.store.summary_text import status_text
 
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 
@@ -81,7 +81,7 @@ def test_demo_ended_by_a_signal_writes_the_reports_of_every_rank(cli, number, st
 
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert f"[EfficientLLM] Run {outcome(status)}" in shown
+    assert f"[EfficientLLM] Run {status_text(status)}" in shown
     assert cli.summary()["status"] == status
     assert {row["rank"] for row in rank_rows(cli) if row["iteration_last"] >= 10} == {0, 1}
     assert cli.summary()["coverage"]["reports_lost"] == 0

@@ -203,7 +203,7 @@ def test_every_query_has_data_for_a_job_with_every_problem(tmp_path):
     identity = Identity(run_id="bad", user="eve", account='a"\\<b>{}', partition="gpu", job_id="7", tags=("x",))
     everything = with_keys(complete_totals(100), utilization_mean=0.1)
     values = {
-        "values": metrics.evaluate(everything, everything, everything), "gpus_unused": 2,
+        "values": metrics.window_values(everything, everything, everything), "gpus_unused": 2,
         "gpu_seconds": {"useful": 640.0, "startup": 160.0, "unused": 150.0},
         "spread": {name: Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0) for name in SPREADS},
     }  # fmt: skip

@@ -10,7 +10,7 @@ import jobs
 import psutil
 import pytest
 
-from effllm.store.summary_text import outcome
+from effllm.store.summary_text import status_text
 
 LOOP = "loop.py"
 SLOWEST_STEP_S = 0.5  # a step takes 0.01 s, a call some microseconds; a wait would take longer
@@ -143,7 +143,7 @@ def test_iterations_and_status_are_recorded_for_each_kind_of_exit(launch, end, c
     assert not job.left(within_s=SOON_S)
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.tokens) == (status, 15, 1500)
-    assert f"[EfficientLLM] Run {outcome(status)}" in job.stdout
+    assert f"[EfficientLLM] Run {status_text(status)}" in job.stdout
 
 
 @pytest.mark.fault("exits")

@@ -11,7 +11,7 @@ from cases import cases
 from effllm.config.settings import ConfigError, read_config
 from effllm.store import own_files
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
-from effllm.store.run_lock import Holder, status_of, take
+from effllm.store.run_lock import Holder, status_of, take_lock
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners of files")
 OTHER_USER = 12345
@@ -80,7 +80,7 @@ def test_run_folder_does_not_write_through_pipes_and_links(tmp_path, kind, name)
     check = placed(kind, tmp_path / name)
 
     with pytest.raises(OSError, match=r"not a regular file of this user|Too many levels"):
-        take(tmp_path, Holder(), wait_s=0.0) if name == "lock" else RunFolder(tmp_path, {})
+        take_lock(tmp_path, Holder(), wait_s=0.0) if name == "lock" else RunFolder(tmp_path, {})
     check()
 
 
@@ -212,7 +212,7 @@ def test_link_of_another_user_in_a_folder_of_a_group_is_rejected(project, way):
     for use in (
         lambda: own_files.make_folder(project / way / "mine"),
         lambda: own_files.make_folder(project / way / "new" / "folder"),
-        lambda: take(project / way / "mine", Holder(), wait_s=0.0),
+        lambda: take_lock(project / way / "mine", Holder(), wait_s=0.0),
     ):
         with pytest.raises(PermissionError, match="runs belongs to another user"):
             use()

@@ -11,7 +11,7 @@ from jobs import SCRIPTS, until
 from effllm.config.settings import Config
 from effllm.records.orders import Orders
 from effllm.server.run_facts import RunFacts
-from effllm.store.provenance import Git, gather
+from effllm.store.provenance import Git, host_facts
 
 QUIET = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
 
@@ -166,7 +166,7 @@ def test_folder_of_a_served_aggregator_is_not_that_of_the_training(repository, m
 
 
 def test_versions_of_packages_are_recorded():
-    facts = gather()
+    facts = host_facts()
 
     assert facts["packages"]["msgspec"]
     assert json.loads(json.dumps(facts)) == facts

@@ -12,8 +12,8 @@ from cases import cases
 
 from effllm.config.place import Place
 from effllm.store import run_lock
-from effllm.store.reader import read_own
-from effllm.store.run_lock import Holder, restart_id_of, take
+from effllm.store.reader import read_own_json
+from effllm.store.run_lock import Holder, restart_id_of, take_lock
 
 FIRST = Holder(restart_id="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
 NEXT = Holder(restart_id="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
@@ -31,7 +31,7 @@ def locked(one):
     taken = []
 
     def lock(holder, ask=lambda _: None, wait_s=0.1):
-        taken.append(take(one, holder, ask, wait_s))
+        taken.append(take_lock(one, holder, ask, wait_s))
         return taken[-1]
 
     yield lock
@@ -43,7 +43,7 @@ def test_lock_file_names_its_holder_and_is_private(one, locked):
     lock = locked(FIRST)
 
     assert (lock.folder, lock.why_other) == (one, "")
-    assert read_own(one / "lock", Holder) == FIRST
+    assert read_own_json(one / "lock", Holder) == FIRST
     assert stat.S_IMODE((one / "lock").stat().st_mode) == 0o600
     assert stat.S_IMODE(one.stat().st_mode) == 0o700
     assert not os.get_inheritable(lock._descriptor)
@@ -62,7 +62,7 @@ def test_next_attempt_retries_until_the_folder_is_released(one, locked):
     after = locked(NEXT, ask, wait_s=20.0)
     assert requests == [FIRST, FIRST]
     assert (after.folder, after.why_other) == (one, "")
-    assert read_own(one / "lock", Holder) == NEXT
+    assert read_own_json(one / "lock", Holder) == NEXT
 
 
 @pytest.mark.parametrize("other", [OTHER, Holder(job="another"), Holder()])
@@ -85,8 +85,8 @@ def test_lock_of_an_ended_process_is_free(one, locked):
     program = f"""
 import os
 from pathlib import Path
-from effllm.store.run_lock import Holder, take
-lock = take(Path({str(one)!r}), Holder(restart_id="77", job="first"))
+from effllm.store.run_lock import Holder, take_lock
+lock = take_lock(Path({str(one)!r}), Holder(restart_id="77", job="first"))
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9

@@ -205,7 +205,7 @@ BASE_UNITS = {
 
 def test_name_of_every_metric_is_unique_and_in_base_units():
     charted = [entry for entry in metrics.METRICS.values() if entry.chart]
-    names = [prometheus.name_of(entry)[0] for entry in charted]
+    names = [prometheus.base_unit_name(entry)[0] for entry in charted]
 
     assert len(set(names)) == len(names)
     for name in names:
@@ -221,7 +221,7 @@ def test_new_metric_is_served_without_changes_to_the_sink(metric_table, sink):
         return 2.0
 
     report = make_report(100)
-    sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)))
+    sink.write(msgspec.structs.replace(report, values=metrics.window_values(report.run, report.last, report.job)))
 
     assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2e9
     assert "# HELP efficientllm_memory_spare_bytes Unused memory." in sink.page()
@@ -229,10 +229,10 @@ def test_new_metric_is_served_without_changes_to_the_sink(metric_table, sink):
 
 def test_every_known_metric_is_served(sink):
     run = complete_totals(100)
-    sink.write(report := make_report(100, values=metrics.evaluate(run, run, run)))
+    sink.write(report := make_report(100, values=metrics.window_values(run, run, run)))
 
-    known = [entry for tag in report.values if (entry := metrics.describe(tag)) and entry.chart]
-    assert {prometheus.name_of(entry)[0] for entry in known} <= names(sink)
+    known = [entry for tag in report.values if (entry := metrics.metric_of_tag(tag)) and entry.chart]
+    assert {prometheus.base_unit_name(entry)[0] for entry in known} <= names(sink)
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_event_with_a_count_increases_the_counter_by_its_count(sink):
 
 def test_prometheus_rules_use_only_served_metrics(sink):
     run = complete_totals(100)
-    sink.write(make_report(100, values=metrics.evaluate(run, run, run), gpus_unused=0))
+    sink.write(make_report(100, values=metrics.window_values(run, run, run), gpus_unused=0))
     sink.event(Event(1.0, "rejected", "rank 0 sent a message of rank 1"))
     asked = set(re.findall(r"\befficientllm_\w+", (CONFIGS / "prometheus_rules.yml").read_text()))
 

@@ -70,7 +70,7 @@ def test_every_value_of_a_report_is_written_at_its_iteration(tmp_path):
     charted = {tag: value for tag, value in report.values.items() if has_chart(tag)}
     for tag, value in charted.items():
         assert points(back, tag) == [(100, pytest.approx(value, rel=1e-6))]
-    assert {metrics.describe(tag).name for tag in charted} == {
+    assert {metrics.metric_of_tag(tag).name for tag in charted} == {
         entry.name for entry in metrics.METRICS.values() if entry.chart
     }
     assert back.Scalars("efficientllm/amu_gb")[0].wall_time == report.time_s

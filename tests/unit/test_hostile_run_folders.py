@@ -89,4 +89,4 @@ def test_lines_without_an_end_are_skipped_and_never_read_as_a_whole(folder, monk
 
     windows = read_windows(folder)
     assert len(list(windows)) == good.count(b"\n")
-    assert windows.skipped == 2
+    assert windows.num_skipped == 2

@@ -58,7 +58,7 @@ def test_json_and_stacks_are_two_forms(tmp_path):
 def test_recordings_have_at_most_a_megabyte_and_the_newest_are_kept(tmp_path):
     folder = RunFolder(tmp_path / "run", {}, warn=pytest.fail)
     for rank in range(100):
-        folder.write_recorded([RecordedStacks(SCHEMA_VERSION, 1.0e9, rank, 1, 1, 0, {"x" * 30_000: 1})])
+        folder.write_recorded_stacks([RecordedStacks(SCHEMA_VERSION, 1.0e9, rank, 1, 1, 0, {"x" * 30_000: 1})])
     folder.close()
 
     files = [tmp_path / "run" / name for name in ("stacks.jsonl.1", "stacks.jsonl")]

@@ -226,8 +226,8 @@ def test_every_metric_of_a_window_and_a_summary_has_a_column():
     run = effllm.load(GOLDEN)
     totals = complete_totals()
 
-    assert {tag.replace("/", "_") for tag in metrics.evaluate(totals, totals, totals)} <= set(run.windows.columns)
-    assert {tag.replace("/", "_") for tag in metrics.evaluate_run(totals, totals)} <= set(run.runs.columns)
+    assert {tag.replace("/", "_") for tag in metrics.window_values(totals, totals, totals)} <= set(run.windows.columns)
+    assert {tag.replace("/", "_") for tag in metrics.summary_values(totals, totals)} <= set(run.runs.columns)
 
 
 def test_torn_and_invalid_lines_are_named_and_other_lines_are_read(tmp_path):

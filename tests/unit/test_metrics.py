@@ -5,7 +5,7 @@ from cases import cases
 from sink_examples import make_totals, with_keys
 
 from effllm import metrics
-from effllm.metrics import METRICS, describe, evaluate, headline
+from effllm.metrics import METRICS, contract_metrics, metric_of_tag, window_values
 from effllm.records.job import ClusterTotals, Overhead
 from effllm.records.rank import Profile
 
@@ -168,10 +168,10 @@ def test_unmeasured_metric_has_no_value(name):
 
 
 def test_evaluate_leaves_out_unmeasured_metrics():
-    assert evaluate(NOTHING, NOTHING, NOTHING) == {}
+    assert window_values(NOTHING, NOTHING, NOTHING) == {}
     some = with_keys(TOTALS, energy_j=None, tokens=0)
 
-    values = evaluate(some, NOTHING, NOTHING)
+    values = window_values(some, NOTHING, NOTHING)
 
     assert "aec_watts" not in values
     assert "tt_tokens_per_param_per_sec" not in values
@@ -184,11 +184,11 @@ def test_no_tag_has_two_bases():
         for base, factor in (("run", 2), ("window", 3), ("job", 5))
     }
 
-    of_window, of_run = evaluate(**bases), metrics.evaluate_run(bases["run"], bases["job"])
+    of_window, of_run = window_values(**bases), metrics.summary_values(bases["run"], bases["job"])
     assert {tag for tag in of_window.keys() & of_run.keys() if of_window[tag] != of_run[tag]} == set()
     for name in ("throughput/tokens_per_second", "throughput/mfu_ratio", "energy/joules_per_token"):
-        assert of_window[name] == describe(name).formula(bases["window"])
-        assert of_run[f"run_{name}"] == describe(name).formula(bases["run"])
+        assert of_window[name] == metric_of_tag(name).formula(bases["window"])
+        assert of_run[f"run_{name}"] == metric_of_tag(name).formula(bases["run"])
         assert name not in of_run
 
 
@@ -196,7 +196,7 @@ def test_headline_metrics_have_three_bases_and_others_have_one_base():
     job = with_keys(TOTALS, utilization_mean=0.3, energy_complete=True)
     window = with_keys(TOTALS, utilization_mean=0.6, gpus=2)
 
-    values = evaluate(TOTALS, window, job)
+    values = window_values(TOTALS, window, job)
 
     assert [values[tag] for tag in ("pcu_ratio", "window/pcu_ratio", "job/pcu_ratio")] == [0.9, 0.6, 0.3]
     assert values["energy/watts_per_gpu"] == 600.0, "of the window"
@@ -205,15 +205,15 @@ def test_headline_metrics_have_three_bases_and_others_have_one_base():
 
 
 def test_full_report_has_every_metric():
-    tags = evaluate(COMPLETE, COMPLETE, COMPLETE)
+    tags = window_values(COMPLETE, COMPLETE, COMPLETE)
 
     assert len(tags) == sum(len(entry.bases) for entry in METRICS.values() if entry.in_windows)
-    assert {describe(tag).name for tag in tags} == {entry.name for entry in METRICS.values() if entry.in_windows}
-    assert {describe(tag).name for tag in metrics.evaluate_run(COMPLETE, COMPLETE)} == set(METRICS)
+    assert {metric_of_tag(tag).name for tag in tags} == {entry.name for entry in METRICS.values() if entry.in_windows}
+    assert {metric_of_tag(tag).name for tag in metrics.summary_values(COMPLETE, COMPLETE)} == set(METRICS)
 
 
 def test_headline_lines_are_in_the_order_of_the_contract():
-    labels = [entry.console.partition(":")[0] for entry in headline()]
+    labels = [entry.console.partition(":")[0] for entry in contract_metrics()]
 
     assert labels[:6] == [
         "AMU (GB)",
@@ -223,16 +223,16 @@ def test_headline_lines_are_in_the_order_of_the_contract():
         "ST (Samples/Param/Sec)",
         "AEC (Watts)",
     ]
-    assert [entry.console.partition(": ")[2] for entry in headline()][:6] == [
+    assert [entry.console.partition(": ")[2] for entry in contract_metrics()][:6] == [
         "{:.2f}", "{:.3f}", "{:.4f}", "{:.2e}", "{:.2e}", "{:.2f}",
     ]  # fmt: skip
-    assert [entry.tag("run") for entry in headline()] == list(BY_HAND)[:7]
+    assert [entry.tag("run") for entry in contract_metrics()] == list(BY_HAND)[:7]
 
 
 def test_tag_is_mapped_to_its_metric():
-    for tag in evaluate(TOTALS, TOTALS, TOTALS):
-        assert describe(tag).name == tag.rpartition("/")[2]
-    assert describe("health/late_reports") is None
+    for tag in window_values(TOTALS, TOTALS, TOTALS):
+        assert metric_of_tag(tag).name == tag.rpartition("/")[2]
+    assert metric_of_tag("health/late_reports") is None
 
 
 def test_new_metric_needs_only_one_decorated_function(metric_table):
@@ -249,11 +249,12 @@ def test_new_metric_needs_only_one_decorated_function(metric_table):
         return None
 
     tags = ("number_of_iterations", "window/number_of_iterations", "job/number_of_iterations")
-    assert evaluate(TOTALS, TOTALS, TOTALS) == dict.fromkeys(tags, 100.0)
-    assert describe("job/number_of_iterations").help == "Iterations so far."
-    assert [entry.name for entry in headline()] == ["number_of_iterations"]
+    assert window_values(TOTALS, TOTALS, TOTALS) == dict.fromkeys(tags, 100.0)
+    assert metric_of_tag("job/number_of_iterations").help == "Iterations so far."
+    assert [entry.name for entry in contract_metrics()] == ["number_of_iterations"]
     entry = metrics.METRICS["spread"]
-    assert (entry.tag("window"), entry.tag("run"), entry.run_bases) == ("memory/spread", "run_memory/spread", ("run",))
+    assert (entry.tag("window"), entry.tag("run")) == ("memory/spread", "run_memory/spread")
+    assert entry.summary_bases == ("run",)
 
 
 def test_duplicate_name_or_missing_help_is_an_error(metric_table):

@@ -64,7 +64,7 @@ def test_each_window_has_the_overhead_as_metrics():
     assert report.values["health/aggregator_cpu_ratio"] == 0.05
     assert report.values["health/sent_bytes_per_second"] == 10.0
     assert report.values["goodput/ratio"] == pytest.approx(0.9)
-    assert metrics.describe("health/recorder_cpu_ratio").unit == "ratio"
+    assert metrics.metric_of_tag("health/recorder_cpu_ratio").unit == "ratio"
 
 
 def test_time_needed_for_two_timestamps_is_measured():

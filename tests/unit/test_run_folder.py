@@ -60,7 +60,7 @@ def windows(folder):
     """Return the iterations of the windows; fail if there is an invalid line."""
     rows = read_windows(folder)
     found = [report.iteration for report in rows]
-    assert rows.skipped == 0
+    assert rows.num_skipped == 0
     return found
 
 
@@ -68,7 +68,7 @@ def ranks(folder):
     """Return the last iterations of the reports of ranks; fail if there is an invalid line."""
     rows = read_ranks(folder)
     found = [row.iteration_last for row in rows]
-    assert rows.skipped == 0
+    assert rows.num_skipped == 0
     return found
 
 
@@ -282,12 +282,12 @@ def test_torn_line_is_removed_and_the_next_line_is_complete(folder, pad):
     for path in folder.glob("*.jsonl"):
         path.write_bytes(path.read_bytes()[:-20])
     torn = read_windows(folder), read_ranks(folder)
-    assert [len(list(rows)) for rows in torn] == [rows.skipped for rows in torn] == [1, 1]
+    assert [len(list(rows)) for rows in torn] == [rows.num_skipped for rows in torn] == [1, 1]
     write(folder, 120).write_events([Event(1.0, "joined", "rank 1")])
 
     assert windows(folder) == ranks(folder) == [100, 120]
     events = read_events(folder)
-    assert ([event.text for event in events], events.skipped) == (["rank 1"], 0)
+    assert ([event.text for event in events], events.num_skipped) == (["rank 1"], 0)
 
 
 def test_line_that_lacks_only_its_newline_is_kept(folder):
@@ -486,7 +486,7 @@ def test_recording_of_stacks_that_cannot_be_written_is_no_trouble_of_the_windows
     warnings = []
     store = RunFolder(folder, {}, warn=warnings.append)
     with largest_file(0):
-        store.write_recorded([RecordedStacks(SCHEMA_VERSION, 1.0, 0, 1, 5, 0, {"data;load (a.py:1)": 5})])
+        store.write_recorded_stacks([RecordedStacks(SCHEMA_VERSION, 1.0, 0, 1, 5, 0, {"data;load (a.py:1)": 5})])
 
     assert warnings == []
 
@@ -592,7 +592,7 @@ def test_readers_skip_and_count_invalid_lines(tmp_path, pieces):
     rows = read_events(tmp_path)
     for _ in range(2):
         assert len(list(rows)) == lines.count(WHOLE)
-        assert rows.skipped == len(lines) - lines.count(WHOLE)
+        assert rows.num_skipped == len(lines) - lines.count(WHOLE)
 
 
 def test_rows_of_a_later_version_are_read_by_this_version(tmp_path):

@@ -116,7 +116,7 @@ def test_third_field_of_a_block_line_is_its_number():
     whole = complete_totals(10, 10_000)
     lines = printed(make_report(100, run=whole), make_report(200, run=whole), closed=True).splitlines()
 
-    for entry in metrics.headline():
+    for entry in metrics.contract_metrics():
         hits = [line for line in lines if entry.console.split("{")[0] in line]
         assert len(hits) == 2
         assert re.fullmatch(r"[0-9.e+-]+", hits[-1].split()[2])
@@ -163,7 +163,7 @@ def test_window_has_one_line_of_80_columns_for_any_numbers(ranks, missing_share,
     base = totals(iterations, ranks)
     report = make_report(12 * iterations, run=base, last=base, job=base, coverage=coverage, simulated=True)
 
-    line = window_text.window_line(report, 80)
+    line = window_text.console_line(report, 80)
 
     assert len(line) <= 80
     assert " tok/s/GPU" in line and "J/tok" in line
@@ -180,13 +180,13 @@ def test_window_has_one_line_of_80_columns_for_any_numbers(ranks, missing_share,
     ],
 )
 def test_line_says_what_is_wrong_with_its_values(changes, text):
-    assert text in window_text.window_line(make_report(100, **changes), 80)
-    assert text not in window_text.window_line(make_report(100), 80)
+    assert text in window_text.console_line(make_report(100, **changes), 80)
+    assert text not in window_text.console_line(make_report(100), 80)
 
 
 def test_long_wait_for_data_is_before_the_loss():
     waiting = with_keys(totals(10), time_s=totals(10).loop.time_s, wait_s=0.3 * totals(10).loop.time_s)
-    narrow = window_text.window_line(make_report(100, last=waiting), 76)
+    narrow = window_text.console_line(make_report(100, last=waiting), 76)
 
     assert "data 3" in narrow and "eta" not in narrow
 
@@ -319,7 +319,7 @@ def test_the_end_of_a_run_prints_the_golden_table():
 
 def test_full_table_of_a_run_equals_the_golden_table():
     text = golden("summary")
-    values = {tag: one for tag, one in make_summary().metrics.items() if f" {metrics.describe(tag).name} " in text}
+    values = {tag: one for tag, one in make_summary().metrics.items() if f" {metrics.metric_of_tag(tag).name} " in text}
     summary = make_summary(metrics=values)
 
     assert summary_text(summary, facts_of(summary)) == text

@@ -110,11 +110,11 @@ def numbers(found):
 
 
 def test_lines_before_and_after_a_position_continue_in_another_file(lines):
-    last = lines.before(END, 1000)
+    last = lines.lines_before(END, 1000)
     assert numbers(last)[-3:] == [2997, 2998, 2999], "without the torn line"
-    assert numbers(lines.before(last[1][0], 3)) == [1998, 1999, 2000]
-    last_of_first = lines.after(START, 1000)[-1][0]
-    assert numbers(lines.after(last_of_first, 3)) == [999, 1000, 1001]
+    assert numbers(lines.lines_before(last[1][0], 3)) == [1998, 1999, 2000]
+    last_of_first = lines.lines_after(START, 1000)[-1][0]
+    assert numbers(lines.lines_after(last_of_first, 3)) == [999, 1000, 1001]
 
 
 def test_first_line_in_a_large_file_is_found_by_bisection(tmp_path):
@@ -123,21 +123,21 @@ def test_first_line_in_a_large_file_is_found_by_bisection(tmp_path):
     files.refresh()
     asked = []
 
-    position = files.first(lambda line: asked.append(line) or json.loads(line)["n"] >= 2900)
-    assert numbers(files.after(position, 1)) == [2900]
+    position = files.first_reached(lambda line: asked.append(line) or json.loads(line)["n"] >= 2900)
+    assert numbers(files.lines_after(position, 1)) == [2900]
     assert len(asked) < 200
 
 
 @cases("wanted", [0, 1, 999, 1000, 1500, 2345, 2999])
 def test_first_line_of_a_condition_is_found(lines, wanted):
-    position = lines.first(lambda line: json.loads(line)["n"] >= wanted)
+    position = lines.first_reached(lambda line: json.loads(line)["n"] >= wanted)
 
-    assert numbers(lines.after(position, 1)) == [wanted]
+    assert numbers(lines.lines_after(position, 1)) == [wanted]
 
 
 def test_position_at_a_share_is_the_start_of_a_line(lines):
-    assert numbers(lines.after(lines.at_share(0.5), 1))[0] in range(1490, 1511)
-    assert lines.after(lines.at_share(1.0), 1) == []
+    assert numbers(lines.lines_after(lines.position_at_share(0.5), 1))[0] in range(1490, 1511)
+    assert lines.lines_after(lines.position_at_share(1.0), 1) == []
 
 
 def test_new_lines_of_a_growing_file_are_complete_and_long_ones_are_passed(tmp_path):
@@ -146,7 +146,7 @@ def test_new_lines_of_a_growing_file_are_complete_and_long_ones_are_passed(tmp_p
 
     def new(position):
         files.refresh()
-        found = files.after(position, 10)
+        found = files.lines_after(position, 10)
         return [line for _, line in found], end_of(found) if found else position
 
     assert new(START) == ([], START)

@@ -116,7 +116,7 @@ class EnergyWatch:
     def _judge_length(self, report: ClusterReport) -> None:
         if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
             return
-        self._were_unknown.append(not metrics.table.is_energy_known(report.last))
+        self._were_unknown.append(not metrics.table.is_energy_precise(report.last))
         if len(self._were_unknown) < MIN_JUDGED or 2 * sum(self._were_unknown) <= len(self._were_unknown):
             return
         text = (

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from effllm import metrics
 from effllm.config.setting_values import FOLDER, INTERFACE, SECRET_FILE, ValueType, whole
-from effllm.metrics.output_names import name_of
+from effllm.metrics.output_names import base_unit_name
 from effllm.records.events import KINDS
 from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
@@ -183,7 +183,7 @@ class MetricsPage(Collector):
 
     def _measured(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():
-            name, factor = name_of(entry)
+            name, factor = base_unit_name(entry)
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
             samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):

@@ -18,7 +18,7 @@ from effllm import __version__
 from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.records.job import Summary
-from effllm.store.summary_text import outcome
+from effllm.store.summary_text import status_text
 from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
 from effllm.views.report.host_time import host_time
@@ -186,7 +186,7 @@ def _title(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs"
     [run] = runs
-    status = f", {outcome(run.summary.status)}" if run.summary is not None else ""
+    status = f", {status_text(run.summary.status)}" if run.summary is not None else ""
     return f"Run {run.name}{status}"
 
 

@@ -17,10 +17,10 @@ from effllm.store.summary_text import (
     audit_texts,
     errors_text,
     how_measured,
-    outcome,
     percent,
     readable,
     shown_metrics,
+    status_text,
     value_of,
     verdict_lines,
     what_ran,
@@ -194,7 +194,7 @@ def facts_of_run(run: RecordedRun) -> Child:
     about = run.summary
     pairs: list[tuple[str, Child]] = [("folder", str(run.folder))]
     if about is not None:
-        pairs += [("status", outcome(about.status)), *what_ran(about), *how_measured(about)]
+        pairs += [("status", status_text(about.status)), *what_ran(about), *how_measured(about)]
     command = run.facts.get("command")
     if isinstance(command, list):
         pairs.append(("command", element("code", " ".join(map(str, command)))))
