@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from effllm.agent.host_stacks import RATE_HZ
-from effllm.agent.proc import py_spy
+from effllm.agent.proc import py_spy_path
 
 LOOP = """
 import sys, time
@@ -66,7 +66,7 @@ def _slice(loop: subprocess.Popen[str], slice_s: float, is_recorded: bool) -> tu
         if is_recorded:
             options = ["--nonblocking", "--idle", "--rate", str(RATE_HZ), "--duration", "3600"]
             options += ["--format", "chrometrace", "--output", output.name, "--pid", str(loop.pid)]
-            recorder = subprocess.Popen([py_spy(), "record", *options], stdout=-3, stderr=-3)
+            recorder = subprocess.Popen([py_spy_path(), "record", *options], stdout=-3, stderr=-3)
         time.sleep(STARTED_S)
         print(slice_s, file=loop.stdin, flush=True)
         wall, cpu = loop.stdout.readline().split()

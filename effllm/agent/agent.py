@@ -22,7 +22,7 @@ import zmq
 from effllm.agent.children import Children
 from effllm.agent.conversation import Connection, Conversation
 from effllm.agent.events import AgentEvents, Notices, silence_stderr, write_notice
-from effllm.agent.measuring import LOSS_WAIT_S, Measuring
+from effllm.agent.measuring import Measuring
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, is_out_of_resources
@@ -31,9 +31,10 @@ from effllm.records.board import Board
 from effllm.records.plain_text import one_line
 from effllm.records.ring import RingReader
 
-SEND_REST_S = 4.0
-MAX_REST_S = 30.0  # the same limit for an aggregator that has not answered yet, or still acknowledges reports
+SEND_REMAINING_S = 4.0
+MAX_SEND_REMAINING_S = 30.0  # the same limit for an aggregator that has not answered yet, or still acknowledges reports
 AGGREGATOR_ENDS_S = 4.7
+END_SAMPLES_S = 0.5  # maximum wait for the last samples and the last recording
 WITHOUT_WAKES_S = 0.1  # the ring is read this often if the script has closed the socket
 MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thousand times a second
 
@@ -54,7 +55,7 @@ class Agent:
         self._children = Children(trainer, self._poller, events, self._notices)
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add_event)
-        self._is_trainer_busy = self._can_be_woken = self._is_replaced = False
+        self._was_woken_before = self._can_be_woken = self._is_trainer_replaced = False
         self.is_measuring = False
 
     def run(self) -> None:
@@ -63,7 +64,7 @@ class Agent:
             self._poller.register(self._trainer.descriptor, zmq.POLLIN)
         self._poller.register(self._devices.wake_descriptor, zmq.POLLIN)
         self._children.start_aggregator()
-        self._connection.follow()
+        self._connection.connect_to_newest()
         self._devices.start()
         measuring = Measuring(self._trainer, self._devices)
         self.is_measuring = True
@@ -77,51 +78,52 @@ class Agent:
             self._trainer, measuring, self._connection, self._children, self._events, self._notices
         )
         while measuring.status is None:
-            self._step(measuring, conversation)
-        self._end(measuring, conversation)
+            self._poll_and_handle(measuring, conversation)
+        self._shut_down(measuring, conversation)
 
-    def _step(self, measuring: Measuring, conversation: Conversation) -> None:
+    def _poll_and_handle(self, measuring: Measuring, conversation: Conversation) -> None:
         events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
         began_s = time.monotonic()
         link = self._connection.link
         if link is not None and events.keys() == {link.socket}:
             conversation.exchange_messages(began_s)  # only messages have arrived; a later call does the periodic work
         else:
-            is_gone = self._trainer.descriptor in events or self._trainer.is_gone() or self._is_replaced
-            self._look(measuring, conversation, is_gone)
+            is_gone = self._trainer.descriptor in events or self._trainer.is_gone() or self._is_trainer_replaced
+            self._do_periodic_work(measuring, conversation, is_gone)
         if self._wake.fileno() in events:
             # The records of shorter iterations are read several at a time.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
-            if self._is_trainer_busy and rest_s > 0:
+            if self._was_woken_before and rest_s > 0:
                 time.sleep(rest_s)
-            self._is_trainer_busy = True
+            self._was_woken_before = True
         else:
-            self._is_trainer_busy = False
+            self._was_woken_before = False
 
     def _timeout_ms(self, measuring: Measuring, conversation: Conversation) -> int:
         now_s = time.monotonic()
         until_s = min(conversation.due_s(now_s), measuring.due_s(now_s), self._children.due_s)
         if self._trainer.descriptor < 0:
-            until_s = min(until_s, now_s + 1.0)
+            until_s = min(until_s, now_s + 1.0)  # without a pidfd, the end of the trainer does not end the poll
         if not self._can_be_woken:
             until_s = min(until_s, now_s + WITHOUT_WAKES_S)
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
-    def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
+    def _do_periodic_work(self, measuring: Measuring, conversation: Conversation, is_gone: bool = False) -> None:
         now_s = time.monotonic()
-        self._take_wakes()
-        measuring.read_ring_and_samples(is_trainer_gone=is_trainer_gone)
-        self._take_facts(conversation)  # after the records: the facts then have the names of all values in the records
+        self._drain_wakes()
+        measuring.read_ring_and_samples(is_trainer_gone=is_gone)
+        self._take_address_and_facts(conversation)  # after the records: then all their values have a name in the facts
         if line := measuring.values.take_notice():
             self._events.report("warning", line)
         for event in measuring.memory.take_events(time.time()):
             self._events.add_event(event)
-        measuring.cut(now_s)
-        self._children.look(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
+        measuring.cut_ended_windows(now_s)
+        self._children.supervise(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
         conversation.exchange_messages(now_s)
         measuring.compact_samples(now_s)
 
-    def _take_wakes(self) -> None:
+    def _drain_wakes(self) -> None:
+        """Read what has woken the agent; a closed socket means that the trainer has ended or was replaced."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._devices.wake_descriptor)
         if not self._can_be_woken:
@@ -134,31 +136,31 @@ class Agent:
             is_open = False
         if not is_open:  # the trainer has ended, or runs another program, or has closed all descriptors
             self._stop_waking()
-            self._is_replaced = self._trainer.exit_status.is_replaced()
+            self._is_trainer_replaced = self._trainer.exit_status.runs_other_program()
 
     def _stop_waking(self) -> None:
         if self._can_be_woken:
             self._can_be_woken = False
             self._poller.unregister(self._wake.fileno())
 
-    def _take_facts(self, conversation: Conversation) -> None:
+    def _take_address_and_facts(self, conversation: Conversation) -> None:
         address = self._trainer.take_address()
         if address.failed:
-            self._notices.no_metrics(address.failed)
+            self._notices.report_no_metrics(address.failed)
         elif address.refused:
-            self._notices.refused_at_rank_0(one_line(address.refused))
+            self._notices.record_refusal_at_rank_0(one_line(address.refused))
         if (warnings := self._trainer.take_facts()) is not None:
             for text in warnings:
                 self._events.report("warning", text)
-            self._devices.follow()
+            self._devices.open_other_gpus()
             conversation.request_hello()
-        conversation.follow()
+        conversation.connect_to_newest()
 
-    def _end(self, measuring: Measuring, conversation: Conversation) -> None:
-        """Send the remaining reports and a BYE; wait at most `SEND_REST_S` for their acknowledgement.
+    def _shut_down(self, measuring: Measuring, conversation: Conversation) -> None:
+        """Make and send the last reports and a BYE, wait for their acknowledgement, and close everything.
 
-        An aggregator that has not answered yet may be starting, for example from a slow file system; one that still
-        acknowledges reports may have thousands of them to write.
+        The wait is `SEND_REMAINING_S`, but `MAX_SEND_REMAINING_S` for an aggregator that has not answered yet (it may
+        be starting, for example from a slow file system) or that still acknowledges thousands of reports.
         """
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
@@ -166,22 +168,22 @@ class Agent:
         self._stop_waking()
         self._children.recording.finish()
         recording = self._children.recording
-        while time.monotonic() - began_s < LOSS_WAIT_S and not (measuring.is_end_settled() and recording.is_over):
+        while time.monotonic() - began_s < END_SAMPLES_S and not (measuring.settle_end() and recording.is_idle):
             self._poller.poll(20)
-            self._children.look(time.monotonic(), 0, measuring.cutter.iterations_ns)
+            self._children.supervise(time.monotonic(), 0, measuring.cutter.iterations_ns)
         measuring.finish()
-        self._events.end()
-        self._send_rest(measuring, conversation, began_s + SEND_REST_S)
+        self._events.add_omitted_counts()
+        self._send_remaining(measuring, conversation, began_s + SEND_REMAINING_S)
         if conversation.may_deliver:
             if conversation.is_unanswered:
-                self._notices.waiting(MAX_REST_S)
+                self._notices.report_wait(MAX_SEND_REMAINING_S)
             silence_stderr()
-            self._send_rest(measuring, conversation, began_s + MAX_REST_S, is_extended=True)
+            self._send_remaining(measuring, conversation, began_s + MAX_SEND_REMAINING_S, is_extended=True)
         conversation.report_undelivered()
         children, until_s = self._children, began_s + AGGREGATOR_ENDS_S
         while children.has_aggregator and not children.is_aggregator_done and time.monotonic() < until_s:
             self._poller.poll(20)
-            self._look(measuring, conversation)
+            self._do_periodic_work(measuring, conversation)
         recording.stop()
         self._devices.stop()
         self._events.log.close()
@@ -189,13 +191,13 @@ class Agent:
             discovery.remove_record(Path(path), self._trainer.facts.job)
         self._connection.close()
 
-    def _send_rest(
+    def _send_remaining(
         self, measuring: Measuring, conversation: Conversation, until_s: float, is_extended: bool = False
     ) -> None:
         while time.monotonic() < until_s and not conversation.refused:
             if is_extended and not conversation.may_deliver:
                 break
-            self._look(measuring, conversation)
+            self._do_periodic_work(measuring, conversation)
             conversation.send_bye()
             if conversation.is_over(time.monotonic()):
                 break

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from effllm.agent.events import AgentEvents, Notices
 from effllm.agent.inspection import InspectionOrders, InspectionResult, inspect
-from effllm.agent.stack_recording import StackRecording
+from effllm.agent.stack_recording import IterationsNs, StackRecording
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
 from effllm.records.orders import Orders
@@ -23,7 +23,7 @@ from effllm.records.rank import Event
 from effllm.records.wire import HostSamples
 from effllm.store.run_lock import restart_id_of
 
-INSPECTION_LIMIT_S, LOOK_AGAIN_S = 25.0, 0.1
+INSPECTION_LIMIT_S, CHECK_EVERY_S = 25.0, 0.1
 MAX_FAILED_STARTS = 3  # of an aggregator that ends with an error before it has answered this agent
 
 
@@ -41,36 +41,36 @@ class AggregatorChild:
         self._report, self._give_up = report, give_up
         self.has_served = False  # whether an aggregator has answered this agent
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0
-        self._again_s = 0.0
+        self._num_started = 0
+        self._restart_at_s = 0.0
         self.descriptor = -1  # pidfd of the aggregator; readable after its end
-        self.done = False
+        self.done = False  # no aggregator runs or will be started: the job is over, or none can start
 
     def start(self) -> None:
-        """Start an aggregator on the listening socket; the agent keeps the socket open for a replacement."""
+        """Start an aggregator on the listening socket, which stays open here for a replacement; note when to retry."""
         body = msgspec.json.encode(self._orders)
-        memory = os.memfd_create("effllm-orders", 0)
-        os.write(memory, body)
+        orders_file = os.memfd_create("effllm-orders", 0)
+        os.write(orders_file, body)
         orders = self._orders
-        passed = (memory, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
+        descriptors = (orders_file, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
         try:
-            self._process = spawn("effllm.server.process", [str(memory)], passed)
+            self._process = spawn("effllm.server.process", [str(orders_file)], descriptors)
         except OSError as error:
             self._report(Event(time.time(), "aggregator", f"the aggregator cannot be started: {error}"))
-            self._again_s = time.monotonic() + 5.0
+            self._restart_at_s = time.monotonic() + 5.0
             return
         finally:
-            os.close(memory)
-        self._started += 1
+            os.close(orders_file)
+        self._num_started += 1
         self.descriptor = pidfd(self._process.pid)
 
     @property
     def due_s(self) -> float:
-        """Time of the next start of an aggregator; infinite while an aggregator runs or the job is over."""
-        return math.inf if self.done or self._process is not None else self._again_s
+        """Time of the next start of an aggregator; infinite while one runs, and if none will be started."""
+        return math.inf if self.done or self._process is not None else self._restart_at_s
 
-    def look(self, now_s: float) -> None:
-        """Replace an aggregator that died before the end of the job; the delay grows with each replacement."""
+    def replace_if_dead(self, now_s: float) -> None:
+        """Replace a dead aggregator after a growing delay, unless the job is over or no aggregator can start."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:
@@ -83,16 +83,16 @@ class AggregatorChild:
                 self.done = True
                 return
             is_shortage = code in (NO_RESOURCES, -signal.SIGABRT)  # libzmq aborts if it cannot start a thread
-            if not self.has_served and (is_shortage or (code > 0 and self._started >= MAX_FAILED_STARTS)):
+            if not self.has_served and (is_shortage or (code > 0 and self._num_started >= MAX_FAILED_STARTS)):
                 self.done = True
                 why = WHY_NO_RESOURCES if is_shortage else f"it ended with exit status {code}"
                 self._give_up(f"no metrics, training goes on: the aggregator cannot start: {why}")
                 return
-            delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
-            self._again_s = now_s + delay_s
+            delay_s = min(0.1 * 2 ** (self._num_started - 1), 5.0)
+            self._restart_at_s = now_s + delay_s
             text = f"the aggregator died (exit {code}); another aggregator is started"
             self._report(Event(time.time(), "aggregator", text))
-        if not self.done and now_s >= self._again_s:
+        if not self.done and now_s >= self._restart_at_s:
             self.start()
 
 
@@ -102,12 +102,12 @@ class Inspection:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._results: list[InspectionResult] = []
-        self._until_s = math.inf
+        self._deadline_s = math.inf
 
     @property
     def due_s(self) -> float:
-        """Time of the next look at the running inspection."""
-        return time.monotonic() + LOOK_AGAIN_S if self._thread is not None else math.inf
+        """Time of the next check of the running inspection."""
+        return time.monotonic() + CHECK_EVERY_S if self._thread is not None else math.inf
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
         """Start an inspection, unless one is running; return the error of the start, or an empty string."""
@@ -119,12 +119,12 @@ class Inspection:
             thread.start()
         except RuntimeError as error:  # no memory, or too many threads
             return f"the inspection cannot be started: {error}"
-        self._thread, self._until_s = thread, now_s + INSPECTION_LIMIT_S
+        self._thread, self._deadline_s = thread, now_s + INSPECTION_LIMIT_S
         return ""
 
-    def look(self, now_s: float) -> InspectionResult | None:
-        """Return the result if the inspection has ended or its deadline has passed, else ``None``."""
-        if self._thread is None or (self._thread.is_alive() and now_s < self._until_s):
+    def take_result(self, now_s: float) -> InspectionResult | None:
+        """Return the result once, if the inspection has ended or its deadline has passed, else ``None``."""
+        if self._thread is None or (self._thread.is_alive() and now_s < self._deadline_s):
             return None
         why = f"took more than {INSPECTION_LIMIT_S:.0f} s" if self._thread.is_alive() else "failed"
         self._thread = None
@@ -148,8 +148,8 @@ class Children:
         self._inspection = Inspection()
         self.recording = StackRecording(trainer)  # the agent stops it; the aggregator ends when the job is over
         self.host_samples: list[HostSamples] = []  # results of recordings, until they are sent
-        self._watched = {"aggregator": -1, "recording": -1}  # descriptors in the poller
-        self.finding: InspectionResult | None = None  # result of the inspection, until the result is sent
+        self._polled = {"aggregator": -1, "recording": -1}  # descriptors in the poller
+        self.inspection_result: InspectionResult | None = None  # result of the inspection, until the result is sent
 
     def start_aggregator(self) -> None:
         """Start the aggregator, if the trainer has opened the listening socket."""
@@ -171,9 +171,9 @@ class Children:
             secured=facts.secured,
             salt=facts.job,
         )
-        self._aggregator = AggregatorChild(orders, self._events.add_event, self._notices.no_metrics)
+        self._aggregator = AggregatorChild(orders, self._events.add_event, self._notices.report_no_metrics)
         self._aggregator.start()
-        self._watch("aggregator", self._aggregator.descriptor)
+        self._poll_for("aggregator", self._aggregator.descriptor)
 
     def note_answer(self) -> None:
         """Record that an aggregator has answered this agent."""
@@ -186,7 +186,7 @@ class Children:
 
     @property
     def is_aggregator_done(self) -> bool:
-        """Whether the aggregator has ended because the job is over."""
+        """Whether this agent's aggregator has ended and is not replaced, mostly because the job is over."""
         return self._aggregator is not None and self._aggregator.done
 
     @property
@@ -195,42 +195,42 @@ class Children:
         children = (self._aggregator, self._inspection, self.recording)
         return min(child.due_s for child in children if child is not None)
 
-    def look(self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple) -> None:
-        """Replace a dead aggregator, and read the result of a finished inspection or recording.
+    def supervise(self, now_s: float, ordinal: int, iterations_ns: IterationsNs = tuple) -> None:
+        """Replace a dead aggregator, begin a recording if one is due, and keep the results of those that have ended.
 
         Args:
             now_s: time on the monotonic clock.
-            ordinal: number of the trainer's iterations.
-            iterations_ns: returns start and end of the newest ones.
+            ordinal: ordinal of the last ended iteration.
+            iterations_ns: returns start and end of the newest iterations.
         """
         if self._aggregator:
-            self._aggregator.look(now_s)
-            self._watch("aggregator", self._aggregator.descriptor)
-        if (finding := self._inspection.look(now_s)) is not None:
-            self.finding = finding
-        if (samples := self.recording.look(now_s, ordinal, iterations_ns)) is not None:
-            self.host_samples = [*self.host_samples[-1:], samples]
-        self._watch("recording", self.recording.descriptor)
+            self._aggregator.replace_if_dead(now_s)
+            self._poll_for("aggregator", self._aggregator.descriptor)
+        if (inspection_result := self._inspection.take_result(now_s)) is not None:
+            self.inspection_result = inspection_result
+        if (samples := self.recording.begin_or_end(now_s, ordinal, iterations_ns)) is not None:
+            self.host_samples = [*self.host_samples[-1:], samples]  # the newest two
+        self._poll_for("recording", self.recording.descriptor)
 
     def inspect(self, run_folder: str) -> None:
         """Start an inspection of the agent's own trainer, after a stall of the job."""
-        number = self._trainer.ring.state().ordinal + self._trainer.facts.first_iteration
+        iteration = self._trainer.ring.state().ordinal + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
             rank=self._trainer.rank,
             trainer=self._trainer.descriptor,
             folder=run_folder,
-            name=f"rank-{self._trainer.rank}-iteration-{number}",
+            name=f"rank-{self._trainer.rank}-iteration-{iteration}",
         )
         if why := self._inspection.start(orders, time.monotonic()):
-            self.finding = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
+            self.inspection_result = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
 
-    def _watch(self, child: str, descriptor: int) -> None:
-        before = self._watched[child]
-        if descriptor == before:
+    def _poll_for(self, child: str, descriptor: int) -> None:
+        polled = self._polled[child]
+        if descriptor == polled:
             return
-        if before >= 0:
-            self._poller.unregister(before)
+        if polled >= 0:
+            self._poller.unregister(polled)
         if descriptor >= 0:
             self._poller.register(descriptor, zmq.POLLIN)
-        self._watched[child] = descriptor
+        self._polled[child] = descriptor

@@ -32,7 +32,7 @@ HELLO_AGAIN_S = 2.0
 REPORT_EVERY_S = 0.25  # time between two frames; a frame can have 256 reports, enough for windows of a millisecond
 SEND_AGAIN_S = 0.1
 ACKNOWLEDGES_WITHIN_S = 2.0  # an aggregator that acknowledges nothing for longer is not waited for
-RANKS_A_SECOND = 500  # the same in a large world: with ten thousand ranks an aggregator acknowledges every 10 s
+RANKS_PER_SECOND = 500  # the same in a large world: with ten thousand ranks an aggregator acknowledges every 10 s
 REPLACED_WITHIN_S = 1.5  # maximum time until a dead aggregator is replaced; without a replacement, the job is over
 
 
@@ -52,7 +52,7 @@ class Connection:
         self.endpoint = ""
         self._job = ""
 
-    def follow(self) -> bool:
+    def connect_to_newest(self) -> bool:
         """Connect to the newest address; return whether an earlier link was closed."""
         endpoint, job = self._trainer.facts.endpoint, self._trainer.facts.job
         if not endpoint or (endpoint, job) == (self.endpoint, self._job):
@@ -64,7 +64,7 @@ class Connection:
             try:
                 keys = AgentKeys.from_secret(secret.read(secret_path(self._trainer.config)), job)
             except secret.SecretError as error:
-                self._notices.no_metrics(f"no metrics of this rank: {error}")
+                self._notices.report_no_metrics(f"no metrics of this rank: {error}")
                 return was_linked
         self.link = AgentLink(self._context, endpoint, keys)
         self.link.connect()
@@ -130,14 +130,14 @@ class Conversation:
         self._has_new_facts = False  # whether facts or devices have changed since the last HELLO
         self._bye_sent = self._bye_seen = False
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
-        self._hello_s = self._next_heartbeat_s = self._next_frame_s = 0.0
+        self._hello_sent_s = self._next_heartbeat_s = self._next_frame_s = 0.0
         self._acknowledged_s = 0.0  # time of the last acknowledgement, or of the answer to a HELLO
-        self._connected_s = 0.0  # at the end of the job: last time at which the link was connected
+        self._last_connected_s = 0.0  # at the end of the job: last time at which the link was connected
 
-    def follow(self) -> None:
+    def connect_to_newest(self) -> None:
         """Connect to the newest address of the aggregator, if it has changed."""
-        if self._connection.follow():
-            self._reset_link()
+        if self._connection.connect_to_newest():
+            self._forget_answers()
 
     def request_hello(self) -> None:
         """Send a new HELLO soon, because facts of the rank have changed."""
@@ -145,7 +145,7 @@ class Conversation:
 
     def exchange_messages(self, now_s: float) -> None:
         """Handle received messages, and send messages that are due."""
-        self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
+        self._has_new_facts = self._measuring.devices.take_has_changed() or self._has_new_facts
         if self._core_wait is None and self._measuring.cutter.last_ordinal:
             self._core_wait = CoreWait(self._trainer.pid)
         link = self._connection.link
@@ -158,17 +158,17 @@ class Conversation:
             self._outbox.mark_all_unsent()
             self._bye_sent = self._bye_seen = False
             self._send_hello(now_s)
-        elif link.connected and not has_answer and now_s - self._hello_s > HELLO_AGAIN_S:
+        elif link.connected and not has_answer and now_s - self._hello_sent_s > HELLO_AGAIN_S:
             self._send_hello(now_s)
         for message in link.receive():
-            self._handle(message)
+            self._handle_message(message)
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
         if self._has_new_facts:  # the facts have changed after the last HELLO
             self._send_hello(now_s)
         self._send_reports(link, now_s)
-        self._send_events(link)
+        self._send_events_and_stacks(link)
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + self._heartbeat_s
             link.send(heartbeat(self._trainer, self._measuring, now_s))
@@ -181,7 +181,7 @@ class Conversation:
             if self._outbox.num_unsent:
                 until_s = min(until_s, max(self._next_frame_s, now_s))
         elif self._connection.is_up:
-            until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
+            until_s = min(until_s, self._hello_sent_s + HELLO_AGAIN_S)
         return until_s
 
     # --- the end ---
@@ -197,15 +197,15 @@ class Conversation:
         self._bye_sent = link.send(bye)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the aggregator has received all reports and the BYE.
+        """Whether the agent need not wait: all reports and the BYE were received, or no aggregator will answer.
 
         The aggregator's last messages may be lost: with ZMQ_IMMEDIATE a link drops unread messages when it is closed.
         """
         if self._children.is_aggregator_done:
             return True
         if self._connection.is_up:
-            self._connected_s = now_s
-        may_come_back = self._children.has_aggregator or now_s - self._connected_s < REPLACED_WITHIN_S
+            self._last_connected_s = now_s
+        may_come_back = self._children.has_aggregator or now_s - self._last_connected_s < REPLACED_WITHIN_S
         return self._bye_seen and not (len(self._outbox) and may_come_back)
 
     @property
@@ -217,23 +217,23 @@ class Conversation:
     @property
     def may_deliver(self) -> bool:
         """Whether an aggregator may still answer for the first time, or is acknowledging reports."""
-        limit_s = max(ACKNOWLEDGES_WITHIN_S, self._trainer.place.world_size / RANKS_A_SECOND)
+        limit_s = max(ACKNOWLEDGES_WITHIN_S, self._trainer.place.world_size / RANKS_PER_SECOND)
         is_answering = time.monotonic() - self._acknowledged_s < limit_s
         return self.is_unanswered or (is_answering and not self._bye_seen)
 
     def report_undelivered(self) -> None:
         """Report the number of unacknowledged reports, if it is not 0."""
         if len(self._outbox) and not self._bye_seen and not self.refused:
-            self._notices.undelivered(len(self._outbox))
+            self._notices.report_undelivered(len(self._outbox))
 
     # --- sent messages ---
 
     def _warn_without_aggregator(self, now_s: float) -> None:
         if not self.refused:
-            self._notices.no_aggregator(now_s)
+            self._notices.report_no_aggregator(now_s)
 
     def _send_hello(self, now_s: float) -> None:
-        self._hello_s = now_s
+        self._hello_sent_s = now_s
         if self._connection.link:
             message = hello(self._trainer, self._measuring)
             self._has_new_facts = not self._connection.link.send(message)
@@ -247,16 +247,16 @@ class Conversation:
         if self._outbox.num_unsent:
             self._next_frame_s = now_s + SEND_AGAIN_S
 
-    def _send_events(self, link: AgentLink) -> None:
+    def _send_events_and_stacks(self, link: AgentLink) -> None:
         agent, rank = self._trainer.agent, self._trainer.rank
-        while (event := self._events.unsent()) is not None:
+        while (event := self._events.oldest_unsent()) is not None:
             if not link.send(wire.AgentEvent(agent, rank, event)):
                 break
-            self._events.remove_sent()
-        if (finding := self._children.finding) is not None:
+            self._events.remove_oldest()
+        if (result := self._children.inspection_result) is not None:
             ordinal = self._trainer.ring.state().ordinal
-            if link.send(wire.Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
-                self._children.finding = None
+            if link.send(wire.Stack(agent, rank, ordinal, result.text, result.top[:MAX_TEXT])):
+                self._children.inspection_result = None
         samples = self._children.host_samples
         while samples and link.send(samples[0]):
             del samples[0]
@@ -271,9 +271,9 @@ class Conversation:
 
     # --- received messages ---
 
-    def _handle(self, message: wire.FromAggregator) -> None:
+    def _handle_message(self, message: wire.FromAggregator) -> None:
         if isinstance(message, wire.Welcome):
-            self._begin(message)
+            self._accept_welcome(message)
         elif isinstance(message, wire.Ack):
             before = len(self._outbox)
             self._outbox.drop_acknowledged(message.sequence)
@@ -283,15 +283,15 @@ class Conversation:
                 state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
                 self._trainer.board.write(state)
         elif isinstance(message, wire.Rejected):
-            self._give_up(message)
+            self._accept_rejection(message)
         elif isinstance(message, wire.ByeSeen):
             self._bye_seen = True
         elif isinstance(message, wire.RecordStacks):
-            self._children.recording.request(time.monotonic())
+            self._children.recording.request_soon(time.monotonic())
         else:
             self._children.inspect(self._welcome.run_folder if self._welcome else "")
 
-    def _begin(self, welcome: wire.Welcome) -> None:
+    def _accept_welcome(self, welcome: wire.Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
         self._children.note_answer()
@@ -303,17 +303,17 @@ class Conversation:
             self._bye_sent = False
             self._send_hello(time.monotonic())
         if welcome.run_folder and Path(welcome.run_folder).is_dir():
-            self._events.log.attach(Path(welcome.run_folder) / "logs")
+            self._events.log.start_writing(Path(welcome.run_folder) / "logs")
         silence_stderr()
 
-    def _give_up(self, message: wire.Rejected) -> None:
+    def _accept_rejection(self, message: wire.Rejected) -> None:
         if message.again:
             self._is_put_off = True  # this aggregator is ending; its replacement has another address
             return
         if message.reason == self.refused and not message.whole_job:
             return
         if message.whole_job and self._connection.disconnect():  # another peer may then use the connection
-            self._reset_link()
+            self._forget_answers()
         self.refused = message.reason
         self._events.report("agent", f"rejected: {message.reason}")
         if not message.whole_job:
@@ -321,7 +321,7 @@ class Conversation:
         elif self._trainer.rank == 0:
             write_notice(f"no metrics, training goes on: {message.reason}")
 
-    def _reset_link(self) -> None:
+    def _forget_answers(self) -> None:
         self._welcome = None
         self.refused = ""
         self._is_put_off = self._bye_sent = self._bye_seen = False
@@ -329,12 +329,13 @@ class Conversation:
 
 
 def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
+    """Return the message that introduces a rank; only rank 0 states the facts of the run."""
     facts = trainer.facts
-    of_run = facts if trainer.rank == 0 else RankFacts()
+    run_facts = facts if trainer.rank == 0 else RankFacts()
     environ = process_environ()  # the agent has the environment of its trainer
     num_gpus, source = stated_gpus(environ) if measuring.devices.has_all_gpus else (0, "")
-    listed = facts.visible_devices
-    num_visible = facts.visible_gpus or (0 if listed is None else len(listed.split(",")))
+    visible_devices = facts.visible_devices
+    num_visible = facts.visible_gpus or (0 if visible_devices is None else len(visible_devices.split(",")))
     return wire.Hello(
         job=facts.job,
         agent=trainer.agent,
@@ -350,16 +351,16 @@ def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
         offset=facts.first_iteration,
         total_iterations=facts.total_iterations,
         flops_per_token=facts.flops_per_token,
-        facts=dict(of_run.run),
+        facts=dict(run_facts.run),
         hardware_flops_per_token=facts.hardware_flops_per_token,
         is_numbered=facts.is_numbered,
         peer_group=facts.peer_group,
         replica=facts.replica,
         time_s=measuring.time_s(),
-        start_time_s=measuring.cutter.start_time_s,
-        style=of_run.style,
-        evaluation_in_iterations=of_run.evaluation_in_iterations,
-        iterations_not_measured=of_run.iterations_not_measured,
+        start_time_s=measuring.cutter.first_start_time_s,
+        style=run_facts.style,
+        evaluation_in_iterations=run_facts.evaluation_in_iterations,
+        iterations_not_measured=run_facts.iterations_not_measured,
         submission=read_submission(environ, trainer.config.tags) if trainer.rank == 0 else None,
         stated_gpus=num_gpus,
         gpus_source=source,
@@ -369,13 +370,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
 
 
 def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> wire.Heartbeat:
-    """Return the state of a rank.
-
-    Args:
-        trainer: the rank's trainer.
-        measuring: the rank's measurement.
-        now_s: the current monotonic time.
-    """
+    """Return the state of a rank; ``now_s``: the current monotonic time."""
     state, ordinal, since_ns, phase = trainer.ring.state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
     if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:

@@ -38,26 +38,26 @@ class LogFile:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # `AgentEvents` limits their number
         self._thread: threading.Thread | None = None
 
-    def write(self, event: Event) -> None:
+    def add_line(self, event: Event) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
         often = f" ({event.count} events)" if event.count > 1 else ""
         self._lines.put(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
 
-    def attach(self, folder: Path) -> None:
-        """Write to a file in ``folder``; the first line creates the file."""
+    def start_writing(self, folder: Path) -> None:
+        """Start the thread that writes to a file in ``folder``; the first line creates the file."""
         if self._thread is None:
             path = folder / f"agent-{self._rank}.log"
-            self._thread = threading.Thread(target=self._write, args=(path,), name="log", daemon=True)
+            self._thread = threading.Thread(target=self._write_lines, args=(path,), name="log", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Write the remaining lines; wait at most `CLOSE_S`. Without a run folder, the user's state folder is used."""
-        self.attach(state_folder() / f"pid-{os.getpid()}")
+        self.start_writing(state_folder() / f"pid-{os.getpid()}")
         self._lines.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _write(self, path: Path) -> None:
+    def _write_lines(self, path: Path) -> None:
         file = -1
         while (line := self._lines.get()) is not None:
             # The disk may be full, or the folder on another host: the aggregator still has the events.
@@ -90,32 +90,32 @@ class AgentEvents:
         """Add an event; if there are many equal events, most of them are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
-            self._roll(time.monotonic())
+            self._add_due_counts(time.monotonic())
             if self._limit.admits(event):
-                self._put(event)
+                self._log_and_queue(event)
 
-    def unsent(self) -> Event | None:
-        """Return the oldest unsent event, or ``None`` if all are sent."""
+    def oldest_unsent(self) -> Event | None:
+        """Return the oldest unsent event, which stays until `remove_oldest`; ``None`` if all are sent."""
         with self._lock:
-            self._roll(time.monotonic())
+            self._add_due_counts(time.monotonic())
             return self._unsent[0] if self._unsent else None
 
-    def remove_sent(self) -> None:
+    def remove_oldest(self) -> None:
         """Remove the oldest event after it was sent."""
         with self._lock:
             self._unsent.popleft()
 
-    def end(self) -> None:
-        """Add the lines that count omitted events, because the job ends."""
+    def add_omitted_counts(self) -> None:
+        """Add the lines that count omitted events, because the job ends; none of them displaces an event."""
         with self._lock:
-            self._roll(math.inf, 2 * MAX_UNSENT)
+            self._add_due_counts(math.inf, 2 * MAX_UNSENT)
 
-    def _roll(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
+    def _add_due_counts(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
         for event in self._limit.roll(now_s):
-            self._put(event, max_unsent)
+            self._log_and_queue(event, max_unsent)
 
-    def _put(self, event: Event, max_unsent: int = MAX_UNSENT) -> None:
-        self.log.write(event)
+    def _log_and_queue(self, event: Event, max_unsent: int = MAX_UNSENT) -> None:
+        self.log.add_line(event)
         if len(self._unsent) >= max_unsent:
             self._limit.leave_out(self._unsent.popleft())
         self._unsent.append(event)
@@ -135,46 +135,42 @@ def silence_stderr() -> None:
 
 
 class Notices:
-    """The notices of one agent; each notice is also an event.
-
-    Args:
-        trainer: the agent's trainer.
-        events: receives an event for each notice.
-    """
+    """Events of an agent about missing metrics; a notice in the terminal is written once per host."""
 
     def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
         self._trainer, self._events = trainer, events
         self._started_s = time.monotonic()
         self._is_explained = False  # whether the reason of the missing aggregator was reported
 
-    def no_metrics(self, text: str) -> None:
+    def report_no_metrics(self, text: str) -> None:
+        """Report why there are no metrics; then a missing aggregator is not reported, too."""
         self._is_explained = self._is_explained or self._trainer.is_first_of_host
-        self._report(text, text)
+        self._report_once_per_host(text, text)
 
-    def refused_at_rank_0(self, reason: str) -> None:
+    def record_refusal_at_rank_0(self, reason: str) -> None:
         """Record why rank 0 has no aggregator; the trainer of rank 0 has already printed the reason."""
         self._is_explained = True
         self._events.report("agent", f"rank 0 has no aggregator: {reason}")
 
-    def no_aggregator(self, now_s: float) -> None:
+    def report_no_aggregator(self, now_s: float) -> None:
         """Report once that there was no aggregator for `NO_AGGREGATOR_AFTER_S`."""
         if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
         self._is_explained = True
         where = self._trainer.facts.endpoint
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
-        self._report(text, f"{text}: no metrics without an aggregator; training goes on")
+        self._report_once_per_host(text, f"{text}: no metrics without an aggregator; training goes on")
 
-    def waiting(self, limit_s: float) -> None:
+    def report_wait(self, limit_s: float) -> None:
         """Report that the agent waits for an aggregator that has not answered yet, although the trainer has ended."""
         text = f"no aggregator has answered yet: its reports are kept for up to {limit_s:.0f} s after the job's end"
-        self._report(text, f"rank {self._trainer.rank}: {text}")
+        self._report_once_per_host(text, f"rank {self._trainer.rank}: {text}")
 
-    def undelivered(self, num_reports: int) -> None:
+    def report_undelivered(self, num_reports: int) -> None:
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
-        self._report(text, "" if self._is_explained else f"rank {self._trainer.rank}: {text}")
+        self._report_once_per_host(text, "" if self._is_explained else f"rank {self._trainer.rank}: {text}")
 
-    def _report(self, text: str, notice: str) -> None:
+    def _report_once_per_host(self, text: str, notice: str) -> None:
         """Record an event; the first rank of a host also writes a notice, if there is one, to the terminal."""
         self._events.report("agent", text)
         if notice and self._trainer.is_first_of_host:

@@ -28,43 +28,43 @@ class GpuEnergy:
         self._device = device
         self._environ, self._interval_s = environ, interval_s
         self._tracks: list[DeviceTrack] = []
-        self._woken = -1
+        self._wake = -1
         self.why_not = ""  # reason of missing energy
         self.is_simulated = False
 
     @property
-    def count(self) -> int:
+    def num_gpus(self) -> int:
         """Number of GPUs with energy; GPUs of one module count once."""
-        return len(self._by_owner())
+        return len(self._tracks_by_energy_key())
 
     def start(self) -> None:
         """Open the GPUs, and wait for their first samples."""
-        readers = self._open_all()
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        readers = self._open_readers()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for reader in readers:
-            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._woken)  # type: ignore[misc]
+            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._wake)  # type: ignore[misc]
             self._tracks.append(DeviceTrack(sampler, self._interval_s))
             sampler.start()
         until_s = time.monotonic() + _OPENED_WITHIN_S
         while any(t.series is None and not t.sampler.unavailable for t in self._tracks) and time.monotonic() < until_s:
             time.sleep(0.01)
-            self._take()
-        if readers and not self.count:
+            self._take_samples()
+        if readers and not self.num_gpus:
             self.why_not = "these GPUs report neither energy nor power"
 
-    def joules(self, start_s: float, end_s: float) -> float | None:
-        """Return the energy of the GPUs between two monotonic times, or ``None`` if a part was not measured."""
+    def take_joules(self, start_s: float, end_s: float) -> float | None:
+        """Return the energy from one monotonic time to another, and drop older samples; ``None`` if 1 % is missing."""
         end_ns = int(end_s * 1e9)
         for track in self._tracks:
-            track.ask(end_ns, is_last=True)
+            track.request_samples(end_ns, is_forced=True)
         until_s = time.monotonic() + EDGE_WAIT_S
         while True:
-            self._take()
+            self._take_samples()
             if all(track.is_settled(end_ns) for track in self._tracks) or time.monotonic() > until_s:
                 break
             time.sleep(0.01)
         total_j = 0.0
-        for track in self._by_owner().values():
+        for track in self._tracks_by_energy_key().values():
             if track.series is None:  # the first read of the device has not returned
                 return None
             part = track.series.integrals(int(start_s * 1e9), end_ns).energy
@@ -72,17 +72,18 @@ class GpuEnergy:
             if part.joules is None or part.covered_s < 0.99 * (end_s - start_s):
                 return None
             total_j += part.joules
-        return total_j if self._by_owner() else None
+        return total_j if self._tracks_by_energy_key() else None
 
     def close(self) -> None:
         for track in self._tracks:
             track.sampler.stop(1.0)
         self._tracks = []
-        if self._woken >= 0:
-            os.close(self._woken)
-            self._woken = -1
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
 
-    def _open_all(self) -> list[Reader]:
+    def _open_readers(self) -> list[Reader]:
+        """Return the GPUs that can be opened; without one, set `why_not`."""
         readers: dict[str, Reader] = {}
         device = self._device
         if self._device == "host":
@@ -112,11 +113,11 @@ class GpuEnergy:
                 break  # any number of simulated devices could be opened
         return list(readers.values())
 
-    def _take(self) -> None:
+    def _take_samples(self) -> None:
         for track in self._tracks:
             track.take_samples()
 
-    def _by_owner(self) -> dict[str, DeviceTrack]:
+    def _tracks_by_energy_key(self) -> dict[str, DeviceTrack]:
         """Return one track for each energy key; devices without energy are left out."""
         tracks: dict[str, DeviceTrack] = {}
         for track in self._tracks:

@@ -29,8 +29,8 @@ MAX_FRAMES = 64  # the innermost ones of a stack
 MAX_NAME = 160
 MAX_STACK, MAX_STACKS_BYTES = 4000, 100_000  # of the text of a stack, and of all stacks of a recording
 OTHER = "other"
-#: Kinds to which everything belongs that they call, the first of them first.
-WHOLE = ("data", "compilation", "checkpoint", "logging")
+#: Kinds to which everything belongs that they call; of several, the first one counts.
+KINDS_WITH_CALLEES = ("data", "compilation", "checkpoint", "logging")
 
 #: Where a loop waits for a DataLoader worker, and where a worker fetches a batch, in torch/utils/data.
 WAIT_FOR_WORKER, FETCH = ("dataloader.py", "_try_get_data"), ("_utils/fetch.py", "fetch")
@@ -43,10 +43,10 @@ COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 _CELL = re.compile(r".*/ipykernel_\d+/\d+\.py")  # the name that ipykernel gives a cell
 _CALL = re.compile(r"(\w+)\s*\(")
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
-_OWN = str(Path(__file__).parents[1])  # effllm's wrappers are in the stacks of the loop
+_EFFLLM = str(Path(__file__).parents[1])  # effllm's wrappers are in the stacks of the loop
 _STANDARD = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 #: Code that Python itself and torch's compiler make.
-_MADE = ("<frozen ", "<eval_with_key>", "<built-in")
+_GENERATED = ("<frozen ", "<eval_with_key>", "<built-in")
 
 
 class _Place(Struct, frozen=True):
@@ -115,8 +115,8 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
         elif stack:
             stack.pop()
     # The other threads begin in threading.py.
-    mains = {tid for tid, frames in spent_us if not frames[0].function.endswith("_bootstrap")}
-    wanted = {thread} if thread in stacks else mains
+    main_threads = {tid for tid, frames in spent_us if not frames[0].function.endswith("_bootstrap")}
+    wanted = {thread} if thread in stacks else main_threads
     sums_us: dict[tuple[Frame, ...], float] = {}
     for (tid, frames), us in spent_us.items():
         if tid in wanted:
@@ -131,11 +131,11 @@ def has_frame(frames: Iterable[Frame], place: tuple[str, str]) -> bool:
 
 
 def with_frame(stacks: Stacks, place: tuple[str, str]) -> Stacks:
-    """Return the stacks with such a frame."""
+    """Return the stacks for which `has_frame` is true."""
     return {frames: samples for frames, samples in stacks.items() if has_frame(frames, place)}
 
 
-def folder_of(stacks: Stacks) -> str:
+def script_folder(stacks: Stacks) -> str:
     """Return the folder of the training script: of the outermost frame that is not a library's; "" if it is unknown."""
     scripts: Counter[str] = Counter()
     for frames, samples in stacks.items():
@@ -148,7 +148,7 @@ class LongIterations(NamedTuple):
     """The long iterations during a recording."""
 
     within_us: Spans = ()  # since the start of the recording
-    usual: float = 0.0  # their number per iteration that is not long
+    usual: float = 0.0  # number of long ones per iteration that is not long
 
     @classmethod
     def long_among(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
@@ -159,9 +159,9 @@ class LongIterations(NamedTuple):
             began_ns: start of the recording.
         """
         spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
-        is_long = long_ones([end - start for start, end in spans])
-        during = [(span, is_one) for span, is_one in zip(spans, is_long, strict=True) if span[1] > 0]
-        long = [span for span, is_one in during if is_one]
+        are_long = long_ones([end - start for start, end in spans])
+        during = [(span, is_long) for span, is_long in zip(spans, are_long, strict=True) if span[1] > 0]
+        long = [span for span, is_long in during if is_long]
         return cls(long, len(long) / max(len(during) - len(long), 1))
 
 
@@ -185,26 +185,26 @@ class LineNames:
             in_long: those in long iterations.
             usual: number of long iterations per other iteration.
         """
-        counts, long = self._count(stacks), self._count(in_long or {})
+        counts, long = self._count_lines(stacks), self._count_lines(in_long or {})
         return tuple(
             CodeLine(*line, samples, long=max(round(long[line] - usual * (samples - long[line])), 0))
             for line, samples in counts.most_common(MAX_LINES)
         )
 
-    def _count(self, stacks: Stacks) -> Counter[tuple[str, str, str]]:
+    def _count_lines(self, stacks: Stacks) -> Counter[tuple[str, str, str]]:
         counts: Counter[tuple[str, str, str]] = Counter()
         for frames, samples in stacks.items():
-            counts[self._line(frames)] += samples
+            counts[self._code_line(frames)] += samples
         return counts
 
     def stack_texts(self, stacks: Stacks) -> dict[str, int]:
         """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
         counts: Counter[str] = Counter()
         for frames, samples in stacks.items():
-            places = ";".join(f"{_clean(frame.function)} ({self._file(frame.path)}:{frame.line})" for frame in frames)
+            places = ";".join(f"{_clean(one.function)} ({self._short_path(one.path)}:{one.line})" for one in frames)
             if len(places) > MAX_STACK:
                 places = places[-MAX_STACK:].partition(";")[2]
-            counts[f"{self._line(frames)[0]};{places}"] += samples
+            counts[f"{self._code_line(frames)[0]};{places}"] += samples
         kept, left = {}, MAX_STACKS_BYTES
         for text, samples in counts.most_common(MAX_STACKS):
             left -= len(text.encode())
@@ -212,15 +212,16 @@ class LineNames:
                 kept[text] = samples
         return kept
 
-    def _line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
+    def _code_line(self, frames: Sequence[Frame]) -> tuple[str, str, str]:
+        """Return the kind of a stack, the user's innermost line, and what it calls or waits for ("" for nothing)."""
         while len(frames) > 1 and _belongs_to_caller(frames[-1]):
             frames = frames[:-1]
         users = [frame for frame in frames if not is_library(frame.path)]
         user = next((frame for frame in reversed(users) if not frame.function.endswith(COMPREHENSIONS)), frames[-1])
-        call = self._call(frames[-1])
-        names = [(self._file(frame.path), _clean(frame.function)) for frame in frames]
+        call = self._only_known_call(frames[-1])
+        names = [(self._short_path(frame.path), _clean(frame.function)) for frame in frames]
         kinds = [kind for pair in (*names, (f"[{call}]", "")) if (kind := kind_of(*pair))]
-        kind = next((kind for kind in WHOLE if kind in kinds), (kinds or [OTHER])[-1])
+        kind = next((kind for kind in KINDS_WITH_CALLEES if kind in kinds), (kinds or [OTHER])[-1])
         if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
             kind = COMPUTE
         function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
@@ -228,21 +229,21 @@ class LineNames:
             function = "a wait for DataLoader workers"
         # Some versions of Python show a generator without its callers.
         name = _clean(re.sub(r"(\.<locals>\.<\w+>)+$", "", user.function))
-        return self._kind or kind, f"{name} ({self._file(user.path)}:{user.line})", function
+        return self._kind or kind, f"{name} ({self._short_path(user.path)}:{user.line})", function
 
-    def _call(self, frame: Frame) -> str:
+    def _only_known_call(self, frame: Frame) -> str:
         """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
         place = frame.path, frame.line
         if place not in self._calls:
-            calls = _CALL.findall(_text_of_line(*place))
+            calls = _CALL.findall(_source_line(*place))
             self._calls[place] = calls[0] if len(calls) == 1 and kind_of(f"[{calls[0]}]") else ""
         return self._calls[place]
 
-    def _file(self, path: str) -> str:
+    def _short_path(self, path: str) -> str:
         if _CELL.fullmatch(path):
             return "notebook cell"
         path = os.path.normpath(path) if path.startswith("/") else path
-        short = _of_library(path)
+        short = _path_in_library(path)
         if short is None:
             short = path[len(self._folder) + 1 :] if self._folder and path.startswith(f"{self._folder}/") else path
         return _clean(short)
@@ -251,33 +252,34 @@ class LineNames:
 def _belongs_to_caller(frame: Frame) -> bool:
     """Whether a frame is a comprehension, which belongs to the line that reads it, or effllm's own."""
     is_comprehension = frame.function.endswith(COMPREHENSIONS) and not is_library(frame.path)
-    return is_comprehension or frame.path.startswith(f"{_OWN}/")
+    return is_comprehension or frame.path.startswith(f"{_EFFLLM}/")
 
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(file: str, function: str = "") -> str:
     """Return what a library's function does, by frames.toml; "" if it has no row."""
     if file.startswith("["):
-        rows = (row for row in _rows() if row.file[:1] == "[" and file[1:-1] in row.file[1:-1].split("|"))
+        rows = (row for row in _frame_rows() if row.file[:1] == "[" and file[1:-1] in row.file[1:-1].split("|"))
     else:
-        rows = (row for row in _rows() if file.startswith(row.file) and re.fullmatch(row.function, function))
+        rows = (row for row in _frame_rows() if file.startswith(row.file) and re.fullmatch(row.function, function))
     return next((row.kind for row in rows), "")
 
 
 def is_library(path: str) -> bool:
-    return path.startswith(_MADE) or _of_library(path) is not None
+    """Whether a file is not the user's: a library's, effllm's, Python's, or made by a compiler."""
+    return path.startswith(_GENERATED) or _path_in_library(path) is not None
 
 
-def _of_library(path: str) -> str | None:
+def _path_in_library(path: str) -> str | None:
     """Return the name of a library's file without the folder of libraries; ``None`` for the user's own file."""
     if (packages := _LIBRARIES.match(path)) is not None:
         return path[packages.end() :]
-    folder = next((root for root in (*_STANDARD, str(Path(_OWN).parent)) if path.startswith(f"{root}/")), None)
-    is_own = folder is not None and (folder in _STANDARD or path.startswith(f"{_OWN}/"))
+    folder = next((root for root in (*_STANDARD, str(Path(_EFFLLM).parent)) if path.startswith(f"{root}/")), None)
+    is_own = folder is not None and (folder in _STANDARD or path.startswith(f"{_EFFLLM}/"))
     return path[len(folder) + 1 :] if folder is not None and is_own else None
 
 
-def _text_of_line(path: str, line: int) -> str:
+def _source_line(path: str, line: int) -> str:
     """Return the source of a line; "" if it cannot be read. It is used at once, and not kept."""
     try:
         lines = read_regular(Path(path), MAX_SOURCE_BYTES).decode(errors="replace").splitlines()
@@ -287,10 +289,10 @@ def _text_of_line(path: str, line: int) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _rows() -> Iterable[_Row]:
+def _frame_rows() -> Iterable[_Row]:
     return msgspec.toml.decode(Path(__file__).with_name("frames.toml").read_bytes(), type=_FrameTable).frame
 
 
 def _clean(text: str) -> str:
-    """Return a name without what separates frames and lines."""
+    """Return a name, at most MAX_NAME long, without what separates frames and lines."""
     return re.sub(r"[;\s\x00-\x1f\x7f-\x9f\ud800-\udfff]+", " ", text)[:MAX_NAME]

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from effllm.agent.proc import INSTALL, content, process_state, py_spy, py_spy_error
+from effllm.agent.proc import INSTALL_PY_SPY, process_state, py_spy_error, py_spy_path, short_file
 from effllm.config.switches import process_environ
 from effllm.records.wire import MAX_STACK
 from effllm.store import own_files
@@ -62,11 +62,11 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     began_s = time.time()
     environ = process_environ()
     # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.
-    was_asked = request_dump(orders.rank, environ)
+    is_requested = request_dump(orders.rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
     process = process_description(orders.pid)
-    stacks, top = _stacks(orders.pid)
-    dump = _dump(orders, was_asked, began_s)
+    stacks, top = _stacks_and_top(orders.pid)
+    dump = _dump_line(orders, is_requested, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
     top = top or process.partition("\n")[0].removeprefix("state: ")
     return InspectionResult(bounded("\n\n".join(parts) + "\n"), top)
@@ -88,13 +88,13 @@ def top_of(stacks: str, pid: int) -> str:
     return str(main.splitlines()[0].strip()[:MAX_TOP])
 
 
-def has_ended(trainer: int) -> bool:
-    return trainer >= 0 and bool(select.select([trainer], [], [], 0)[0])
+def has_ended(pidfd: int) -> bool:
+    return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
 
-def _stacks(pid: int) -> tuple[str, str]:
-    if not (program := py_spy()):
-        return f"no stacks: py-spy is not installed ({INSTALL})", ""
+def _stacks_and_top(pid: int) -> tuple[str, str]:
+    if not (program := py_spy_path()):
+        return f"no stacks: py-spy is not installed ({INSTALL_PY_SPY})", ""
     try:
         # Without --nonblocking, py-spy stops the process while it reads, and afterwards continues it. A process
         # that was stopped before would then run again.
@@ -115,16 +115,16 @@ def _stacks(pid: int) -> tuple[str, str]:
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
 
 
-def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
+def _dump_line(orders: InspectionOrders, is_requested: bool, began_s: float) -> str:
     paths = dump_paths(orders.rank, process_environ())
     try:
-        if was_asked:
+        if is_requested:
             dump = wait_for_dump(paths, began_s)
         else:  # torch may have written a dump after its own timeout, without a request
             # The time of /proc/PID is that of its first lookup, which may be later than a dump.
             dump = newest_dump(paths, psutil.Process(orders.pid).create_time())
         if dump is None:
-            return "the NCCL flight recorder did not write the requested dump" if was_asked else ""
+            return "the NCCL flight recorder did not write the requested dump" if is_requested else ""
         text = f"dump of the NCCL flight recorder: {dump}"
         if orders.folder and Path(orders.folder).is_dir():
             copied = Path(orders.folder) / "stacks" / f"{orders.name}.nccl"
@@ -141,24 +141,25 @@ def process_description(pid: int) -> str:
     """Return lines with the state and wait channel of a process, and with counts of its threads by state."""
     task = Path(f"/proc/{pid}")
     letter = process_state(pid)
-    lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
-    if kernel := content(task / "stack").strip():  # readable only for root
+    lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_wait_channel(task)}"]
+    if kernel := short_file(task / "stack").strip():  # readable only for root
         lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
     threads: Counter[str] = Counter()
     with suppress(OSError):
         for thread in sorted((task / "task").iterdir())[:MAX_THREADS]:
             number = int(thread.name)
-            threads[f"{content(thread / 'comm').strip()}: {process_state(number)}{_waits(thread)}"] += 1
+            threads[f"{short_file(thread / 'comm').strip()}: {process_state(number)}{_wait_channel(thread)}"] += 1
     lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]
     return "\n".join(lines)
 
 
-def _waits(task: Path) -> str:
-    where = content(task / "wchan").strip()
+def _wait_channel(task: Path) -> str:
+    where = short_file(task / "wchan").strip()
     return f", waits in {where}" if where not in ("", "0") else ""
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
+    """Return where torch may have written the dump of a rank: by its variable, else the places of its versions."""
     named = [environ[name] for name in DUMP_PREFIXES if environ.get(name)]
     if named:
         return [Path(f"{named[0]}{rank}")]
@@ -212,9 +213,9 @@ def wait_for_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
 def copy_dump(dump: Path, to: Path) -> bool:
     """Copy a dump to a private file; return ``False`` if the dump is too large."""
     with os.fdopen(os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        content = file.read(MAX_DUMP_BYTES + 1)
-    if len(content) > MAX_DUMP_BYTES:
+        dump_bytes = file.read(MAX_DUMP_BYTES + 1)
+    if len(dump_bytes) > MAX_DUMP_BYTES:
         return False
     own_files.make_folder(to.parent)
-    own_files.replace_file(to, content, durable=False)
+    own_files.replace_file(to, dump_bytes, durable=False)
     return True

@@ -19,7 +19,7 @@ from effllm.agent.proc import available_bytes, private_bytes
 from effllm.agent.rank_devices import RankDevices
 from effllm.agent.series import Series
 from effllm.agent.spans import Spans
-from effllm.agent.track import PAY_AFTER_S
+from effllm.agent.track import FORCE_AFTER_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.window import WindowCutter
 from effllm.memory.watch import STARTUP, STEPS, DeviceWatch, LeakWatch, MemoryReading, Warned
@@ -43,7 +43,7 @@ from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES,
 from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
-AGAIN_S = 0.05  # seconds between two checks of a sensor that is being calibrated
+CALIBRATION_CHECK_S = 0.05  # seconds between two checks of a sensor that is being calibrated
 #: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
 FOLD_FROM, FOLD_EVERY_S = 200, 30.0
 #: Number of windows whose median is the memory of other processes and of the driver.
@@ -52,6 +52,7 @@ _PLACES = (*MARKED_PHASES, STEPS, STARTUP)
 #: Maximum number of open windows; values of further windows are added to the newest window.
 MAX_WINDOWS = 64
 PUBLISH_EVERY_S = 1.0
+_Statistics = dict[str, ValueStatistics]  # by name
 _NO_DIGEST = (
     "percentiles of instruments: not measured, because fastdigest is missing: pip install 'effllm[instruments]'"
 )
@@ -74,7 +75,7 @@ class Measuring:
         self._spans, self._has_spans = Spans(trainer.board), False
         self.values = InstrumentValues(trainer.board.values.write)
         self.memory = RankMemory(trainer.pid, trainer.config.log_interval, trainer.facts.first_iteration)
-        slots, origin_ns = self._origin()
+        slots, origin_ns = self._read_first_records()
         self.cutter = WindowCutter(
             agent=trainer.agent,
             rank=trainer.rank,
@@ -83,7 +84,7 @@ class Measuring:
             origin_ns=origin_ns,
             unix_minus_monotonic_s=unix_minus_monotonic_ns() * 1e-9,
         )
-        self._add(slots)
+        self._add_records(slots)
 
     @property
     def end_time_s(self) -> float:
@@ -96,42 +97,44 @@ class Measuring:
 
     def read_ring_and_samples(self, *, is_trainer_gone: bool) -> None:
         self.devices.take_samples()
-        self._add(self._trainer.ring.read())
+        self._add_records(self._trainer.ring.read())
         if is_trainer_gone and self.status is None:
-            self._add(self._trainer.ring.read())
-            self.status, self.end_ns = self._trainer.exit_status.word(), time.monotonic_ns()
+            self._add_records(self._trainer.ring.read())
+            self.status, self.end_ns = self._trainer.exit_status.final_status(), time.monotonic_ns()
         self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0 or self._has_spans)
-        self.memory.look(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
+        self.memory.read_at_window_end(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
 
-    def cut(self, now_s: float) -> None:
-        """Make reports of the windows that have ended and whose edges are settled, and answer requests for spans."""
+    def cut_ended_windows(self, now_s: float) -> None:
+        """Queue the reports of ended windows whose edges are settled, request missing samples, and answer for spans."""
         # An edge needs samples of the two ticks after the edge. The next window may end before these ticks, so the
         # samples for all open edges are requested.
-        for edge_ns in sorted({*self.cutter.edges_ns, *self._spans.edges_ns}):
-            self.devices.ask(edge_ns)
-        self._spans.answer(self.devices, now_s)
-        while (ended := self.cutter.ended) is not None:
+        for edge_ns in sorted({*self.cutter.unreported_ends_ns, *self._spans.unanswered_ends_ns}):
+            self.devices.request_samples(edge_ns)
+        self._spans.answer_requests(self.devices, now_s)
+        while (ended := self.cutter.oldest_ended) is not None:
             is_settled = self.devices.is_settled(ended.end_ns)
             ordinal = self._trainer.ring.state().ordinal
-            moved_on = ordinal > ended.ordinal or self.cutter.last_ordinal > ended.ordinal or self.status is not None
+            # A loss is not awaited after a later iteration or the end of the trainer.
+            is_loss_due = max(ordinal, self.cutter.last_ordinal) <= ended.ordinal and self.status is None
             waited_s = now_s - ended.end_ns * 1e-9
-            if not is_settled and waited_s > PAY_AFTER_S:
-                self.devices.ask(ended.end_ns, is_last=True)
-            if (not is_settled and waited_s < self.devices.patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
+            if not is_settled and waited_s > FORCE_AFTER_S:
+                self.devices.request_samples(ended.end_ns, is_forced=True)
+            waits_for_samples = not is_settled and waited_s < self.devices.patience_s
+            waits_for_loss = is_loss_due and waited_s < LOSS_WAIT_S
+            if waits_for_samples or waits_for_loss:
                 return
-            report = self.cutter.cut(self.devices.series)
-            if report is not None:
-                self._send(report)
+            if (report := self.cutter.take_report(self.devices.series)) is not None:
+                self._queue_report(report)
 
     def due_s(self, now_s: float) -> float:
         """Return the time of the next check of an ended window or span; infinite without an ended window or span."""
-        ends_ns = [*self.cutter.edges_ns[:1], *self._spans.edges_ns[:1]]
+        ends_ns = [*self.cutter.unreported_ends_ns[:1], *self._spans.unanswered_ends_ns[:1]]
         if not ends_ns:
             return math.inf
-        for wait_s in sorted((LOSS_WAIT_S, PAY_AFTER_S, self.devices.patience_s)):
+        for wait_s in sorted((LOSS_WAIT_S, FORCE_AFTER_S, self.devices.patience_s)):
             if min(ends_ns) * 1e-9 + wait_s > now_s:
                 return min(ends_ns) * 1e-9 + wait_s
-        return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
+        return now_s + (CALIBRATION_CHECK_S if self.devices.is_calibrating else 0.0)
 
     def compact_samples(self, now_s: float) -> None:
         """Sum up samples while no window ends.
@@ -146,38 +149,40 @@ class Measuring:
         if not any(max(samples.num_kept, len(samples.energy.readings)) > FOLD_FROM for samples in series):
             return
         until_ns = time.monotonic_ns()
-        self._add(self._trainer.ring.read())
-        edges_ns = [*self.cutter.moments_ns, *self._spans.moments_ns, self._trainer.ring.state().since_ns]
+        self._add_records(self._trainer.ring.read())
+        since_ns = self._trainer.ring.state().since_ns
+        edges_ns = [*self.cutter.possible_bounds_ns, *self._spans.possible_bounds_ns, since_ns]
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
         for samples in series:
             samples.compact(edges_ns, until_ns)
 
-    def is_end_settled(self) -> bool:
-        """Request the samples at the trainer's end; return whether all samples have been read."""
-        self.devices.ask(self.end_ns, is_last=True)
+    def settle_end(self) -> bool:
+        """Request the samples at the trainer's end; return whether these samples have been read."""
+        self.devices.request_samples(self.end_ns, is_forced=True)
         self.devices.take_samples()
         return self.devices.is_settled(self.end_ns)
 
     def finish(self) -> None:
+        """Queue the remaining reports, after the trainer's end."""
         self._trainer.ring.skip_torn()
-        self._add(self._trainer.ring.read())
-        self._spans.answer(self.devices, time.monotonic(), is_end=True)
-        while (report := self.cutter.cut(self.devices.series)) is not None:
-            self._send(report)
-        self._send(self.cutter.cut_rest(self.devices.series, self.end_ns))
+        self._add_records(self._trainer.ring.read())
+        self._spans.answer_requests(self.devices, time.monotonic(), is_end=True)
+        while (report := self.cutter.take_report(self.devices.series)) is not None:
+            self._queue_report(report)
+        self._queue_report(self.cutter.take_last_report(self.devices.series, self.end_ns))
 
-    def _send(self, report: RankReport) -> None:
+    def _queue_report(self, report: RankReport) -> None:
         names = self._trainer.facts.value_names
-        values = self.values.take(report.window, names, time.monotonic(), is_last=report.final)
+        values = self.values.take_values(report.window, names, time.monotonic(), is_last=report.final)
         allocator, of_memory = self.memory.take_values(report.window, is_last=report.final)
         values = dict(islice({**values, **of_memory}.items(), MAX_NAMES))
         if values or allocator is not None:
             report = replace(report, values=values or None, allocator=allocator)
         self.outbox.add_report(report)
 
-    def _origin(self) -> tuple[list[Slot], int]:
-        """Return the existing records, and the start of the first window."""
+    def _read_first_records(self) -> tuple[list[Slot], int]:
+        """Read the existing records; return them, and the start of the first window."""
         origin_ns = time.monotonic_ns()
         self.devices.take_samples()
         series = self.devices.series
@@ -190,7 +195,7 @@ class Measuring:
             begun.append(since_ns)
         return slots, min([origin_ns, *begun])
 
-    def _add(self, slots: list[Slot]) -> None:
+    def _add_records(self, slots: list[Slot]) -> None:
         for slot in slots:
             if slot.kind == END_RECORD and self.status is None:
                 self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
@@ -206,35 +211,30 @@ class Measuring:
 
 
 class RankMemory:
-    """The memory of a rank.
-
-    Args:
-        pid: the training process.
-        log_interval: iterations per window.
-        offset: number of the first iteration, less 1.
-    """
+    """The memory of a rank; ``offset``: number of the first iteration, less 1."""
 
     def __init__(self, pid: int, log_interval: int, offset: int) -> None:
         self._pid, self._log_interval, self._offset = pid, log_interval, offset
-        self._watch, self._host = DeviceWatch(), LeakWatch("private memory of the training process")
-        self._last = self._host_last = 0  # ordinals of the newest window end that was read, and of the last `look`
-        self._others: deque[float] = deque(maxlen=OTHER_WINDOWS)  # bytes of the device that torch cannot have
+        self._device_watch, self._host_watch = DeviceWatch(), LeakWatch("private memory of the training process")
+        self._last_window_end = 0  # ordinal of the last window end in a record
+        self._last_host_read = 0  # ordinal of the last iteration at the last read of the host's memory
+        self._other_bytes: deque[float] = deque(maxlen=OTHER_WINDOWS)  # the newest sizes that torch cannot have
         self._warned: list[Warned] = []
         self._unreported: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
 
     def add_record(self, slot: ring.Slot) -> None:
         """Add a record of the kind MEMORY."""
-        before = self._watch.last
+        before = self._device_watch.last
         is_boundary = (slot.ordinal + self._offset) % self._log_interval == 0
-        is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last and is_boundary
+        is_end = slot.number == ring.AFTER_STEPS and slot.ordinal > self._last_window_end and is_boundary
         fields = dict(zip(ring.MEMORY_FIELDS, (value for _, value in slot.values), strict=True))
         reading = MemoryReading(_PLACES[slot.number], slot.ordinal + self._offset, **fields)
-        self._warned += self._watch.add_reading(reading, is_window_end=is_end)
+        self._warned += self._device_watch.add_reading(reading, is_window_end=is_end)
         self._keep_values(slot, reading, before, is_end)
         if is_end:
-            self._last = slot.ordinal
+            self._last_window_end = slot.ordinal
 
-    def look(self, ordinal: int, series: Iterable[Series], max_positions: int | None) -> None:
+    def read_at_window_end(self, ordinal: int, series: Iterable[Series], max_positions: int | None) -> None:
         """Read the memory of the process, and check the forecasts, if a window has ended.
 
         Args:
@@ -242,14 +242,14 @@ class RankMemory:
             series: the devices of the rank; the first GPU is torch's device.
             max_positions: positions of the largest possible micro-batch, if it is known.
         """
-        if ordinal // self._log_interval <= self._host_last // self._log_interval:
+        if ordinal // self._log_interval <= self._last_host_read // self._log_interval:
             return
-        self._host_last = ordinal
+        self._last_host_read = ordinal
         if (private := private_bytes(self._pid)) is not None:
-            self._host.add(ordinal + self._offset, private)
-            self._warned += self._host.warnings(lambda: available_bytes(self._pid))
-        if self._watch.last is not None:
-            self._warned += self._watch.warnings(self._capacity(series), max_positions or 0)
+            self._host_watch.add(ordinal + self._offset, private)
+            self._warned += self._host_watch.warnings(lambda: available_bytes(self._pid))
+        if self._device_watch.last is not None:
+            self._warned += self._device_watch.warnings(self._torch_bytes(series), max_positions or 0)
 
     def take_events(self, time_s: float) -> Iterator[Event]:
         """Yield the events since the last call."""
@@ -257,7 +257,7 @@ class RankMemory:
         for warning in warned:
             yield Event(time_s, warning.kind, warning.text)
 
-    def take_values(self, window: int, *, is_last: bool) -> tuple[Allocator | None, dict[str, ValueStatistics]]:
+    def take_values(self, window: int, *, is_last: bool) -> tuple[Allocator | None, _Statistics]:
         """Remove and return the allocator's sizes, and its peaks and counts as statistics of one value."""
         windows = sorted(number for number in self._unreported if is_last or number <= window)
         values: dict[str, float] = {}
@@ -286,31 +286,31 @@ class RankMemory:
                 if (more := getattr(now, name) - getattr(before, name)) > 0:
                     values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + more
 
-    def _capacity(self, series: Iterable[Series]) -> float | None:
-        """Return the bytes of the device that torch's allocator can have; ``None`` if the device is not read."""
+    def _torch_bytes(self, series: Iterable[Series]) -> float | None:
+        """Return the bytes that torch's allocator can have, by the samples of each call; ``None`` without a sample."""
         gpu = next((samples for samples in series if samples.device.is_gpu and not samples.device.shared), None)
-        last = self._watch.last
+        last = self._device_watch.last
         if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
             return None
-        if (other := _other_bytes(gpu.newest, last.reserved)) is not None:
-            self._others.append(other)
-        return gpu.device.memory_total_bytes - statistics.median(self._others) if self._others else None
+        if (other := _bytes_outside_torch(gpu.newest, last.reserved)) is not None:
+            self._other_bytes.append(other)
+        return gpu.device.memory_total_bytes - statistics.median(self._other_bytes) if self._other_bytes else None
 
 
-def _other_bytes(sample: Sample, reserved: float) -> float | None:
+def _bytes_outside_torch(sample: Sample, reserved: float) -> float | None:
     """Return the memory of a device that the driver, the CUDA context, libraries and other processes have."""
     if sample.memory_bytes is None:
         return None
     return max(sample.memory_bytes - reserved, 0.0) + sample.gauges.get("memory_reserved_bytes", 0.0)
 
 
-class _Name(Moments):
+class _NameSums(Moments):
     __slots__ = ("_digest",)
 
     def __init__(self) -> None:
         super().__init__()
-        made: Any = digest_type()
-        self._digest = made(WINDOW_CENTROIDS) if made is not None else None
+        digest: Any = digest_type()
+        self._digest = digest(WINDOW_CENTROIDS) if digest is not None else None
 
     def add(self, value: float) -> bool:
         if abs(value) > MAX_VALUE:
@@ -341,10 +341,10 @@ class InstrumentValues:
     """
 
     def __init__(self, publish: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> None:
-        self._windows: dict[int, dict[int, _Name]] = {}  # values of open windows, by window and index of the name
-        self._run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
+        self._windows: dict[int, dict[int, _NameSums]] = {}  # sums of open windows, by window and index of the name
+        self._of_run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
         self._publish, self._published_s = publish, -math.inf
-        self._num = self._lost = 0  # values written by the training process; values that were overwritten in the ring
+        self._num_written = self._num_lost = 0  # values of the training process; the overwritten ones of them
         self._notices: list[str] | None = None  # lines for the user; None before the first value of an instrument
 
     def add_record(self, slot: ring.Slot, window: int) -> None:
@@ -354,15 +354,15 @@ class InstrumentValues:
             if len(self._windows) >= MAX_WINDOWS:
                 window = max(self._windows)
             names = self._windows.setdefault(window, {})
-        self._lost += max(slot.number - self._num - len(slot.values), 0)
-        self._num = max(slot.number, self._num)
+        self._num_lost += max(slot.number - self._num_written - len(slot.values), 0)
+        self._num_written = max(slot.number, self._num_written)
         for index, value in slot.values:
             if index not in names:
-                names[index] = _Name()
+                names[index] = _NameSums()
             names[index].add(value)
 
-    def take(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> dict[str, ValueStatistics]:
-        """Return the statistics by name of the values up to a window, or of all values if ``is_last``."""
+    def take_values(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> _Statistics:
+        """Remove and return the statistics of values up to a window, or of all if ``is_last``; publish the run's."""
         windows = sorted(number for number in self._windows if is_last or number <= window)
         parts = [self._windows.pop(number) for number in windows]
         values = merged_by_name(
@@ -372,21 +372,21 @@ class InstrumentValues:
             self._notices = [_NO_DIGEST] if digest_type() is None else []
         for name, value in values.items():
             if value.centroids:
-                self._run[name] = merged([self._run[name], value]) if name in self._run else value
+                self._of_run[name] = merged([self._of_run[name], value]) if name in self._of_run else value
         if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
             self._published_s = now_s
-            rows = {name: [value.count, *percentiles(value.centroids).values()] for name, value in self._run.items()}
+            rows = {name: [value.count, *percentiles(value.centroids).values()] for name, value in self._of_run.items()}
             while rows and not self._publish(rows):  # no room: the first half or quarter of the names
                 rows = dict(islice(rows.items(), len(rows) // 2))
         return values
 
     def take_notice(self) -> str:
-        """Return a line for the user, once."""
-        if self._lost:
+        """Return a line for the user, once; empty without a new one."""
+        if self._num_lost:
             line = (
-                f"{self._lost} values of instruments are missing: they were overwritten before the agent read them, or "
-                "a second thread recorded more than 1,000 values in one iteration"
+                f"{self._num_lost} values of instruments are missing: they were overwritten before the agent read "
+                "them, or a second thread recorded more than 1,000 values in one iteration"
             )
-            self._lost = 0
+            self._num_lost = 0
             return line
         return self._notices.pop() if self._notices else ""

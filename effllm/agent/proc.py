@@ -14,7 +14,7 @@ from pathlib import Path
 
 from effllm.energy.readings import NS
 
-INSTALL = "pip install 'effllm[forensics]'"
+INSTALL_PY_SPY = "pip install 'effllm[forensics]'"
 ENDED = "ended"  #: the process has ended, and its exit status is not visible
 
 # linux/pidfd.h, from Linux 6.15 on: struct pidfd_info begins with `mask` and ends with `exit_code`.
@@ -22,11 +22,11 @@ _PIDFD_GET_INFO, _PIDFD_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, struct.Struct("<Q52
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49  # positions in /proc/PID/stat, after the program's name
 _PRIVATE = re.compile(r"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable:\s*(\d+) kB$", re.MULTILINE)
-_GROUP = re.compile(r"^0::(/.*)$", re.MULTILINE)
-_FILES = re.compile(r"^(?:inactive|active)_file (\d+)$", re.MULTILINE)
+_CGROUP_PATH = re.compile(r"^0::(/.*)$", re.MULTILINE)
+_FILE_PAGES = re.compile(r"^(?:inactive|active)_file (\d+)$", re.MULTILINE)
 
 
-def content(path: str | Path) -> str:
+def short_file(path: str | Path) -> str:
     """Return the content of a short file of the kernel; empty if it cannot be read.
 
     Some of these files are read for every heartbeat, and Path.read_bytes() takes three times as long.
@@ -40,15 +40,15 @@ def content(path: str | Path) -> str:
     return ""
 
 
-def _stat(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; all are empty if there is no such process."""
     # The process name in parentheses may be any text, also one with a parenthesis.
-    return content(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""] * (_EXIT_CODE + 1)
+    return short_file(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""] * (_EXIT_CODE + 1)
 
 
 def process_state(pid: int) -> str:
     """Return the letter of a process's state, or an empty string if the process does not exist."""
-    return _stat(pid)[_STATE]
+    return _stat_fields(pid)[_STATE]
 
 
 class ExitStatus:
@@ -61,9 +61,9 @@ class ExitStatus:
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self._pid, self._descriptor = pid, descriptor
-        self._start_time = _stat(pid)[_START_TIME]
+        self._start_time = _stat_fields(pid)[_START_TIME]
 
-    def word(self) -> str:
+    def final_status(self) -> str:
         """Return the final status of the ended process: completed, failed, interrupted, killed, or `ENDED`."""
         status = self._wait_status()
         if status is None:
@@ -72,7 +72,7 @@ class ExitStatus:
             return "failed" if os.WEXITSTATUS(status) else "completed"
         return "interrupted" if os.WTERMSIG(status) == signal.SIGINT else "killed"
 
-    def is_replaced(self) -> bool:
+    def runs_other_program(self) -> bool:
         """Whether the process runs another program now (exec): then the ring is not in its memory."""
         try:
             maps = Path(f"/proc/{self._pid}/maps").read_bytes()
@@ -82,7 +82,7 @@ class ExitStatus:
 
     def _wait_status(self) -> int | None:
         """Return the status as in `os.wait`: until the parent has waited, from /proc, afterwards from newer kernels."""
-        stat = _stat(self._pid)
+        stat = _stat_fields(self._pid)
         if stat[_STATE] in ("Z", "X") and stat[_START_TIME] == self._start_time:
             return int(stat[_EXIT_CODE])
         info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
@@ -103,23 +103,23 @@ class CoreWait:
 
     def __init__(self, pid: int) -> None:
         self._path = f"/proc/{pid}/task/{pid}/schedstat"
-        self._first_ns = self._newest_ns = self._read()
+        self._first_ns = self._newest_ns = self._read_ns()
 
     def seconds(self) -> float | None:
         """Return the wait so far; ``None`` if the kernel does not count it."""
         if self._first_ns is None or self._newest_ns is None:
             return None
-        self._newest_ns = self._read() or self._newest_ns  # after the thread's end, the last value
+        self._newest_ns = self._read_ns() or self._newest_ns  # after the thread's end, the last value
         return (self._newest_ns - self._first_ns) * NS
 
-    def _read(self) -> int | None:
+    def _read_ns(self) -> int | None:
         with suppress(ValueError):  # the thread has ended
-            run_ns, wait_ns, _ = map(int, content(self._path).split())
+            run_ns, wait_ns, _ = map(int, short_file(self._path).split())
             return wait_ns if run_ns else None  # a kernel that does not count has zeros
         return None
 
 
-def py_spy() -> str:
+def py_spy_path() -> str:
     """Return the path of py-spy, which reads the stacks of a process; "" if it is not installed."""
     beside = Path(sys.executable).parent / "py-spy"
     return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
@@ -131,7 +131,7 @@ def py_spy_error(messages: bytes, scope: Path = Path("/proc/sys/kernel/yama/ptra
     said = next((line for line in lines if "rror" in line), lines[0] if lines else "no message")[:200]
     if "permission denied" not in said.lower():
         return f"py-spy failed: {said}"
-    setting = content(scope).strip()
+    setting = short_file(scope).strip()
     if setting in ("", "0"):
         return "Linux does not permit py-spy to read the process; a container needs --cap-add=SYS_PTRACE"
     return f"Linux does not permit py-spy to read the process (kernel.yama.ptrace_scope={setting})"
@@ -139,7 +139,7 @@ def py_spy_error(messages: bytes, scope: Path = Path("/proc/sys/kernel/yama/ptra
 
 def private_bytes(pid: int) -> float | None:
     """Return the private memory of a process: without files and libraries; ``None`` if it has ended."""
-    match = _PRIVATE.search(content(f"/proc/{pid}/status"))
+    match = _PRIVATE.search(short_file(f"/proc/{pid}/status"))
     return None if match is None else float(match[1]) * 1024
 
 
@@ -149,14 +149,14 @@ def available_bytes(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/
     The pages of files in a cgroup (version 2) count as available, because the kernel can drop them.
     """
     available = []
-    if (match := _AVAILABLE.search(content(proc / "meminfo"))) is not None:
+    if (match := _AVAILABLE.search(short_file(proc / "meminfo"))) is not None:
         available.append(float(match[1]) * 1024)
-    path = _GROUP.search(content(proc / str(pid) / "cgroup"))
+    path = _CGROUP_PATH.search(short_file(proc / str(pid) / "cgroup"))
     group = groups / path[1].lstrip("/") if path is not None else groups
     while group.is_relative_to(groups):
-        limit, current = content(group / "memory.max").strip(), content(group / "memory.current").strip()
+        limit, current = short_file(group / "memory.max").strip(), short_file(group / "memory.current").strip()
         if limit.isdigit() and current.isdigit():  # "max" without a limit
-            files = sum(int(size) for size in _FILES.findall(content(group / "memory.stat")))
+            files = sum(int(size) for size in _FILE_PAGES.findall(short_file(group / "memory.stat")))
             available.append(float(int(limit) - int(current) + files))
         if group == groups:
             break

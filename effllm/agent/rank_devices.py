@@ -41,7 +41,7 @@ class RankDevices:
         # Written when requested samples are complete.
         self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._interval_s = trainer.config.collection_interval_s
-        self._calibrations = cache_folder() / "calibration"
+        self._calibration_folder = cache_folder() / "calibration"
         self._tracks = self._new_tracks()
         self._node_tracks: list[DeviceTrack] = []
         self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
@@ -65,17 +65,17 @@ class RankDevices:
 
     def _wait_for_samples(self, until_s: float) -> None:
         self.take_samples()
-        while not all(track.series or track.sampler.unavailable for track in self._all):
+        while not all(track.series or track.sampler.unavailable for track in self._all_tracks):
             if time.monotonic() > until_s:
                 return
-            self._wait(0.05)
+            self._wait_for_wake(0.05)
             self.take_samples()
 
-    def follow(self) -> None:
+    def open_other_gpus(self) -> None:
         """Open the GPUs that the training process uses, if they are others than it seemed before."""
         if (choice := _gpu_choice(self._trainer.facts)) != self._gpu_choice:
             self._gpu_choice = choice
-            self._stop(self._candidates)
+            self._stop_tracks(self._candidates)
             series = [track.series for track in self._tracks]
             self._candidates = self._new_tracks([old.device.key if old is not None else "" for old in series])
             for track in self._candidates:
@@ -94,9 +94,9 @@ class RankDevices:
             self._calibrate_at_s = time.monotonic() + turn_s(self._trainer.place.local_rank)
         if time.monotonic() >= self._calibrate_at_s:
             for track in self._tracks:
-                track.learn()
+                track.calibrate_once()
 
-    def _adopt(self) -> bool:
+    def _adopt_candidates(self) -> bool:
         """Replace the tracks by those of other GPUs as soon as these are open; return whether a track has changed."""
         if not self._candidates or any(track.sampler.is_opening for track in self._candidates):
             return False
@@ -105,16 +105,16 @@ class RankDevices:
             for old, new in zip_longest(self._tracks[: len(self._candidates)], self._candidates)
         ]
         before, self._tracks, self._candidates = self._tracks, tracks, []
-        self._stop([track for track in before if track not in tracks])
+        self._stop_tracks([track for track in before if track not in tracks])
         return tracks != before
 
     @property
-    def _all(self) -> list[DeviceTrack]:
+    def _all_tracks(self) -> list[DeviceTrack]:
         return [*self._tracks, *self._node_tracks]
 
     @property
     def series(self) -> list[Series]:
-        return [track.series for track in self._all if track.series is not None]
+        return [track.series for track in self._all_tracks if track.series is not None]
 
     @property
     def has_all_gpus(self) -> bool:
@@ -132,11 +132,11 @@ class RankDevices:
     @property
     def unavailable(self) -> list[str]:
         """Reasons why devices of the rank were not opened."""
-        return [why for track in self._all if (why := track.sampler.unavailable)]
+        return [why for track in self._all_tracks if (why := track.sampler.unavailable)]
 
     @property
     def is_calibrating(self) -> bool:
-        return any(track.sampler.is_calibrating for track in self._all)
+        return any(track.sampler.is_calibrating for track in self._all_tracks)
 
     @property
     def newest(self) -> Sample | None:
@@ -145,51 +145,51 @@ class RankDevices:
 
     def take_samples(self) -> None:
         """Take new samples, and report events of the devices."""
-        changed = [self._adopt(), *(track.take_samples() for track in self._all)]
+        changed = [self._adopt_candidates(), *(track.take_samples() for track in self._all_tracks)]
         if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self.has_baseline:
-            self.has_baseline = all(track.note_baseline(*idle_ns) for track in self._all if track.series)
+            self.has_baseline = all(track.measure_baseline(*idle_ns) for track in self._all_tracks if track.series)
             changed.append(self.has_baseline)
         self._has_changed = self._has_changed or any(changed)
         now_ns, time_s = time.monotonic_ns(), time.time()
-        for track in self._all:
+        for track in self._all_tracks:
             for event in track.take_events(now_ns, time_s):
                 self._report(event)
 
-    def take_changed(self) -> bool:
-        """Return whether a device was opened or calibrated since the last call."""
+    def take_has_changed(self) -> bool:
+        """Return whether devices were opened or calibrated, or their idle power measured, since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
     @property
     def patience_s(self) -> float:
-        """Seconds after an edge until the devices must have a sample."""
-        wait_s = max((track.patience_s for track in self._all), default=EDGE_WAIT_S)
+        """Seconds after an edge for which a window waits for the samples of its devices."""
+        wait_s = max((track.patience_s for track in self._all_tracks), default=EDGE_WAIT_S)
         return max(wait_s, CALIBRATION_S) if self.is_calibrating else wait_s
 
-    def ask(self, edge_ns: int, *, is_last: bool = False) -> None:
-        for track in self._all:
-            track.ask(edge_ns, is_last=is_last)
+    def request_samples(self, edge_ns: int, *, is_forced: bool = False) -> None:
+        for track in self._all_tracks:
+            track.request_samples(edge_ns, is_forced=is_forced)
 
     def is_settled(self, edge_ns: int) -> bool:
-        return all(track.is_settled(edge_ns) for track in self._all)
+        return all(track.is_settled(edge_ns) for track in self._all_tracks)
 
     def stop(self) -> None:
         """Stop sampling; a thread in a hanging device call is not joined."""
-        self._stop([*self._all, *self._candidates])
+        self._stop_tracks([*self._all_tracks, *self._candidates])
 
-    def _stop(self, tracks: Sequence[DeviceTrack]) -> None:
+    def _stop_tracks(self, tracks: Sequence[DeviceTrack]) -> None:
         for track in tracks:
             track.sampler.stop(0.2)
 
     def _new_tracks(self, open_keys: Sequence[str] = ()) -> list[DeviceTrack]:
         """Return a track for each GPU of the process; a GPU is not opened again if its key is at its place."""
         gpus = _visible_gpus(self._trainer.facts)
-        at: list[int | None] = [*gpus] or [None]
-        first, *others = zip(at, [*open_keys, "", *("" for _ in gpus)], strict=False)
+        indices: list[int | None] = [*gpus] or [None]
+        first, *others = zip(indices, [*open_keys, "", *("" for _ in gpus)], strict=False)
         openers = [partial(self._open, *first), *(partial(self._open_other, *other) for other in others)]
-        return list(map(self._track, openers))
+        return list(map(self._new_track, openers))
 
-    def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
+    def _new_track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
         sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)
         return DeviceTrack(sampler, self._interval_s)
 
@@ -221,14 +221,14 @@ class RankDevices:
         if reader.device.key == open_key:
             reader.close()
             raise DeviceUnavailable(ALREADY_OPEN)
-        reader.device = replace(reader.device, sensor=cached_or_assumed(reader.device, self._calibrations))
+        reader.device = replace(reader.device, sensor=cached_or_assumed(reader.device, self._calibration_folder))
         return reader
 
     def _calibrate(self, device: Device, read: Callable[[], Sample], wait: Callable[[float], None]) -> Sensor:
         def report(text: str) -> None:
             self._report(Event(time.time(), "energy_calibration", f"{device.key}: {text}", device=device.key))
 
-        return calibrate(device, read, self._calibrations, wait=wait, report=report)
+        return calibrate(device, read, self._calibration_folder, wait=wait, report=report)
 
     def _start_node_sensors(self) -> None:
         """Start the node's power sensors: on one rank per node, and not with a simulated device."""
@@ -244,7 +244,7 @@ class RankDevices:
             self._node_tracks.append(DeviceTrack(sampler, interval_s))
             sampler.start()
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait_for_wake(self, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(self.wake_descriptor, select.POLLIN)
         if poll.poll(timeout_s * 1000):

@@ -34,7 +34,7 @@ MAX_EDGE_SHARE = 0.005
 WAKE_S = 160e-6  # CPU time of a wake-up (110 us, measured at 10 Hz) and of Python in a reading
 #: Time of a reading that is not counted: of a GPU, what may be Python's and not the driver's; of another device, which
 #: holds no lock that the training needs, more.
-OWN_S, OTHER_S = 100e-6, 0.020
+UNCOUNTED_GPU_S, UNCOUNTED_OTHER_S = 100e-6, 0.020
 #: Unused time for readings at edges that is kept, in seconds: several edges may follow each other.
 KEPT_CREDIT_S = 20.0
 MAX_INTERVAL_S = 30.0
@@ -48,7 +48,7 @@ Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None]], Se
 class _RequestedTime(NamedTuple):
     time_ns: int
     is_first: bool  # whether it begins its request
-    is_last: bool  # whether it ends its request
+    is_forced: bool  # whether it ends its request
 
 
 class DriverTime:
@@ -68,7 +68,7 @@ class DriverTime:
 
         The average counts, not the maximum: other processes on the core delay about one reading in a hundred.
         """
-        driver_s = max(took_s - (OWN_S if is_gpu else OTHER_S), 0.0)
+        driver_s = max(took_s - (UNCOUNTED_GPU_S if is_gpu else UNCOUNTED_OTHER_S), 0.0)
         driver_s = min(driver_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         if energy_only:
             self._num_energy += 1
@@ -79,8 +79,8 @@ class DriverTime:
             weight = SLOWER_WEIGHT if driver_s > self.full_s else FASTER_WEIGHT
             self.full_s += (driver_s - self.full_s) * max(weight, 1 / (self._num_full - 1))
 
-    def affordable(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
-        """Return the number of readings at an edge, at most ``wanted``, for which the budget has time.
+    def pay_for_readings(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
+        """Return how many of the readings at an edge the budget allows, and charge the budget with their time.
 
         Args:
             wanted: the number of requested readings.
@@ -122,7 +122,7 @@ class Sampler:
         interval_s: seconds between samples.
         report: receives an event when a quantity is no longer measured, and when it is measured again.
         wake_descriptor: an eventfd, written after the first sample and after the last sample of each request.
-        calibrate: calibrates the device's sensor when `learn` is called.
+        calibrate: calibrates the device's sensor when `request_calibration` is called.
         is_node_sensor: whether the device may be slow; a missing node sensor is not reported as an event.
     """
 
@@ -147,11 +147,11 @@ class Sampler:
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         # The thread sleeps in this queue's get(): an event with a timeout takes 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due: list[_RequestedTime] = []  # a heap
-        self._stopped = False
-        self._failing: dict[str, str] = {}
+        self._due_times: list[_RequestedTime] = []  # a heap
+        self._is_stopped = False
+        self._failures: dict[str, str] = {}
         self.driver = DriverTime()
-        self._full_ns = 0  # end of the last full reading
+        self._last_full_ns = 0  # end of the last full reading
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -159,7 +159,7 @@ class Sampler:
         """Start the thread, which opens the device and takes the first sample at once."""
         self._thread.start()
 
-    def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0, *, is_last: bool = False) -> None:
+    def request_samples(self, times_ns: Sequence[int] = (), within_s: float = 1.0, *, is_forced: bool = False) -> None:
         """Request samples at monotonic times; samples for past times are taken at once.
 
         Requests to a missing device are ignored.  At most ``MAX_REQUESTS`` requests wait during a hanging call.  If
@@ -168,7 +168,7 @@ class Sampler:
         Args:
             times_ns: the times in ascending order; empty means the current time.
             within_s: seconds since the previous request.
-            is_last: whether the readings are the last ones of the run, which are taken in any case.
+            is_forced: whether the readings are taken in any case, at the end of the run or after a long wait.
         """
         if self.unavailable:
             return  # the thread has ended
@@ -176,17 +176,17 @@ class Sampler:
             with contextlib.suppress(queue.Empty):  # the thread may have removed the last request
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
-        is_limited = not self._is_node_sensor and not is_last
-        affordable = self.driver.affordable(len(times), within_s, is_limited=is_limited)
+        is_limited = not self._is_node_sensor and not is_forced
+        affordable = self.driver.pay_for_readings(len(times), within_s, is_limited=is_limited)
         if affordable < 2:
             times = times[:affordable]
-        elif affordable < len(times):
+        elif affordable < len(times):  # the first and the last ones
             times = [times[0], *times[len(times) - affordable + 1 :]]
         if times:
             self._requests.put(times)
 
-    def learn(self) -> None:
-        """Calibrate the sensor."""
+    def request_calibration(self) -> None:
+        """Let the thread calibrate the sensor; `take_samples` has the result."""
         if self._calibrate is not None and not self.unavailable:
             self.is_calibrating = True
             self._requests.put(())
@@ -211,14 +211,14 @@ class Sampler:
         return self.device is None and not self.unavailable
 
     @property
-    def slowed_s(self) -> float | None:
+    def slow_interval_s(self) -> float | None:
         """Seconds between samples of a device with slow calls; ``None`` if calls are fast enough for the interval."""
         slow_s = self.driver.full_apart_s
         return None if slow_s <= self._interval_s or self._is_node_sensor else slow_s
 
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; return ``False`` if the thread has not ended, because a device call hangs."""
-        self._stopped = True
+        self._is_stopped = True
         self._requests.put(())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -235,23 +235,23 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - a device file may be a plug-in, and the thread has no caller
             self._set_unavailable(f"the device file has an error: {type(error).__name__}: {error}")
             return
-        self.device = opened = reader.device
-        self._read(reader)
+        self.device = device = reader.device
+        self._read_device(reader)
         os.eventfd_write(self._wake_descriptor, 1)
         turn_s = time.monotonic() + self._interval_s
         next_ns = int(turn_s / NS)
-        power_ns = self._next_power_ns(opened)
-        while not self._stopped:
+        power_ns = self._next_power_ns(device)
+        while not self._is_stopped:
             now_ns = self._sleep_until(min(next_ns, power_ns))
-            is_time, is_power_time = now_ns >= next_ns, now_ns >= power_ns
-            if not self._stopped and (is_time or is_power_time or self._due):
-                if self._answer(reader, now_ns, is_time) is None and is_power_time:
-                    self._read(reader, energy_only=True)
-                power_ns = self._next_power_ns(opened) if is_time or is_power_time else power_ns
-            if not self._stopped and self.is_calibrating:
-                self._learn(reader, opened)
+            is_full_due, is_power_due = now_ns >= next_ns, now_ns >= power_ns
+            if not self._is_stopped and (is_full_due or is_power_due or self._due_times):
+                if self._read_if_due(reader, now_ns, is_full_due) is None and is_power_due:
+                    self._read_device(reader, energy_only=True)
+                power_ns = self._next_power_ns(device) if is_full_due or is_power_due else power_ns
+            if not self._is_stopped and self.is_calibrating:
+                self._run_calibration(reader, device)
             while next_ns <= now_ns:
-                turn_s += self.slowed_s or self._interval_s
+                turn_s += self.slow_interval_s or self._interval_s
                 # A random time: samples in step with iterations would always show the same part of an iteration.
                 next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - not a secret
                 now_ns = time.monotonic_ns()  # samples that were missed during a slow read are skipped
@@ -265,24 +265,24 @@ class Sampler:
         # Random intervals: readings in step with iterations would always show the same part of an iteration.
         return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - not a secret
 
-    def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
+    def _read_if_due(self, reader: Reader, now_ns: int, is_full_due: bool) -> Sample | None:
         """Take a reading if it is due: a full reading at regular times, otherwise only energy.
 
         The first reading of a request is full if there is time for a full reading: it then has the level of memory.
         """
-        if not self._due:
-            return self._read(reader) if is_time else None
-        due = self._due_at(now_ns)
-        if not (due or is_time):
+        if not self._due_times:
+            return self._read_device(reader) if is_full_due else None
+        due = self._pop_due(now_ns)
+        if not (due or is_full_due):
             return None
-        is_rested = now_ns - self._full_ns >= self.driver.full_s / FULL_SHARE / NS
-        is_full = is_time or (is_rested and any(requested.is_first for requested in due))
-        sample = self._read(reader, energy_only=not is_full)
-        if any(requested.is_last for requested in due):
+        is_rested = now_ns - self._last_full_ns >= self.driver.full_s / FULL_SHARE / NS
+        is_full = is_full_due or (is_rested and any(requested.is_first for requested in due))
+        sample = self._read_device(reader, energy_only=not is_full)
+        if any(requested.is_forced for requested in due):
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
 
-    def _learn(self, reader: Reader, opened: Device) -> None:
+    def _run_calibration(self, reader: Reader, device: Device) -> None:
         assert self._calibrate is not None
         next_s = time.monotonic() + self._interval_s
 
@@ -290,72 +290,73 @@ class Sampler:
             """Take a reading for the calibration; a full reading if it is due or requested."""
             nonlocal next_s
             now_ns = self._sleep_until(0)
-            is_time = now_ns * NS >= next_s
-            next_s += self._interval_s if is_time else 0.0
-            return self._answer(reader, now_ns, is_time) or self._read(reader, energy_only=True)
+            is_full_due = now_ns * NS >= next_s
+            next_s += self._interval_s if is_full_due else 0.0
+            return self._read_if_due(reader, now_ns, is_full_due) or self._read_device(reader, energy_only=True)
 
         def wait(until_s: float) -> None:
             """Wait, and answer requests."""
             while (now_ns := self._sleep_until(int(until_s / NS))) * NS < until_s - 1e-6:
-                self._answer(reader, now_ns, is_time=False)
+                self._read_if_due(reader, now_ns, is_full_due=False)
 
         try:
-            sensor = self._calibrate(opened, read, wait)
+            sensor = self._calibrate(device, read, wait)
         except Exception as error:  # noqa: BLE001 - the assumed sensor is used instead
-            self._event(f"the sensor could not be calibrated: {type(error).__name__}: {error}", reader.device.key)
+            why = f"{type(error).__name__}: {error}"
+            self._report_event(f"the sensor could not be calibrated: {why}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)
         self.is_calibrating = False
 
-    def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
+    def _read_device(self, reader: Reader, *, energy_only: bool = False) -> Sample:
         began_s = self._reading_since_s = time.monotonic()
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         ended_s = time.monotonic()
         self.driver.add_reading(ended_s - began_s, is_gpu=reader.device.is_gpu, energy_only=energy_only)
         if not energy_only:
-            self._full_ns = int(ended_s / NS)
+            self._last_full_ns = int(ended_s / NS)
         self._samples.put(sample)
-        if (failures or self._failing) and not energy_only:  # an energy-only reading does not read the other quantities
+        if (failures or self._failures) and not energy_only:  # an energy-only reading has no other quantities
             self._report_failures(reader.device.key, failures)
         return sample
 
     def _sleep_until(self, next_ns: int) -> int:
         """Sleep until ``next_ns``, the next requested time or a new request; return the current time."""
-        until_ns = min(self._due[0].time_ns, next_ns) if self._due else next_ns
+        until_ns = min(self._due_times[0].time_ns, next_ns) if self._due_times else next_ns
         sleep_s = (until_ns - time.monotonic_ns()) * NS
         try:
             while True:
                 times = self._requests.get(sleep_s > 0, sleep_s)
                 sleep_s = 0.0
                 for at_ns in times:
-                    heapq.heappush(self._due, _RequestedTime(at_ns, at_ns == times[0], at_ns == times[-1]))
+                    heapq.heappush(self._due_times, _RequestedTime(at_ns, at_ns == times[0], at_ns == times[-1]))
         except queue.Empty:
             return time.monotonic_ns()
 
-    def _due_at(self, now_ns: int) -> list[_RequestedTime]:
+    def _pop_due(self, now_ns: int) -> list[_RequestedTime]:
         """Remove the requested times that have passed, and return them."""
         due = []
-        while self._due and self._due[0].time_ns <= now_ns:
-            due.append(heapq.heappop(self._due))
+        while self._due_times and self._due_times[0].time_ns <= now_ns:
+            due.append(heapq.heappop(self._due_times))
         return due
 
     def _set_unavailable(self, why: str) -> None:
         self._reading_since_s = None
         self.unavailable = why
         if not self._is_node_sensor and why != ALREADY_OPEN:
-            self._event(f"no device is sampled: {why}")
+            self._report_event(f"no device is sampled: {why}")
         os.eventfd_write(self._wake_descriptor, 1)
 
-    def _event(self, text: str, key: str | None = None) -> None:
+    def _report_event(self, text: str, key: str | None = None) -> None:
         self._report(Event(time.time(), "agent", f"{key}: {text}" if key else text, device=key))
 
     def _report_failures(self, key: str, failures: dict[str, str]) -> None:
         for field, reason in failures.items():
-            if field not in self._failing:
-                self._event(f"{field} is not measured: {reason}", key)
-        for field in self._failing:
+            if field not in self._failures:
+                self._report_event(f"{field} is not measured: {reason}", key)
+        for field in self._failures:
             if field not in failures:
-                self._event(f"{field} is measured again", key)
-        self._failing = failures
+                self._report_event(f"{field} is measured again", key)
+        self._failures = failures

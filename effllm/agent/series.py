@@ -34,9 +34,9 @@ from effllm.records.timeline import overlap, union
 #: highest voltage, which limits every GPU without another limit.
 FAULTLESS = frozenset({"power_cap", "sync_boost", "reliability"})
 #: A reason that a single reading may also show while the clock changes (DCGM's field notes): two in a row count.
-UNSURE = "hw_slowdown"
+TRANSIENT = "hw_slowdown"
 
-PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
+PEAK_FIELDS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
 #: Gauges that are means since the previous sample; all other gauges are instantaneous values.
 ACTIVITY = "tensor_activity_ratio"
@@ -59,12 +59,12 @@ class Series:
         self.energy = EnergyLedger(device, max_gap_s)
         self.newest_ns = 0  # time of the newest sample
         self._events: list[Event] = []
-        self._reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples
-        self._since_ns = 0  # start of the first window
-        self._until_ns = 0  # the windows so far have the readings until this time
-        self._active: Sample | None = None  # the last reading of earlier windows with an activity
-        self._outside: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
-        self.held_ns: int | None = None  # start of the oldest requested span; its samples are kept
+        self._max_reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples; a gap is five
+        self._first_start_ns = 0  # start of the first window
+        self._counted_until_ns = 0  # the windows so far have the readings until this time
+        self._last_active: Sample | None = None  # the last reading of earlier windows with an activity
+        self._outside_iterations: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
+        self.keep_from_ns: int | None = None  # start of the oldest requested span; samples from there on are kept
 
     @property
     def newest(self) -> Sample | None:
@@ -122,7 +122,7 @@ class Series:
         for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
             samples = list(self._samples)
             first, last = samples[run.start], samples[run.stop - 1]
-            block = self._sums(first.time_ns, last.time_ns)
+            block = self._sums_without_energy(first.time_ns, last.time_ns)
             for sample in samples[run.start : run.stop - 1]:
                 self._folded.pop(sample.time_ns, None)
             self._folded[first.time_ns] = block
@@ -131,26 +131,26 @@ class Series:
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the samples that periods after ``time_ns``, and the requested spans, do not need."""
-        if self.held_ns is not None:
-            time_ns = min(time_ns, self.held_ns)
+        if self.keep_from_ns is not None:
+            time_ns = min(time_ns, self.keep_from_ns)
         while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
             self._folded.pop(self._samples.popleft().time_ns, None)
         self.energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
-        return replace(self._levels(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
+        return replace(self._integrals_without_energy(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
 
-    def _levels(self, start_ns: int, end_ns: int) -> Integrals:
+    def _integrals_without_energy(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals without energy."""
         memory = memory_s = utilization = utilization_s = 0.0
         for level, covered_s in self._memory_levels(start_ns, end_ns):
             memory += level * covered_s
             memory_s += covered_s
-        for _, second, covered_s in self._covered(start_ns, end_ns):
+        for _, second, covered_s in self._covered_pairs(start_ns, end_ns):
             if second.utilization is not None:  # utilization is the mean since the previous sample
                 utilization += second.utilization * covered_s
                 utilization_s += covered_s
-        for block, share, _ in self._blocks(start_ns, end_ns):
+        for block, share, _ in self._folded_blocks(start_ns, end_ns):
             memory += (block.wall.memory_byte_seconds or 0.0) * share
             memory_s += block.wall.memory_covered_s * share
             utilization += (block.wall.utilization_seconds or 0.0) * share
@@ -165,14 +165,16 @@ class Series:
 
     def _memory_levels(self, start_ns: int, end_ns: int) -> Iterator[tuple[float, float]]:
         """Yield the mean memory between adjacent samples inside the period, and the seconds of this part."""
-        for first, second, covered_s in self._covered(start_ns, end_ns):
+        for first, second, covered_s in self._covered_pairs(start_ns, end_ns):
             if first.memory_bytes is not None and second.memory_bytes is not None:
-                yield _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes), covered_s
+                yield _mean_inside(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes), covered_s
 
-    def window(
+    def take_window(
         self, start_ns: int, end_ns: int, phases: dict[str, Integrals], outside: Collection[tuple[int, int]] = ()
     ) -> DeviceWindow:
-        """Return the readings in ``[start_ns, end_ns]``.
+        """Return the readings of a window, with what followed the last reading of the window before.
+
+        It is called once for each window, in order.
 
         Args:
             start_ns: start of the window.
@@ -180,24 +182,24 @@ class Series:
             phases: the integrals of the window's phases.
             outside: start and end of each part of the window outside its iterations.
         """
-        self._since_ns = self._since_ns or start_ns
+        self._first_start_ns = self._first_start_ns or start_ns
         # A reading may have begun in the window before.
-        self._outside = [span for span in self._outside if span[1] > start_ns - self._max_gap_ns]
-        self._outside = union([*self._outside, *outside])
-        sums = self._sums(start_ns, end_ns, self._outside)
+        self._outside_iterations = [span for span in self._outside_iterations if span[1] > start_ns - self._max_gap_ns]
+        self._outside_iterations = union([*self._outside_iterations, *outside])
+        sums = self._sums_without_energy(start_ns, end_ns, self._outside_iterations)
         # A device that is read less often than windows end: what followed its last reading is in the next window.
-        for from_ns, to_ns in _parts_outside(self._outside, self._until_ns or start_ns, start_ns):
-            late = self._sums(from_ns, to_ns, self._outside)
+        for from_ns, to_ns in _gaps_between(self._outside_iterations, self._counted_until_ns or start_ns, start_ns):
+            late = self._sums_without_energy(from_ns, to_ns, self._outside_iterations)
             sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
-        self._until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
+        self._counted_until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
         window = self._with_energy(sums, start_ns, end_ns, phases)
         last = (sample for sample in reversed(self._samples) if sample.time_ns <= end_ns and ACTIVITY in sample.gauges)
-        self._active = next(last, self._active)
+        self._last_active = next(last, self._last_active)
         return window
 
-    def span(self, start_ns: int, end_ns: int) -> DeviceWindow:
-        """Return the readings in a period of which the windows of the loop are independent."""
-        return self._with_energy(self._sums(start_ns, end_ns), start_ns, end_ns, {})
+    def window_of_span(self, start_ns: int, end_ns: int) -> DeviceWindow:
+        """Return the readings in the period of a span; the windows of the loop do not change."""
+        return self._with_energy(self._sums_without_energy(start_ns, end_ns), start_ns, end_ns, {})
 
     def _with_energy(
         self, sums: DeviceWindow, start_ns: int, end_ns: int, phases: dict[str, Integrals]
@@ -209,31 +211,31 @@ class Series:
             energy_method=self.energy.readings.method(start_ns, end_ns),
         )
 
-    def _sums(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]] = ()) -> DeviceWindow:
+    def _sums_without_energy(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]] = ()) -> DeviceWindow:
         """Return the readings without energy."""
         gauges = self._iteration_gauges(start_ns, end_ns, outside)
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}
         throttle_covered_s = 0.0
-        for first, second, covered_s in self._covered(start_ns, end_ns):
+        for first, second, covered_s in self._covered_pairs(start_ns, end_ns):
             for name, value in second.gauges.items():
                 before = first.gauges.get(name, value)
-                mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
-                _add(gauges, name, Gauge(mean * covered_s, covered_s, value, value))
+                mean = value if name in SINCE_LAST else _mean_inside(first, second, start_ns, end_ns, before, value)
+                _add_gauge(gauges, name, Gauge(mean * covered_s, covered_s, value, value))
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
                 reasons = set(second.throttled_by)
-                if UNSURE not in (first.throttled_by or ()):
-                    reasons.discard(UNSURE)
+                if TRANSIENT not in (first.throttled_by or ()):
+                    reasons.discard(TRANSIENT)
                 for reason in (*reasons, *([] if reasons <= FAULTLESS else ["any"])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
                 step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
-        for block, share, _ in self._blocks(start_ns, end_ns):
+        for block, share, _ in self._folded_blocks(start_ns, end_ns):
             for name, gauge in block.gauges.items():
                 if name not in (CLOCK_RATIO, TENSOR_CLOCK):
-                    _add(gauges, name, _part(gauge, share))
+                    _add_gauge(gauges, name, _scaled(gauge, share))
             throttle_covered_s += block.throttle_covered_s * share
             for reason, seconds in block.throttled_s.items():
                 throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
@@ -241,7 +243,7 @@ class Series:
                 histogram_s[step] = histogram_s.get(step, 0.0) + seconds * share
         return DeviceWindow(
             device=self.device.key,
-            wall=self._levels(start_ns, end_ns),
+            wall=self._integrals_without_energy(start_ns, end_ns),
             memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
             power_peak_w=self.peak(start_ns, end_ns, "power_w"),
             gauges=gauges,
@@ -258,32 +260,32 @@ class Series:
         of a product is not the product of means.
         """
         parts: dict[str, Gauge] = {}
-        since = self._active  # the last reading with an activity; not each reading has one
-        for first, second, covered_s in self._covered(start_ns, end_ns):
+        since = self._last_active  # the last reading with an activity; not each reading has one
+        for first, second, covered_s in self._covered_pairs(start_ns, end_ns):
             since = first if ACTIVITY in first.gauges else since
             clock_hz, activity = second.gauges.get("sm_clock_hz"), second.gauges.get(ACTIVITY)
             if clock_hz is None:
                 continue
             before_hz = first.gauges.get("sm_clock_hz", clock_hz)
-            covered_s -= _outside_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
+            covered_s -= _overlap_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
             if (reference_hz := self.device.sm_clock_reference_hz) and second.utilization != 0 and covered_s > 0:
-                ratio = _level(first, second, start_ns, end_ns, before_hz, clock_hz) / reference_hz
-                _add(parts, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
-            is_whole = since is not None and self._since_ns <= since.time_ns < second.time_ns <= end_ns
+                ratio = _mean_inside(first, second, start_ns, end_ns, before_hz, clock_hz) / reference_hz
+                _add_gauge(parts, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
+            is_whole = since is not None and self._first_start_ns <= since.time_ns < second.time_ns <= end_ns
             if activity is None or since is None or not is_whole:
                 continue
-            if second.time_ns - since.time_ns > self._reading_ns:  # a few long readings are no sample of the iterations
+            if second.time_ns - since.time_ns > self._max_reading_ns:  # a few long ones are no sample of the iterations
                 continue
-            if not _outside_s(since.time_ns, second.time_ns, outside):
+            if not _overlap_s(since.time_ns, second.time_ns, outside):
                 used_hz = activity * (since.gauges.get("sm_clock_hz", clock_hz) + clock_hz) / 2
                 whole_s = (second.time_ns - since.time_ns) * NS
-                _add(parts, TENSOR_CLOCK, Gauge(used_hz * whole_s, whole_s, used_hz, used_hz))
-        for block, share, (from_ns, to_ns) in self._blocks(start_ns, end_ns):
-            if _outside_s(max(from_ns, start_ns), min(to_ns, end_ns), outside):
+                _add_gauge(parts, TENSOR_CLOCK, Gauge(used_hz * whole_s, whole_s, used_hz, used_hz))
+        for block, share, (from_ns, to_ns) in self._folded_blocks(start_ns, end_ns):
+            if _overlap_s(max(from_ns, start_ns), min(to_ns, end_ns), outside):
                 continue
             for name in (CLOCK_RATIO, TENSOR_CLOCK) if share == 1 else (CLOCK_RATIO,):
                 if (gauge := block.gauges.get(name)) is not None:
-                    _add(parts, name, _part(gauge, share))
+                    _add_gauge(parts, name, _scaled(gauge, share))
         return parts
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
@@ -291,10 +293,10 @@ class Series:
         values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
         if field == "memory_bytes":  # a mean includes parts before the first and after the last of these samples
             values += [level for level, _ in self._memory_levels(start_ns, end_ns)]
-        values += [getattr(block, PEAKS[field]) for block, *_ in self._blocks(start_ns, end_ns)]
+        values += [getattr(block, PEAK_FIELDS[field]) for block, *_ in self._folded_blocks(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 
-    def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
+    def _covered_pairs(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
         """Yield pairs of adjacent samples without a gap, with the seconds of each pair inside the period."""
         for first, second in pairwise(self._samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
@@ -303,7 +305,7 @@ class Series:
             if first.time_ns not in self._folded:
                 yield first, second, inside_ns * NS
 
-    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float, tuple[int, int]]]:
+    def _folded_blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float, tuple[int, int]]]:
         """Yield folded blocks, with the share of each block inside the period (usually 1), its start and its end."""
         if not self._folded:
             return
@@ -315,7 +317,7 @@ class Series:
                     yield block, inside_ns / whole_ns, (first.time_ns, second.time_ns)
 
 
-def _parts_outside(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
+def _gaps_between(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a period that are not in any of the intervals, which are in order.
 
     >>> list(_parts_outside([(2, 4), (8, 9)], 1, 8))
@@ -329,21 +331,21 @@ def _parts_outside(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int)
         yield from_ns, to_ns
 
 
-def _outside_s(from_ns: int, to_ns: int, outside: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds of a period that lie in ``outside``."""
+def _overlap_s(from_ns: int, to_ns: int, outside: Sequence[tuple[int, int]]) -> float:
+    """Return the seconds of a period that lie in one of the intervals."""
     return overlap([(from_ns, to_ns)], outside) * NS
 
 
-def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
+def _mean_inside(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
     """Return the mean value inside the period, by linear interpolation between two readings."""
     from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
     middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
     return before + (after - before) * middle
 
 
-def _add(gauges: dict[str, Gauge], name: str, part: Gauge) -> None:
+def _add_gauge(gauges: dict[str, Gauge], name: str, part: Gauge) -> None:
     gauges[name] = gauges[name] + part if name in gauges else part
 
 
-def _part(gauge: Gauge, share: float) -> Gauge:
+def _scaled(gauge: Gauge, share: float) -> Gauge:
     return replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)

@@ -23,35 +23,31 @@ MAX_PENDING = 1024  # maximum number of unanswered requests; during a hanging de
 
 
 class Spans:
-    """The requests of one training process.
-
-    Args:
-        board: receives the answers.
-    """
+    """The requests of one training process; ``board`` receives the answers."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # unanswered requests, the oldest first
-        self._chains: dict[int, int] = {}  # number of the chain -> end of its last span
-        self._devices: list[str] = []  # keys of the devices; a device keeps its position
-        self._written: dict[str, Any] = {}
+        self._chain_ends_ns: dict[int, int] = {}  # number of the chain -> end of its last span
+        self._device_keys: list[str] = []  # keys of the devices; a device keeps its position
+        self._written_document: dict[str, Any] = {}
 
     def add_request(self, request: Slot) -> None:
         """Add a request; an empty span begins a chain and has no answer."""
         self._pending.append(request)
 
     @property
-    def edges_ns(self) -> list[int]:
+    def unanswered_ends_ns(self) -> list[int]:
         """Ends of the requested spans without an answer, oldest first."""
         return [request.end_ns for request in self._pending]
 
     @property
-    def moments_ns(self) -> list[int]:
+    def possible_bounds_ns(self) -> list[int]:
         """Times at which a later answer may begin or end."""
         moments = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
-        return [*moments, *self._chains.values()]
+        return [*moments, *self._chain_ends_ns.values()]
 
-    def answer(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
+    def answer_requests(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
         """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
         patience_s = devices.patience_s
         while self._pending:
@@ -60,49 +56,49 @@ class Spans:
                 is_late = is_end or now_s - request.end_ns * NS > patience_s
                 if not is_late and not devices.is_settled(request.end_ns):
                     break
-                self._answer(request, devices)
+                self._write_answer(request, devices)
             if request.what != ALONE:
-                self._chains[request.what] = request.end_ns
+                self._chain_ends_ns[request.what] = request.end_ns
             self._pending.popleft()
-        held_ns = min(self.moments_ns, default=None)
+        keep_from_ns = min(self.possible_bounds_ns, default=None)
         for series in devices.series:  # they keep the samples that a later answer may need
-            series.held_ns = held_ns
+            series.keep_from_ns = keep_from_ns
 
-    def _answer(self, request: Slot, devices: RankDevices) -> None:
+    def _write_answer(self, request: Slot, devices: RankDevices) -> None:
         self._write_devices(devices)
         for series in devices.series:
-            self._board.spans.write(self._part(request, series, len(devices.series)))
+            self._board.spans.write(self._span_part(request, series, len(devices.series)))
         if not devices.series:
             self._board.spans.write(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
 
-    def _part(self, request: Slot, series: Series, num_devices: int) -> SpanPart:
+    def _span_part(self, request: Slot, series: Series, num_devices: int) -> SpanPart:
         span_ns = (request.start_ns, request.end_ns)
-        window = series.span(*span_ns)
+        window = series.window_of_span(*span_ns)
         min_w, max_w, num_readings = series.energy.readings.power_range_w(*span_ns)
         wall, energy = window.wall, window.wall.energy
-        heat = window.gauges.get("temperature_c") or Gauge(NAN, 0.0, NAN, NAN)
+        temperature = window.gauges.get("temperature_c") or Gauge(NAN, 0.0, NAN, NAN)
         return SpanPart(
             request.number,
-            self._devices.index(series.device.key),
+            self._device_keys.index(series.device.key),
             num_devices,
             *span_ns,
-            **asdict(energy) | {"joules": _number(energy.joules)},
-            power_min_w=_number(min_w),
-            power_max_w=_number(max_w),
-            temperature_c_seconds=heat.value_seconds,
-            temperature_covered_s=heat.covered_s,
-            temperature_max_c=heat.most,
-            utilization_seconds=_number(wall.utilization_seconds),
+            **asdict(energy) | {"joules": _or_nan(energy.joules)},
+            power_min_w=_or_nan(min_w),
+            power_max_w=_or_nan(max_w),
+            temperature_c_seconds=temperature.value_seconds,
+            temperature_covered_s=temperature.covered_s,
+            temperature_max_c=temperature.most,
+            utilization_seconds=_or_nan(wall.utilization_seconds),
             utilization_covered_s=wall.utilization_covered_s,
-            memory_byte_seconds=_number(wall.memory_byte_seconds),
+            memory_byte_seconds=_or_nan(wall.memory_byte_seconds),
             memory_covered_s=wall.memory_covered_s,
-            memory_max_bytes=_number(window.memory_peak_bytes),
+            memory_max_bytes=_or_nan(window.memory_peak_bytes),
             num_readings=num_readings,
         )
 
     def _write_devices(self, devices: RankDevices) -> None:
         by_key = {series.device.key: series.device for series in devices.series}
-        self._devices += [key for key in by_key if key not in self._devices]
+        self._device_keys += [key for key in by_key if key not in self._device_keys]
         facts = [
             {
                 "name": device.name,
@@ -115,14 +111,14 @@ class Spans:
             }
             if (device := by_key.get(key)) is not None
             else {}
-            for key in self._devices
+            for key in self._device_keys
         ]
         document = {"devices": facts, "unavailable": devices.unavailable}
-        if document != self._written:
-            self._written = document
+        if document != self._written_document:
+            self._written_document = document
             if not self._board.devices.write(document):  # too long
                 self._board.devices.write({"devices": [{**fact, "not_measured": ()} for fact in facts]})
 
 
-def _number(value: float | None) -> float:
+def _or_nan(value: float | None) -> float:
     return NAN if value is None else value

@@ -25,18 +25,18 @@ from effllm.agent.host_stacks import (
     LineNames,
     LongIterations,
     Stacks,
-    folder_of,
+    script_folder,
     stacks_of,
     with_frame,
 )
-from effllm.agent.proc import INSTALL, process_state, py_spy, py_spy_error
+from effllm.agent.proc import INSTALL_PY_SPY, process_state, py_spy_error, py_spy_path
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import pidfd
 from effllm.records.host_lines import WORKER
 from effllm.records.ring import STEP
 from effllm.records.wire import HostSamples
 
-BURST_S, LIMIT_S = 5, 15.0
+BURST_S, MAX_RECORDING_S = 5, 15.0
 #: The first recording begins when the loop has made so many iterations and has run for so long: it has warmed up.
 FIRST_ITERATIONS, FIRST_S = 10, 3.0
 #: Time between two recordings, by EFFICIENTLLM_STACKS.
@@ -49,67 +49,64 @@ WORKER_NAME = "pt_data_worker"  # by torch 2.6 and newer
 MAX_RANKS_OF_NODE = 4  # that record
 MAX_BYTES = 16 * 2**20
 _ERRORS = re.compile(rb"Errors: (\d+)")
+IterationsNs = Callable[[], Iterable[tuple[int, int]]]  # returns start and end of iterations, on the monotonic clock
 
 
 class StackRecording:
-    """Records the stacks of a trainer now and then.
-
-    Args:
-        trainer: the agent's trainer.
-    """
+    """Records the stacks of the agent's trainer now and then."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._every_s = EVERY_S[trainer.config.stacks] if trainer.place.local_rank < MAX_RANKS_OF_NODE else math.inf
         self._since_s = time.monotonic()
         self._next_s = -math.inf if self._every_s < math.inf else math.inf
-        self._count, self._is_failed, self._reads_workers = 0, False, True
+        self._num_recordings, self._is_closed, self._reads_workers = 0, False, True
         self._pid, self._began_ns = trainer.pid, 0  # of the recording
         self._folder = ""  # of the training script
-        self._worker = 0  # pid of a DataLoader worker that is recorded next
+        self._next_worker = 0  # pid of a DataLoader worker that is recorded next
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
-        self._limit_s = math.inf
+        self._deadline_s = math.inf
         self.descriptor = -1  # pidfd of py-spy; readable after its end
 
     @property
     def due_s(self) -> float:
-        return 0.0 if self._worker else self._limit_s
+        """Time of the next call of `begin_or_end`, at the latest: at once for a worker, else at a deadline."""
+        return 0.0 if self._next_worker else self._deadline_s
 
     @property
-    def is_over(self) -> bool:
+    def is_idle(self) -> bool:
         return self._process is None
 
-    def look(
-        self, now_s: float, ordinal: int, iterations_ns: Callable[[], Iterable[tuple[int, int]]] = tuple
-    ) -> HostSamples | None:
-        """Begin a recording when it is time; return the samples of a recording that has ended.
+    def begin_or_end(self, now_s: float, ordinal: int, iterations_ns: IterationsNs = tuple) -> HostSamples | None:
+        """Begin a recording when it is time; return the samples of one that has ended, or why it failed.
 
         Args:
             now_s: time on the monotonic clock.
-            ordinal: number of the trainer's iterations.
+            ordinal: ordinal of the last ended iteration.
             iterations_ns: returns start and end of the newest iterations on the monotonic clock.
         """
         if self._process is not None:
-            is_late = now_s > self._limit_s
-            return self._end(now_s, iterations_ns) if is_late or self._process.poll() is not None else None
-        if worker := self._worker:
-            self._worker = 0
-            return self._begin(now_s, worker)
+            is_late = now_s > self._deadline_s
+            return self._end_recording(now_s, iterations_ns) if is_late or self._process.poll() is not None else None
+        if worker := self._next_worker:
+            self._next_worker = 0
+            return self._begin_recording(now_s, worker)
         has_warmed_up = ordinal >= FIRST_ITERATIONS and now_s - self._since_s > FIRST_S
         if now_s < self._next_s or not has_warmed_up:
             return None
-        self._next_s, self._count = now_s + self._every_s, self._count + 1
-        return self._begin(now_s, self._trainer.pid)
+        self._next_s, self._num_recordings = now_s + self._every_s, self._num_recordings + 1
+        return self._begin_recording(now_s, self._trainer.pid)
 
-    def request(self, now_s: float) -> None:
+    def request_soon(self, now_s: float) -> None:
         """Record as soon as the limit of the cost permits, because the job has a new loss."""
-        if self._trainer.config.stacks != "off" and not self._is_failed:
-            self._next_s = min(self._next_s, max(now_s, self._since_s + APART_S * (self._count + 1 - MAX_AT_ONCE)))
+        if self._trainer.config.stacks != "off" and not self._is_closed:
+            permitted_s = self._since_s + APART_S * (self._num_recordings + 1 - MAX_AT_ONCE)
+            self._next_s = min(self._next_s, max(now_s, permitted_s))
 
     def finish(self) -> None:
         """End a recording now, with its samples, and begin no other one: the loop has ended."""
-        self._next_s, self._is_failed, self._worker = math.inf, True, 0
+        self._next_s, self._is_closed, self._next_worker = math.inf, True, 0
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGINT)  # py-spy then writes what it has
@@ -119,10 +116,10 @@ class StackRecording:
         if self._process is not None:
             self._kill()
 
-    def _begin(self, now_s: float, pid: int) -> HostSamples | None:
+    def _begin_recording(self, now_s: float, pid: int) -> HostSamples | None:
         self._pid = pid
-        if not (program := py_spy()):
-            return self._failed(f"py-spy is not installed ({INSTALL})")
+        if not (program := py_spy_path()):
+            return self._give_up(f"py-spy is not installed ({INSTALL_PY_SPY})")
         options = ["--nonblocking", "--idle", "--rate", str(RATE_HZ), "--duration", str(BURST_S)]
         try:
             for name in ("stacks", "messages"):
@@ -138,57 +135,57 @@ class StackRecording:
                 start_new_session=True,
             )
         except OSError as error:
-            self._close()
-            return self._failed(f"py-spy cannot be started: {error}")
+            self._close_files()
+            return self._give_up(f"py-spy cannot be started: {error}")
         self._began_ns = time.monotonic_ns()  # the times of py-spy begin here, within some milliseconds
-        self.descriptor, self._limit_s = pidfd(self._process.pid), now_s + LIMIT_S
+        self.descriptor, self._deadline_s = pidfd(self._process.pid), now_s + MAX_RECORDING_S
         return None
 
-    def _end(self, now_s: float, iterations_ns: Callable[[], Iterable[tuple[int, int]]]) -> HostSamples | None:
+    def _end_recording(self, now_s: float, iterations_ns: IterationsNs) -> HostSamples | None:
         assert self._process is not None
-        code, is_late = self._process.poll(), now_s > self._limit_s
+        code, is_late = self._process.poll(), now_s > self._deadline_s
         recording, messages = (os.pread(file.fileno(), MAX_BYTES, 0) for file in self._files)
         self._kill()
         if is_late:
-            return self._failed(f"py-spy took more than {LIMIT_S:.0f} s")
+            return self._give_up(f"py-spy took more than {MAX_RECORDING_S:.0f} s")
         if code and process_state(self._pid) not in ("", "Z", "X"):
-            return self._failed(py_spy_error(messages))
+            return self._give_up(py_spy_error(messages))
         is_worker = self._pid != self._trainer.pid
         try:
             stacks = stacks_of(recording, 0 if is_worker else self._trainer.facts.thread_id)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None  # the process has ended
-        torn = int(errors[1]) if (errors := _ERRORS.search(messages)) is not None else 0
+        num_torn = int(errors[1]) if (errors := _ERRORS.search(messages)) is not None else 0
         if is_worker:
-            return self._samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), torn)
-        self._folder = folder_of(stacks) or self._folder
+            return self._host_samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), num_torn)
+        self._folder = script_folder(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
-        long = LongIterations.long_among([*iterations_ns(), *running], self._began_ns)
-        in_long = stacks_of(recording, self._trainer.facts.thread_id, long.within_us)
+        long_iterations = LongIterations.long_among([*iterations_ns(), *running], self._began_ns)
+        in_long = stacks_of(recording, self._trainer.facts.thread_id, long_iterations.within_us)
         waits = sum(with_frame(stacks, WAIT_FOR_WORKER).values())
-        if self._reads_workers and not self._is_failed and waits > MIN_WAIT * sum(stacks.values()):
-            self._worker = _worker_of(self._pid)
-        return self._samples(LineNames(self._folder), stacks, torn, in_long, long.usual)
+        if self._reads_workers and not self._is_closed and waits > MIN_WAIT * sum(stacks.values()):
+            self._next_worker = _busiest_worker(self._pid)
+        return self._host_samples(LineNames(self._folder), stacks, num_torn, in_long, long_iterations.usual)
 
-    def _samples(
-        self, names: LineNames, stacks: Stacks, torn: int, in_long: Stacks | None = None, usual: float = 0.0
+    def _host_samples(
+        self, names: LineNames, stacks: Stacks, num_torn: int, in_long: Stacks | None = None, usual: float = 0.0
     ) -> HostSamples:
         return HostSamples(
             self._trainer.agent,
             self._trainer.rank,
             sum(stacks.values()),
-            torn,
+            num_torn,
             names.lines_of(stacks, in_long, usual),
             stacks=names.stack_texts(stacks),
             is_worker=self._pid != self._trainer.pid,
         )
 
-    def _failed(self, why: str) -> HostSamples:
+    def _give_up(self, why: str) -> HostSamples:
         if self._pid != self._trainer.pid:
             self._reads_workers, why = False, f"DataLoader workers: {why}"
         else:
-            self._next_s, self._is_failed = math.inf, True  # the reason will be the same
+            self._next_s, self._is_closed = math.inf, True  # the reason will be the same
         return HostSamples(self._trainer.agent, self._trainer.rank, failed=why)
 
     def _kill(self) -> None:
@@ -197,19 +194,19 @@ class StackRecording:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._process, self._limit_s = None, math.inf
+        self._process, self._deadline_s = None, math.inf
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-        self._close()
+        self._close_files()
 
-    def _close(self) -> None:
+    def _close_files(self) -> None:
         for file in self._files:
             file.close()
         self._files = ()
 
 
-def _worker_of(pid: int) -> int:
+def _busiest_worker(pid: int) -> int:
     """Return the pid of the DataLoader worker with the most work; 0 without a worker."""
     cpu_s: dict[int, float] = {}
     with suppress(psutil.Error):

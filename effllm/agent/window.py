@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import reduce
 from operator import lt, sub
 from typing import Any
@@ -82,7 +82,7 @@ class IterationValues:
             "profile": profile,
             "own_steps": len(own_s),
             "own_step_s": sum(own_s),
-            "times": _times_of(times) if len(times) == last - first + 1 else None,  # none if a record was overwritten
+            "times": _iteration_times(times, last - first + 1),
             "device_steps": device_steps,
             "device_step_s": device_step_s,
             "device_own_steps": device_own_steps,
@@ -90,7 +90,9 @@ class IterationValues:
         }
 
 
-def _times_of(times: Sequence[tuple[float, float, float]]) -> IterationTimes | None:
+def _iteration_times(times: Sequence[tuple[float, float, float]], count: int) -> IterationTimes | None:
+    if len(times) != count:
+        return None  # a record was overwritten
     steps_s, waits_s, own_s = zip(*times, strict=True) if times else ((), (), ())
     return IterationTimes.of(steps_s, waits_s, own_s if all(own_s) else ())
 
@@ -100,17 +102,17 @@ class TimedIterations:
 
     def __init__(self) -> None:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds
-        self._taken = (0, 0.0)
+        self._taken_totals = (0, 0.0)
 
     def add_totals(self, slot: ring.Slot) -> None:
         self._totals.append((slot.ordinal, slot.number, slot.value))
 
     def take_totals(self, last: int) -> tuple[int, float]:
         """Return the number and the seconds of iterations up to ``last`` that no earlier call returned."""
-        count, seconds = self._taken
+        count, seconds = self._taken_totals
         while self._totals and self._totals[0][0] <= last:
-            self._taken = self._totals.popleft()[1:]
-        return self._taken[0] - count, max(self._taken[1] - seconds, 0.0)
+            self._taken_totals = self._totals.popleft()[1:]
+        return self._taken_totals[0] - count, max(self._taken_totals[1] - seconds, 0.0)
 
 
 def _without_falls(slot: ring.Slot, before: ring.Slot) -> ring.Slot:
@@ -166,30 +168,30 @@ class WindowCutter:
         # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self._origin_ns = origin_ns
         self._first_ordinal = 1
-        self._totals, self._overrun_before = _NO_TOTALS, 0
+        self._totals, self._num_overwritten_before = _NO_TOTALS, 0
         self._newest: ring.Slot | None = None  # the last iteration
         self._newest_totals = _NO_TOTALS
-        self._open: deque[tuple[ring.Slot, int]] = deque()  # ended windows without a report: last iteration, overrun
+        self._unreported: deque[tuple[ring.Slot, int]] = deque()  # of ended windows: last iteration, overwritten
         self._phases: list[Phase] = []
         self._values = IterationValues()
         self._shown_minus_ordinal = offset
-        self._first_start_ns = self._reset_at = self._sequence = 0
-        self._seen = 0  # number of iterations with a read record
-        self._overrun = 0  # number of iterations with an overwritten record
+        self._first_iteration_ns = self._reset_ordinal = self._sequence = 0
+        self._num_read = 0  # number of iterations with a read record
+        self._num_overwritten = 0  # number of iterations with an overwritten record
         self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait
-        self._last_wait_ns = 0
-        self._ends_ns = array("q", bytes(16 * MAX_KEPT))  # start and end of the newest iterations, as a ring
+        self._last_wait_ns = 0  # total at the last iteration; phases in between do not change it
+        self._bounds_ns = array("q", bytes(16 * MAX_KEPT))  # start and end of the newest iterations, as a ring
 
     def iterations_ns(self) -> list[tuple[int, int]]:
         """Start and end of the newest iterations, in any order."""
-        return [(start, end) for start, end in zip(self._ends_ns[::2], self._ends_ns[1::2], strict=True) if end]
+        return [(start, end) for start, end in zip(self._bounds_ns[::2], self._bounds_ns[1::2], strict=True) if end]
 
     def unix_s(self, time_ns: int) -> float:
         """Return a monotonic time as unix time, by the clock of reports."""
         return time_ns * NS + self._unix_minus_monotonic_s
 
     @property
-    def start_time_s(self) -> float:
+    def first_start_time_s(self) -> float:
         """Start of the first window, in unix time."""
         return self.unix_s(self._origin_ns)
 
@@ -199,19 +201,19 @@ class WindowCutter:
         return self._newest.ordinal if self._newest else 0
 
     @property
-    def ended(self) -> ring.Slot | None:
+    def oldest_ended(self) -> ring.Slot | None:
         """Last iteration of the oldest ended window without a report, or ``None``."""
-        return self._open[0][0] if self._open else None
+        return self._unreported[0][0] if self._unreported else None
 
     @property
-    def edges_ns(self) -> list[int]:
+    def unreported_ends_ns(self) -> list[int]:
         """Ends of the ended windows without a report, oldest first."""
-        return [iteration.end_ns for iteration, _ in self._open]
+        return [iteration.end_ns for iteration, _ in self._unreported]
 
     @property
-    def moments_ns(self) -> list[int]:
+    def possible_bounds_ns(self) -> list[int]:
         """Past times at which a part of a later report may begin or end."""
-        moments = [self._start_ns, self._first_start_ns, *self.edges_ns]
+        moments = [self._start_ns, self._first_iteration_ns, *self.unreported_ends_ns]
         moments += [self._newest.end_ns] if self._newest else []
         return moments + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
 
@@ -234,46 +236,47 @@ class WindowCutter:
         elif slot.kind == ring.LOSS:
             self._shown_minus_ordinal = slot.number - slot.ordinal
         elif slot.kind == ring.RESET:
-            self._reset_at = max(slot.ordinal, 1)
+            self._reset_ordinal = max(slot.ordinal, 1)
         if slot.kind in (ring.PHASE, ring.END):
             self._newest_totals = slot
 
     def _add_iteration(self, slot: ring.Slot) -> None:
-        if not self._first_start_ns:
-            self._first_start_ns = slot.start_ns
+        if not self._first_iteration_ns:
+            self._first_iteration_ns = slot.start_ns
         wait_s = max(slot.wait_ns - self._last_wait_ns, 0) * NS
         self._durations_s.append((slot.end_ns - slot.start_ns) * NS + wait_s)
         self._values.add_times(slot, (slot.step_ns - self._newest_totals.step_ns) * NS, wait_s)
-        at = 2 * (self._seen % MAX_KEPT)
-        self._ends_ns[at], self._ends_ns[at + 1] = slot.start_ns, slot.end_ns
+        at = 2 * (self._num_read % MAX_KEPT)
+        self._bounds_ns[at], self._bounds_ns[at + 1] = slot.start_ns, slot.end_ns
         self._last_wait_ns = slot.wait_ns
-        self._seen += 1
-        self._overrun = slot.ordinal - self._seen
-        # If the record at a window's boundary was overwritten, the window ends at the next boundary.
+        self._num_read += 1
+        self._num_overwritten = slot.ordinal - self._num_read
         self._newest = self._newest_totals = slot
+        # If the record at a window's boundary was overwritten, the window ends at the next boundary.
         if (slot.ordinal + self._offset) % self._log_interval == 0:
-            self._open.append((slot, self._overrun))
+            self._unreported.append((slot, self._num_overwritten))
 
-    def cut(self, series: Sequence[Series]) -> RankReport | None:
+    def take_report(self, series: Sequence[Series]) -> RankReport | None:
         """Return the report of the oldest ended window, or ``None`` if no window has ended."""
-        if not self._open:
+        if not self._unreported:
             return None
-        iteration, overrun = self._open.popleft()
-        return self._report(iteration.ordinal, iteration.end_ns, iteration, overrun, series, final=False)
+        iteration, num_overwritten = self._unreported.popleft()
+        return self._make_report(iteration.ordinal, iteration.end_ns, iteration, num_overwritten, series, final=False)
 
-    def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
+    def take_last_report(self, series: Sequence[Series], end_ns: int) -> RankReport:
         """Return the last report: the iterations since the last boundary, and the shutdown until ``end_ns``."""
         end_ns = max(end_ns, self._start_ns)
-        return self._report(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
+        totals, num_overwritten = self._newest_totals, self._num_overwritten
+        return self._make_report(self.last_ordinal, end_ns, totals, num_overwritten, series, final=True)
 
-    def _report(
-        self, last: int, end_ns: int, totals: ring.Slot, overrun: int, series: Sequence[Series], final: bool
+    def _make_report(
+        self, last: int, end_ns: int, totals: ring.Slot, num_overwritten: int, series: Sequence[Series], final: bool
     ) -> RankReport:
         start_ns, first, totals_at_start = self._start_ns, self._first_ordinal, self._totals
         phases_s = self._phases_s(totals, end_ns)
         self._sequence += 1
         counts: Iterable[Any] = map(sub, totals.counts, totals_at_start.counts)
-        devices, aliasing_error = self._devices(series, end_ns, phases_s, last - first + 1)
+        devices, aliasing_error = self._device_windows(series, end_ns, phases_s, last - first + 1)
         report = RankReport(
             agent=self._agent,
             sequence=self._sequence,
@@ -291,15 +294,16 @@ class WindowCutter:
             generation_s=(totals.generation_ns - totals_at_start.generation_ns) * NS,
             devices=devices,
             final=final,
-            reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
-            iterations_overrun=overrun - self._overrun_before,
+            reset=bool(self._reset_ordinal) and self._reset_ordinal <= max(last, 1),
+            iterations_overrun=num_overwritten - self._num_overwritten_before,
             aliasing_error=aliasing_error,
             **self._values.take_fields(first, last),
             **dict(zip(FIELDS, counts, strict=True)),
         )
         if report.reset:
-            self._reset_at = 0
-        self._start_ns, self._first_ordinal, self._totals, self._overrun_before = end_ns, last + 1, totals, overrun
+            self._reset_ordinal = 0
+        self._start_ns, self._first_ordinal = end_ns, last + 1
+        self._totals, self._num_overwritten_before = totals, num_overwritten
         for samples in series:
             samples.forget_before(end_ns)
         return report
@@ -319,10 +323,10 @@ class WindowCutter:
     def _startup_ns(self, start_ns: int, end_ns: int, outside_ns: int) -> int:
         if not self.last_ordinal:
             return outside_ns  # before the end of the first iteration, all of this time is startup
-        marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
-        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), outside_ns)
+        marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_iteration_ns)
+        return min(max(min(self._first_iteration_ns, end_ns) - start_ns - marked_ns, 0), outside_ns)
 
-    def _devices(
+    def _device_windows(
         self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int
     ) -> tuple[tuple[DeviceWindow, ...], float | None]:
         """Return the readings of the devices, and the largest aliasing error of a device."""
@@ -331,28 +335,28 @@ class WindowCutter:
         if len(self._durations_s) > 1:
             for samples in series:
                 samples.energy.aliasing.set_durations(tuple(self._durations_s))
-        devices = tuple(self._device(samples, end_ns, inside, phases_s) for samples in series)
+        devices = tuple(self._device_window(samples, end_ns, inside, phases_s) for samples in series)
         errors = [
             samples.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0)
             for samples, device in zip(series, devices, strict=True)
         ]
         return devices, max((error for error in errors if error is not None), default=None)
 
-    def _device(self, series: Series, end_ns: int, inside: Sequence[Phase], phases_s: dict[str, float]) -> DeviceWindow:
+    def _device_window(self, series: Series, end_ns: int, inside: list[Phase], names: Container[str]) -> DeviceWindow:
         start_ns = self._start_ns
         phases: dict[str, Integrals] = {}
         outside = [(phase.start_ns, phase.end_ns) for phase in inside]
         for phase in inside:
             part = series.integrals(max(phase.start_ns, start_ns), phase.end_ns)
             phases[phase.name] = phases[phase.name] + part if phase.name in phases else part
-        if STARTUP in phases_s:
-            until_ns = min(self._first_start_ns or end_ns, end_ns)
+        if STARTUP in names:
+            until_ns = min(self._first_iteration_ns or end_ns, end_ns)
             before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
             outside.append((start_ns, until_ns))
             phases[STARTUP] = reduce(sub, before, series.integrals(start_ns, until_ns))
-        if SHUTDOWN in phases_s and self._newest:
+        if SHUTDOWN in names and self._newest:
             from_ns = self._newest.end_ns
             after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
             outside.append((from_ns, end_ns))
             phases[SHUTDOWN] = reduce(sub, after, series.integrals(from_ns, end_ns))
-        return series.window(start_ns, end_ns, phases, outside)
+        return series.take_window(start_ns, end_ns, phases, outside)

@@ -97,8 +97,8 @@ class _Watch:
     def begin(self) -> None:
         if self._as_json:
             return
-        gpus = f"{self._energy.count} GPU{'s' if self._energy.count != 1 else ''} of this machine"
-        power = f"power of {gpus}" if self._energy.count else f"power is not measured: {self._energy.why_not}"
+        gpus = f"{self._energy.num_gpus} GPU{'s' if self._energy.num_gpus != 1 else ''} of this machine"
+        power = f"power of {gpus}" if self._energy.num_gpus else f"power is not measured: {self._energy.why_not}"
         print(textwrap.fill(f"Watching {self._url} every {self._interval_s:g} s; {power}", 80))
         if self._energy.is_simulated:
             print("SIMULATED: no GPU is measured; this power is only for tests.")
@@ -136,7 +136,7 @@ class _Watch:
         elif self._last_warning:
             self._last_warning = ""
         if self._last is not None:
-            self._show(between(self._last, page), self._energy.joules(self._last.time_s, page.time_s))
+            self._show(between(self._last, page), self._energy.take_joules(self._last.time_s, page.time_s))
         self._last = page
         return True
 
@@ -157,7 +157,7 @@ class _Watch:
             "prompt_tokens": seen.prompt_tokens,
             "tokens_per_second": _ratio(tokens, seen.interval_s),
             "prompt_tokens_per_second": _ratio(seen.prompt_tokens, seen.interval_s),
-            "gpus": self._energy.count,
+            "gpus": self._energy.num_gpus,
             "joules": joules,
             "watts": _ratio(joules, seen.interval_s),
             "joules_per_token": _ratio(joules, tokens),

@@ -26,7 +26,7 @@ def test_aggregator_killed_in_any_write_loses_no_line(lives, request):
     with agents_of(orders, AGENTS) as agents:
         # The last windows are measured after the last aggregator was killed.
         for _ in turns(child, agents, is_due=lambda done: done < WINDOWS - 5 or lives() > LIVES, within_s=300.0):
-            child._started = 0  # without this line, the delay before a start would increase with each start
+            child._num_started = 0  # without this line, the delay before a start would increase with each start
 
     ledger = jobs.Ledger(jobs.Path(orders.folder))
     assert lives() == LIVES + 1

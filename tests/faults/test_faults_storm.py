@@ -91,7 +91,7 @@ def turns(child, agents, windows=WINDOWS, is_due=lambda _measured: True, within_
                 agent.measure(measured)
         for agent in agents:
             agent.talk(measured == windows)
-        child.look(now_s)
+        child.replace_if_dead(now_s)
         yield measured
         time.sleep(0.005)
 

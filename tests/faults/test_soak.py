@@ -155,7 +155,7 @@ def tracks():
     for sampler in samplers:
         sampler.start()
     until(lambda: not any(sampler.is_opening for sampler in samplers))
-    samplers[0].ask()
+    samplers[0].request_samples()
     assert hanging.holding.wait(30.0)
     yield [DeviceTrack(sampler, 1.0) for sampler in samplers], released
     released.set()
@@ -178,8 +178,8 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
                 cutter.add_record(slot)
             for track in tracks:
                 track.take_samples()
-                track.ask(cutter.ended.end_ns)
-            outbox.add_report(cutter.cut([track.series for track in tracks if track.series]))
+                track.request_samples(cutter.oldest_ended.end_ns)
+            outbox.add_report(cutter.take_report([track.series for track in tracks if track.series]))
             outbox.mark_sent(1)
             if number % 1000 == 0:
                 bytes_used.append(tracemalloc.get_traced_memory()[0])
@@ -192,7 +192,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
 def test_recovered_device_is_measured_again(tracks):
     (hanging, _), released = tracks
     for _ in range(10 * MAX_REQUESTS):
-        hanging.ask(time.monotonic_ns())
+        hanging.request_samples(time.monotonic_ns())
     hanging.take_samples()
     before_ns = hanging.series.newest_ns
     released.set()
@@ -203,5 +203,5 @@ def test_recovered_device_is_measured_again(tracks):
 
     until(is_current)
     edge_ns = time.monotonic_ns()
-    hanging.ask(edge_ns)
+    hanging.request_samples(edge_ns)
     until(lambda: hanging.take_samples() or hanging.is_settled(edge_ns))

@@ -168,7 +168,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
         assert one.start(orders(pid, descriptor), 0.0) == ""
         assert threading.active_count() == before + 1
         assert one.due_s < float("inf")
-        found = jobs.until(lambda: one.look(1.0))
+        found = jobs.until(lambda: one.take_result(1.0))
 
     assert found.top.startswith("wait_for_data (")
     assert one.due_s == float("inf")
@@ -178,10 +178,10 @@ def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
     one, ended = Inspection(), threading.Event()
     monkeypatch.setattr("effllm.agent.children.inspect", lambda _orders: ended.wait(60.0))
     one.start(orders(os.getpid(), -1), 0.0)
-    assert one.look(24.0) is None
+    assert one.take_result(24.0) is None
 
-    assert one.look(25.5).top == "unknown: the inspection took more than 25 s"
-    assert one.look(26.0) is None
+    assert one.take_result(25.5).top == "unknown: the inspection took more than 25 s"
+    assert one.take_result(26.0) is None
     ended.set()
     jobs.until(lambda: "inspection" not in [thread.name for thread in threading.enumerate()])
 

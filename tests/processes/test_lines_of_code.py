@@ -269,10 +269,10 @@ def test_requests_are_served_at_once_until_the_limit_of_the_cost():
     trainer = SimpleNamespace(config=SimpleNamespace(stacks="auto"), place=SimpleNamespace(local_rank=0), pid=1)
     recording, began_s = StackRecording(trainer), time.monotonic()
     begun = []
-    recording._begin = lambda now_s, pid: begun.append(now_s)
+    recording._begin_recording = lambda now_s, pid: begun.append(now_s)
     for second in range(4, 3600):
-        recording.request(began_s + second)
-        recording.look(began_s + second, 100)
+        recording.request_soon(began_s + second)
+        recording.begin_or_end(began_s + second, 100)
 
     assert len([one for one in begun if one < began_s + 10]) == MAX_AT_ONCE
     assert MAX_AT_ONCE < len(begun) < MAX_AT_ONCE + 3600 / APART_S + 1
@@ -283,13 +283,13 @@ def test_recording_without_a_free_descriptor_has_a_reason(monkeypatch):
         config=SimpleNamespace(stacks="auto"), place=SimpleNamespace(local_rank=0), agent="agent", rank=3, pid=1
     )
     recording = StackRecording(trainer)
-    monkeypatch.setattr("effllm.agent.stack_recording.py_spy", lambda: "/bin/true")
+    monkeypatch.setattr("effllm.agent.stack_recording.py_spy_path", lambda: "/bin/true")
 
     def refuse(_name):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("os.memfd_create", refuse)
-    found = recording.look(time.monotonic() + 100.0, 100)
+    found = recording.begin_or_end(time.monotonic() + 100.0, 100)
 
     assert (found.rank, found.samples) == (3, 0)
-    assert found.failed.startswith("py-spy cannot be started: ") and recording.is_over
+    assert found.failed.startswith("py-spy cannot be started: ") and recording.is_idle

@@ -51,7 +51,7 @@ def doubts(launch, library, tmp_path, *, steps=0.5, factor=1, seconds=10):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys\nif any('effllm.agent.agent' in one for one in sys.orig_argv):\n"
-        "    import effllm.agent.sampler\n    effllm.agent.sampler.OWN_S = 1.0\n"
+        "    import effllm.agent.sampler\n    effllm.agent.sampler.UNCOUNTED_GPU_S = 1.0\n"
     )
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
     job = launch.code(

@@ -177,7 +177,7 @@ def test_energy_of_a_known_load_is_that_of_the_counter(torch, reader):
         start_s, before_mj = time.monotonic(), pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         time.sleep(4.0)
         end_s, after_mj = time.monotonic(), pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        joules = energy.joules(start_s, end_s)
+        joules = energy.take_joules(start_s, end_s)
     finally:
         load.close()
         energy.close()

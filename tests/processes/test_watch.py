@@ -140,10 +140,10 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
     def joules_of_a_while():
         start_s = time.monotonic()
         time.sleep(0.3)
-        return gpus.joules(start_s, start_s + 0.2)
+        return gpus.take_joules(start_s, start_s + 0.2)
 
     joules = jobs.until(joules_of_a_while)  # no value is returned while a reading is late
-    count = gpus.count
+    count = gpus.num_gpus
     gpus.close()
 
     assert count == 4

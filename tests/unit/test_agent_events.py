@@ -14,7 +14,7 @@ from effllm.records.wire import AgentEvent
 def test_log_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
     events = AgentEvents(3)
     events.report("agent", "one")
-    events.log.attach(tmp_path / "logs")
+    events.log.start_writing(tmp_path / "logs")
     events.report("warning", "two")
     events.log.close()
 
@@ -25,7 +25,7 @@ def test_log_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
 
 def test_an_agent_without_events_leaves_no_file(tmp_path):
     events = AgentEvents(0)
-    events.log.attach(tmp_path / "logs")
+    events.log.start_writing(tmp_path / "logs")
     events.log.close()
 
     assert list(tmp_path.iterdir()) == []
@@ -45,7 +45,7 @@ def test_events_without_a_run_folder_are_in_the_users_state_folder(tmp_path, mon
 def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
     os.mkfifo(tmp_path / "agent-0.log")  # open() for writing blocks until the FIFO has a reader
     events = AgentEvents(0)
-    events.log.attach(tmp_path)
+    events.log.start_writing(tmp_path)
     began_s = time.monotonic()
     for number in range(1000):
         events.report("agent", str(number))
@@ -59,19 +59,19 @@ def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
 def taken(events):
     """Take all unsent events."""
     found = []
-    while (event := events.unsent()) is not None:
+    while (event := events.oldest_unsent()) is not None:
         found.append(event)
-        events.remove_sent()
+        events.remove_oldest()
     return found
 
 
 def test_event_storm_is_limited_to_100_events_and_a_count(tmp_path):
     events = AgentEvents(0)
-    events.log.attach(tmp_path)
+    events.log.start_writing(tmp_path)
     for number in range(100_000):
         events.add_event(Event(1000.0, "ecc", f"{number} errors", count=10))
     events.add_event(Event(1000.0, "xid", "Xid 79"))
-    events.end()
+    events.add_omitted_counts()
     sent = taken(events)
     events.log.close()
 
@@ -86,7 +86,7 @@ def test_events_above_the_limit_are_counted_during_an_outage(monkeypatch):
     events = AgentEvents(0)
     for _ in range(1000):
         events.add_event(Event(1000.0, "ecc", "1 error"))
-    events.end()
+    events.add_omitted_counts()
 
     sent = taken(events)
     assert len(sent) <= 202

@@ -80,7 +80,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
     assert plain.num_kept == len(range(10, DAY_S + 1, 4))
     assert most < 120
     assert len(folding.energy.readings) < 240
-    whole, kept = (one.window(edges_ns[0], end_ns, {}) for one in (folding, plain))
+    whole, kept = (one.take_window(edges_ns[0], end_ns, {}) for one in (folding, plain))
     alike(whole.wall, kept.wall)
     assert whole.wall.energy.joules == approx(
         device.joules(end_ns / NS) - device.joules(12.3), rel=1e-4
@@ -166,14 +166,14 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
                     cutter.add_record(slot)
                 one.add_sample(device.sample(at_s))
                 if folding and at_s % 30 == 0:
-                    one.compact([*cutter.moments_ns, 32 * NS], round(at_s * NS))
+                    one.compact([*cutter.possible_bounds_ns, 32 * NS], round(at_s * NS))
                 at_s += 1.0
             for ordinal in range(4):
                 loop.end(5_990 * NS + ordinal * 2 * NS, 100, 2)
                 loop.start(5_990 * NS + ordinal * 2 * NS + 10)
             for slot in loop.slots():
                 cutter.add_record(slot)
-            rows.append(cutter.cut([one]))
+            rows.append(cutter.take_report([one]))
             assert one.num_kept < (200 if folding else 6_000)
     plain, folded = rows
 

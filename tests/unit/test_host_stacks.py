@@ -17,10 +17,10 @@ from effllm.agent.host_stacks import (
     Frame,
     LineNames,
     LongIterations,
-    _rows,
-    folder_of,
+    _frame_rows,
     is_library,
     kind_of,
+    script_folder,
     stacks_of,
 )
 
@@ -152,8 +152,8 @@ def test_folder_of_the_script_is_that_of_the_outermost_frame_of_the_user():
     runpy = Frame("_run_code", "<frozen runpy>", 88), Frame("main", f"{SITE}/effllm/commands/run.py", 5)
     script, data = Frame("<module>", "/job/a/../b/train.py", 9), Frame("load", "/data/lib.py", 3)
 
-    assert folder_of({(*runpy, script, data): 5, (data,): 1}) == "/job/b"
-    assert folder_of({runpy: 5, (): 3}) == folder_of({}) == ""
+    assert script_folder({(*runpy, script, data): 5, (data,): 1}) == "/job/b"
+    assert script_folder({runpy: 5, (): 3}) == script_folder({}) == ""
 
 
 def long_ones(durations_ms, began_ms=0.0):
@@ -240,7 +240,7 @@ def test_effllm_and_made_code_are_libraries():
 
 
 def test_every_row_of_the_table_is_found_and_has_a_source():
-    assert all(one.source.startswith("https://") for one in _rows())
+    assert all(one.source.startswith("https://") for one in _frame_rows())
     assert kind_of("torch/_dynamo/eval_frame.py", "compile_wrapper") == ""  # a call of compiled code is no compilation
     assert kind_of("torch/_dynamo/convert_frame.py", "compile_inner") == "compilation"
 

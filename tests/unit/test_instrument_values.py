@@ -31,7 +31,7 @@ def taken_of(*slots):
 
 
 def statistics_of(numbers):
-    return taken_of(*((slot(number), 1) for number in numbers)).take(1, ["loss"], 0.0, is_last=False)["loss"]
+    return taken_of(*((slot(number), 1) for number in numbers)).take_values(1, ["loss"], 0.0, is_last=False)["loss"]
 
 
 def test_merged_statistics_of_parts_equal_statistics_of_all_values():
@@ -68,16 +68,16 @@ def test_unit_is_read_from_the_end_of_the_name():
 def test_values_are_in_the_report_of_their_window():
     taken = taken_of((slot(1.0), 1), (slot(2.0), 2), (slot(3.0, index=1), 2))
 
-    assert taken.take(1, ["loss"], 0.0, is_last=False)["loss"].total == 1.0
-    second = taken.take(5, ["loss"], 0.0, is_last=False)  # the name of the second index is not known
+    assert taken.take_values(1, ["loss"], 0.0, is_last=False)["loss"].total == 1.0
+    second = taken.take_values(5, ["loss"], 0.0, is_last=False)  # the name of the second index is not known
     assert {name: one.total for name, one in second.items()} == {"loss": 2.0}
-    assert taken.take(5, ["loss"], 0.0, is_last=True) == {}
+    assert taken.take_values(5, ["loss"], 0.0, is_last=True) == {}
 
 
 def test_missing_percentile_library_is_reported_once(monkeypatch):
     monkeypatch.setattr(measuring, "digest_type", lambda: None)
     taken = taken_of((slot(1.0), 1), (slot(2.0), 1))
-    found = summaries(taken.take(1, ["loss"], 0.0, is_last=False))["loss"]
+    found = summaries(taken.take_values(1, ["loss"], 0.0, is_last=False))["loss"]
 
     assert (found.count, found.total, found.percentiles) == (2, 3.0, {})
     assert "pip install 'effllm[instruments]'" in taken.take_notice()
@@ -106,7 +106,7 @@ def test_rank_of_a_percentile_of_a_run_has_a_bounded_error(shape, per_window, er
     for at, number in enumerate(numbers):
         taken.add_record(slot(number), at // per_window)
         if at % per_window == per_window - 1:
-            taken.take(at // per_window, ["loss"], float(at), is_last=False)
+            taken.take_values(at // per_window, ["loss"], float(at), is_last=False)
     ordered, (count, *found) = sorted(numbers), published[-1]["loss"]
     ranks = [100 * bisect.bisect(ordered, value) / len(ordered) for value in found]
 
@@ -121,7 +121,7 @@ def test_published_percentiles_cover_the_whole_run():
     for window in (1, 2):
         for index in (0, 1):
             taken.add_record(slot(float(window), index), window)
-        taken.take(window, ["loss", "reward"], float(window), is_last=False)
+        taken.take_values(window, ["loss", "reward"], float(window), is_last=False)
 
     assert [list(known) for known in published] == [["loss", "reward"], ["loss"]] * 2, "without room: half of the names"
     assert published[-1]["loss"][0] == 2

@@ -23,7 +23,7 @@ def start(wake):
         sampler = Sampler(lambda: reader, interval_s, report, wake, **facts)
         started.append(sampler)
         sampler.start()
-        sampler.learn()
+        sampler.request_calibration()
         return sampler
 
     yield start
@@ -61,7 +61,7 @@ def test_samples_are_at_or_just_after_the_requested_times(start, wake):
     woken(wake)
     now_ns = time.monotonic_ns()
     requested_ns = [now_ns + ms * 1_000_000 for ms in (-5, 20, 45, 70)]
-    sampler.ask(requested_ns)
+    sampler.request_samples(requested_ns)
     woken(wake)
 
     samples = sampler.take_samples()[1:]  # the first sample was taken at the start
@@ -76,7 +76,7 @@ def test_agent_is_woken_after_the_last_requested_moment(start, wake):
     sampler = start(reader)
     woken(wake)
     now_ns = time.monotonic_ns()
-    sampler.ask([now_ns, now_ns + NS // 2])
+    sampler.request_samples([now_ns, now_ns + NS // 2])
     until(lambda: reader.reads == 2)
 
     assert not select.select([wake], [], [], 0)[0]
@@ -90,8 +90,8 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     sampler = start(reader)
     woken(wake)
     now_ns = time.monotonic_ns()
-    sampler.ask([now_ns + NS // 10, now_ns + 2 * NS // 10])
-    sampler.ask([now_ns, now_ns + 15 * NS // 100])
+    sampler.request_samples([now_ns + NS // 10, now_ns + 2 * NS // 10])
+    sampler.request_samples([now_ns, now_ns + 15 * NS // 100])
     woken(wake)
     until(lambda: reader.reads == 5)
     woken(wake)
@@ -112,7 +112,7 @@ def test_requested_samples_after_the_first_have_only_energy(start, wake):
     sampler = start(reader)
     woken(wake)
     now_ns = time.monotonic_ns()
-    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50])
+    sampler.request_samples([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50])
     woken(wake)
 
     assert (reader.reads, reader.edges) == (2, 2)
@@ -136,7 +136,7 @@ def test_edges_of_a_slow_device_are_read_as_often_as_the_budget_allows(start, wa
     woken(wake)
     sampler.driver.full_s = 0.5
     for _ in range(20):
-        sampler.ask()
+        sampler.request_samples()
         time.sleep(0.01)
     until(lambda: reader.edges + reader.reads >= 3)
     time.sleep(0.1)
@@ -144,7 +144,7 @@ def test_edges_of_a_slow_device_are_read_as_often_as_the_budget_allows(start, wa
     assert 8 < sampler.driver.edge_apart_s < 30
 
     before = reader.edges + reader.reads
-    sampler.ask(is_last=True)
+    sampler.request_samples(is_forced=True)
     until(lambda: reader.edges + reader.reads == before + 1)
 
 
@@ -154,7 +154,7 @@ def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake
     woken(wake)
     sampler.driver.full_s, sampler.driver.energy_s, sampler.driver._num_energy = 0.5, 0.02, 5
     sampler.driver._credited_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
-    sampler.ask()
+    sampler.request_samples()
 
     until(lambda: reader.edges == 1)
 
@@ -162,12 +162,14 @@ def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake
 def test_one_slow_reading_does_not_slow_the_next_minutes(start, wake):
     sampler = start(FakeReader(), interval_s=1.0)
     woken(wake)
-    assert (sampler.driver.full_s, sampler.slowed_s) == (0.0, None), "the first reading of a driver may take long"
+    assert (sampler.driver.full_s, sampler.slow_interval_s) == (0.0, None), (
+        "the first reading of a driver may take long"
+    )
 
     sampler.driver._num_full, seconds = 100, 0.0
     sampler.driver.full_s += 0.1 * 0.05  # one reading of 0.1 s or more
-    while sampler.slowed_s is not None:
-        seconds += sampler.slowed_s
+    while sampler.slow_interval_s is not None:
+        seconds += sampler.slow_interval_s
         sampler.driver.full_s *= 0.8
     assert seconds < 30
 
@@ -185,13 +187,13 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
     sampler = start(reader, interval_s=60.0)
     woken(wake)
     for _ in range(2):
-        sampler.ask()
+        sampler.request_samples()
         woken(wake)
 
     # The duration of the first reading is not counted.
     assert [sample.energy_only for sample in sampler.take_samples()] == [False, False, True]
     sampler._interval_s = 1.0
-    assert sampler.slowed_s >= 14.0, "20 ms are 0.1 % of 20 s; on a busy machine a reading takes longer"
+    assert sampler.slow_interval_s >= 14.0, "20 ms are 0.1 % of 20 s; on a busy machine a reading takes longer"
 
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
@@ -203,7 +205,7 @@ def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, e
     woken(wake)
     sampler.driver.energy_s = 0.0
     requested_ns = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
-    sampler.ask(requested_ns, within_s=within_s)
+    sampler.request_samples(requested_ns, within_s=within_s)
     woken(wake)
 
     found = [sample.time_ns for sample in sampler.take_samples()[1:]]
@@ -254,13 +256,13 @@ def test_device_is_stale_while_a_read_hangs(start, wake, monkeypatch):
     sampler = start(reader)
     woken(wake)
     assert sampler.stale_s() is None
-    sampler.ask()
+    sampler.request_samples()
     assert reader.holding.wait(30.0)
     until(lambda: sampler.stale_s() is not None)
 
     assert sampler.stale_s() >= 0.05
     assert len(sampler.take_samples()) == 1
-    sampler.ask()  # returns at once
+    sampler.request_samples()  # returns at once
     answer.set()
     until(lambda: sampler.stale_s() is None)
     until(lambda: reader.reads >= 3)
@@ -276,7 +278,7 @@ def test_failure_and_recovery_of_a_quantity_are_each_reported_once(start, wake):
     )
     woken(wake)
     for _ in range(4):
-        sampler.ask()
+        sampler.request_samples()
         woken(wake)
 
     assert texts(events) == [
@@ -326,7 +328,7 @@ def test_calibration_result_is_returned_after_its_samples(start, wake):
     woken(wake)
     until(lambda: sampler.device.sensor.tick_s == 0.1)
     until(lambda: not sampler.is_calibrating)
-    sampler.ask()
+    sampler.request_samples()
     woken(wake)
 
     kinds = [type(item).__name__ for item in sampler.take_samples()]
@@ -344,7 +346,7 @@ def test_requests_are_answered_during_calibration(start, wake):
     sampler = start(FakeReader(), calibrate=learn)
     woken(wake)
     until(lambda: sampler.is_calibrating)
-    sampler.ask()
+    sampler.request_samples()
 
     woken(wake)
     assert sampler.is_calibrating
@@ -359,7 +361,7 @@ def test_failed_calibration_loses_no_sample(start, wake):
     sampler = start(FakeReader(), report=events.append, calibrate=learn)
     woken(wake)
     until(lambda: events)
-    sampler.ask()
+    sampler.request_samples()
     woken(wake)
 
     assert texts(events) == [
@@ -378,7 +380,7 @@ def test_hanging_device_does_not_delay_the_end(wake):
     sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
     woken(wake)
-    sampler.ask()
+    sampler.request_samples()
     assert reader.holding.wait(30.0)
 
     began_s = time.monotonic()
@@ -399,7 +401,7 @@ def test_driver_that_hangs_on_opening_does_not_block_the_agent(wake):
 
     sampler = Sampler(open_slowly, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
-    sampler.ask()
+    sampler.request_samples()
 
     assert sampler.device is None
     assert not sampler.stop(0.05)
@@ -432,4 +434,4 @@ def test_device_without_a_driver_is_not_slowed_by_a_long_reading(start, wake):
     sampler = start(reader, interval_s=0.02)
     until(lambda: reader.reads >= 10)
 
-    assert (sampler.slowed_s, sampler.driver.edge_apart_s) == (None, 0.0)
+    assert (sampler.slow_interval_s, sampler.driver.edge_apart_s) == (None, 0.0)

@@ -88,11 +88,11 @@ class Agent:
             joules = (power_w**2) / 2
             gauges = {"temperature_c": power_w}
             self.series[0].add_sample(Sample(at * NS, 1e9, 0.5, power_w, joules, gauges=gauges))
-            self.spans.answer(self.devices, float(at))
+            self.spans.answer_requests(self.devices, float(at))
             if has_windows:
                 self.series[0].forget_before(at * NS)
             if at % 30 == 0:
-                self.series[0].compact([START_S * NS, *self.spans.moments_ns], at * NS)
+                self.series[0].compact([START_S * NS, *self.spans.possible_bounds_ns], at * NS)
             self.second += 1
 
     def answers(self):
@@ -166,7 +166,7 @@ def test_late_request_of_a_span_covers_only_the_remaining_samples(agent):
 def test_answer_to_a_rank_without_a_device_has_no_energy(agent):
     agent.series.clear()
     agent.ask(1, START_S, START_S + 5)
-    agent.spans.answer(agent.devices, START_S + 6.0)
+    agent.spans.answer_requests(agent.devices, START_S + 6.0)
     (part,) = agent.answers()
 
     assert (part.device, part.num_devices) == (-1, 0)

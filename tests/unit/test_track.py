@@ -38,7 +38,7 @@ def tracked(wake):
         sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake, **facts)
         started.append(sampler)
         sampler.start()
-        sampler.learn()
+        sampler.request_calibration()
         woken(wake)
         return DeviceTrack(sampler, interval_s)
 
@@ -65,15 +65,15 @@ def test_each_window_edge_is_requested_once(tracked, wake):
     edge_ns = time.monotonic_ns()
     assert not track.is_settled(edge_ns)
     for _ in range(5):
-        track.ask(edge_ns)
+        track.request_samples(edge_ns)
     woken(wake)
     track.take_samples()
 
     assert track.is_settled(edge_ns)
-    track.ask(edge_ns)
+    track.request_samples(edge_ns)
     time.sleep(0.05)
     assert reader.reads == 2
-    track.ask(edge_ns + 1)
+    track.request_samples(edge_ns + 1)
     woken(wake)
     assert reader.reads == 3
 
@@ -90,7 +90,7 @@ def test_counter_with_ticks_is_read_several_times_at_an_edge(tracked, wake):
     assert track.take_samples(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
     edge_ns = time.monotonic_ns()
-    track.ask(edge_ns)
+    track.request_samples(edge_ns)
     woken(wake)
     track.take_samples()
 
@@ -108,10 +108,10 @@ def test_frequent_edges_cause_fewer_reads_per_edge(tracked, wake):
     until(lambda: reader.device.sensor.tick_s)
     track.take_samples()
     edge_ns = time.monotonic_ns()
-    track.ask(edge_ns)
+    track.request_samples(edge_ns)
     woken(wake)
     before = reader.reads
-    track.ask(edge_ns + 10_000_000)  # for this edge, which is only 10 ms later, one read is enough
+    track.request_samples(edge_ns + 10_000_000)  # for this edge, which is only 10 ms later, one read is enough
     woken(wake)
 
     assert reader.reads - before == 1
@@ -121,7 +121,7 @@ def test_energy_of_an_edge_is_final_after_one_read_of_power(tracked, wake):
     track = tracked(Gpu(INSTANT))
     track.take_samples()
     edge_ns = time.monotonic_ns()
-    track.ask(edge_ns)
+    track.request_samples(edge_ns)
     woken(wake)
     track.take_samples()
 
@@ -133,7 +133,7 @@ def test_rarely_read_sensor_is_not_read_at_edges(tracked):
     track = tracked(reader, interval_s=30.0)
     track.take_samples()
 
-    track.ask(time.monotonic_ns())
+    track.request_samples(time.monotonic_ns())
 
     time.sleep(0.05)
     assert reader.reads == 1
@@ -184,7 +184,7 @@ def test_hanging_device_is_reported_once_and_its_energy_is_complete(tracked, wak
     track = tracked(reader)
     track.take_samples()
     start_ns, edge_ns = track.series.newest_ns, time.monotonic_ns()
-    track.ask(edge_ns)
+    track.request_samples(edge_ns)
     assert reader.holding.wait(5.0)
     assert not track.is_settled(edge_ns)
     until(lambda: track.sampler.stale_s() is not None)
@@ -215,7 +215,7 @@ def test_events_have_the_name_of_the_device_their_time_and_count(tracked, wake):
             return Sample(sample.time_ns, power_w=100.0, energy_j=energy_j, events=events), failures
 
     track = tracked(Reset())
-    track.sampler.ask()
+    track.sampler.request_samples()
     woken(wake)
     track.take_samples()
     xid, reset = track.take_events(time.monotonic_ns(), 1000.0)
@@ -240,13 +240,13 @@ def test_time_between_samples_above_five_intervals_is_a_gap(tracked):
 
 def test_baseline_power_is_the_mean_of_the_baseline_time(tracked):
     track = tracked(Gpu())
-    assert not track.note_baseline(0, NS), "there is no series"
+    assert not track.measure_baseline(0, NS), "there is no series"
     track.take_samples()
     first_ns = track.series.newest_ns
-    assert not track.note_baseline(first_ns, first_ns + 2 * NS), "the baseline time has not ended"
+    assert not track.measure_baseline(first_ns, first_ns + 2 * NS), "the baseline time has not ended"
     track.series.add_sample(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
 
-    assert track.note_baseline(first_ns, first_ns + 2 * NS)
+    assert track.measure_baseline(first_ns, first_ns + 2 * NS)
     assert track.series.device.baseline_w == pytest.approx(60.0)
 
 

@@ -164,9 +164,9 @@ def rows(slots, finish=True):
     for slot in slots:
         cutter.add_record(slot)
     found = []
-    while (row := cutter.cut([])) is not None:
+    while (row := cutter.take_report([])) is not None:
         found.append(row)
-    return [*found, cutter.cut_rest([], 10**12)] if finish else found
+    return [*found, cutter.take_last_report([], 10**12)] if finish else found
 
 
 SPLIT = Split(100 * MS, 40 * MS, 25 * MS, 60 * MS, 15 * MS, {"tp": (30 * MS, 20 * MS), "all_gather": (10 * MS, 5 * MS)})
@@ -191,10 +191,10 @@ def test_profiled_iterations_are_summed_in_their_window():
     is_early = [slot.kind == ring.ITERATION and slot.ordinal <= 2 for slot in slots]
     for slot in (slot for slot, early in zip(slots, is_early, strict=True) if early):
         cutter.add_record(slot)
-    assert cutter.cut([]).profile is None
+    assert cutter.take_report([]).profile is None
     for slot in (slot for slot, early in zip(slots, is_early, strict=True) if not early):
         cutter.add_record(slot)
-    assert cutter.cut([]).profile.iterations == 3
+    assert cutter.take_report([]).profile.iterations == 3
 
 
 def test_data_wait_before_a_profiled_step_is_not_idle_time():

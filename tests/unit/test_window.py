@@ -34,9 +34,9 @@ def cut_all(slots, samples, end_ns, **arguments):
     for slot in slots:
         one.add_record(slot)
     rows = []
-    while (cut := one.cut(all_series)) is not None:
+    while (cut := one.take_report(all_series)) is not None:
         rows.append(cut)
-    rows.append(one.cut_rest(all_series, end_ns))
+    rows.append(one.take_last_report(all_series, end_ns))
     return rows
 
 
@@ -114,7 +114,7 @@ def test_readings_rarer_than_windows_cover_all_time_once():
     for end in range(1, 13):
         if end in arrives:
             one.add_sample(arrives[end])
-        windows.append(one.window((end - 1) * NS, end * NS, {}).wall)
+        windows.append(one.take_window((end - 1) * NS, end * NS, {}).wall)
         one.forget_before(end * NS)
 
     assert sum(wall.utilization_covered_s for wall in windows) == pytest.approx(10.0)
@@ -124,11 +124,11 @@ def test_readings_rarer_than_windows_cover_all_time_once():
 
 def test_late_reading_covers_no_phase_of_an_earlier_window():
     one = series(Sample(NS // 2, utilization=0.9), gap_s=30.0)
-    one.window(0, NS, {})
-    one.window(NS, 3 * NS, {}, [(NS, 2 * NS)])
+    one.take_window(0, NS, {})
+    one.take_window(NS, 3 * NS, {}, [(NS, 2 * NS)])
     one.add_sample(Sample(7 * NS // 2, utilization=0.4))
 
-    wall = one.window(3 * NS, 4 * NS, {}).wall
+    wall = one.take_window(3 * NS, 4 * NS, {}).wall
     assert wall.utilization_covered_s == pytest.approx(0.5 + 1.0 + 0.5)
 
 
@@ -359,7 +359,7 @@ def test_cutter_keeps_no_data_of_cut_windows():
                 loop.phase("evaluation", loop.now_ns, loop.now_ns + NS)
                 for slot in loop.slots():
                     one.add_record(slot)
-                assert one.cut([device]) is not None
+                assert one.take_report([device]) is not None
 
         tracemalloc.start()
         try:
@@ -489,9 +489,9 @@ def test_reports_made_during_a_run_equal_reports_made_at_its_end(run, log_interv
     one = series(*samples)
     for slot in slots:
         live.add_record(slot)
-        if (cut := live.cut([one])) is not None:
+        if (cut := live.take_report([one])) is not None:
             rows.append(cut)
-    rows.append(live.cut_rest([one], end_ns))
+    rows.append(live.take_last_report([one], end_ns))
 
     assert rows == cut_all(slots, samples, end_ns, log_interval=log_interval)
 
@@ -553,7 +553,7 @@ def test_window_has_number_and_sum_of_own_times_of_iterations_with_a_sync_point(
 def test_throttled_time_is_counted_by_reason(reasons, throttled_s):
     one = series(*[Sample(time_ns=at * NS, power_w=100.0, throttled_by=by) for at, by in enumerate(reasons, 1)])
 
-    assert one.window(NS, len(reasons) * NS, {}).throttled_s == throttled_s
+    assert one.take_window(NS, len(reasons) * NS, {}).throttled_s == throttled_s
 
 
 def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
@@ -562,9 +562,9 @@ def test_clock_ratio_covers_only_iterations_with_a_busy_gpu():
     for second, (clock_hz, busy) in enumerate([(2e9, 1.0), (2e9, 1.0), (1e9, 1.0), (1e9, 0.0), (1e9, 1.0)], 1):
         series.add_sample(Sample(time_ns=second * 10**9, utilization=busy, gauges={"sm_clock_hz": clock_hz}))
 
-    whole = series.window(10**9, 5 * 10**9, {}).gauges[CLOCK_RATIO]
+    whole = series.take_window(10**9, 5 * 10**9, {}).gauges[CLOCK_RATIO]
     phase = (15 * 10**8, 2 * 10**9)
-    part = series.window(10**9, 5 * 10**9, {}, [phase, phase, (2 * 10**9, 3 * 10**9)]).gauges[CLOCK_RATIO]
+    part = series.take_window(10**9, 5 * 10**9, {}, [phase, phase, (2 * 10**9, 3 * 10**9)]).gauges[CLOCK_RATIO]
 
     assert (whole.value_seconds, whole.covered_s) == pytest.approx((1.0 + 0.75 + 0.5, 3.0))
     assert (part.value_seconds, part.covered_s) == pytest.approx((0.5 + 0.5, 1.5))
@@ -583,8 +583,8 @@ def test_tensor_clock_is_the_mean_of_products_over_whole_readings_in_iterations(
     series = with_readings([(0.0, 2.0), (0.8, 2.0), (0.4, 1.0), (0.0, 0.3), (0.8, 2.0), (0.8, 2.0), (0.8, 2.0)])
     evaluation = (35 * 10**8, 42 * 10**8)
 
-    first = series.window(10**9, 55 * 10**8, {}, [evaluation]).gauges[TENSOR_CLOCK]
-    rest = series.window(55 * 10**8, 7 * 10**9, {}).gauges[TENSOR_CLOCK]
+    first = series.take_window(10**9, 55 * 10**8, {}, [evaluation]).gauges[TENSOR_CLOCK]
+    rest = series.take_window(55 * 10**8, 7 * 10**9, {}).gauges[TENSOR_CLOCK]
 
     # The readings at seconds 4 and 5 overlap the evaluation; the reading at second 6 began in the first window.
     assert (first.value_seconds, first.covered_s) == pytest.approx((0.8 * 2e9 + 0.4 * 1.5e9, 2.0))
@@ -595,10 +595,10 @@ def test_span_in_a_window_does_not_change_the_window():
     series, alone = (with_readings([(0.8, 2.0)] * 9) for _ in range(2))
     found = []
     for one in (series, alone):
-        one.window(10**9, 2 * 10**9, {})
+        one.take_window(10**9, 2 * 10**9, {})
         if one is series:
-            assert one.span(25 * 10**8, 7 * 10**9).gauges[TENSOR_CLOCK].covered_s > 0
-        found.append(one.window(2 * 10**9, 9 * 10**9, {}, [(3 * 10**9, 4 * 10**9)]).gauges[TENSOR_CLOCK])
+            assert one.window_of_span(25 * 10**8, 7 * 10**9).gauges[TENSOR_CLOCK].covered_s > 0
+        found.append(one.take_window(2 * 10**9, 9 * 10**9, {}, [(3 * 10**9, 4 * 10**9)]).gauges[TENSOR_CLOCK])
 
     assert found[0] == found[1]
 
@@ -610,13 +610,13 @@ def test_long_reading_is_no_sample_of_the_iterations():
         gauges = {"sm_clock_hz": 2e9, "tensor_activity_ratio": 0.8}
         series.add_sample(Sample(time_ns=second * 10**9, utilization=1.0, gauges=gauges))
 
-    assert series.window(10**9, 32 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
+    assert series.take_window(10**9, 32 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
 
 
 def test_reading_that_began_before_the_first_window_has_no_tensor_clock():
     series = with_readings([(0.0, 2.0), (0.8, 2.0), (0.8, 2.0)])
 
-    assert series.window(15 * 10**8, 3 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
+    assert series.take_window(15 * 10**8, 3 * 10**9, {}).gauges[TENSOR_CLOCK].covered_s == 1.0
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
@@ -626,7 +626,7 @@ def test_folded_readings_keep_their_tensor_clock_unless_they_are_of_an_evaluatio
     assert series.num_kept < 60
     outside = [(20 * 10**9, 60 * 10**9)] if is_evaluation else []
 
-    found = series.window(10**9, 100 * 10**9, {}, outside).gauges[TENSOR_CLOCK]
+    found = series.take_window(10**9, 100 * 10**9, {}, outside).gauges[TENSOR_CLOCK]
 
     assert found.value_seconds / found.covered_s == pytest.approx(1e9)
     assert found.covered_s == pytest.approx(99.0) if not is_evaluation else found.covered_s < 60
@@ -635,10 +635,10 @@ def test_folded_readings_keep_their_tensor_clock_unless_they_are_of_an_evaluatio
 def test_device_without_a_reference_clock_has_no_clock_ratio():
     one = series(*[Sample(time_ns=second * NS, gauges={"sm_clock_hz": 1e9}) for second in (1, 2)])
 
-    assert one.window(NS, 2 * NS, {}).gauges.keys() == {"sm_clock_hz"}
+    assert one.take_window(NS, 2 * NS, {}).gauges.keys() == {"sm_clock_hz"}
 
 
 def test_power_above_the_last_bin_is_counted_in_the_last_bin():
     one = series(*[Sample(time_ns=at * NS, power_w=watts) for at, watts in enumerate((100.0, 3995.0, 9e3, 9e3), 1)])
 
-    assert one.window(NS, 4 * NS, {}).power_histogram_s == {399: 3.0}
+    assert one.take_window(NS, 4 * NS, {}).power_histogram_s == {399: 3.0}
