@@ -19,7 +19,7 @@ from effllm.agent.trainer import Trainer
 from effllm.config.settings import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
-from effllm.energy.calibration import cached_or_assumed, calibrate, turn_s
+from effllm.energy.calibration import cached_or_assumed, calibrate, calibration_delay_s
 from effllm.records.facts import RankFacts
 from effllm.records.rank import Device, Event, Sample, Sensor
 
@@ -91,7 +91,7 @@ class RankDevices:
         """
         if has_begun and not self._has_begun:
             self._has_begun = True
-            self._calibrate_at_s = time.monotonic() + turn_s(self._trainer.place.local_rank)
+            self._calibrate_at_s = time.monotonic() + calibration_delay_s(self._trainer.place.local_rank)
         if time.monotonic() >= self._calibrate_at_s:
             for track in self._tracks:
                 track.calibrate_once()

@@ -337,7 +337,7 @@ class WindowCutter:
                 samples.energy.aliasing.set_durations(tuple(self._durations_s))
         devices = tuple(self._device_window(samples, end_ns, inside, phases_s) for samples in series)
         errors = [
-            samples.energy.aliasing.run_error(iterations, device.wall.energy.joules or 0.0)
+            samples.energy.aliasing.add_window(iterations, device.wall.energy.joules or 0.0)
             for samples, device in zip(series, devices, strict=True)
         ]
         return devices, max((error for error in errors if error is not None), default=None)

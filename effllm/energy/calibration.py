@@ -53,12 +53,12 @@ class Calibration(msgspec.Struct, frozen=True):
     sensor: Sensor
     measured_lag: bool = False  # whether the lag was measured under a load
 
-    def with_source(self) -> Sensor:
+    def sensor_with_source(self) -> Sensor:
         verb = "profiled" if self.measured_lag else "measured"
         return replace(self.sensor, source=f"{verb} {self.date}, kept in the cache")
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SensorMeasurement(msgspec.Struct, frozen=True):
     """The results of the reads of a device without a load."""
 
     call_s: float
@@ -88,26 +88,26 @@ def calibrate(
     if device.simulated or not device.is_gpu:
         return device.sensor
     wait = wait or _sleep_until
-    kept = load(folder, device.name, device.driver) if folder else None
-    if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
-        return kept.with_source()
+    cached = load(folder, device.name, device.driver) if folder else None
+    if device.energy_method != COUNTER and cached is not None and cached.measured_lag:
+        return cached.sensor_with_source()
     if device.energy_method == INSTANT and not device.only_power:
-        samples, call_s = _watch(read, wait)
-        return replace(with_power_seen(assumed(device), samples), call_s=call_s)
+        samples, call_s = _read_often(read, wait)
+        return replace(with_power_measurement(assumed_sensor(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
-    seen = _measure(read, wait)
-    if kept is not None and (why := _contradiction(kept.sensor, seen)):
+    measured = _measure_counter(read, wait)
+    if cached is not None and (why := _contradiction(cached.sensor, measured)):
         if folder and keep:
             with suppress(OSError):
-                own_files.remove_file(_path(folder, _model(device.name), device.driver))
+                own_files.remove_file(_cache_path(folder, _model_without_slice(device.name), device.driver))
         if report is not None:
             report(
-                f"the calibration of {kept.date} was removed from the cache, and the sensor was measured again: {why}"
+                f"the calibration of {cached.date} was removed from the cache, and the sensor was measured again: {why}"
             )
-    elif kept is not None and (kept.measured_lag or seen.tick is None):
-        return with_tick(kept.with_source(), seen)
-    sensor = with_seen(assumed(device), seen)
+    elif cached is not None and (cached.measured_lag or measured.tick is None):
+        return with_measured_tick(cached.sensor_with_source(), measured)
+    sensor = with_measurement(assumed_sensor(device), measured)
     if folder and keep and sensor.source.startswith("measured"):
         today = datetime.date.today().isoformat()
         store(folder, Calibration(device.name, device.driver, today, sensor))
@@ -116,16 +116,17 @@ def calibrate(
 
 def cached_or_assumed(device: Device, folder: Path) -> Sensor:
     """Return the sensor before its calibration: from the cache, else from the hardware table."""
-    kept = load(folder, device.name, device.driver) if device.is_gpu and not device.simulated else None
-    return kept.with_source() if kept is not None and device.energy_method == COUNTER else assumed(device)
+    has_cache = device.is_gpu and not device.simulated and device.energy_method == COUNTER
+    cached = load(folder, device.name, device.driver) if has_cache else None
+    return cached.sensor_with_source() if cached is not None else assumed_sensor(device)
 
 
-def turn_s(local_rank: int) -> float:
+def calibration_delay_s(local_rank: int) -> float:
     """Return the seconds from a rank's first iteration to its calibration: the ranks of a node take turns."""
     return local_rank * MAX_S
 
 
-def assumed(device: Device) -> Sensor:
+def assumed_sensor(device: Device) -> Sensor:
     """Return the sensor from the hardware table; values that the table does not have are from ``device.sensor``.
 
     A GPU outside the table has the usual tick.  The phase of the ticks is always unknown.
@@ -138,12 +139,12 @@ def assumed(device: Device) -> Sensor:
     if device.energy_method != COUNTER:
         return device.sensor
     row = hardware.find_by_driver_name(device.name)
-    sensor = _of_table(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
+    sensor = _with_row(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
     tick_s = sensor.tick_s or USUAL_TICK_S
     return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)
 
 
-def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
+def _with_row(row: KnownSensor, sensor: Sensor) -> Sensor:
     tick_s = row.update_s or sensor.tick_s
     return replace(
         sensor,
@@ -161,36 +162,36 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def _measure(read: Callable[[], Sample], wait: Callable[[float], None]) -> Seen:
-    samples, call_s = _watch(read, wait)
+def _measure_counter(read: Callable[[], Sample], wait: Callable[[float], None]) -> SensorMeasurement:
+    samples, call_s = _read_often(read, wait)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    return Seen(call_s, tick, is_held(samples))
+    return SensorMeasurement(call_s, tick, is_held(samples))
 
 
-def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
-    if seen.tick is None:
-        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads found no tick")
-    tick_s, tick_error_s = seen.tick
+def with_measurement(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
+    if measured.tick is None:
+        return replace(sensor, call_s=measured.call_s, source=f"{sensor.source}: the reads found no tick")
+    tick_s, tick_error_s = measured.tick
     lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is between 0 and a tick
     return replace(
         sensor,
         tick_s=tick_s,
         tick_error_s=tick_error_s,
-        is_held=sensor.is_held if seen.is_held is None else seen.is_held,
+        is_held=sensor.is_held if measured.is_held is None else measured.is_held,
         lag_error_s=tick_s if lag_is_open else sensor.lag_error_s,
-        call_s=seen.call_s,
+        call_s=measured.call_s,
         source="measured here",
     )
 
 
-def with_tick(sensor: Sensor, seen: Seen) -> Sensor:
+def with_measured_tick(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
     """Return a sensor of the cache with the tick that was measured now, if reads were frequent enough to measure it."""
-    if seen.tick is None or seen.tick[1] > SAME_TICK * seen.tick[0]:
+    if measured.tick is None or measured.tick[1] > SAME_TICK * measured.tick[0]:
         return sensor
-    return replace(sensor, tick_s=seen.tick[0], tick_error_s=seen.tick[1])
+    return replace(sensor, tick_s=measured.tick[0], tick_error_s=measured.tick[1])
 
 
-def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
+def with_power_measurement(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     """Return the sensor of a device without a counter; its lag is measured if the readings changed often enough."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
     tick = tick_of(readings)
@@ -204,23 +205,23 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, MIN_APART_S), source="measured here")
 
 
-def _contradiction(sensor: Sensor, seen: Seen) -> str:
+def _contradiction(sensor: Sensor, measured: SensorMeasurement) -> str:
     """Return the contradiction between measurements and a cached sensor as text; empty if they agree."""
-    if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
+    if measured.tick is None or measured.tick[1] > LOOSE_TICK * measured.tick[0]:
         return ""
-    tick_s, error_s = seen.tick
+    tick_s, error_s = measured.tick
     if abs(tick_s - sensor.tick_s) > SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s:
-        return f"the counter changes {_every(tick_s)}, not {_every(sensor.tick_s)}"
-    if sensor.is_held and seen.is_held is False:
+        return f"the counter changes {_period_text(tick_s)}, not {_period_text(sensor.tick_s)}"
+    if sensor.is_held and measured.is_held is False:
         return "the power reading changes between the counter's ticks, not at the ticks"
     return ""
 
 
-def _every(tick_s: float) -> str:
+def _period_text(tick_s: float) -> str:
     return f"every {1e3 * tick_s:.3g} ms" if tick_s else "all the time"
 
 
-def _watch(read: Callable[[], Sample], wait: Callable[[float], None]) -> tuple[list[Sample], float]:
+def _read_often(read: Callable[[], Sample], wait: Callable[[float], None]) -> tuple[list[Sample], float]:
     """Read at short intervals; return the samples and the median time of a read.
 
     If calls are slow, the reads are few.  Then each is made where it helps most: at the bounds and in the middle of the
@@ -245,8 +246,9 @@ def _watch(read: Callable[[], Sample], wait: Callable[[float], None]) -> tuple[l
             if tick is not None and not tick[0] and now_s - began_s > BURST_S:
                 break  # the counter is continuous
             if tick is not None and tick[0]:
-                planned_s = _near_tick(readings, TickClock(*tick), max(now_s, paid_s + 4 * even_s))
-            next_s = planned_s.pop(0) if planned_s else max(now_s + _apart_s(call_s, now_s - began_s), paid_s)
+                planned_s = _times_near_next_tick(readings, TickClock(*tick), max(now_s, paid_s + 4 * even_s))
+            apart_s = _first_reads_apart_s(call_s, now_s - began_s)
+            next_s = planned_s.pop(0) if planned_s else max(now_s + apart_s, paid_s)
         wait(min(next_s, end_s))
     return samples, statistics.median(calls_s) if calls_s else 0.0
 
@@ -255,18 +257,18 @@ def _sleep_until(until_s: float) -> None:
     time.sleep(max(until_s - time.monotonic(), 0.0))
 
 
-def _apart_s(call_s: float, since_s: float) -> float:
-    """Return the distance of the first reads: dense reads, for which there may be no time, find short ticks."""
+def _first_reads_apart_s(call_s: float, since_s: float) -> float:
+    """Return the seconds between the first reads: dense reads, for which there may be no time, find short ticks."""
     total_s = MAX_BUSY * MAX_S
     if since_s < BURST_S and call_s * BURST_S / BURST_APART_S <= total_s / 4:
         return BURST_APART_S
     return max(SPREAD_S, call_s * SPREAD_FOR_S / (total_s / 2))
 
 
-def _near_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: float) -> list[float]:
+def _times_near_next_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: float) -> list[float]:
     """Return times before, in and after the expected time of the counter's first change after ``from_s``."""
     for (after_ns, before_j), (until_ns, joules) in pairwise(readings):
-        (clock.did_not_move if before_j == joules else clock.moved)(after_ns, until_ns)
+        (clock.add_no_change if before_j == joules else clock.add_change)(after_ns, until_ns)
     due = clock.last_tick_before(from_s * 1e9 + clock.tick_ns)
     if due is None:
         return []
@@ -278,24 +280,21 @@ def _near_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: 
 
 
 def load(folder: Path, name: str, driver: str) -> Calibration | None:
-    name = _model(name)
+    name = _model_without_slice(name)
     try:
-        kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
+        cached = msgspec.json.decode(own_files.read_file(_cache_path(folder, name, driver)), type=Calibration)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    return kept if (kept.name, kept.driver) == (name, driver) else None
+    return cached if (cached.name, cached.driver) == (name, driver) else None
 
 
 def store(folder: Path, calibration: Calibration) -> None:
-    """Store a calibration; a profile is replaced only by a profile.
-
-    If the folder is not writable, nothing is stored.
-    """
-    kept = load(folder, calibration.name, calibration.driver)
-    if kept is not None and kept.measured_lag and not calibration.measured_lag:
+    """Store a calibration if the folder is writable; a profile is replaced only by a profile."""
+    cached = load(folder, calibration.name, calibration.driver)
+    if cached is not None and cached.measured_lag and not calibration.measured_lag:
         return
-    calibration = replace(calibration, name=_model(calibration.name))
-    path = _path(folder, calibration.name, calibration.driver)
+    calibration = replace(calibration, name=_model_without_slice(calibration.name))
+    path = _cache_path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         own_files.make_folder(folder)
@@ -305,9 +304,9 @@ def store(folder: Path, calibration: Calibration) -> None:
         own_files.rename_file(draft, path.name)
 
 
-def _model(name: str) -> str:
+def _model_without_slice(name: str) -> str:
     return re.sub(r"\s+MIG\b.*$", "", name)
 
 
-def _path(folder: Path, name: str, driver: str) -> Path:
+def _cache_path(folder: Path, name: str, driver: str) -> Path:
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-{driver}").strip("-")[:120] + ".json")

@@ -42,8 +42,8 @@ class _Base(NamedTuple):
     time_ns: int
     counter_j: float
     total_j: float
-    variances_j2: float
-    flow_j: float  # running total of integrated power
+    total_variance_j2: float
+    integrated_j: float  # running total of integrated power
 
 
 class EnergyLedger:
@@ -63,10 +63,10 @@ class EnergyLedger:
         self._max_gap_ns = round(max_gap_s / NS)
         self._limit_w = (device.power_limit_w or 0.0) * OVERSHOOT or UNLIMITED_W
         self._last_counter: tuple[int, float] | None = None
-        self._doubted: _Base | None = None  # the last plausible reading, while the counter is not used
-        self._left: _Base | None = None  # the last reading before a jump, because the counter may jump back
-        self._moved: _Base | None = None  # the last change of the counter
-        self._flow_j = 0.0  # running total of integrated power
+        self._doubted_base: _Base | None = None  # the last plausible reading, while the counter is not used
+        self._before_jump: _Base | None = None  # the last reading before a jump, because the counter may jump back
+        self._last_change: _Base | None = None  # the last change of the counter
+        self._integrated_j = 0.0  # running total of integrated power
         self._is_doubt_reported = False
         self._events: list[str] = []
 
@@ -85,12 +85,12 @@ class EnergyLedger:
         if power_w is None and counter_j is None and self._last_counter is not None:
             return  # the read failed; the counter's next reading includes the missing energy
         if power_w is not None:
-            is_repeated = self.timing.is_repeated(sample.time_ns)
+            is_repeated = self.timing.note_power_reading(sample.time_ns)
             self._powers.add_power(sample.time_ns, power_w, self.timing.sensor.tick_s, is_repeated=is_repeated)
-        self.readings.add_reading(sample.time_ns, power_w, self._step(sample, counter_j, power_w))
+        self.readings.add_reading(sample.time_ns, power_w, self._next_step(sample, counter_j, power_w))
         if counter_j is not None:
             if self._last_counter is None or counter_j != self._last_counter[1]:
-                self._moved = self._base(sample.time_ns, counter_j)
+                self._last_change = self._base_at(sample.time_ns, counter_j)
             self._last_counter = (sample.time_ns, counter_j)
 
     def take_events(self, time_s: float) -> list[Event]:
@@ -103,14 +103,14 @@ class EnergyLedger:
         return self.timing.is_settled(edge_ns, self._max_gap_ns)
 
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        """Return the energy of a span with its error; the levels at its edges are fixed, so adjacent spans add up."""
+        """Return the energy of a span with its error; fix the levels at its edges, so that adjacent spans add up."""
         readings = self.readings
         if not readings or end_ns <= start_ns:
             return NOT_MEASURED
         if len(readings) == 1:
             return self._energy_of_one_reading(start_ns, end_ns)
         # The last reading is valid until the sensor's next update.
-        last_ns = readings[-1].time_ns + self.timing.reach_ns(self._max_gap_ns)
+        last_ns = readings[-1].time_ns + self.timing.valid_ns(self._max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return NOT_MEASURED
@@ -141,7 +141,7 @@ class EnergyLedger:
     def _energy_of_one_reading(self, start_ns: int, end_ns: int) -> EnergyAmount:
         """Return the energy by the only reading so far: a node's power supplies are read every ten seconds."""
         point = self.readings[0]
-        reach_ns = self.timing.reach_ns(self._max_gap_ns)
+        reach_ns = self.timing.valid_ns(self._max_gap_ns)
         from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + reach_ns)
         if to_ns <= from_ns or point.power_w is None:
             return NOT_MEASURED
@@ -158,122 +158,123 @@ class EnergyLedger:
         # The levels at other times are of spans that were answered before; there may be many spans in one window.
         self._levels.keep_only(edges_ns)
         # A later step may be computed from these readings.
-        bases_ns = [base.time_ns for base in (self._doubted, self._left, self._moved) if base is not None]
+        bases = (self._doubted_base, self._before_jump, self._last_change)
+        bases_ns = [base.time_ns for base in bases if base is not None]
         self.readings.compact([*edges_ns, *self._levels.edges_ns, *bases_ns], until_ns, margin_ns)
 
     # --- steps ---
 
-    def _step(self, sample: Sample, counter_j: float | None, power_w: float | None) -> Step:
+    def _next_step(self, sample: Sample, counter_j: float | None, power_w: float | None) -> Step:
         """Return the step from the last reading to a sample; a step of the counter may replace earlier steps."""
         if not self.readings:
             return HOLE
-        last, method, by_power = self.readings[-1], self.timing.method, None
+        last, method, power_step = self.readings[-1], self.timing.method, None
         span_ns = sample.time_ns - last.time_ns
         if last.power_w is not None and power_w is not None and span_ns <= self._max_gap_ns:
             span_s = span_ns * NS
-            by_power = (last.power_w + power_w) / 2 * span_s, self._powers.sampling_j2(span_s)
+            power_step = (last.power_w + power_w) / 2 * span_s, self._powers.sampling_j2(span_s)
         if method != COUNTER:
-            return Step(method, *by_power, False) if by_power else HOLE
-        expected_j = by_power[0] if by_power else None
-        self._flow_j += expected_j or 0.0
+            return Step(method, *power_step, False) if power_step else HOLE
+        expected_j = power_step[0] if power_step else None
+        self._integrated_j += expected_j or 0.0
         if counter_j is not None and self._last_counter is not None:
-            step = self._by_counter(last, sample.time_ns, counter_j, expected_j)
+            step = self._counter_step(last, sample.time_ns, counter_j, expected_j)
             if step is not None:
                 return step
-        elif self._doubted is None and self._last_counter is not None:
-            self._doubted = self._base(*self._last_counter)  # the read has failed
-        if by_power is None:
+        elif self._doubted_base is None and self._last_counter is not None:
+            self._doubted_base = self._base_at(*self._last_counter)  # the read has failed
+        if power_step is None:
             return HOLE
-        return Step(INSTANT if sample.power_w is not None else AVERAGE, *by_power, True)
+        return Step(INSTANT if sample.power_w is not None else AVERAGE, *power_step, True)
 
-    def _by_counter(self, last: Point, time_ns: int, counter_j: float, expected_j: float | None) -> Step | None:
-        """Return the step from the counter, or ``None`` if the step is not plausible."""
+    def _counter_step(self, last: Point, time_ns: int, counter_j: float, expected_j: float | None) -> Step | None:
+        """Return the step from the counter, or ``None`` if it is not plausible; then the counter is no longer used."""
         assert self._last_counter is not None
         before_ns, before_j = self._last_counter
         step_j = counter_j - before_j
-        is_possible = 0.0 <= step_j <= self._max_j(time_ns - before_ns)
-        if self._doubted is not None:
-            return self._step_after_distrust(last, time_ns, counter_j, expected_j, is_possible)
-        if self._left is not None:
+        is_possible = 0.0 <= step_j <= self._max_step_j(time_ns - before_ns)
+        if self._doubted_base is not None:
+            return self._step_of_doubted_counter(last, time_ns, counter_j, expected_j, is_possible)
+        if self._before_jump is not None:
             # The counter may jump back.  Of the step from the last value and the step from the value before the jump,
             # the step nearer to the expected energy is right.
-            as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
-            returned = 0.0 <= as_if_j <= self._max_j(time_ns - before_ns)
+            as_if_j = counter_j - self._before_jump.counter_j - (last.total_j - self._before_jump.total_j)
+            has_jumped_back = 0.0 <= as_if_j <= self._max_step_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
-            if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j or usual_j)):
+            if has_jumped_back and (not is_possible or _is_nearer(as_if_j, step_j, expected_j or usual_j)):
                 return Step(COUNTER, as_if_j, 0.0, False)
         if not is_possible:
             why = f"a decrease of {-step_j:.0f} J" if step_j < 0 else f"a jump of {step_j:.0f} J"
-            self._doubt(self._base(before_ns, before_j), why)
+            self._stop_using_counter(self._base_at(before_ns, before_j), why)
             return None
         if step_j == 0.0 and self._is_frozen(time_ns):
-            assert self._moved is not None
-            flow_j = self._flow_j - self._moved.flow_j
-            self._doubt(self._moved, "no change while the device draws power")
-            variance_j2 = self._powers.sampling_j2((time_ns - self._moved.time_ns) * NS)
-            return self._corrected(time_ns, self._moved, flow_j, variance_j2, INSTANT)
+            assert self._last_change is not None
+            integrated_j = self._integrated_j - self._last_change.integrated_j
+            self._stop_using_counter(self._last_change, "no change while the device draws power")
+            variance_j2 = self._powers.sampling_j2((time_ns - self._last_change.time_ns) * NS)
+            return self._replace_steps(time_ns, self._last_change, integrated_j, variance_j2, INSTANT)
         self.timing.add_tick_bounds(before_ns, time_ns, has_moved=step_j > 0.0)
         return Step(COUNTER, step_j, 0.0, False)
 
-    def _step_after_distrust(
+    def _step_of_doubted_counter(
         self, last: Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
     ) -> Step | None:
         """Return the step of a counter that is not used, if it has jumped back or now counts from a new value."""
-        assert self._doubted is not None and self._last_counter is not None
-        base, (before_ns, before_j) = self._doubted, self._last_counter
+        assert self._doubted_base is not None and self._last_counter is not None
+        base, (before_ns, before_j) = self._doubted_base, self._last_counter
         since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
-        counter_resumed = counter_j != before_j and 0.0 <= since_j <= self._max_j(time_ns - base.time_ns)
+        counter_resumed = counter_j != before_j and 0.0 <= since_j <= self._max_step_j(time_ns - base.time_ns)
         counter_continues = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
         if counter_resumed and not (
-            counter_continues and _nearer(counter_j - before_j, since_j - entered_j, expected_j)
+            counter_continues and _is_nearer(counter_j - before_j, since_j - entered_j, expected_j)
         ):
-            self._trust_counter_again()
+            self._use_counter_again()
             # Windows that were reported in the meantime keep the variance of integrated power.
-            return self._corrected(time_ns, base, since_j, last.variances_j2 - base.variances_j2, COUNTER)
+            return self._replace_steps(time_ns, base, since_j, last.total_variance_j2 - base.total_variance_j2, COUNTER)
         if counter_continues:
-            self._left = base
-            self._trust_counter_again()
+            self._before_jump = base
+            self._use_counter_again()
             return Step(COUNTER, counter_j - before_j, 0.0, False)
         return None
 
-    def _corrected(self, time_ns: int, since: _Base, joules: float, variance_j2: float, method: str) -> Step:
+    def _replace_steps(self, time_ns: int, since: _Base, joules: float, variance_j2: float, method: str) -> Step:
         """Replace the steps since `since` by one corrected step; steps already reported in a window are kept."""
         last = self.readings.remove_steps_after(max([since.time_ns, *self._levels.edges_ns]))
         left_j = since.total_j + joules - last.total_j
-        max_j = self._max_j(time_ns - last.time_ns)
+        max_j = self._max_step_j(time_ns - last.time_ns)
         is_reported = last.time_ns > since.time_ns or method != COUNTER
         return Step(method, min(max(left_j, 0.0), max_j), variance_j2 if is_reported else 0.0, method != COUNTER)
 
-    def _base(self, time_ns: int, counter_j: float) -> _Base:
+    def _base_at(self, time_ns: int, counter_j: float) -> _Base:
         last = self.readings[-1]
-        return _Base(time_ns, counter_j, last.total_j, last.variances_j2, self._flow_j)
+        return _Base(time_ns, counter_j, last.total_j, last.total_variance_j2, self._integrated_j)
 
-    def _max_j(self, span_ns: int) -> float:
+    def _max_step_j(self, span_ns: int) -> float:
         sensor = self.timing.sensor
         return self._limit_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
 
     def _is_frozen(self, time_ns: int) -> bool:
         """Whether the counter stayed constant for longer than its ticks explain, while the device drew power."""
-        if self._moved is None:
+        if self._last_change is None:
             return False
         sensor = self.timing.sensor
-        still_s = (time_ns - self._moved.time_ns) * NS
+        still_s = (time_ns - self._last_change.time_ns) * NS
         max_s = max(3 * sensor.tick_s, MIN_FROZEN_S) + sensor.lag_s
-        return still_s > max_s and self._flow_j - self._moved.flow_j > FROZEN_J
+        return still_s > max_s and self._integrated_j - self._last_change.integrated_j > FROZEN_J
 
-    def _doubt(self, base: _Base, why: str) -> None:
-        self._doubted = base
+    def _stop_using_counter(self, base: _Base, why: str) -> None:
+        self._doubted_base = base
         self._is_doubt_reported = True
         self._events.append(f"the energy counter is not used: {why}; integrated power is used instead")
 
-    def _trust_counter_again(self) -> None:
-        self._doubted = None
+    def _use_counter_again(self) -> None:
+        self._doubted_base = None
         if self._is_doubt_reported:  # failed reads are reported by the sampler
             self._events.append("the energy counter is used again")
         self._is_doubt_reported = False
 
 
-def _nearer(value: float, other: float, target: float | None) -> bool:
+def _is_nearer(value: float, other: float, target: float | None) -> bool:
     return target is not None and abs(value - target) < abs(other - target)
 
 

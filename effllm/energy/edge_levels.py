@@ -17,7 +17,7 @@ from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.rank import COUNTER
 
 #: A change of power is abrupt if it exceeds the usual change from tick to tick by this factor.
-STEP = 8.0
+ABRUPT_FACTOR = 8.0
 
 
 class Level(NamedTuple):
@@ -39,23 +39,23 @@ class EdgeLevels:
         self.edges_ns: list[int] = []  # times of the known levels, sorted
 
     def forget_before(self, time_ns: int) -> None:
-        self._keep(self.edges_ns[bisect.bisect_left(self.edges_ns, time_ns) :])
+        self._keep_levels(self.edges_ns[bisect.bisect_left(self.edges_ns, time_ns) :])
 
     def keep_only(self, edges_ns: Collection[int]) -> None:
         """Drop the levels at other times, but keep the newest level, because no later level may be below it."""
         wanted = {*edges_ns, *self.edges_ns[-1:]}
-        self._keep([edge_ns for edge_ns in self.edges_ns if edge_ns in wanted])
+        self._keep_levels([edge_ns for edge_ns in self.edges_ns if edge_ns in wanted])
 
-    def _keep(self, edges_ns: list[int]) -> None:
+    def _keep_levels(self, edges_ns: list[int]) -> None:
         self.edges_ns = edges_ns
         self._levels = {edge_ns: self._levels[edge_ns] for edge_ns in edges_ns}
 
     def fixed_level_at(self, time_ns: int) -> Level:
-        """Return the level at a time, which is fixed by the first call: later levels are not below earlier ones."""
+        """Return the level at a time; the first call fixes it, between those of the edges before and after."""
         if time_ns not in self._levels:
             self._timing.update_lag(time_ns)
-            anchors = self._anchors(time_ns)
-            level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
+            anchors = self._levels_at_ticks(time_ns)
+            level = self._level_between_ticks(time_ns, anchors) if anchors else self._level_between_readings(time_ns)
             # A later reading may contradict a level that was reported, but no window may have negative energy.
             index = bisect.bisect_left(self.edges_ns, time_ns)
             min_j = self._levels[self.edges_ns[index - 1]].joules if index else -math.inf
@@ -63,13 +63,13 @@ class EdgeLevels:
             joules = min(max(level.joules, min_j), max_j)
             self._levels[time_ns] = level._replace(
                 joules=joules,
-                estimated_j=self._readings.estimated_j(joules),
+                estimated_j=self._readings.estimated_until_j(joules),
                 shift_s2=self._timing.shift_s2(time_ns),
             )
             self.edges_ns.insert(index, time_ns)
         return self._levels[time_ns]
 
-    def _anchors(self, time_ns: int) -> dict[int, float] | None:
+    def _levels_at_ticks(self, time_ns: int) -> dict[int, float] | None:
         """Return the counter's levels at the ticks around a time; the key 0 is the last tick up to the time.
 
         The result is ``None`` if the times of ticks are unknown, or the level of one of the two nearest ticks.
@@ -80,8 +80,8 @@ class EdgeLevels:
             return None
         tick_ns, anchors = clock.tick_ns, {}
         implied: dict[int, float] = {}
-        low = self._readings.index_from(round(last[0] - 2 * tick_ns))
-        for index, point in enumerate(self._readings.from_index(low), low):
+        low = self._readings.index_at_or_after(round(last[0] - 2 * tick_ns))
+        for index, point in enumerate(self._readings.starting_at(low), low):
             if point.time_ns > last[0] + 4 * tick_ns:
                 break
             at = clock.certain_tick_before(point.time_ns)
@@ -96,24 +96,24 @@ class EdgeLevels:
         anchors = {**implied, **anchors}
         return anchors if 0 in anchors and 1 in anchors else None
 
-    def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> Level:
+    def _level_between_ticks(self, time_ns: int, anchors: dict[int, float]) -> Level:
         clock, lag_s = self._timing.clock, self._timing.sensor.lag_s
         assert clock is not None
         tick_s = clock.tick_ns * NS
         last = clock.last_tick_before(time_ns + lag_s / NS)
         assert last is not None
         since_s = (time_ns + lag_s / NS - last[0]) * NS
-        before_w = _mean_w(anchors, -1, 0, tick_s)
-        after_w = _mean_w(anchors, 1, 2, tick_s)
-        joules, variance_j2, power_w = in_tick(
+        before_w = _mean_power_w(anchors, -1, 0, tick_s)
+        after_w = _mean_power_w(anchors, 1, 2, tick_s)
+        joules, variance_j2, power_w = energy_within_tick(
             since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
         )
         return Level(anchors[0] + joules, variance_j2, power_w)
 
-    def _between_readings(self, time_ns: int) -> Level:
+    def _level_between_readings(self, time_ns: int) -> Level:
         """Return the level between two readings: for continuous counters, unknown ticks and integrated power."""
         readings, tick_s = self._readings, self._timing.sensor.tick_s
-        shown_ns = time_ns + self._timing.shift_ns()
+        shown_ns = time_ns + self._timing.mean_age_ns()
         index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
         first, second = readings[index - 1], readings[index]
         span_s = (second.time_ns - first.time_ns) * NS
@@ -142,7 +142,7 @@ class EdgeLevels:
         return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
 
 
-def in_tick(
+def energy_within_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
     """Return the part of a tick's energy before a time in this tick, its variance, and the power at the time.
@@ -166,7 +166,7 @@ def in_tick(
     smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
     change_w = max(abs(mean_w - before_w), abs(after_w - mean_w))
     unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)
-    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
+    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > ABRUPT_FACTOR * noise_w:
         step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
         return step_j, unseen_j2, before_w if since_s < step_s else after_w
@@ -177,7 +177,7 @@ def in_tick(
     return smooth_j, unseen_j2, mean_w
 
 
-def _mean_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
+def _mean_power_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
     if first in anchors and second in anchors:
         return (anchors[second] - anchors[first]) / ((second - first) * tick_s)
     return None

@@ -13,10 +13,10 @@ from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: `_slowness` of a wave with a period of seven ticks; faster waves have larger values.
+#: `_independence` of a wave with a period of seven ticks; faster waves have larger values.
 MIN_FAST = 0.4
 #: The hidden variation within a tick of a fast wave, and its increase if power alternates from tick to tick.
-FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
+FAST_HIDDEN, ALTERNATING_HIDDEN = 0.5, 4.2
 #: Adjacent readings may have missed changes of power: with k changes, a 95 % interval by Student's t with 2k degrees
 #: of freedom has about 1 + 1.5 / k times the variance.
 MISSED_CHANGES = 1.5
@@ -40,13 +40,13 @@ class PowerSpread:
 
     def __init__(self) -> None:
         self.mean_w = self.variance_w2 = 0.0  # over about the last minute
-        self._count = 0
-        self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
-        self._near_w2 = 0.0  # mean square of the changes in `_near`
-        self._turns: deque[float] = deque(maxlen=96)  # products of two consecutive changes
+        self._num_readings = 0
+        self._changes_w: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
+        self._mean_change_w2 = 0.0  # mean square of the changes in `_changes_w`
+        self._change_products: deque[float] = deque(maxlen=96)  # products of two consecutive changes
         self._last_change_w: float | None = None
         self._last: tuple[int, float] | None = None
-        self._seen_s = self._seen_w2 = self._seen_w4 = 0.0
+        self._decayed_s = self._decayed_w2 = self._decayed_w4 = 0.0
         self._tick_s = 0.1
         self.min_w, self.max_w = math.inf, 0.0
 
@@ -59,8 +59,8 @@ class PowerSpread:
             tick_s: the sensor's tick; 0 for a continuous sensor.
             is_repeated: whether this held value was already read in the same tick.
         """
-        self._count += 1
-        weight = max(1 / self._count, 1 / 64)
+        self._num_readings += 1
+        weight = max(1 / self._num_readings, 1 / 64)
         difference = power_w - self.mean_w
         self.mean_w += weight * difference
         self.variance_w2 = (1 - weight) * (self.variance_w2 + weight * difference * difference)
@@ -72,27 +72,27 @@ class PowerSpread:
         apart_s = (time_ns - self._last[0]) * NS
         # These sums give a lower bound of the changes from tick to tick, even if power is read only once per second.
         keep = math.exp(-apart_s / 60)
-        self._seen_s = keep * self._seen_s + apart_s
-        self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
-        self._seen_w4 = keep * self._seen_w4 + (power_w - self._last[1]) ** 4
+        self._decayed_s = keep * self._decayed_s + apart_s
+        self._decayed_w2 = keep * self._decayed_w2 + (power_w - self._last[1]) ** 2
+        self._decayed_w4 = keep * self._decayed_w4 + (power_w - self._last[1]) ** 4
         self._tick_s = tick_s
         if apart_s <= 0.6 * tick_s or is_repeated:
             return
         change_w = power_w - self._last[1] if apart_s < 1.5 * tick_s else None
         if change_w is not None:
-            self._near.append(abs(change_w))
-            self._near_w2 = sum(map(mul, self._near, self._near)) / len(self._near)
+            self._changes_w.append(abs(change_w))
+            self._mean_change_w2 = sum(map(mul, self._changes_w, self._changes_w)) / len(self._changes_w)
             if self._last_change_w is not None:
-                self._turns.append(change_w * self._last_change_w)
+                self._change_products.append(change_w * self._last_change_w)
         self._last, self._last_change_w = (time_ns, power_w), change_w
 
     def _change_w2(self) -> float:
-        seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
-        return max(self._near_w2, seen_w2)
+        seen_w2 = self._decayed_w2 / self._decayed_s * self._tick_s if self._decayed_s > 0 else 0.0
+        return max(self._mean_change_w2, seen_w2)
 
     def noise_w(self) -> float:
         """Return the usual change of power from one tick to the next; large changes are left out."""
-        return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
+        return sorted(self._changes_w)[len(self._changes_w) // 4] + 0.05 if self._changes_w else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
@@ -102,26 +102,26 @@ class PowerSpread:
         Args:
             change_w: the difference of this tick from the adjacent ticks.
         """
-        if not self._near:
+        if not self._changes_w:
             return self.variance_w2 * 0.02
         noise_w = self.noise_w()
-        changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
-        turning = self._turning()
-        fast = self.fastness() * (FAST_HIDDEN + TURNING_HIDDEN * turning)
-        return 0.055 * max(changing**3, turning, fast) * min(change_w**2, self._change_w2())
+        changing = sum(change > 4 * noise_w for change in self._changes_w) / len(self._changes_w)
+        alternation = self._alternation()
+        fast = self.fastness() * (FAST_HIDDEN + ALTERNATING_HIDDEN * alternation)
+        return 0.055 * max(changing**3, alternation, fast) * min(change_w**2, self._change_w2())
 
-    def _turning(self) -> float:
+    def _alternation(self) -> float:
         """Return 0 if power keeps rising or falling, 1 if its changes alternate in sign from tick to tick.
 
         If they alternate, power changes more than once per tick.  Neither a single change nor a parabola through three
         ticks then describes the power.
         """
-        if not self._turns or self._near_w2 <= 0:
+        if not self._change_products or self._mean_change_w2 <= 0:
             return 0.0
-        against = -sum(self._turns) / len(self._turns) / self._near_w2
+        against = -sum(self._change_products) / len(self._change_products) / self._mean_change_w2
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
-    def _slowness(self) -> float:
+    def _independence(self) -> float:
         """Return 0 if adjacent readings are equal, 1 if they are independent."""
         return min(self._change_w2() / (2 * self.variance_w2), 1.0) if self.variance_w2 > 0 else 1.0
 
@@ -130,19 +130,19 @@ class PowerSpread:
 
         A power level shorter than about two ticks fills no whole tick, so changes between such levels are not found.
         """
-        return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
+        return max((self._independence() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the difference between the means over part of a tick and over the whole tick."""
         missed_w2 = 0.0
-        if self._near and self._seen_w2:  # too few readings may have missed some changes
-            missed_w2 = MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
-        change_w2 = max(self._near_w2 + missed_w2, self._change_w2())
-        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._slowness() ** 2)
+        if self._changes_w and self._decayed_w2:  # too few readings may have missed some changes
+            missed_w2 = MISSED_CHANGES * self._decayed_w4 / self._decayed_w2 / len(self._changes_w)
+        change_w2 = max(self._mean_change_w2 + missed_w2, self._change_w2())
+        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._independence() ** 2)
 
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of the energy between two readings of power, computed as a trapezoid."""
-        fast = self._slowness()
+        fast = self._independence()
         return self.variance_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
@@ -174,7 +174,7 @@ class Aliasing:
         inflation = MIN_INFLATION
         if total_s := sum(self._durations_s):
             count = span_s * len(self._durations_s) / total_s
-            inflation = max(beat(self._durations_s, sensor.tick_s, count), MIN_INFLATION)
+            inflation = max(rhythm_inflation(self._durations_s, sensor.tick_s, count), MIN_INFLATION)
         return span_s * sensor.tick_s * inflation * self._powers.alias_w2(sensor.duty)
 
     @property
@@ -182,10 +182,10 @@ class Aliasing:
         sensor = self._timing.sensor
         return sensor.duty < 1.0 and self._timing.method == COUNTER and sensor.tick_s > 0
 
-    def run_error(self, iterations: int, joules: float) -> float | None:
-        """Return the error of the run to date if iterations are in step with the sensor, else ``None``.
+    def add_window(self, iterations: int, joules: float) -> float | None:
+        """Add a window; return the error of the run to date if iterations are in step with the sensor, else ``None``.
 
-        The error is the half-width of a 95 % interval as a share of the energy, at most 1.  Call this once per window.
+        The error is the half-width of a 95 % interval as a share of the energy, at most 1.
         The sensor may miss the change of power within an iteration, so the largest difference of all readings is used.
 
         Args:
@@ -199,14 +199,14 @@ class Aliasing:
             return None
         clock = self._timing.clock
         tick_s = clock.tick_ns * NS if clock is not None else self._timing.sensor.tick_s
-        inflation = beat(self._durations_s, tick_s, count)
+        inflation = rhythm_inflation(self._durations_s, tick_s, count)
         swing_w = self._powers.max_w - self._powers.min_w
         deviation_j = swing_w * tick_s * math.sqrt(count * inflation * STEPS_J2)
         error = min(NORMAL_95 * deviation_j / self._run_j, 1.0)
         return error if inflation >= LOCKED * count and error > LOCKED_ERROR else None
 
 
-def beat(durations_s: Sequence[float], tick_s: float, count: float) -> float:
+def rhythm_inflation(durations_s: Sequence[float], tick_s: float, count: float) -> float:
     """Return the variance of the aliasing error of iterations, relative to the variance for independent ticks.
 
     If the duration of iterations is a multiple of the tick, all iterations have the same phase, and their errors add

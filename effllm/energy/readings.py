@@ -34,11 +34,11 @@ class Point(NamedTuple):
     total_j: float
     power_w: float | None
     method: str | None  # method of the step; None for a hole
-    estimated: bool
+    is_estimated: bool
     variance_j2: float  # variance of the step
     holes_ns: int  # running total of time in holes
     estimated_j: float  # running total
-    variances_j2: float  # running total
+    total_variance_j2: float  # running total
     min_w: float | None = None  # minimum of the power readings of this point and, after `compact`, of its step
     max_w: float | None = None  # maximum of these power readings
     num_powers: int = 0  # number of these power readings
@@ -47,21 +47,21 @@ class Point(NamedTuple):
 class Readings(deque[Point]):
     """The readings of one device, oldest first."""
 
-    def from_index(self, index: int) -> Iterator[Point]:
+    def starting_at(self, index: int) -> Iterator[Point]:
         return islice(self, index, None)
 
-    def index_from(self, time_ns: int) -> int:
+    def index_at_or_after(self, time_ns: int) -> int:
         return bisect.bisect_left(self, time_ns, key=_time_ns)
 
     def index_after(self, time_ns: int) -> int:
         return bisect.bisect_right(self, time_ns, key=_time_ns)
 
     def add_reading(self, time_ns: int, power_w: float | None, step: Step) -> None:
-        total_j = estimated_j = variances_j2 = 0.0
+        total_j = estimated_j = total_variance_j2 = 0.0
         holes_ns = 0
         if self:
             last = self[-1]
-            total_j, estimated_j, variances_j2 = last.total_j, last.estimated_j, last.variances_j2
+            total_j, estimated_j, total_variance_j2 = last.total_j, last.estimated_j, last.total_variance_j2
             holes_ns = last.holes_ns + (time_ns - last.time_ns if step.method is None else 0)
         self.append(
             Point(
@@ -69,11 +69,11 @@ class Readings(deque[Point]):
                 total_j=total_j + step.joules,
                 power_w=power_w,
                 method=step.method,
-                estimated=step.is_estimated,
+                is_estimated=step.is_estimated,
                 variance_j2=step.variance_j2,
                 holes_ns=holes_ns,
                 estimated_j=estimated_j + (step.joules if step.is_estimated else 0.0),
-                variances_j2=variances_j2 + step.variance_j2,
+                total_variance_j2=total_variance_j2 + step.variance_j2,
                 min_w=power_w,
                 max_w=power_w,
                 num_powers=int(power_w is not None),
@@ -105,8 +105,8 @@ class Readings(deque[Point]):
             methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
             step = last._replace(
                 method=max(methods, key=METHODS.index) if methods else None,
-                estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
-                variance_j2=last.variances_j2 - first.variances_j2,
+                is_estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
+                variance_j2=last.total_variance_j2 - first.total_variance_j2,
                 min_w=_extreme(min, (point.min_w for point in points[run.start + 1 : run.stop])),
                 max_w=_extreme(max, (point.max_w for point in points[run.start + 1 : run.stop])),
                 num_powers=sum(point.num_powers for point in points[run.start + 1 : run.stop]),
@@ -116,11 +116,9 @@ class Readings(deque[Point]):
 
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""
-        inside = list(islice(self, self.index_from(from_ns), self.index_after(to_ns)))
-        min_w, max_w = (
-            _extreme(min, (point.min_w for point in inside)),
-            _extreme(max, (point.max_w for point in inside)),
-        )
+        inside = list(islice(self, self.index_at_or_after(from_ns), self.index_after(to_ns)))
+        min_w = _extreme(min, (point.min_w for point in inside))
+        max_w = _extreme(max, (point.max_w for point in inside))
         return min_w, max_w, sum(point.num_powers for point in inside)
 
     def mean_w(self, index: int, tick_s: float) -> float:
@@ -135,26 +133,26 @@ class Readings(deque[Point]):
         return (self[second].total_j - self[first].total_j) / (span_ns * NS)
 
     def holes_until_ns(self, time_ns: int) -> int:
-        point = self[min(self.index_from(time_ns), len(self) - 1)]
+        point = self[min(self.index_at_or_after(time_ns), len(self) - 1)]
         return point.holes_ns - (0 if point.method else max(point.time_ns - time_ns, 0))
 
-    def estimated_j(self, total_j: float) -> float:
+    def estimated_until_j(self, total_j: float) -> float:
         index = bisect.bisect_left(self, total_j, key=lambda point: point.total_j)
         point = self[min(index, len(self) - 1)]
-        return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.estimated else 0.0)
+        return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.is_estimated else 0.0)
 
     def variance_until_j2(self, time_ns: int) -> float:
-        index = self.index_from(time_ns)
+        index = self.index_at_or_after(time_ns)
         if index >= len(self):
-            return self[-1].variances_j2
+            return self[-1].total_variance_j2
         point = self[index]
         if index == 0:
-            return point.variances_j2
+            return point.total_variance_j2
         before = self[index - 1]
         rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
-        return point.variances_j2 - rest * point.variance_j2
+        return point.total_variance_j2 - rest * point.variance_j2
 
-    def method(self, from_ns: int, to_ns: int) -> str | None:
+    def least_exact_method(self, from_ns: int, to_ns: int) -> str | None:
         used = {
             point.method
             for before, point in pairwise(self)

@@ -27,7 +27,7 @@ MAX_PROBES = 256
 #: share of the tick is measured.
 MIN_TICK_S = 0.005
 #: If the relative error of the tick is larger than this, the times of ticks cannot be derived.
-MAX_OPEN = 0.1
+MAX_TICK_ERROR = 0.1
 #: Readings that are closer to an edge than this are not merged.
 MIN_MARGIN_NS = 10_000_000_000
 #: If the error of the ticks' phase is larger than this, one more reading at each edge measures the phase.
@@ -49,13 +49,13 @@ class CounterLag:
 
     def __init__(self) -> None:
         self._low, self._high = 0.0, MAX_TICKS
-        self._changes, self._needed = 0, MIN_CHANGES
-        self._probes = 0
+        self._num_changes, self._num_needed = 0, MIN_CHANGES
+        self._num_probes = 0
 
     @property
-    def ticks(self) -> tuple[float, float] | None:
+    def lag_ticks(self) -> tuple[float, float] | None:
         """The lag and the half-width of its error, in ticks; ``None`` after too few changes of power."""
-        if self._changes < self._needed:
+        if self._num_changes < self._num_needed:
             return None
         if self._low <= 0:
             return 0.0, self._high  # most counters are not late
@@ -86,21 +86,21 @@ class CounterLag:
         ]
         for start in starts:
             self._exclude(start + error, start + 1 - error)
-        self._changes += bool(starts)
+        self._num_changes += bool(starts)
 
     def _exclude(self, low: float, high: float) -> None:
         if low <= self._low and self._high <= high:
             self._low, self._high = 0.0, MAX_TICKS
-            self._changes, self._needed = 0, 2 * self._needed
+            self._num_changes, self._num_needed = 0, 2 * self._num_needed
         elif low <= self._low < high:
             self._low = high
         elif low < self._high <= high:
             self._high = low
 
-    def probe(self, tick_s: float, error_s: float) -> float | None:
-        """Return the time of a read that narrows the bounds, in ticks after a tick; ``None`` if none is needed."""
-        self._probes += 1
-        if self._probes > MAX_PROBES:
+    def next_probe(self, tick_s: float, error_s: float) -> float | None:
+        """Return the time of the next read to narrow the bounds, in ticks after a tick; ``None`` after `MAX_PROBES`."""
+        self._num_probes += 1
+        if self._num_probes > MAX_PROBES:
             return None
         return -(self._low + self._high) / 2 % 1 if self._low > 0 else 1 - (NEAR_S + error_s) / tick_s
 
@@ -113,19 +113,19 @@ class SensorTiming:
         self.method = device.energy_method
         self._fresh_ns = 0  # time of the last reading of power that was not repeated
         self._held_ns: float | None = None  # the time of the tick of that reading, if known
-        self._take(device.sensor)
+        self._set_sensor(device.sensor)
 
-    def _take(self, sensor: Sensor) -> None:
-        self.sensor = self._known = sensor  # `sensor` is replaced when a lag is found
+    def _set_sensor(self, sensor: Sensor) -> None:
+        self.sensor = self._calibrated = sensor  # `sensor` is replaced when a lag is found
         is_alike = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
         is_open = is_alike and not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
-        self._lag = CounterLag() if is_open else None  # readings of this run may improve a lag that is only assumed
-        has_clock = sensor.tick_s >= MIN_TICK_S and sensor.tick_error_s <= MAX_OPEN * sensor.tick_s
+        self._lag_bounds = CounterLag() if is_open else None  # readings may improve a lag that is only assumed
+        has_clock = sensor.tick_s >= MIN_TICK_S and sensor.tick_error_s <= MAX_TICK_ERROR * sensor.tick_s
         self.clock = TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s)) if has_clock else None
 
     def calibrate(self, sensor: Sensor) -> None:
         """Set a calibrated sensor, and estimate its ticks from the readings so far."""
-        self._take(sensor)
+        self._set_sensor(sensor)
         previous = None
         for point in self._readings:
             if previous is not None and point.method == COUNTER:
@@ -134,15 +134,15 @@ class SensorTiming:
 
     def add_tick_bounds(self, before_ns: int, time_ns: int, *, has_moved: bool) -> None:
         if self.clock is not None:
-            add = self.clock.moved if has_moved else self.clock.did_not_move
+            add = self.clock.add_change if has_moved else self.clock.add_no_change
             add(before_ns, time_ns)
 
-    def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was, or may have been, read before, so that it is no new value."""
+    def note_power_reading(self, time_ns: int) -> bool:
+        """Note a reading of power; return whether its held value was, or may have been, read before."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
-        open_ns = self.sensor.lag_error_s / NS if self._lag is not None else 0.0
+        open_ns = self.sensor.lag_error_s / NS if self._lag_bounds is not None else 0.0
         last = self.clock.certain_tick_before(shown_ns)
         tick = last[0] if last is not None and open_ns < shown_ns - last[0] < tick_ns - open_ns else None
         if tick is None or self._held_ns is None:
@@ -156,21 +156,21 @@ class SensorTiming:
     def update_lag(self, time_ns: int) -> None:
         """Update the counter's lag from the readings around a time; new readings may also contradict it."""
         last = self.clock.last_tick_before(time_ns) if self.clock is not None else None
-        if self._lag is None or self.clock is None or last is None:
+        if self._lag_bounds is None or self.clock is None or last is None:
             return
         tick_ns = self.clock.tick_ns
-        first = max(self._readings.index_from(round(last[0] - tick_ns)), 1)
-        open_ns = last[1] + self.clock.spread_ns + self._known.call_s / 2 / NS
-        self._lag.add_points(self._readings.from_index(first), last[0], tick_ns, open_ns)
-        self.sensor = self._known
-        if (lag := self._lag.ticks) is not None:
+        first = max(self._readings.index_at_or_after(round(last[0] - tick_ns)), 1)
+        open_ns = last[1] + self.clock.spread_ns + self._calibrated.call_s / 2 / NS
+        self._lag_bounds.add_points(self._readings.starting_at(first), last[0], tick_ns, open_ns)
+        self.sensor = self._calibrated
+        if (lag := self._lag_bounds.lag_ticks) is not None:
             lag_s, error_s = lag[0] * tick_ns * NS, max(lag[1] * tick_ns * NS, MIN_LAG_ERROR_S)
-            if error_s < self._known.lag_error_s:
-                self.sensor = replace(self._known, lag_s=lag_s, lag_error_s=error_s)
+            if error_s < self._calibrated.lag_error_s:
+                self.sensor = replace(self._calibrated, lag_s=lag_s, lag_error_s=error_s)
 
     # --- the times of readings ---
 
-    def shift_ns(self) -> int:
+    def mean_age_ns(self) -> int:
         """Return the mean age of the energy or power that a reading shows."""
         if self.method == COUNTER:
             return round((self.sensor.lag_s + self.sensor.tick_s / 2) / NS)
@@ -182,8 +182,8 @@ class SensorTiming:
         phase_s = last[1] * NS if last is not None else 0.0
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
-    def reach_ns(self, max_gap_ns: int) -> int:
-        """Return the time for which a power reading is valid: until the sensor's next update or the next reading."""
+    def valid_ns(self, max_gap_ns: int) -> int:
+        """Return for how long a power reading is valid: until the sensor's next update or the next reading."""
         if self.method == COUNTER:
             return 0
         next_ns = max_gap_ns // 5 if self._device.only_power else 0
@@ -200,7 +200,7 @@ class SensorTiming:
     def reads_for(self, edge_ns: int) -> list[int]:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
-            return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
+            return [edge_ns, edge_ns + late_ns] if (late_ns := self._delay_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # the counter then shows the energy at the edge
         last = self.clock.last_tick_before(shown_ns)
         tick_ns = self.clock.tick_ns
@@ -210,8 +210,8 @@ class SensorTiming:
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
             reads.append(round(next_ns))  # this read halves the error of the phase
-        if self._lag is not None:
-            probe = self._lag.probe(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
+        if self._lag_bounds is not None:
+            probe = self._lag_bounds.next_probe(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
             if probe is not None:
                 reads.append(round(next_ns + probe * tick_ns))
         if shown_ns > edge_ns:  # add a read in the tick before
@@ -222,19 +222,19 @@ class SensorTiming:
         """Return whether the energy at an edge is final: later readings do not improve it."""
         newest_ns = self._readings[-1].time_ns if self._readings else 0
         if self.clock is None or self.method != COUNTER:
-            return newest_ns + self.reach_ns(max_gap_ns) >= edge_ns + self._late_ns()
+            return newest_ns + self.valid_ns(max_gap_ns) >= edge_ns + self._delay_ns()
         edge_ns += max(round(self.sensor.lag_s / NS), 0)
         last = self.clock.last_tick_before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
-    def _late_ns(self) -> int:
+    def _delay_ns(self) -> int:
         """Return the delay of readings after an edge, for sensors without known ticks; 0 below `MIN_TICK_S`."""
-        late_ns = self.shift_ns()
+        late_ns = self.mean_age_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
 
 
-def is_share_open(device: Device) -> bool:
+def is_measured_share_unknown(device: Device) -> bool:
     """Return whether the share of a tick that the counter measures is unknown; `effllm profile` measures it."""
     sensor = device.sensor
     has_ticks = device.energy_method == COUNTER and sensor.tick_s >= MIN_TICK_S

@@ -30,7 +30,7 @@ LEVER_NS = 300e9
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return the period of a counter and the half-width of the period's error; ``None`` if no period is found.
+    """Return the seconds of a counter's period, and the half-width of their error; ``None`` if no period is found.
 
     Each change is bounded by two reads, and the period must explain all changes.  A counter that changed between almost
     all reads is continuous and has the period 0.
@@ -46,29 +46,29 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     if len(moves) > 0.6 * len(reads):
         return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
     roughly_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(moves))
-    runs = _runs(reads, max(min(1.5 * apart_ns, 0.9 * roughly_ns), 0.5 * roughly_ns))
+    runs = _uninterrupted_changes(reads, max(min(1.5 * apart_ns, 0.9 * roughly_ns), 0.5 * roughly_ns))
     steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
     if not steps:
         return None
-    period = statistics.fmean(steps)
-    shortest, longest = 0.5 * period, 1.5 * period
-    counted: list[tuple[int, int, int]] = []  # number of each change, and its bounds
+    period_ns = statistics.fmean(steps)
+    min_ns, max_ns = 0.5 * period_ns, 1.5 * period_ns
+    numbered: list[tuple[int, int, int]] = []  # number of each change, and its bounds
     for run in runs:
         for i, (after, until) in enumerate(run):
-            count = 1 if i or not counted else _count(counted[-1], (after, until), shortest, longest)
+            count = 1 if i or not numbered else _ticks_between(numbered[-1], (after, until), min_ns, max_ns)
             if count is None:
-                counted = []
-            number = counted[-1][0] + count if counted and count else 0
-            for earlier, since, before in counted:
-                shortest = max(shortest, (after - before) / (number - earlier))
-                longest = min(longest, (until - since) / (number - earlier))
-            counted.append((number, after, until))
-    if shortest > longest:  # the ticks' jitter is larger than the time between reads
-        return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
-    return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
+                numbered = []  # the numbers begin again
+            number = numbered[-1][0] + count if numbered and count else 0
+            for earlier, since, before in numbered:
+                min_ns = max(min_ns, (after - before) / (number - earlier))
+                max_ns = min(max_ns, (until - since) / (number - earlier))
+            numbered.append((number, after, until))
+    if min_ns > max_ns:  # the ticks' jitter is larger than the time between reads
+        return period_ns / 1e9, max((min_ns - max_ns) / 2, 0.002 * period_ns) / 1e9
+    return (min_ns + max_ns) / 2e9, max((max_ns - min_ns) / 2e9, 1e-7)
 
 
-def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
+def _uninterrupted_changes(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
     """Return the changes in parts: a delayed read begins a new part, so the changes of a part are one tick apart."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
@@ -79,10 +79,10 @@ def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tu
     return runs
 
 
-def _count(last: tuple[int, int, int], change: tuple[int, int], shortest: float, longest: float) -> int | None:
+def _ticks_between(last: tuple[int, int, int], change: tuple[int, int], min_ns: float, max_ns: float) -> int | None:
     """Return the number of ticks from a change to the next one; ``None`` if more than one number is possible."""
     _, since, before = last
-    fewest, most = math.ceil((change[0] - before) / longest), math.floor((change[1] - since) / shortest)
+    fewest, most = math.ceil((change[0] - before) / max_ns), math.floor((change[1] - since) / min_ns)
     return fewest if fewest == most > 0 else None
 
 
@@ -139,9 +139,9 @@ class TickClock:
         self._min_ns, self._max_ns = self._nominal
         self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first tick
         self._jitter_ns = MIN_JITTER_NS
-        self._old: list[tuple[float, float, int]] = []  # bounds of earlier reference ticks, with their age in ticks
-        self.conflicts = 0
-        self._contradicted_ns = 0  # time of the last conflict
+        self._references: list[tuple[float, float, int]] = []  # bounds of earlier ones, with their age in ticks
+        self.num_conflicts = 0
+        self._last_conflict_ns = 0  # time of the last conflict
         self._read_ns = self._still_ns = -1  # the last read, and the first read with the same value
 
     @property
@@ -153,12 +153,14 @@ class TickClock:
         """Middle of the bounds of the reference tick; nan before the first tick."""
         return (self._low_ns + self._high_ns) / 2
 
-    def moved(self, after_ns: int, until_ns: int) -> None:
+    def add_change(self, after_ns: int, until_ns: int) -> None:
+        """Narrow the bounds of ticks by two reads with different values."""
         self._still_ns = self._read_ns = until_ns
         if until_ns - after_ns < 0.9 * self._min_ns:  # in a longer time there may have been two ticks
             self._narrow(after_ns, until_ns)
 
-    def did_not_move(self, after_ns: int, until_ns: int) -> None:
+    def add_no_change(self, after_ns: int, until_ns: int) -> None:
+        """Narrow the bounds of ticks by two reads with the same value, if a tick was due between them."""
         if after_ns != self._read_ns:
             self._still_ns = after_ns
         self._read_ns = until_ns
@@ -170,7 +172,7 @@ class TickClock:
         if early_ns <= self.spread_ns:
             return  # the tick may be before the first read with this value
         if late_ns > self.spread_ns:  # a tick was due, but the counter did not change
-            self._contradict(min(early_ns, late_ns), until_ns)
+            self._add_conflict(min(early_ns, late_ns), until_ns)
             self._restart(math.nan, math.nan)
         elif until_ns >= low_ns:  # the tick comes after this read
             self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
@@ -196,19 +198,19 @@ class TickClock:
 
     @property
     def spread_ns(self) -> float:
-        return self._jitter_ns if self.conflicts else 0.0
+        return self._jitter_ns if self.num_conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
         # The last conflict was long ago, and may have come from a frozen counter, so the jitter is reduced.
-        if until_ns - self._contradicted_ns > LEVER_NS:
+        if until_ns - self._last_conflict_ns > LEVER_NS:
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
-            self._contradicted_ns = until_ns
+            self._last_conflict_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
         if math.isnan(self._low_ns):
             self._restart(low_ns, high_ns)
             return
         nearest = math.floor(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
-        first, second = self._due(max(nearest, 0)), self._due(max(nearest, 0) + 1)
+        first, second = self._predicted_bounds(max(nearest, 0)), self._predicted_bounds(max(nearest, 0) + 1)
         if first[1] - first[0] > self.tick_ns / 2:  # the reference is too old
             self._restart(low_ns, high_ns)
             return
@@ -217,41 +219,41 @@ class TickClock:
         if max(gaps_ns) < 0:
             return  # the change may belong to either of the two ticks
         if min(gaps_ns) >= 0:
-            self._contradict(min(gaps_ns), until_ns)
+            self._add_conflict(min(gaps_ns), until_ns)
             self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
             return
         self._low_ns, self._high_ns, count = meets[gaps_ns.index(min(gaps_ns))]
         self._bound_period(count)
-        self._keep_reference()
+        self._store_reference()
 
-    def _contradict(self, by_ns: float, time_ns: int) -> None:
+    def _add_conflict(self, by_ns: float, time_ns: int) -> None:
         """Count a tick that was outside of its bounds by at least ``by_ns``, and assume more jitter."""
-        self.conflicts += 1
+        self.num_conflicts += 1
         self._jitter_ns = min(self._jitter_ns + max(by_ns, self._jitter_ns), self.tick_ns)
-        self._contradicted_ns = time_ns
+        self._last_conflict_ns = time_ns
 
-    def _due(self, count: int) -> tuple[float, float, int]:
+    def _predicted_bounds(self, count: int) -> tuple[float, float, int]:
         return self._low_ns + count * self._min_ns, self._high_ns + count * self._max_ns, count
 
     def _bound_period(self, count: int) -> None:
         """Compute the bounds of the period only from the stored reference ticks, because clocks drift."""
-        self._old = [(low, high, ago + count) for low, high, ago in self._old]
+        self._references = [(low, high, ago + count) for low, high, ago in self._references]
         self._min_ns, self._max_ns = self._nominal
-        for low, high, ago in self._old:
+        for low, high, ago in self._references:
             if ago > 0:
                 self._min_ns = max(self._min_ns, min((self._low_ns - high) / ago, self._max_ns))
                 self._max_ns = min(self._max_ns, max((self._high_ns - low) / ago, self._min_ns))
 
-    def _keep_reference(self) -> None:
+    def _store_reference(self) -> None:
         """Store reference ticks of the last minutes: an older reference tick makes the period more exact."""
-        if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
-            self._old.append((self._low_ns, self._high_ns, 0))
-        if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:
-            del self._old[0]
+        if not self._references or self._references[-1][2] * self.tick_ns > LEVER_NS / 2:
+            self._references.append((self._low_ns, self._high_ns, 0))
+        if self._references[0][2] * self.tick_ns > LEVER_NS and len(self._references) > 1:
+            del self._references[0]
 
     def _restart(self, low_ns: float, high_ns: float) -> None:
         self._low_ns, self._high_ns = low_ns, high_ns
         self._min_ns, self._max_ns = self._nominal
-        self._old = []
+        self._references = []
         if not math.isnan(low_ns):
-            self._keep_reference()
+            self._store_reference()

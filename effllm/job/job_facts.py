@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from effllm.config.settings import Config
 from effllm.devices.known import hardware
 from effllm.devices.known.hardware import peak_clock_hz
-from effllm.energy.sensor_timing import is_share_open
+from effllm.energy.sensor_timing import is_measured_share_unknown
 from effllm.job.audit import KnownJob
 from effllm.job.ledger import Ledger
 from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
@@ -269,7 +269,11 @@ class JobFacts:
     @cached_property
     def open_shares(self) -> tuple[str, ...]:
         """One sentence if the measured share of an energy counter's ticks is unknown; else empty."""
-        models = {device.name or "GPUs without a name" for device in self._devices.values() if is_share_open(device)}
+        models = {
+            device.name or "GPUs without a name"
+            for device in self._devices.values()
+            if is_measured_share_unknown(device)
+        }
         if not models:
             return ()
         text = (

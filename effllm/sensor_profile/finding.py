@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from effllm import __version__
 from effllm.devices import Reader
 from effllm.energy import calibration
-from effllm.energy.calibration import Seen
+from effllm.energy.calibration import SensorMeasurement
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import is_held
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
@@ -178,7 +178,9 @@ class SensorEvidence:
         tick = None
         if rhythm is not None:
             tick = (rhythm.period_s, max(rhythm.error_s, MIN_TICK_ERROR * rhythm.period_s))
-        sensor = calibration.with_seen(calibration.assumed(self._device), Seen(self._call_s, tick, self._held()))
+        sensor = calibration.with_measurement(
+            calibration.assumed_sensor(self._device), SensorMeasurement(self._call_s, tick, self._held())
+        )
         average = self._responses.get("average")
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)

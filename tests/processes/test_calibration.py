@@ -15,7 +15,7 @@ from nvml_library import Gpu, square
 
 from effllm.devices import Site
 from effllm.energy import calibration
-from effllm.energy.calibration import Calibration, calibrate, load, store, turn_s
+from effllm.energy.calibration import Calibration, calibrate, calibration_delay_s, load, store
 from effllm.energy.tick_clock import is_held, tick_of
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 
@@ -98,17 +98,19 @@ def test_tick_is_never_outside_its_stated_error(board, tick_s, call_s):
     for step in range(20):
         watched = board(tick_s=tick_s, call_s=call_s)
         watched.now_s += 0.0137 * step
-        seen = calibration._measure(watched.read, calibration._sleep_until)
+        seen = calibration._measure_counter(watched.read, calibration._sleep_until)
 
         assert seen.tick is None or abs(seen.tick[0] - (tick_s if tick_s > 0.005 else 0.0)) <= seen.tick[1]
 
 
 def test_slow_reads_do_not_show_that_a_power_reading_is_held(board):
-    assert calibration._measure(board(call_s=0.003, hold=False).read, calibration._sleep_until).is_held is not True
+    assert (
+        calibration._measure_counter(board(call_s=0.003, hold=False).read, calibration._sleep_until).is_held is not True
+    )
 
 
 def test_ranks_of_a_node_calibrate_after_each_other():
-    turns_s = [turn_s(local_rank) for local_rank in range(8)]
+    turns_s = [calibration_delay_s(local_rank) for local_rank in range(8)]
 
     assert turns_s[0] == 0.0
     assert all(second - first >= calibration.MAX_S for first, second in pairwise(turns_s))

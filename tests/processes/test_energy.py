@@ -18,8 +18,8 @@ from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_of, simulate
 
 from effllm.energy.device_energy import EnergyLedger
-from effllm.energy.edge_levels import in_tick
-from effllm.energy.power_spread import PowerSpread, beat
+from effllm.energy.edge_levels import energy_within_tick
+from effllm.energy.power_spread import PowerSpread, rhythm_inflation
 from effllm.energy.readings import Point
 from effllm.energy.sensor_timing import CounterLag
 from effllm.job.health.watches import EnergyWatch
@@ -50,7 +50,7 @@ def energy(one, start_s, end_s):
 
 
 def method(one, start_s, end_s):
-    return one.readings.method(at(start_s), at(end_s))
+    return one.readings.least_exact_method(at(start_s), at(end_s))
 
 
 def joules(one, start_s, end_s):
@@ -125,7 +125,7 @@ def test_energy_of_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, 
 def test_energy_of_a_square_wave_is_split_exactly_within_a_tick():
     # The power changes 30 ms after the start of the tick: 100 W * 30 ms + 500 W * 70 ms = 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
-        found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
+        found_j, variance_j2, power_w = energy_within_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
 
         assert found_j == pytest.approx(before_j)
         assert power_w == (100.0 if since_s < 0.03 else 500.0)
@@ -154,7 +154,7 @@ def test_energy_of_a_sine_is_split_with_a_parabola_of_three_ticks(period_s):
 
 def test_burst_in_a_tick_increases_the_error_of_an_edge_in_this_tick():
     # The power is 60 W, and 600 W for 20 ms at an unknown time of the tick, so the tick has 6 + 10.8 J.
-    found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
+    found_j, variance_j2, _ = energy_within_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
 
     assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
     # The burst is before or after the edge with equal probability, so the standard deviation is half of its energy.
@@ -680,14 +680,14 @@ def lag_after(edges, lag_s, power_w, seed=0):
     sensor = BoardSensor(square(100.0, 500.0, 0.1731), lag_s=lag_s)
     for edge in range(edges):
         tick_s = BEGIN_S + lag_s + edge  # the counter changes at this time
-        planned_s = [chance.uniform(0.0, 0.1), 0.125, 0.1 + 0.1 * lag.probe(0.1, OPEN_S), 0.225]
+        planned_s = [chance.uniform(0.0, 0.1), 0.125, 0.1 + 0.1 * lag.next_probe(0.1, OPEN_S), 0.225]
         reads_s = [tick_s + after_s + chance.uniform(5e-5, OPEN_S) for after_s in planned_s]
         points = [
             Point(round(s * NS), sensor.counter_j(s), power_w(sensor, s), COUNTER, False, 0.0, 0, 0.0, 0.0)
             for s in reads_s
         ]
         lag.add_points(points, tick_s * NS, 0.1 * NS, OPEN_S * NS)
-    return tuple(0.1 * ticks for ticks in lag.ticks) if lag.ticks else None
+    return tuple(0.1 * ticks for ticks in lag.lag_ticks) if lag.lag_ticks else None
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.007, 0.04, 0.093, 0.1])
@@ -803,16 +803,16 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
 def test_computed_beat_variance_agrees_with_monte_carlo(step_s, deviation_s):
     expected = monte_carlo(step_s, deviation_s, 0.1, 12.0, 1)
 
-    # `beat` sums three harmonics of the tick; the other harmonics add less than half of an iteration's variance.
-    found = beat(gauss_durations(step_s, deviation_s), 0.1, 12.0 / step_s)
+    # `rhythm_inflation` sums three harmonics of the tick; the others add less than half of an iteration's variance.
+    found = rhythm_inflation(gauss_durations(step_s, deviation_s), 0.1, 12.0 / step_s)
     assert found == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
 def test_errors_of_iterations_that_last_whole_ticks_do_not_cancel():
-    assert beat([0.3], 0.1, 100) == pytest.approx(100.0)  # all hundred iterations have the same error
+    assert rhythm_inflation([0.3], 0.1, 100) == pytest.approx(100.0)  # all hundred iterations have the same error
     varied_s = gauss_durations(0.3, 0.05)  # the length of iterations varies by half a tick
-    assert beat(varied_s, 0.1, 100) == pytest.approx(1.0, abs=0.1)
-    assert beat([60.0], 0.1, 0.5) == 1.0
+    assert rhythm_inflation(varied_s, 0.1, 100) == pytest.approx(1.0, abs=0.1)
+    assert rhythm_inflation([60.0], 0.1, 0.5) == 1.0
 
 
 def test_beat_increases_the_stated_error_of_a_partial_duty_sensor():
@@ -862,7 +862,7 @@ def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
     for first in range(skipped, skipped + count, per_window):
         (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
         one.aliasing.set_durations(lengths_s[max(first + per_window - 64, 0) : first + per_window])
-        error = one.aliasing.run_error(per_window, energy.joules or 0.0)
+        error = one.aliasing.add_window(per_window, energy.joules or 0.0)
         watch.close([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
         errors.append(energy.joules - power.integral(power.ends_s[first], power.ends_s[first + per_window]))
     whole_j = power.integral(power.ends_s[skipped], power.ends_s[skipped + count])
@@ -917,7 +917,7 @@ def test_memory_and_precision_stay_constant_for_a_week_of_samples():
                 estimated_j += window.estimated_j
                 one.forget_before(at(second))
                 one.take_events(0.0)
-                held.append(len(one.readings) + len(one._levels.edges_ns) + len(one.timing.clock._old))
+                held.append(len(one.readings) + len(one._levels.edges_ns) + len(one.timing.clock._references))
             second += pause_s
 
     assert max(held) < 20

@@ -14,7 +14,7 @@ from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, NS, Telegraph
 
 from effllm.agent.sampler import NEVER_NS, POWER_EVERY_S, Sampler
-from effllm.energy.calibration import assumed, with_power_seen
+from effllm.energy.calibration import assumed_sensor, with_power_measurement
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample
 
@@ -57,7 +57,7 @@ def windows(power, seed, *, held_s=0.0, window_s=1.0, count=30):
     chance = random.Random(seed)
     sensor = PowerSensor(power, held_s, chance.uniform(0, 1))
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
-    one = EnergyLedger(replace(GPU, sensor=with_power_seen(assumed(GPU), dense)), 5.0)
+    one = EnergyLedger(replace(GPU, sensor=with_power_measurement(assumed_sensor(GPU), dense)), 5.0)
     begin_s = BEGIN_S + 3.0 + chance.uniform(0, 5)
     edges_s = [begin_s + 1.0]
     for _ in range(count):
@@ -103,7 +103,9 @@ def test_energy_of_constant_power_is_exact():
 def test_tick_of_held_power_is_found_from_its_changes(held_s, lag_s):
     for seed in range(5):
         sensor = PowerSensor(square(100.0, 500.0, 0.93), held_s, 0.0137 * seed)
-        seen = with_power_seen(assumed(GPU), [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)])
+        seen = with_power_measurement(
+            assumed_sensor(GPU), [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
+        )
 
         assert seen.lag_s == pytest.approx(lag_s, rel=0.05)
         assert seen.lag_error_s <= 0.6 * held_s
@@ -114,7 +116,7 @@ def test_changing_load_is_not_mistaken_for_a_tick(period_s):
     sensor = PowerSensor(square(100.0, 500.0, period_s), 0.0, 0.0)
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
 
-    seen = with_power_seen(assumed(GPU), dense)
+    seen = with_power_measurement(assumed_sensor(GPU), dense)
 
     assert seen.lag_error_s >= 0.07, "the lag of a reading must remain as uncertain as before"
 

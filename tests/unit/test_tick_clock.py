@@ -44,7 +44,7 @@ class Counter:
         for time_ns in map(round, times_ns):
             number = self.number(time_ns)
             if self._last is not None:
-                record = self.clock.moved if number > self._last[1] else self.clock.did_not_move
+                record = self.clock.add_change if number > self._last[1] else self.clock.add_no_change
                 record(self._last[0], time_ns)
             self._last = (time_ns, number)
 
@@ -77,7 +77,7 @@ def test_counter_change_between_two_near_reads_locks_the_clock():
     clock = TickClock(0.1, 1e-5)
     assert clock.last_tick_before(START_NS) is None
 
-    clock.moved(START_NS, START_NS + 10_000_000)
+    clock.add_change(START_NS, START_NS + 10_000_000)
 
     # The tick is within an interval of 10 ms; its estimate is the middle of the interval.  Over two ticks the period's
     # error adds 2 * 10 us.
@@ -89,7 +89,7 @@ def test_counter_change_between_two_near_reads_locks_the_clock():
 def test_counter_change_between_distant_reads_does_not_lock_the_clock(apart_s):
     clock = TickClock(0.1, 1e-5)
 
-    clock.moved(START_NS, START_NS + round(apart_s * NS))
+    clock.add_change(START_NS, START_NS + round(apart_s * NS))
 
     assert clock.last_tick_before(START_NS + NS) is None
     assert clock.certain_tick_before(START_NS + NS) is None
@@ -97,19 +97,19 @@ def test_counter_change_between_distant_reads_does_not_lock_the_clock(apart_s):
 
 def test_unchanged_counter_at_a_due_tick_reduces_the_clock_error():
     clock = TickClock(0.1, 0.0)
-    clock.moved(START_NS, START_NS + 10_000_000)
+    clock.add_change(START_NS, START_NS + 10_000_000)
 
-    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is after 106 ms
+    clock.add_no_change(START_NS + 90_000_000, START_NS + 106_000_000)  # the tick due at 100-110 ms is after 106 ms
 
     assert clock.last_tick_before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
 
 def test_unchanged_counter_after_a_possible_tick_is_ignored():
     clock = TickClock(0.1, 0.0)
-    clock.moved(START_NS, START_NS + 10_000_000)
-    clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # reads too far apart to locate a tick
+    clock.add_change(START_NS, START_NS + 10_000_000)
+    clock.add_change(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # reads too far apart to locate a tick
 
-    clock.did_not_move(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was due at 100 to 110 ms
+    clock.add_no_change(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was due at 100 to 110 ms
 
     assert clock.last_tick_before(START_NS + NS + 120_000_000) == pytest.approx(
         (START_NS + NS + 105_000_000, 5_000_000)
@@ -122,7 +122,7 @@ def test_phase_is_known_to_200_us_after_30_edges():
 
     reads_of_an_agent(counter, [START_NS + (5 + 10 * i) * NS + i * 7_340_000 for i in range(30)])
 
-    assert clock.conflicts == 0
+    assert clock.num_conflicts == 0
     assert clock.last_tick_before(START_NS + 300 * NS)[1] < 200_000
     assert counter.off_ns(START_NS + 300 * NS) < 200_000
 
@@ -165,7 +165,7 @@ def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off
             if known is not None:
                 assert counter.off_ns(at_ns + ahead * TICK_NS) <= known[1] + 2
 
-    assert clock.conflicts == 0
+    assert clock.num_conflicts == 0
 
 
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
@@ -183,7 +183,7 @@ def test_time_of_the_last_certain_tick_is_within_its_error(reads, phase, off, mo
 
 def test_moments_near_an_uncertain_tick_are_rejected():
     clock = TickClock(0.1, 0.0)
-    clock.moved(START_NS, START_NS + 10_000_000)
+    clock.add_change(START_NS, START_NS + 10_000_000)
     tick_ns = START_NS + 305_000_000  # ± 5 ms
 
     stated = [ms for ms in range(-20, 100) if clock.certain_tick_before(tick_ns + ms * 1_000_000) is not None]
@@ -194,12 +194,12 @@ def test_moments_near_an_uncertain_tick_are_rejected():
 def test_reads_that_fit_two_ticks_do_not_change_the_clock():
     # Ticks are expected from -20 to 20 and from 80 to 120 ms; a change between 15 and 95 ms fits both ticks.
     clock = TickClock(0.1, 0.0)
-    clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
+    clock.add_change(START_NS - 20_000_000, START_NS + 20_000_000)
 
-    clock.moved(START_NS + 15_000_000, START_NS + 95_000_000)
+    clock.add_change(START_NS + 15_000_000, START_NS + 95_000_000)
 
     assert clock.last_tick_before(START_NS + 150_000_000) == pytest.approx((START_NS + 100_000_000, 20_000_000))
-    assert clock.conflicts == 0
+    assert clock.num_conflicts == 0
 
 
 # --- imperfect clocks ---
@@ -226,7 +226,7 @@ def test_jittering_ticks_are_conflicts_and_widen_the_bounds(jitter_ns):
 
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(600)])
 
-    assert clock.conflicts > 0
+    assert clock.num_conflicts > 0
     after_ns = START_NS + 1900 * NS
     middle_ns, half_ns = clock.last_tick_before(after_ns)
     assert counter.off_ns(after_ns) <= half_ns + 2 * jitter_ns
@@ -239,12 +239,12 @@ def test_clock_recovers_from_a_counter_that_froze_once():
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
     tick_ns = round(clock.last_tick_before(START_NS + 100 * NS)[0])
-    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no change of the counter, although a tick was due
+    clock.add_no_change(tick_ns - 40_000_000, tick_ns + 40_000_000)  # no change of the counter, although a tick was due
 
     def refused(at_ns):
         return sum(clock.certain_tick_before(at_ns + i * TICK_NS / 200) is None for i in range(200))
 
-    assert clock.conflicts == 1
+    assert clock.num_conflicts == 1
     reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
     assert refused(START_NS + 210 * NS) > 100  # the ticks may be wrong by up to 40 ms
     reads_of_an_agent(counter, [START_NS + (300 + 30 * i) * NS + i * 7_340_000 for i in range(100)])
@@ -259,6 +259,6 @@ def test_clock_follows_temperature_drift_for_days():
 
     reads_of_an_agent(counter, edges_ns)
 
-    assert clock.conflicts <= 2
+    assert clock.num_conflicts <= 2
     assert clock.last_tick_before(edges_ns[-1])[1] < 1_000_000
     assert counter.off_ns(edges_ns[-1]) < 1_000_000
