@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 MAX_BYTES = 8 * 1024 * 1024
-LIMIT_S = 5.0
+TIMEOUT_S = 5.0
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 
@@ -25,7 +25,7 @@ class Unreachable(OSError):
     """The page cannot be read now. The message is one sentence."""
 
 
-def address(url: str) -> tuple[str, str, int, str]:
+def address_of(url: str) -> tuple[str, str, int, str]:
     """Return the scheme, host, port and path of a page; the default path is /metrics.
 
     Raises:
@@ -47,12 +47,12 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
     Raises:
         Unreachable: the server did not answer, or answered with an error.
     """
-    scheme, host, port, path = address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+    scheme, host, port, path = address_of(url)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     if scheme == "https":
-        connection = http.client.HTTPSConnection(host, port, timeout=LIMIT_S, context=tls)
+        connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=tls)
     try:
-        text = _read(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
+        text = _read_body(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
     except Unreachable:
         raise
     except (TimeoutError, socket.gaierror, ConnectionError) as error:
@@ -65,8 +65,8 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
     return text.decode("utf-8", "replace")
 
 
-def _read(connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]) -> bytes:
-    until_s = time.monotonic() + LIMIT_S
+def _read_body(connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]) -> bytes:
+    until_s = time.monotonic() + TIMEOUT_S
     connection.request("GET", path, headers={"Accept": "text/plain", "Connection": "close", **headers})
     answer = connection.getresponse()
     if answer.status != http.client.OK:
@@ -78,7 +78,7 @@ def _read(connection: http.client.HTTPConnection, path: str, headers: Mapping[st
         if len(text) > MAX_BYTES:
             raise Unreachable(f"the page is longer than {MAX_BYTES // 2**20} MiB")
         if time.monotonic() > until_s:  # the connection's timeout applies to each packet
-            raise Unreachable(f"the page was not complete within {LIMIT_S:.0f} s")
+            raise Unreachable(f"the page was not complete within {TIMEOUT_S:.0f} s")
     return text
 
 

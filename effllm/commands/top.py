@@ -29,17 +29,17 @@ DEFAULT_SIZE = (80, 24)
 
 def main(arguments: Sequence[str]) -> int:
     """Show a job; return the exit status."""
-    given = _parsed(arguments)
+    given = _options_or_status(arguments)
     if isinstance(given, int):
         return given
     try:
         if (folder := _folder_of_runs(given.run)) is not None:
             return _show_fleet(folder, is_once=given.once, as_json=given.json)
-        source, name = _source(given)
+        source, name = _source_and_name(given)
         if given.once or given.json or not sys.stdout.isatty():
-            return _once(source, as_json=given.json)
-        terminal = _terminal()
-        return _print_frames(source) if terminal is None else terminal.watch(source, one_line(name))
+            return _print_once(source, as_json=given.json)
+        terminal = _screen_module()
+        return _print_frames(source) if terminal is None else terminal.show(source, one_line(name))
     except UnreadableRun as error:
         return complain("top", str(error), 1 if isinstance(error, NoRun) else NO_DATA)
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace | int:
+def _options_or_status(arguments: Sequence[str]) -> argparse.Namespace | int:
     """Return the options, or the exit status of wrong use; the help is in the module `app`."""
     parser = _Parser(prog="effllm top", add_help=False, allow_abbrev=False)
     parser.add_argument("run", nargs="?", default="")
@@ -89,15 +89,15 @@ def _folder_of_runs(run: str) -> Path | None:
 
 
 def _show_fleet(folder: Path, *, is_once: bool, as_json: bool) -> int:
-    from effllm.commands.top_fleet import Fleet, print_once, watch
+    from effllm.commands.top_fleet import Fleet, print_once, show
 
     fleet = Fleet(folder)
-    if not is_once and _terminal() is not None:
-        return watch(fleet)
+    if not is_once and _screen_module() is not None:
+        return show(fleet)
     return print_once(fleet, shutil.get_terminal_size(DEFAULT_SIZE).columns, as_json=as_json)
 
 
-def _terminal() -> ModuleType | None:
+def _screen_module() -> ModuleType | None:
     """Return the module of the screen; ``None`` without a terminal that can move its cursor."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
@@ -108,7 +108,7 @@ def _terminal() -> ModuleType | None:
     return top_terminal if top_terminal.can_move_cursor(process_environ().get("TERM", "")) else None
 
 
-def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
+def _source_and_name(given: argparse.Namespace) -> tuple[TopSource, str]:
     if given.endpoint:
         from effllm.commands.top_page import PageSource
 
@@ -127,18 +127,18 @@ def _source(given: argparse.Namespace) -> tuple[TopSource, str]:
     return FolderSource(path), f"{path}"
 
 
-def _once(source: TopSource, *, as_json: bool) -> int:
-    frame = _whole_frame(source)
+def _print_once(source: TopSource, *, as_json: bool) -> int:
+    frame = _read_whole_frame(source)
     if as_json:
         print(json.dumps(document(frame), allow_nan=False))
     else:
         width = shutil.get_terminal_size(DEFAULT_SIZE).columns
-        sys.stdout.write(_text(frame, width, DEFAULT_SIZE[1]))
+        sys.stdout.write(_screen_text(frame, width, DEFAULT_SIZE[1]))
     sys.stdout.flush()
     return exit_status(frame)
 
 
-def _whole_frame(source: TopSource) -> TopFrame:
+def _read_whole_frame(source: TopSource) -> TopFrame:
     """Read everything, and return the values."""
     try:
         source.refresh()
@@ -150,7 +150,7 @@ def _whole_frame(source: TopSource) -> TopFrame:
         raise UnreadableRun(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from error
 
 
-def _text(frame: TopFrame, width: int, height: int) -> str:
+def _screen_text(frame: TopFrame, width: int, height: int) -> str:
     is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     text = plain(plain_frame(frame, width, height, BARS if is_unicode else ASCII_BARS))
     return text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
@@ -161,8 +161,8 @@ def _print_frames(source: TopSource) -> int:
     last = ""
     while True:
         size = shutil.get_terminal_size(DEFAULT_SIZE)
-        frame = _whole_frame(source)
-        text = _text(frame, size.columns, size.lines)
+        frame = _read_whole_frame(source)
+        text = _screen_text(frame, size.columns, size.lines)
         if text != last:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()

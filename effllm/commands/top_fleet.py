@@ -28,10 +28,10 @@ from effllm.store.summary_text import duration, readable
 from effllm.store.window_text import scaled
 from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
 
-EVERY_S, FIRST_S = 5.0, 0.1  # period of reading, and the time for reading before the first frame
-NO_UPDATE_S, FORGOTTEN_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
+READ_EVERY_S, READ_FOR_S = 5.0, 0.1  # period of reading, and the longest time of a reading before a frame
+NO_UPDATE_S, ENDED_AFTER_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
 DOCUMENT_VERSION = 1
-_METRICS = {
+_TAG_OF_FIELD = {
     "tokens_per_second_per_gpu": "run_throughput/tokens_per_second_per_gpu",
     "mfu_ratio": "run_throughput/mfu_ratio",
     "busy_ratio": "pcu_ratio",
@@ -45,7 +45,7 @@ KEYS = "enter opens the job, and q comes back  up down  q quit"
 #: Columns: name, width, and width from which on the screen has them.
 _COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("lost", 6, 0), ("tok/s/GPU", 9, 0),
             ("MFU", 6, 0), ("busy", 5, 100), ("time", 9, 120))  # fmt: skip
-_STATE, _MIN_NAME, _MAX_NAME = 9, 10, 28
+_STATE_WIDTH, _MIN_NAME_WIDTH, _MAX_NAME_WIDTH = 9, 10, 28
 
 
 class JobLine(NamedTuple):
@@ -65,12 +65,12 @@ class JobLine(NamedTuple):
     lost_gpus: float = 0.0  # GPUs whose whole time would be lost
     updated_time_s: float = 0.0  # unix time of these values
 
-    def order(self) -> tuple[Any, ...]:
+    def sort_key(self) -> tuple[Any, ...]:
         return STATES.index(self.state), -self.lost_gpus, self.name
 
 
 class FleetFrame(NamedTuple):
-    """The jobs of a folder, in their order, and what is to be said of them."""
+    """The jobs of a folder, in their order, the number of all runs, and a note."""
 
     jobs: Sequence[JobLine] = ()
     num_runs: int = 0  # also ended ones
@@ -102,30 +102,30 @@ class Fleet:
         folders = {folder for folder, _ in runs}
         of_ledger = {Path(run.folder): run for run in lines if run.folder and run.status == "running"}
         by_folder: dict[Path, tuple[str, JobLine | None]] = {}
-        is_whole = True
+        is_all_read = True
         for folder, state in (*runs, *((folder, "") for folder in of_ledger if folder not in folders)):
-            before = self._lines.get(folder)
-            if before is not None and state and before[0] == state:
-                by_folder[folder] = before
+            known = self._lines.get(folder)
+            if known is not None and state and known[0] == state:
+                by_folder[folder] = known
             elif time.monotonic() > until_s:
-                is_whole = False
+                is_all_read = False
                 break
             else:
-                by_folder[folder] = state, _line(folder) or _of_ledger(folder, of_ledger.get(folder))
+                by_folder[folder] = state, _line_of_folder(folder) or _line_of_ledger(folder, of_ledger.get(folder))
         self._lines = by_folder
         jobs = [line for _, job in by_folder.values() if job is not None and (line := _aged(job, now_s)) is not None]
         count = len(runs) + len(of_ledger.keys() - folders)
-        note = "" if is_whole else f"{len(by_folder):,} of {count:,} runs are read"
-        self.frame = FleetFrame(sorted(jobs, key=JobLine.order), count, note)
-        return is_whole
+        note = "" if is_all_read else f"{len(by_folder):,} of {count:,} runs are read"
+        self.frame = FleetFrame(sorted(jobs, key=JobLine.sort_key), count, note)
+        return is_all_read
 
 
-def _line(folder: Path) -> JobLine | None:
+def _line_of_folder(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
         summary = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
     except FileNotFoundError:
-        return _starting(folder)
+        return _line_without_summary(folder)
     except (OSError, *DECODE_ERRORS):
         return None
     if summary.is_over:
@@ -133,7 +133,7 @@ def _line(folder: Path) -> JobLine | None:
     gpus = summary.coverage.gpus_expected
     loss = summary.waterfall
     share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
-    values = {name: value.value if (value := summary.metrics.get(tag)) else None for name, tag in _METRICS.items()}
+    values = {name: value.value if (value := summary.metrics.get(tag)) else None for name, tag in _TAG_OF_FIELD.items()}
     return JobLine(
         name=one_line(summary.run_id or folder.name),
         folder=str(folder),
@@ -149,7 +149,7 @@ def _line(folder: Path) -> JobLine | None:
     )
 
 
-def _starting(folder: Path) -> JobLine | None:
+def _line_without_summary(folder: Path) -> JobLine | None:
     """Return the line of a run in its first minute, which has no summary yet."""
     try:
         identity = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
@@ -160,7 +160,7 @@ def _starting(folder: Path) -> JobLine | None:
     return JobLine(name, str(folder), "starting", identity.user, identity.partition, updated_time_s=changed_s)
 
 
-def _of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:
+def _line_of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:
     """Return the line of a run whose folder cannot be read, from the ledger: its values are up to an hour old."""
     if run is None:
         return None
@@ -173,14 +173,14 @@ def _of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:
         mfu_ratio=run.mfu_ratio,
         verdict=one_line((run.cause or "").replace("_", " ")),
         lost_gpus=(run.gpus or 0) * run.lost_hours / run.gpu_hours if run.gpu_hours else 0.0,
-        updated_time_s=(run.updated_time_s or 0.0) + STALE_AFTER_S,
+        updated_time_s=(run.updated_time_s or 0.0) + STALE_AFTER_S,  # the next line of a run may be so late
     )
 
 
 def _aged(line: JobLine, now_s: float) -> JobLine | None:
     """Return a line with the state that its age shows; ``None`` if the job has probably ended."""
     age_s = now_s - line.updated_time_s
-    if age_s > FORGOTTEN_S:
+    if age_s > ENDED_AFTER_S:
         return None
     return line._replace(state="no update") if age_s > NO_UPDATE_S else line
 
@@ -193,21 +193,20 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     losses = f"  avoidable losses: the time of {readable(lost)} GPUs" if lost else ""
     lines: list[Line] = [[(text, BOLD), (losses, WARNING)]]
     columns = [(name, cells) for name, cells, at_least in _COLUMNS if width >= at_least]
-    used = _STATE + 1 + sum(cells + 1 for _, cells in columns)
-    name = min(max(width - used - 30, _MIN_NAME), _MAX_NAME)
-    head = f"{fit('run, most lost first', name)} {fit('state', _STATE)} "
+    used = _STATE_WIDTH + 1 + sum(cells + 1 for _, cells in columns)
+    name_width = min(max(width - used - 30, _MIN_NAME_WIDTH), _MAX_NAME_WIDTH)
+    head = f"{fit('run, most lost first', name_width)} {fit('state', _STATE_WIDTH)} "
     head += "".join(fit(text, cells, right=True) + " " for text, cells in columns) + " verdict"
     lines.append([(head, DIM)])
     room = max(height - len(lines) - 1 - bool(frame.note), 1)
     first = max(min(selected - room // 2, len(frame.jobs) - room), 0)
     for at, job in enumerate(frame.jobs[first : first + room], first):
-        numbers = "".join(fit(_cell(job, column), cells, right=True) + " " for column, cells in columns)
+        numbers = "".join(fit(_cell_text(job, column), cells, right=True) + " " for column, cells in columns)
+        name, state = _fitted_end(job.name, name_width), fit(job.state, _STATE_WIDTH)
         if at == selected:
-            whole = f"{_end_of(job.name, name)} {fit(job.state, _STATE)} {numbers} {job.verdict}"
-            lines.append([(fit(whole, width), REVERSE)])
+            lines.append([(fit(f"{name} {state} {numbers} {job.verdict}", width), REVERSE)])
             continue
-        style = _STYLES.get(job.state, PLAIN)
-        parts = (f"{_end_of(job.name, name)} ", PLAIN), (fit(job.state, _STATE), style), (f" {numbers} ", PLAIN)
+        parts = (f"{name} ", PLAIN), (state, _STYLES.get(job.state, PLAIN)), (f" {numbers} ", PLAIN)
         lines.append([*parts, (one_line(job.verdict), PLAIN if job.lost_gpus < 1 else WARNING)])
     if not frame.jobs:
         lines.append([("no job is running", PLAIN)])
@@ -218,12 +217,12 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     return [clipped(line, width) for line in lines][:height]
 
 
-def _end_of(name: str, cells: int) -> str:
+def _fitted_end(name: str, cells: int) -> str:
     """Return a name, or its end: many names begin with the same date."""
     return fit(name if len(name) <= cells else f"…{name[1 - cells :]}", cells)
 
 
-def _cell(job: JobLine, column: str) -> str:
+def _cell_text(job: JobLine, column: str) -> str:
     if column in ("user", "partition"):
         return one_line(getattr(job, column) or "-")
     cells: dict[str, tuple[float | None, Callable[[float], str]]] = {
@@ -251,27 +250,27 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
     return 1 if any(job.state in ("stalled", "no update") for job in frame.jobs) else 0
 
 
-def watch(fleet: Fleet) -> int:
+def show(fleet: Fleet) -> int:
     """Show the jobs, and each job that the user opens, until the user quits; return the exit status.
 
     Raises:
         UnreadableRun: there is no run.
     """
     locale.setlocale(locale.LC_ALL, "")
-    fleet.refresh(FIRST_S, time.time())
+    fleet.refresh(READ_FOR_S, time.time())
     selected = ""
-    while (chosen := _choose(fleet, selected)) is not None:
+    while (chosen := _choose_job(fleet, selected)) is not None:
         selected = chosen.folder
-        top_terminal.watch(FolderSource(Path(selected)), one_line(selected))
+        top_terminal.show(FolderSource(Path(selected)), one_line(selected))  # q and Ctrl-C come back to the list
     return 0
 
 
-def _choose(fleet: Fleet, selected: str) -> JobLine | None:
+def _choose_job(fleet: Fleet, selected: str) -> JobLine | None:
     """Show the jobs until one is chosen; ``None``: the user quits."""
     read, write = wake_pipe()
     is_over = threading.Event()
     # A slow disk must not delay a key.
-    threading.Thread(target=_read, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
+    threading.Thread(target=_refresh_until_over, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
     at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
     try:
         with screen(write) as canvas:
@@ -279,7 +278,7 @@ def _choose(fleet: Fleet, selected: str) -> JobLine | None:
                 jobs, (width, height) = fleet.frame.jobs, canvas.size
                 at = min(max(at, 0), max(len(jobs) - 1, 0))
                 canvas.draw(fleet_lines(fleet.frame, width, height, at))
-                keys = canvas.wait(read, TICK_S)
+                keys = canvas.wait_for_keys(read, TICK_S)
                 if keys is None:
                     return None
                 for key in keys:
@@ -295,8 +294,8 @@ def _choose(fleet: Fleet, selected: str) -> JobLine | None:
         is_over.set()
 
 
-def _read(fleet: Fleet, is_over: threading.Event, wakes: Callable[[], None]) -> None:
+def _refresh_until_over(fleet: Fleet, is_over: threading.Event, wake_screen: Callable[[], None]) -> None:
     while not is_over.is_set():
-        is_whole = fleet.refresh(FIRST_S, time.time())
-        wakes()
-        is_over.wait(EVERY_S if is_whole else 0.01)
+        is_all_read = fleet.refresh(READ_FOR_S, time.time())
+        wake_screen()
+        is_over.wait(READ_EVERY_S if is_all_read else 0.01)

@@ -26,41 +26,39 @@ from effllm.views.top.frame import Head, RankTimes, RunPlace, TopFrame, is_point
 from effllm.views.top.ranks import EventHistory, Limits, RankStates, rank_table
 from effllm.views.top.text import local_time
 
-MAX_STEPS = 200  # number of windows of the curve, and with times of ranks
+MAX_WINDOWS = 200  # number of windows of the curve, and with times of ranks
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
 MAX_EVENTS = 200
 MAX_DOCUMENT_BYTES = 2**28
-EVENTS_S, MAX_LINES = 0.1, 5000  # time for reading events before a frame, and lines that are read at once
+READ_EVENTS_FOR_S, MAX_LINES = 0.1, 5000  # time for reading events before a frame, and lines that are read at once
 
 Document = TypeVar("Document", bound=Struct)
 
 
-class _HostOfRank(Struct):
+class _RankFacts(Struct):
     host: str = ""
     devices: tuple[Limits, ...] = ()
 
 
 class _RunFacts(Identity, frozen=True, kw_only=True):
-    ranks: Mapping[str, _HostOfRank] = {}
+    ranks: Mapping[str, _RankFacts] = {}
     world_size: int | None = None
     schema_version: int = SCHEMA_VERSION
 
 
-class _Key(Struct):
+class _WindowKey(Struct):
     attempt: int
     window: int
 
 
-_window = msgspec.json.Decoder(WindowReport)
-_key = msgspec.json.Decoder(_Key)
-_event = msgspec.json.Decoder(Event)
-_row = msgspec.json.Decoder(RankRow)
+_FORMS: tuple[type[Struct], ...] = (WindowReport, _WindowKey, Event, RankRow)
+_DECODERS = {form: msgspec.json.Decoder(form) for form in _FORMS}
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
+def _decoded(form: type[Struct], line: bytes) -> Any:
     """Return a decoded line, or ``None`` if it is invalid."""
     try:
-        return decoder.decode(line)
+        return _DECODERS[form].decode(line)
     except DECODE_ERRORS:
         return None
 
@@ -69,13 +67,13 @@ class _Document:
     """A JSON document that is replaced as a whole."""
 
     def __init__(self, path: Path, form: type[Struct]) -> None:
-        self._path, self._decoder, self._state = path, msgspec.json.Decoder(form), (0, 0, 0)
+        self._path, self._decoder, self._file_state = path, msgspec.json.Decoder(form), (0, 0, 0)
         self.content: Any = None
         self.changed_s = 0.0
         self.error = ""
 
     def refresh(self) -> bool:
-        """Read the document if it was replaced; return whether it was.
+        """Read the document if it was replaced; return whether it was. Of an invalid document, `error` has the reason.
 
         Raises:
             OSError: the document cannot be read.
@@ -86,10 +84,10 @@ class _Document:
         except FileNotFoundError:
             return False
         state = about.st_ino, about.st_size, about.st_mtime_ns
-        if state == self._state:
+        if state == self._file_state:
             return False
         content = read_at(self._path, 0, MAX_DOCUMENT_BYTES)
-        self._state, self.changed_s = state, about.st_mtime
+        self._file_state, self.changed_s = state, about.st_mtime
         try:
             record: Any = self._decoder.decode(content)
         except DECODE_ERRORS as error:
@@ -129,17 +127,17 @@ class OwnTimes:
         files, next_ = self._files, self._next
         lines = files.lines_before(END, MAX_LINES) if next_ is None else files.lines_after(next_, MAX_LINES)
         for _, line in lines:
-            row: RankRow | None = _decoded(_row, line)
+            row: RankRow | None = _decoded(RankRow, line)
             if row is None:
                 continue
             count, seconds = row.own_steps, row.own_step_s
-            if count <= 0:
+            if count <= 0:  # without own times, the whole step is counted
                 count, seconds = row.iteration_last - row.iteration_first + 1, row.busy_s
             if count > 0 and seconds > 0:
                 self._windows.setdefault((row.attempt, row.window), {})[row.rank] = seconds / count
         if lines:
             self._next = end_of(lines)
-            for key in sorted(self._windows)[:-MAX_STEPS]:
+            for key in sorted(self._windows)[:-MAX_WINDOWS]:
                 del self._windows[key]
         return bool(lines)
 
@@ -159,24 +157,24 @@ class FolderSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: _RunFiles | None = None
+        self._found_files: _RunFiles | None = None
         self._history, self._events_end = EventHistory(), START
-        self._at: Position | None = None  # None: the newest window
+        self._position: Position | None = None  # None: the newest window
         self._tail: list[WindowReport | None] = []  # the windows up to the position; None: an invalid line
         self._tail_end = START
-        self._hosts: dict[int, str] = {}
-        self._limits: dict[int, Limits] = {}
+        self._host_of_rank: dict[int, str] = {}
+        self._limits_of_rank: dict[int, Limits] = {}
         self.has_more = False  # whether events of the file are still to be read
-        self._changes = 0  # number of readings with something new
-        self._seen_s = 0.0  # monotonic time of the last of these readings
+        self._num_changes = 0  # number of readings with something new
+        self._last_change_s = 0.0  # monotonic time of the last of these readings
 
     @property
     def _files(self) -> _RunFiles:
-        if self._found is None:
+        if self._found_files is None:
             runs = [run.folder for run in find_runs(self._path)]
-            self._found = _RunFiles(max(runs, key=started_s))
-            self._times = OwnTimes(self._found.ranks)
-        return self._found
+            self._found_files = _RunFiles(max(runs, key=started_s))
+            self._times = OwnTimes(self._found_files.ranks)
+        return self._found_files
 
     def refresh(self) -> bool:
         """Read what is new in the folder; return whether something is.
@@ -189,27 +187,27 @@ class FolderSource:
         files = self._files
         is_new = any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])
         if is_new:
-            self._changes, self._seen_s = self._changes + 1, time.monotonic()
+            self._num_changes, self._last_change_s = self._num_changes + 1, time.monotonic()
         return is_new
 
     def refresh_hosts(self) -> bool:
-        """Read run.json, which has the hosts and GPUs of all ranks, and the times of ranks in earlier windows."""
+        """Read run.json, with the hosts and GPUs of all ranks, and times of ranks; return whether something is new."""
         is_new = self._times.refresh()
         if not self._files.facts.refresh() or self._files.facts.content is None:
             return is_new
         ranks = self._files.facts.content.ranks.items()
         by_rank = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
-        self._hosts = {rank: sys.intern(about.host) for rank, about in by_rank.items()}
-        self._limits = {rank: about.devices[0] for rank, about in by_rank.items() if about.devices}
+        self._host_of_rank = {rank: sys.intern(about.host) for rank, about in by_rank.items()}
+        self._limits_of_rank = {rank: about.devices[0] for rank, about in by_rank.items() if about.devices}
         return True
 
     def _read_events(self) -> bool:
-        """Read new events, for a limited time: a part of a file with many events is read by the next call."""
-        until_s = time.monotonic() + EVENTS_S
+        """Read new events for a limited time, and set `has_more` if there are others; return whether there were any."""
+        until_s = time.monotonic() + READ_EVENTS_FOR_S
         self._files.events.refresh()
         is_new = False
         while lines := self._files.events.lines_after(self._events_end, MAX_LINES):
-            self._history.add_events(event for _, line in lines if (event := _decoded(_event, line)) is not None)
+            self._history.add_events(event for _, line in lines if (event := _decoded(Event, line)) is not None)
             self._events_end = end_of(lines)
             is_new = True
             if time.monotonic() > until_s:
@@ -222,39 +220,39 @@ class FolderSource:
 
         ``pause`` keeps the position at the window that is now the newest.
         """
-        if (here := self._at) is None:
+        if (here := self._position) is None:
             newest = self._files.windows.lines_before(END, 1)
             here = newest[-1][0] if newest else START
         if kind == "newest":
-            self._at = None
+            self._position = None
         elif kind == "pause":
-            self._at = here
+            self._position = here
         elif kind == "oldest":
-            self._at = _first(self._files.windows.lines_after(START, 1))
+            self._position = _first_position(self._files.windows.lines_after(START, 1))
         elif kind == "share":
             share = max(self._files.windows.share_of(here) + amount, 0.0)
             start = self._files.windows.position_at_share(share)  # the end for a share of 1
-            self._at = _first(self._files.windows.lines_after(start, 1))
+            self._position = _first_position(self._files.windows.lines_after(start, 1))
         elif amount < 0:
             lines = self._files.windows.lines_before(here, int(-amount))
-            self._at = lines[0][0] if lines else here
-        elif self._at is not None:
+            self._position = lines[0][0] if lines else here
+        elif self._position is not None:
             lines = self._files.windows.lines_after(here, int(amount) + 1)
-            self._at = lines[-1][0] if len(lines) > amount else None
+            self._position = lines[-1][0] if len(lines) > amount else None
         self._tail = []
 
     def frame(self, now_s: float) -> TopFrame:
         """Return the values at the position."""
-        self._update_tail()
-        latest, shown = _reports(self._tail)
+        self._read_windows()
+        latest, shown = _newest_reports(self._tail)
         summary: Summary | None = self._files.summary.content
-        until_s = math.inf if self._at is None or shown is None else shown.time_s
+        until_s = math.inf if self._position is None or shown is None else shown.time_s
         # A part of the events would show ranks as lost that are back.
         states = RankStates() if self.has_more else self._history.states(until_s)
         head = self._head(latest, shown, states, now_s)
         coverage = shown.coverage if shown is not None else None
-        count = coverage.ranks_expected if coverage is not None else len(self._hosts)
-        rows = self._rows_of(shown) if shown is not None else []
+        count = coverage.ranks_expected if coverage is not None else len(self._host_of_rank)
+        rows = self._rank_rows(shown) if shown is not None else []
         notes = [document.error for document in (self._files.summary, self._files.facts) if document.error]
         if self.has_more:
             notes.append("events.jsonl is being read: lost ranks are not known yet")
@@ -264,14 +262,14 @@ class FolderSource:
         return TopFrame(
             head=head,
             place=RunPlace(
-                self._at is None,
-                1.0 if self._at is None else self._files.windows.share_of(self._at),
+                self._position is None,
+                1.0 if self._position is None else self._files.windows.share_of(self._position),
                 shown.time_s if shown is not None else None,
                 shown.window if shown is not None else None,
             ),
             coverage=coverage,
-            values=self._values(latest, shown),
-            over="" if shown is None else "whole run" if self._is_whole else f"window {shown.window}",
+            values=self._values_by_tag(latest, shown),
+            over="" if shown is None else "whole run" if self._shows_whole_run else f"window {shown.window}",
             loss=shown.loss if shown is not None else None,
             doubtful=shown.doubtful if shown is not None else (),
             verdict=summary.verdict if summary is not None else None,
@@ -280,21 +278,21 @@ class FolderSource:
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
             points=[point for point in self._tail if point is not None and is_point(point)],
             rank_times=self._times.times_until(shown.attempt, shown.window) if shown is not None else (),
-            ranks=rank_table(shown, rows, states, self._hosts, count, self._limits),
+            ranks=rank_table(shown, rows, states, self._host_of_rank, count, self._limits_of_rank),
             events=self._history.newest(until_s, MAX_EVENTS),
             notes=notes,
         )
 
     @property
-    def _is_whole(self) -> bool:
+    def _shows_whole_run(self) -> bool:
         """Whether the values are those of the whole run: it is over, and no earlier window is shown."""
         summary: Summary | None = self._files.summary.content
-        return self._at is None and summary is not None and summary.is_over
+        return self._position is None and summary is not None and summary.is_over
 
-    def _values(self, latest: WindowReport | None, shown: WindowReport | None) -> dict[str, float]:
+    def _values_by_tag(self, latest: WindowReport | None, shown: WindowReport | None) -> dict[str, float]:
         # The last window may be without iterations, but has the newest totals.
         values = {**shown.values, **latest.values} if shown is not None and latest is not None else {}
-        if not self._is_whole:
+        if not self._shows_whole_run:
             return values
         metrics = self._files.summary.content.metrics
         tags = {entry.tag(entry.bases[0]): entry.tag(entry.summary_bases[0]) for entry in METRICS.values()}
@@ -305,11 +303,11 @@ class FolderSource:
         summary: Summary | None = self._files.summary.content
         facts: Identity | None = summary or self._files.facts.content
         is_over = summary is not None and summary.is_over
-        is_newest = self._at is None
+        is_newest = self._position is None
         changed_s = self._files.changed_s
         age_s = None if is_over or not changed_s else max(now_s - changed_s, 0.0)
-        if age_s is not None and self._changes > 1:  # the clock of the file server may differ from this host's clock
-            age_s = min(age_s, time.monotonic() - self._seen_s)
+        if age_s is not None and self._num_changes > 1:  # the clock of the file server may differ from this host's
+            age_s = min(age_s, time.monotonic() - self._last_change_s)
         status = status_of(summary.status if summary is not None else "running", is_over, states, age_s)
         if not is_newest:
             status = "stalled" if states.stall else "running"
@@ -333,41 +331,41 @@ class FolderSource:
             simulated=any(record.simulated for record in (latest, summary) if record is not None),
         )
 
-    def _update_tail(self) -> None:
+    def _read_windows(self) -> None:
         """Read the windows up to the position; while the newest window is shown, only the new lines are read."""
-        if self._at is not None:
-            files = self._files.windows
-            new = [] if self._tail else [*files.lines_before(self._at, MAX_STEPS - 1), *files.lines_after(self._at, 1)]
+        if self._position is not None:
+            windows, here = self._files.windows, self._position
+            new = [] if self._tail else [*windows.lines_before(here, MAX_WINDOWS - 1), *windows.lines_after(here, 1)]
         elif not self._tail:
-            new = self._files.windows.lines_before(END, MAX_STEPS)
+            new = self._files.windows.lines_before(END, MAX_WINDOWS)
         else:
-            new = self._files.windows.lines_after(self._tail_end, MAX_STEPS)
+            new = self._files.windows.lines_after(self._tail_end, MAX_WINDOWS)
         if new:
-            self._tail = [*self._tail, *(_decoded(_window, line) for _, line in new)][-MAX_STEPS:]
+            self._tail = [*self._tail, *(_decoded(WindowReport, line) for _, line in new)][-MAX_WINDOWS:]
             self._tail_end = end_of(new)
 
-    def _rows_of(self, window: WindowReport) -> list[RankRow]:
+    def _rank_rows(self, window: WindowReport) -> list[RankRow]:
         """Return the reports of the ranks in a window: they are at the end of the files, or they are searched."""
         wanted = window.attempt, window.window
         lines = self._files.ranks.lines_before(END, MAX_ROWS)
-        if not lines or _pair(lines[0][1]) >= wanted:
-            first = self._files.ranks.first_reached(lambda line: _pair(line) >= wanted)
+        if not lines or _attempt_and_window(lines[0][1]) >= wanted:
+            first = self._files.ranks.first_reached(lambda line: _attempt_and_window(line) >= wanted)
             lines = self._files.ranks.lines_after(first, MAX_ROWS)
-        rows = (_decoded(_row, line) for _, line in lines if _pair(line) == wanted)
+        rows = (_decoded(RankRow, line) for _, line in lines if _attempt_and_window(line) == wanted)
         return [row for row in rows if row is not None]
 
 
-def _first(lines: Lines) -> Position | None:
+def _first_position(lines: Lines) -> Position | None:
     return lines[0][0] if lines else None
 
 
-def _pair(line: bytes) -> tuple[int, int]:
-    key = _decoded(_key, line)
+def _attempt_and_window(line: bytes) -> tuple[int, int]:
+    key = _decoded(_WindowKey, line)
     return (key.attempt, key.window) if key is not None else (0, 0)
 
 
-def _reports(windows: Sequence[WindowReport | None]) -> tuple[WindowReport | None, WindowReport | None]:
-    """Return the last window, and the last window with iterations: the last line of a run is without iterations."""
+def _newest_reports(windows: Sequence[WindowReport | None]) -> tuple[WindowReport | None, WindowReport | None]:
+    """Return the newest window, and the newest with iterations: the last line of a run is without iterations."""
     latest: WindowReport | None = None
     for report in reversed(windows):
         if report is None or report.correction:

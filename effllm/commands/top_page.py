@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from effllm.analysis.run_folders import UnreadableRun
-from effllm.commands.metrics_page import address, fetch_text, labels_of, samples_of
+from effllm.commands.metrics_page import address_of, fetch_text, labels_of, samples_of
 from effllm.metrics import METRICS
 from effllm.metrics.output_names import base_unit_name
 from effllm.records.forecast import FORECAST, Foretold
@@ -18,7 +18,7 @@ from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, is_point, 
 from effllm.views.top.ranks import RankStates, rank_table
 
 _PREFIX = "efficientllm_"
-MAX_STEPS = 200
+MAX_POINTS = 200
 MAX_TOKEN_BYTES = 1 << 16
 _NOTES = ("a metrics page has no verdict, events, reports of ranks or earlier windows: the run folder has them",)
 
@@ -41,16 +41,16 @@ class PageSource:
     def __init__(self, url: str, token_file: str = "", ca_file: str = "") -> None:
         self._url = url if "://" in url else f"http://{url}"
         try:
-            scheme = address(self._url)[0]
+            scheme = address_of(self._url)[0]
             self._token = read_private(Path(token_file), MAX_TOKEN_BYTES).decode().strip() if token_file else ""
             self._tls = ssl.create_default_context(cafile=ca_file or None) if scheme == "https" else None
         except OSError as error:  # an SSLError is an OSError
             raise UnreadableRun(f"{token_file or ca_file}: {error.strerror or error}") from error
         except ValueError as error:
             raise UnreadableRun(str(error)) from error
-        if self._token and scheme != "https" and address(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
+        if self._token and scheme != "https" and address_of(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
             raise UnreadableRun("a token is sent to another host only over https")
-        self._found: Mapping[str, Mapping[str, float]] = {}
+        self._samples: Mapping[str, Mapping[str, float]] = {}
         self._points: list[WindowReport] = []
 
     def refresh(self) -> bool:
@@ -63,8 +63,8 @@ class PageSource:
         samples = samples_of(fetch_text(self._url, self._token, self._tls))
         if f"{_PREFIX}run_info" not in samples:
             raise UnreadableRun(f"{self._url} is not a metrics page of effllm")
-        is_new = samples != self._found
-        self._found = samples
+        is_new = samples != self._samples
+        self._samples = samples
         return is_new
 
     def refresh_hosts(self) -> bool:
@@ -75,17 +75,17 @@ class PageSource:
 
     def frame(self, now_s: float) -> TopFrame:
         """Return the values of the page; ``now_s`` is the unix time."""
-        window, info = self._window(now_s), labels_of(next(iter(self._found[f"{_PREFIX}run_info"]), ""))
-        states = RankStates(stall="some ranks make no progress" if self._one("stalled") else "")
-        age_s = self._one("report_age_seconds")
-        is_fresh = bool(self._one("fresh"))
+        window, info = self._window_report(now_s), labels_of(next(iter(self._samples[f"{_PREFIX}run_info"]), ""))
+        states = RankStates(stall="some ranks make no progress" if self._value("stalled") else "")
+        age_s = self._value("report_age_seconds")
+        is_fresh = bool(self._value("fresh"))
         status = status_of("running", False, states, None)
         head = Head(
             name=info.get("run_id") or self._url,
             user=info.get("user") or None,
             status=status if is_fresh or status == "stalled" or age_s is None else "no_update",
             age_s=age_s,
-            elapsed_s=self._one("elapsed_seconds"),
+            elapsed_s=self._value("elapsed_seconds"),
             attempt=window.attempt or None,
             iteration=window.iteration or None,
             forecast=window.forecast,
@@ -98,61 +98,61 @@ class PageSource:
             values=window.values,
             loss=window.loss,
             problems=list(self._problems(head, states, window.coverage)) if age_s is not None else [],
-            points=self._added_point(window),
+            points=self._add_point(window),
             over="newest window",
             ranks=rank_table(window, (), states, {}, window.coverage.ranks_expected),
             notes=_NOTES,
         )
 
-    def _one(self, name: str) -> float | None:
+    def _value(self, name: str) -> float | None:
         """Return the value of a metric that has one; ``None`` if it is not served."""
-        return next(iter(self._found.get(_PREFIX + name, {}).values()), None)
+        return next(iter(self._samples.get(_PREFIX + name, {}).values()), None)
 
-    def _whole(self, name: str) -> int:
-        return int(self._one(name) or 0)
+    def _whole_number(self, name: str) -> int:
+        return int(self._value(name) or 0)
 
-    def _window(self, now_s: float) -> WindowReport:
+    def _window_report(self, now_s: float) -> WindowReport:
         """Return the newest window, as far as the page has it."""
-        forecast = {name: [self._one(f"{name}{end}") for end in ("", "_low", "_high")] for name in FORECAST}
-        rank, ratio = self._one("straggler_rank"), self._one("straggler_time_ratio")
+        forecast = {name: [self._value(f"{name}{end}") for end in ("", "_low", "_high")] for name in FORECAST}
+        rank, ratio = self._value("straggler_rank"), self._value("straggler_time_ratio")
         return WindowReport(
-            attempt=self._whole("attempt"),
+            attempt=self._whole_number("attempt"),
             window=0,
-            iteration=self._whole("iteration"),
+            iteration=self._whole_number("iteration"),
             iteration_first=1,
             iteration_last=1,
             time_s=now_s,
-            loss=self._one("loss"),
-            values=dict(self._values()),
+            loss=self._value("loss"),
+            values=dict(self._values_by_tag()),
             coverage=Coverage(
-                ranks_expected=self._whole("ranks_expected"),
-                ranks_reporting=self._whole("ranks_reporting"),
-                gpus_expected=self._whole("gpus_expected"),
-                gpus_measured=self._whole("gpus_measured"),
-                reports_lost=self._whole("reports_lost_total"),
-                reports_late=self._whole("reports_late_total"),
+                ranks_expected=self._whole_number("ranks_expected"),
+                ranks_reporting=self._whole_number("ranks_reporting"),
+                gpus_expected=self._whole_number("gpus_expected"),
+                gpus_measured=self._whole_number("gpus_measured"),
+                reports_lost=self._whole_number("reports_lost_total"),
+                reports_late=self._whole_number("reports_late_total"),
             ),
             straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),
             forecast={name: Foretold(value, *ends) for name, (value, *ends) in forecast.items() if value is not None},
-            simulated=bool(self._one("simulated")),
+            simulated=bool(self._value("simulated")),
         )
 
-    def _values(self) -> Iterator[tuple[str, float]]:
+    def _values_by_tag(self) -> Iterator[tuple[str, float]]:
         """Yield the metrics with the tags and units of windows-*.jsonl."""
         for entry in (metric for metric in METRICS.values() if metric.in_windows):
             name, factor = base_unit_name(entry)
-            for labels, value in self._found.get(_PREFIX + name, {}).items():
+            for labels, value in self._samples.get(_PREFIX + name, {}).items():
                 yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor
 
     def _problems(self, head: Head, states: RankStates, seen: Coverage) -> Iterator[Problem]:
         yield from problems_of(head, states, None, ())
         if head.status == "running" and (missing := seen.ranks_expected - seen.ranks_reporting) > 0:
             yield Problem("missing", f"no report of {missing:,} of {seen.ranks_expected:,} ranks in this window")
-        if named := int(dict(self._values()).get("straggler/named_ranks", 0)):
+        if named := int(dict(self._values_by_tag()).get("straggler/named_ranks", 0)):
             yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
 
-    def _added_point(self, window: WindowReport) -> list[WindowReport]:
-        """Add the window to those that were seen since the start of the command."""
+    def _add_point(self, window: WindowReport) -> list[WindowReport]:
+        """Add the window to those that were seen since the start of the command, and return these."""
         if is_point(window) and (not self._points or self._points[-1].iteration != window.iteration):
-            self._points = [*self._points, window][-MAX_STEPS:]
+            self._points = [*self._points, window][-MAX_POINTS:]
         return self._points

@@ -48,14 +48,14 @@ class TopReader:
         self._changed = threading.Condition()
         self._moves: list[Action] = []
         self._order = Order()
-        self._frame_s, self._frame_order = 0.0, Order()  # of the newest frame
+        self._frame_time_s, self._frame_order = 0.0, Order()  # of the newest frame
         self._busy_since_s: float | None = None
         self.frame: TopFrame | None = None
         self.error = ""
-        self.kind: type[UnreadableRun] = UnreadableRun  # of the error
+        self.error_class: type[UnreadableRun] = UnreadableRun  # of the error
         self.is_unusable = False  # whether there is nothing to show, and will not be
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="top-reader", daemon=True)
+        self._thread = threading.Thread(target=self._read_until_closed, name="top-reader", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -74,7 +74,7 @@ class TopReader:
             self._moves.append(action)
             self._changed.notify()
 
-    def order(self, order: Order) -> None:
+    def set_order(self, order: Order) -> None:
         with self._changed:
             if order != self._order:
                 self._order = order
@@ -86,18 +86,18 @@ class TopReader:
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    def _run(self) -> None:
+    def _read_until_closed(self) -> None:
         while not (self.is_unusable or self._is_closed):
             with self._changed:
                 moves, self._moves = self._moves, []
                 order = self._order
-                is_old = time.monotonic() >= self._frame_s + FRAME_AT_LEAST_EVERY_S
+                is_old = time.monotonic() >= self._frame_time_s + FRAME_AT_LEAST_EVERY_S
                 is_due = self.frame is None or is_old or order != self._frame_order
             self._busy_since_s = time.monotonic()
             try:
-                self._read(moves, order, is_due)
+                self._move_and_read(moves, order, is_due)
             except UnreadableRun as error:
-                self.error, self.kind, self.is_unusable = str(error), type(error), self.frame is None
+                self.error, self.error_class, self.is_unusable = str(error), type(error), self.frame is None
                 self._wake()
             except OSError as error:
                 self.error = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
@@ -108,16 +108,16 @@ class TopReader:
                 if (is_idle or self.error) and not self._is_closed:
                     self._changed.wait(self._source.every_s)
 
-    def _read(self, moves: list[Action], order: Order, is_due: bool) -> None:
+    def _move_and_read(self, moves: list[Action], order: Order, is_due: bool) -> None:
         for action in moves:
             self._source.move(*action)
         if not (self._source.refresh() or moves or is_due or self.error):
             return
-        self._show(order)
+        self._make_frame(order)
         if self._source.refresh_hosts():
-            self._show(order)
+            self._make_frame(order)
 
-    def _show(self, order: Order) -> None:
+    def _make_frame(self, order: Order) -> None:
         self.frame, self.error = ordered_frame(self._source, order), ""
-        self._frame_s, self._frame_order = time.monotonic(), order
+        self._frame_time_s, self._frame_order = time.monotonic(), order
         self._wake()

@@ -22,10 +22,10 @@ from typing import Any
 from effllm.commands.top_reader import TopReader, TopSource
 from effllm.config.switches import process_environ
 from effllm.views.top.frame import TopFrame
-from effllm.views.top.panes import count_of
-from effllm.views.top.screen import page_of, render
+from effllm.views.top.panes import num_lines_of
+from effllm.views.top.screen import page_height, render
 from effllm.views.top.text import ASCII_BARS, BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped
-from effllm.views.top.view_state import QUIT, SPEEDS, Action, Shown, TopView, pressed
+from effllm.views.top.view_state import QUIT, SPEEDS, Action, ShownPane, TopView, after_key
 
 #: After this time without an answer, the screen reports a slow source.
 SLOW_S = 2.0
@@ -65,7 +65,7 @@ def can_move_cursor(term: str) -> bool:
     return bool(curses.tigetstr("cup"))
 
 
-def watch(source: TopSource, name: str) -> int:
+def show(source: TopSource, name: str) -> int:
     """Show a source until the user quits; return the exit status.
 
     Raises:
@@ -95,14 +95,14 @@ def wake(descriptor: int) -> None:
         os.write(descriptor, b"f")
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
 def screen(wake_write: int) -> Iterator[Canvas]:
     """Take over the terminal: SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
-    before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    before = {number: signal.signal(number, _exit_on_signal) for number in _SIGNALS}
     before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
     old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
@@ -127,7 +127,7 @@ class Canvas:
     """The window of curses: lines go out, keys come in."""
 
     def __init__(self, window: Any) -> None:
-        self._window, self._attributes = window, _attributes()
+        self._window, self._attributes = window, _attributes_by_style()
         self._shown: list[Line] = []  # lines on the screen
         is_unicode = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
         self.bars, self._encoding = (BARS, "utf-8") if is_unicode else (ASCII_BARS, "ascii")
@@ -138,20 +138,20 @@ class Canvas:
         height, width = self._window.getmaxyx()
         return width, height
 
-    def wait(self, wakes: int, timeout_s: float) -> Iterable[str] | None:
+    def wait_for_keys(self, wakes: int, timeout_s: float) -> Iterable[str] | None:
         """Wait for a key, a byte in ``wakes`` or a moment; return the names of keys; ``None``: there will be no key."""
         ready, _, _ = select.select([sys.stdin, wakes], [], [], timeout_s)
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 if signal.SIGWINCH in os.read(wakes, 4096):
                     self._resize()
-        keys = self._pressed() if sys.stdin in ready else iter(())
+        keys = self._pressed_keys() if sys.stdin in ready else iter(())
         first = next(keys, None)
-        if sys.stdin in ready and first is None and not os.isatty(sys.stdin.fileno()):
+        if sys.stdin in ready and first is None and not os.isatty(sys.stdin.fileno()):  # it was closed
             return None
         return () if first is None else itertools.chain([first], keys)
 
-    def _pressed(self) -> Iterator[str]:
+    def _pressed_keys(self) -> Iterator[str]:
         with contextlib.suppress(curses.error):  # no more keys
             while True:
                 key = self._window.get_wch()
@@ -185,53 +185,53 @@ class _Terminal:
     def __init__(self, canvas: Canvas, reader: TopReader, name: str, wakes: int) -> None:
         self._canvas, self._reader, self._name, self._wake = canvas, reader, name, wakes
         self._view = TopView()
-        self._step_s = 0.0  # time of the next step of a replay
-        self._played: TopFrame | None = None  # the frame at the last step
+        self._next_step_s = 0.0  # time of the next step of a replay
+        self._last_played_frame: TopFrame | None = None  # the frame at the last step
 
     def run(self) -> int:
         try:
             while True:
                 self._draw()
                 if self._reader.is_unusable:
-                    raise self._reader.kind(self._reader.error)
-                if self._wait():
+                    raise self._reader.error_class(self._reader.error)
+                if self._handle_keys():
                     return 0
         except KeyboardInterrupt:
             return STOPPED
 
-    def _wait(self) -> bool:
-        """Wait for a key, a frame, a signal or a moment; return whether the user quits."""
+    def _handle_keys(self) -> bool:
+        """Wait for keys, a frame, a signal or a moment, and apply the keys; return whether the user quits."""
         timeout_s = TICK_S
         if self._view.is_playing:
-            timeout_s = min(max(self._step_s - time.monotonic(), 0.0), TICK_S)
-        keys = self._canvas.wait(self._wake, timeout_s)
+            timeout_s = min(max(self._next_step_s - time.monotonic(), 0.0), TICK_S)
+        keys = self._canvas.wait_for_keys(self._wake, timeout_s)
         if keys is None:
             return True
         for key in keys:
-            self._view, action = pressed(self._view, key, self._place())
+            self._view, action = after_key(self._view, key, self._shown_pane())
             if action == QUIT:
                 return True
             if action is not None:
-                self._played = self._reader.frame
+                self._last_played_frame = self._reader.frame
                 self._reader.request(action)
-            self._reader.order(self._view.order)
-        self._play()
+            self._reader.set_order(self._view.order)
+        self._play_next_window()
         return False
 
-    def _place(self) -> Shown:
+    def _shown_pane(self) -> ShownPane:
         frame = self._reader.frame
         if frame is None:
-            return Shown()
+            return ShownPane()
         width, height = self._canvas.size
-        page = page_of(frame, width, height, self._view)
-        return Shown(page, count_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
+        page = page_height(frame, width, height, self._view)
+        return ShownPane(page, num_lines_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
 
-    def _play(self) -> None:
+    def _play_next_window(self) -> None:
         """Request the next window of a replay; a slow disk slows the replay."""
         frame, now_s = self._reader.frame, time.monotonic()
-        if not self._view.is_playing or frame is None or frame is self._played or now_s < self._step_s:
+        if not self._view.is_playing or frame is None or frame is self._last_played_frame or now_s < self._next_step_s:
             return
-        self._step_s, self._played = now_s + 1 / SPEEDS[self._view.speed], frame
+        self._next_step_s, self._last_played_frame = now_s + 1 / SPEEDS[self._view.speed], frame
         if frame.place.is_newest:
             self._view = self._view._replace(is_playing=False)
         else:
@@ -249,7 +249,7 @@ class _Terminal:
         self._canvas.draw([*lines, *([[]] * (height - len(lines)))])
 
 
-def _attributes() -> dict[int, int]:
+def _attributes_by_style() -> dict[int, int]:
     """Return the attributes of curses for each style; without colour, problems are bold."""
     styles = {
         PLAIN: curses.A_NORMAL,

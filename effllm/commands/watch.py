@@ -29,7 +29,7 @@ import typer
 from msgspec import Struct
 
 from effllm.agent.gpu_energy import GpuEnergy
-from effllm.commands.metrics_page import Labelled, Unreachable, address, fetch_text, samples_of
+from effllm.commands.metrics_page import Labelled, Unreachable, address_of, fetch_text, samples_of
 from effllm.commands.output import complain
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
@@ -57,7 +57,7 @@ def main(
 ) -> int:
     """Print a line for each interval until stopped; return 1 if no interval was measured, 2 for wrong use."""
     try:
-        address(vllm)
+        address_of(vllm)
         config = read_config(process_environ())
     except (ValueError, ConfigError) as error:
         return complain("watch", str(error), 2)
@@ -66,10 +66,10 @@ def main(
     watch = _Watch(vllm, interval, energy, as_json)
     try:
         energy.start()
-        watch.begin()
+        watch.print_start()
         watch.run(count)
     except KeyboardInterrupt:
-        if not watch.measured:
+        if not watch.num_measured:
             watch.warn("stopped before anything was measured")
     except NotVllm as error:
         watch.warn(str(error))
@@ -78,8 +78,8 @@ def main(
         return 0
     finally:
         energy.close()
-    watch.end()
-    return 0 if watch.measured else 1
+    watch.print_sums()
+    return 0 if watch.num_measured else 1
 
 
 class _Watch:
@@ -90,11 +90,11 @@ class _Watch:
         self._last: Page | None = None
         self._wait_s = interval_s
         self._last_warning = ""
-        self.measured = 0  # number of measured intervals
+        self.num_measured = 0  # number of measured intervals
         self._tokens = self._joules = self._time_s = 0.0
         self._energy_tokens = self._energy_s = 0.0  # tokens and time of the intervals in which energy was measured
 
-    def begin(self) -> None:
+    def print_start(self) -> None:
         if self._as_json:
             return
         gpus = f"{self._energy.num_gpus} GPU{'s' if self._energy.num_gpus != 1 else ''} of this machine"
@@ -105,11 +105,11 @@ class _Watch:
         sys.stdout.flush()
 
     def run(self, count: int) -> None:
-        """Read pages until stopped, or for ``count`` intervals if ``count`` is not 0."""
+        """Read pages until stopped, or ``count`` + 1 times if it is not 0: also reads without an answer are counted."""
         next_s = time.monotonic()
         num_reads = 0
         while True:
-            is_there = self._read_page()
+            is_there = self._read_and_print()
             num_reads += 1
             if count and num_reads > count:
                 return
@@ -118,15 +118,16 @@ class _Watch:
             next_s = max(next_s + self._wait_s, time.monotonic())
             time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
 
-    def _read_page(self) -> bool:
+    def _read_and_print(self) -> bool:
+        """Read the page, and print the interval since the last one; return whether a page of vLLM was read."""
         try:
-            page = fetch(self._url)
+            page = fetch_page(self._url)
         except Unreachable as error:
             self.warn(f"{error}; the request is repeated")
             self._last = None  # tokens before the next page are not counted in an interval
             return False
         except NotVllm as error:
-            if self._last is None and not self.measured:
+            if self._last is None and not self.num_measured:
                 raise
             self.warn(str(error))
             self._last = None
@@ -136,14 +137,15 @@ class _Watch:
         elif self._last_warning:
             self._last_warning = ""
         if self._last is not None:
-            self._show(between(self._last, page), self._energy.take_joules(self._last.time_s, page.time_s))
+            self._add_and_print(difference(self._last, page), self._energy.take_joules(self._last.time_s, page.time_s))
         self._last = page
         return True
 
-    def _show(self, seen: Interval, joules: float | None) -> None:
+    def _add_and_print(self, seen: Interval, joules: float | None) -> None:
+        """Add an interval to the sums, and print its line."""
         tokens = seen.generation_tokens
         if tokens is not None:
-            self.measured += 1
+            self.num_measured += 1
             self._tokens += tokens
             self._time_s += seen.interval_s
             if joules is not None:
@@ -172,11 +174,11 @@ class _Watch:
             return
         if seen.restarted:
             self.warn("the server was restarted; the tokens of this interval are unknown")
-        if (self.measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
+        if (self.num_measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
             print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
         names = ("tokens_per_second", "prompt_tokens_per_second", "watts", "joules_per_token", "joules_per_10k_tokens")
-        cells = [time.strftime("%H:%M:%S"), *(_shown(row[name]) for name in names)]
-        cells += [_shown(seen.requests_running, whole=True), _shown(seen.time_to_first_token_s)]
+        cells = [time.strftime("%H:%M:%S"), *(_number_text(row[name]) for name in names)]
+        cells += [_number_text(seen.requests_running, whole=True), _number_text(seen.time_to_first_token_s)]
         print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
 
     def warn(self, line: str) -> None:
@@ -185,17 +187,17 @@ class _Watch:
             self._last_warning = line
             complain("watch", f"{self._url}: {line}")
 
-    def end(self) -> None:
-        if self._as_json or not self.measured:
+    def print_sums(self) -> None:
+        if self._as_json or not self.num_measured:
             return
         parts = [
             f"{self._tokens:,.0f} tokens in {self._time_s:,.1f} s",
-            f"{_shown(self._tokens / self._time_s)} tokens/s",
+            f"{_number_text(self._tokens / self._time_s)} tokens/s",
         ]
         if self._energy_s:
-            parts.append(f"{_shown(self._joules)} J, {_shown(self._joules / self._energy_s)} W")
+            parts.append(f"{_number_text(self._joules)} J, {_number_text(self._joules / self._energy_s)} W")
         if self._energy_tokens:
-            parts.append(f"{_shown(self._joules / self._energy_tokens)} J/token")
+            parts.append(f"{_number_text(self._joules / self._energy_tokens)} J/token")
         print(" · ".join(parts), flush=True)
 
 
@@ -203,10 +205,10 @@ def _ratio(above: float | None, below: float | None, times: float = 1.0) -> floa
     return times * above / below if above is not None and below else None
 
 
-def _shown(value: Any, whole: bool = False) -> str:
+def _number_text(value: Any, whole: bool = False) -> str:
     """Return a number with at least four significant digits, or a dash if it is not measured.
 
-    >>> _shown(1234.5), _shown(0.01234), _shown(None)
+    >>> _number_text(1234.5), _number_text(0.01234), _number_text(None)
     ('1,234', '0.01234', '-')
     """
     if value is None:
@@ -231,8 +233,8 @@ class Page(Struct, frozen=True):
     prompt: Labelled | None
     running: float | None
     waited_s: Labelled | None  # sum of the times to first tokens
-    waited: Labelled | None  # number of first tokens
-    started: Labelled | None
+    first_tokens: Labelled | None  # number of first tokens
+    process_start_s: Labelled | None
 
 
 class Interval(Struct, frozen=True):
@@ -246,17 +248,17 @@ class Interval(Struct, frozen=True):
     restarted: bool = False
 
 
-def fetch(url: str) -> Page:
+def fetch_page(url: str) -> Page:
     """Return the current page.
 
     Raises:
         Unreachable: the server did not answer, or answered with an error.
         NotVllm: the page is not a page of a vLLM server.
     """
-    return parse(fetch_text(url), time.monotonic())
+    return parse_page(fetch_text(url), time.monotonic())
 
 
-def parse(text: str, time_s: float) -> Page:
+def parse_page(text: str, time_s: float) -> Page:
     """Read the names, labels and numbers of a page in the Prometheus text format.
 
     Raises:
@@ -269,33 +271,33 @@ def parse(text: str, time_s: float) -> Page:
     running = samples.get("vllm:num_requests_running")
     return Page(
         time_s=time_s,
-        generated=_one(samples, _GENERATED),
-        prompt=_one(samples, _PROMPT),
+        generated=_first_named(samples, _GENERATED),
+        prompt=_first_named(samples, _PROMPT),
         running=sum(running.values()) if running is not None else None,
         waited_s=samples.get("vllm:time_to_first_token_seconds_sum"),
-        waited=samples.get("vllm:time_to_first_token_seconds_count"),
-        started=samples.get("process_start_time_seconds"),
+        first_tokens=samples.get("vllm:time_to_first_token_seconds_count"),
+        process_start_s=samples.get("process_start_time_seconds"),
     )
 
 
-def between(first: Page, second: Page) -> Interval:
+def difference(old: Page, new: Page) -> Interval:
     """Return the difference of two pages; it has no tokens if the server was restarted between the pages."""
-    counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
-    is_another = None not in (first.started, second.started) and first.started != second.started
+    counters = [(old.generated, new.generated), (old.prompt, new.prompt), (old.first_tokens, new.first_tokens)]
+    is_another = None not in (old.process_start_s, new.process_start_s) and old.process_start_s != new.process_start_s
     restarted = is_another or any(_has_decreased(*pair) for pair in counters)
-    generated, prompt, waited = (None if restarted else _grown(*pair) for pair in counters)
-    waited_s = None if restarted else _grown(first.waited_s, second.waited_s)
+    generated, prompt, first_tokens = (None if restarted else _increase(*pair) for pair in counters)
+    waited_s = None if restarted else _increase(old.waited_s, new.waited_s)
     return Interval(
-        interval_s=second.time_s - first.time_s,
+        interval_s=new.time_s - old.time_s,
         generation_tokens=generated,
         prompt_tokens=prompt,
-        requests_running=second.running,
-        time_to_first_token_s=waited_s / waited if waited_s is not None and waited else None,
+        requests_running=new.running,
+        time_to_first_token_s=waited_s / first_tokens if waited_s is not None and first_tokens else None,
         restarted=restarted,
     )
 
 
-def _one(samples: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:
+def _first_named(samples: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:
     return next((samples[name] for name in names if name in samples), None)
 
 
@@ -305,7 +307,7 @@ def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
     return second is None or any(second.get(labels, 0.0) < value for labels, value in first.items())
 
 
-def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
+def _increase(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
     before = first or {}  # if the first page does not have this metric, its values began at 0

@@ -15,8 +15,8 @@ from cli_process import read_until
 from prometheus_server import PageServer
 
 from effllm.agent import gpu_energy
-from effllm.commands.metrics_page import Unreachable, address
-from effllm.commands.watch import NotVllm, between, fetch, parse
+from effllm.commands.metrics_page import Unreachable, address_of
+from effllm.commands.watch import NotVllm, difference, fetch_page, parse_page
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import COUNTER, Device, Sample
 
@@ -38,7 +38,7 @@ def page(generated, prompt=0, *, engines=1, started=1000.0, waited=(0.0, 0), nam
 
 
 def seen(first, second, seconds=5.0):
-    return between(parse(first, 100.0), parse(second, 100.0 + seconds))
+    return difference(parse_page(first, 100.0), parse_page(second, 100.0 + seconds))
 
 
 def test_tokens_and_time_to_first_token_are_computed_from_two_pages():
@@ -75,7 +75,7 @@ def test_tokens_are_unknown_in_an_interval_with_a_restart(first, second, tokens)
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", 'go_goroutines 8\nhttp_requests_total{code="200"} 3\n'])
 def test_rejection_of_another_page_lists_the_missing_metrics(text):
     with pytest.raises(NotVllm, match="vllm:generation_tokens_total"):
-        parse(text, 0.0)
+        parse_page(text, 0.0)
 
 
 @cases(
@@ -83,12 +83,12 @@ def test_rejection_of_another_page_lists_the_missing_metrics(text):
 )
 def test_watch_rejects_an_invalid_server_address(url):
     with pytest.raises(ValueError, match=r"http|port|Port"):
-        address(url)
+        address_of(url)
 
 
 def test_default_path_of_the_watched_page_is_metrics():
-    assert address("http://127.0.0.1:8000") == ("http", "127.0.0.1", 8000, "/metrics")
-    assert address("https://h/a/metrics") == ("https", "h", 443, "/a/metrics")
+    assert address_of("http://127.0.0.1:8000") == ("http", "127.0.0.1", 8000, "/metrics")
+    assert address_of("https://h/a/metrics") == ("https", "h", 443, "/a/metrics")
 
 
 # --- over the network of this machine --------------------------------------------------------------
@@ -106,7 +106,7 @@ def serve():
 )
 def test_error_redirect_and_missing_server_are_unreachable(serve, answer, reason):
     with pytest.raises(Unreachable, match=reason):
-        fetch(serve(answer) if answer else "http://127.0.0.1:1/metrics")
+        fetch_page(serve(answer) if answer else "http://127.0.0.1:1/metrics")
 
 
 class LateReader:

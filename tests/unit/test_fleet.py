@@ -83,8 +83,8 @@ def test_many_runs_are_read_in_parts_and_unchanged_ones_not_again(job, tmp_path,
     for number in range(5):
         job(f"job-{number}")
     fleet, read = Fleet(tmp_path / "runs"), []
-    line_of = top_fleet._line
-    monkeypatch.setattr(top_fleet, "_line", lambda folder: (read.append(folder.name), line_of(folder))[1])
+    line_of = top_fleet._line_of_folder
+    monkeypatch.setattr(top_fleet, "_line_of_folder", lambda folder: (read.append(folder.name), line_of(folder))[1])
 
     assert not fleet.refresh(0.0, time.time())
     while not fleet.refresh(0.0005, time.time()):

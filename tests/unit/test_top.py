@@ -35,7 +35,7 @@ from effllm.views.top.frame import (
 from effllm.views.top.ranks import MAX_RANKS, EventHistory, RankStates, RankTable, rank_table
 from effllm.views.top.screen import plain_frame, render
 from effllm.views.top.text import fit, local_time, plain, sparkline
-from effllm.views.top.view_state import Action, Order, Shown, TopView, pressed
+from effllm.views.top.view_state import Action, Order, ShownPane, TopView, after_key
 
 NOW_S = 1_795_000_000.0
 
@@ -185,7 +185,7 @@ def reasons(rows, *events, **changes):
     """Return the rank, reason and text of each rank with a reason, the worst first."""
     whole = window(1, **{"coverage": coverage(), "straggler": None, **changes})
     found = rank_table(whole, rows, states(*events), {}, 8)
-    assert found.is_whole == (len(rows) == 8)
+    assert found.is_complete == (len(rows) == 8)
     return [(line.rank, line.reason, line.text) for line in found.lines_with_reason()]
 
 
@@ -230,7 +230,7 @@ def test_step_time_alone_is_named_as_step_time():
 
 
 def test_wrong_number_of_ranks_is_bounded():
-    assert rank_table(None, (), RankStates(), {}, 10**12).count == MAX_RANKS
+    assert rank_table(None, (), RankStates(), {}, 10**12).num_ranks == MAX_RANKS
 
 
 def test_wrong_rank_and_time_of_a_file_are_no_failure(run):
@@ -417,7 +417,7 @@ def test_order_that_changes_while_a_frame_is_read_is_applied(run, monkeypatch):
         """A folder whose table is filtered while it is read."""
 
         def refresh_hosts(self):
-            reader.order(Order(text="3"))
+            reader.set_order(Order(text="3"))
             return super().refresh_hosts()
 
     reader = TopReader(Changing(run), lambda: None)
@@ -438,33 +438,33 @@ PLAYING = TopView(is_playing=True)
 @cases(
     ("view", "key", "screen", "after", "action"),
     [
-        (TopView(), "left", Shown(), TopView(), Action("step", -1)),
-        (TopView(), "home", Shown(), TopView(), Action("oldest")),
-        (PLAYING, "end", Shown(), TopView(), Action("newest")),
-        (TopView(), "space", Shown(is_over=True), PLAYING, Action("oldest")),
-        (TopView(), "space", Shown(), TopView(), Action("pause")),
-        (TopView(), "space", Shown(is_newest=False), PLAYING, None),
+        (TopView(), "left", ShownPane(), TopView(), Action("step", -1)),
+        (TopView(), "home", ShownPane(), TopView(), Action("oldest")),
+        (PLAYING, "end", ShownPane(), TopView(), Action("newest")),
+        (TopView(), "space", ShownPane(is_over=True), PLAYING, Action("oldest")),
+        (TopView(), "space", ShownPane(), TopView(), Action("pause")),
+        (TopView(), "space", ShownPane(is_newest=False), PLAYING, None),
     ],
 )
 def test_keys_of_a_replay_request_positions(view, key, screen, after, action):
-    assert pressed(view, key, screen) == (after, action)
+    assert after_key(view, key, screen) == (after, action)
 
 
 def test_letters_of_the_filter_are_no_commands():
     view = TopView()
     for key in ["/", "q", "s", "backspace", "1", "enter"]:
-        view, action = pressed(view, key, Shown())
+        view, action = after_key(view, key, ShownPane())
         assert action is None
 
     assert (view.order.text, view.is_typing) == ("q1", False)
-    assert pressed(view, "esc", Shown())[0].order.text == ""
-    assert pressed(view, "q", Shown())[1] == Action("quit")
+    assert after_key(view, "esc", ShownPane())[0].order.text == ""
+    assert after_key(view, "q", ShownPane())[1] == Action("quit")
 
 
 def test_scrolling_stops_at_both_ends():
     view, offsets = TopView(), []
     for key in ["pgdn", "pgdn", "pgdn", "up", "pgup", "pgup"]:
-        view, _ = pressed(view, key, Shown(page=10, total=25))
+        view, _ = after_key(view, key, ShownPane(page=10, total=25))
         offsets.append(view.offset)
 
     assert (offsets[2], offsets[-1]) == (15, 0)

@@ -8,9 +8,9 @@ from rich.cells import cell_len
 from effllm.commands.top_folder import OwnTimes
 from effllm.records.job import Coverage, WindowReport
 from effllm.store.line_files import LineFiles
-from effllm.views.top.charts import CHART_HEIGHT, braille, chart_lines, map_lines, spark_lines
+from effllm.views.top.charts import CHART_HEIGHT, braille, chart_lines, rank_map_lines, spark_lines
 from effllm.views.top.frame import Head, TopFrame
-from effllm.views.top.screen import LARGE, render
+from effllm.views.top.screen import CHARTS_FROM, render
 from effllm.views.top.text import ASCII_BARS, BARS, plain
 from effllm.views.top.view_state import TopView
 
@@ -66,18 +66,18 @@ def test_braille_draws_a_step_without_a_gap_and_leaves_gaps_out():
 
 def test_map_names_the_slow_rank_in_its_windows():
     windows = [{rank: 1.3 if rank == 3 and at >= 5 else 1.0 for rank in range(8)} for at in range(10)]
-    text = plain(map_lines(windows, 60, 4, BARS))
+    text = plain(rank_map_lines(windows, 60, 4, BARS))
 
     assert [line.strip() for line in text.splitlines()[1:]] == [
         "rank 0 ··········", "rank 1 ··········", "rank 3 ·····█████"
     ]  # fmt: skip
-    assert map_lines([{0: 1.0, 1: 2.0}], 60, 4, BARS) == [], "two ranks have no usual time"
+    assert rank_map_lines([{0: 1.0, 1: 2.0}], 60, 4, BARS) == [], "two ranks have no usual time"
 
 
 def test_large_screen_has_charts_bars_and_the_map():
     windows = [dict.fromkeys(range(8), 1.0)] * 5
     frame = TopFrame(Head("a"), points=POINTS, rank_times=windows)
-    large, small = (plain(render(frame, TopView(), *size)) for size in (LARGE, (80, 24)))
+    large, small = (plain(render(frame, TopView(), *size)) for size in (CHARTS_FROM, (80, 24)))
 
     assert "own time of ranks" in large and "loss: 2.01" in large
     assert "own time of ranks" not in small

@@ -12,15 +12,15 @@ from rich.cells import cell_len
 from effllm.records.job import WindowReport
 from effllm.store.summary_text import readable
 from effllm.store.window_text import scaled
-from effllm.views.top.frame import SECONDS, RankTimes, TopFrame
+from effllm.views.top.frame import SECONDS_TAG, RankTimes, TopFrame
 from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline
 
 MAX_CURVES = 4
 CHART_HEIGHT = 7  # with the line of its name and the one of its times
-_LABEL = 8  # width of the numbers of an axis
-_NAME, _MIN_SPARK, _TWO_COLUMNS = 10, 10, 70
+_LABEL_WIDTH = 8  # width of the numbers of an axis
+_NAME, _MIN_SPARK, _TWO_COLUMNS = 10, 10, 70  # widths: of a name and of a curve; from the last on, two columns
 #: Own time of a rank in the median of its peers from which a cell has the letter and the style.
-_CELLS = ((1.1, "█", "#", BAD), (1.05, "▓", "+", WARNING), (1.02, "░", "-", PLAIN), (0.0, "·", ".", DIM))
+_MAP_CELLS = ((1.1, "█", "#", BAD), (1.05, "▓", "+", WARNING), (1.02, "░", "-", PLAIN), (0.0, "·", ".", DIM))
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a letter of Braille: rows, columns
 
 
@@ -35,11 +35,11 @@ _CURVES = (
     _Curve("tok/s/GPU", "throughput/tokens_per_second_per_gpu", lambda value: "".join(scaled(value))),
     _Curve("W/GPU", "energy/watts_per_gpu", readable),
     _Curve("MFU %", "throughput/mfu_ratio", lambda value: readable(100 * value)),
-    _Curve("s/it", SECONDS, readable),
+    _Curve("s/it", SECONDS_TAG, readable),
 )
 
 
-def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
+def _drawable(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
     """Return the first curves with at least two values."""
     has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
     curves = _CURVES if has_gpus else [curve._replace(name=curve.name.replace("GPU", "rank")) for curve in _CURVES]
@@ -53,12 +53,12 @@ def _known(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
 def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
     """Return the curves as lines, each with its lowest and highest value, in one or two columns."""
     columns = 2 if width >= _TWO_COLUMNS else 1
-    cells = [_spark(curve, values, width // columns - 1, bars) for curve, values in _known(frame)]
-    cells = [cell for cell in cells if cell]
+    curves = (_spark_cells(curve, values, width // columns - 1, bars) for curve, values in _drawable(frame))
+    cells = list(filter(None, curves))  # without those for which there is no room
     return [[part for cell in cells[at : at + columns] for part in cell] for at in range(0, len(cells), columns)]
 
 
-def _spark(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
+def _spark_cells(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
     measured = [value for value in values if value is not None]
     limits = f" {curve.text(min(measured))} to {curve.text(max(measured))}"
     room = width - _NAME - cell_len(limits)
@@ -70,7 +70,7 @@ def _spark(curve: _Curve, values: Sequence[float | None], width: int, bars: str)
 
 def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
     """Return charts of `CHART_HEIGHT` lines in two columns, with the values and the times of their axes."""
-    charts = [_chart(curve, values, frame.points, width // 2 - 1, bars) for curve, values in _known(frame)]
+    charts = [_chart_rows(curve, values, frame.points, width // 2 - 1, bars) for curve, values in _drawable(frame)]
     lines: list[Line] = []
     for at in range(0, len(charts), 2):
         pair = charts[at : at + 2]
@@ -78,20 +78,20 @@ def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
     return lines
 
 
-def _chart(
+def _chart_rows(
     curve: _Curve, values: Sequence[float | None], points: Sequence[WindowReport], width: int, bars: str
 ) -> list[list[tuple[str, int]]]:
     measured = [value for value in values if value is not None]
     least, most = min(measured), max(measured)
-    room, height = width - _LABEL - 1, CHART_HEIGHT - 2
+    room, height = width - _LABEL_WIDTH - 1, CHART_HEIGHT - 2
     drawn = braille(values, room, height) if bars == BARS else [sparkline(values, room, bars)] * height
     lines = [[(fit(f"{curve.name}: {curve.text(measured[-1])}", width + 1), DIM)]]
+    labels = {0: curve.text(most), height - 1: curve.text(least)}
     for row, text in enumerate(drawn):
-        label = curve.text(most) if row == 0 else curve.text(least) if row == height - 1 else ""
-        lines.append([(fit(label, _LABEL, right=True) + " ", DIM), (fit(text, room + 1), PLAIN)])
+        lines.append([(fit(labels.get(row, ""), _LABEL_WIDTH, right=True) + " ", DIM), (fit(text, room + 1), PLAIN)])
     begin, end = (local_time("%H:%M:%S", point.time_s) for point in (points[0], points[-1]))
     times = f"{begin}{end:>{max(room - len(begin), 0)}}"
-    return [*lines, [(" " * (_LABEL + 1) + fit(times, room + 1), DIM)]]
+    return [*lines, [(" " * (_LABEL_WIDTH + 1) + fit(times, room + 1), DIM)]]
 
 
 def braille(values: Sequence[float | None], width: int, height: int) -> list[str]:
@@ -120,7 +120,7 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def map_lines(rank_times: RankTimes, width: int, height: int, bars: str) -> list[Line]:
+def rank_map_lines(rank_times: RankTimes, width: int, height: int, bars: str) -> list[Line]:
     """Return the ranks that are slowest against the median of each window, window by window; empty without a median.
 
     Another set of letters than `BARS` means a terminal with ASCII alone.
@@ -136,7 +136,7 @@ def map_lines(rank_times: RankTimes, width: int, height: int, bars: str) -> list
             excess[rank] = excess.get(rank, 0.0) + max(ratio - 1.0, 0.0)
     shown = sorted(excess, key=lambda rank: (-excess[rank], rank))[: height - 1]
     letter = 1 if bars == BARS else 2
-    key = ", ".join(f"{cell[letter]} +{100 * (cell[0] - 1):.0f} %" for cell in _CELLS[:-1])
+    key = ", ".join(f"{cell[letter]} +{100 * (cell[0] - 1):.0f} %" for cell in _MAP_CELLS[:-1])
     head = f"own time of ranks against the median of each window, newest right: {key}"
     lines: list[Line] = [[(fit(head, width), DIM)]]
     for rank in sorted(shown):
@@ -146,7 +146,7 @@ def map_lines(rank_times: RankTimes, width: int, height: int, bars: str) -> list
             if own is None:
                 text, style = " ", DIM
             else:
-                cell = next(cell for cell in _CELLS if own >= cell[0])
+                cell = next(cell for cell in _MAP_CELLS if own >= cell[0])
                 text, style = str(cell[letter]), cell[3]
             if line[-1][1] == style and len(line) > 1:
                 line[-1] = line[-1][0] + text, style

@@ -25,7 +25,7 @@ NO_PROBLEM, PROBLEM, WRONG_USE, NO_DATA = range(4)
 NO_UPDATE_S = 180.0
 #: States of a run that is over, or that does not continue, and that are problems.
 BROKEN = ("failed", "killed", "stalled")
-MAX_NAMED = 4
+MAX_NAMED_RANKS = 4
 
 
 class Problem(NamedTuple):
@@ -62,12 +62,12 @@ class RunPlace(NamedTuple):
     window: int | None = None
 
 
-SECONDS = "throughput/seconds_per_iteration"
+SECONDS_TAG = "throughput/seconds_per_iteration"
 
 
 def is_point(window: WindowReport) -> bool:
     """Whether a window is a point of the curves: it has an iteration time, and is no correction of an earlier one."""
-    return SECONDS in window.values and not window.correction
+    return SECONDS_TAG in window.values and not window.correction
 
 
 #: Own time of an iteration by rank, of each window.
@@ -117,25 +117,25 @@ def problems_of(
         age = duration(head.age_s or 0.0)
         yield Problem("no_update", f"nothing new for {age}: the job may have been killed, or it hangs")
     if states.lost:
-        yield Problem("rank_lost", f"{_ranks(states.lost)} lost: no heartbeat for 15 s")
+        yield Problem("rank_lost", f"{_ranks_text(states.lost)} lost: no heartbeat for 15 s")
     if states.failed:
-        yield Problem("rank_failed", f"{_ranks(states.failed)} failed")
+        yield Problem("rank_failed", f"{_ranks_text(states.failed)} failed")
     if states.device_errors:
-        yield Problem("device_error", f"device errors on {_ranks(states.device_errors)}")
+        yield Problem("device_error", f"device errors on {_ranks_text(states.device_errors)}")
     if coverage is not None and coverage.missing_ranks:
-        yield Problem("missing", f"no report of {_ranks(coverage.missing_ranks)} in this window")
+        yield Problem("missing", f"no report of {_ranks_text(coverage.missing_ranks)} in this window")
     if not states.loss_is_finite:
         yield Problem("loss_not_finite", "loss is not finite")
     if stragglers:
         ranks = [rank for straggler in stragglers for rank in straggler.ranks]
-        yield Problem("straggler", f"straggler: {_ranks(ranks)}")
+        yield Problem("straggler", f"straggler: {_ranks_text(ranks)}")
 
 
-def _ranks(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
+def _ranks_text(ranks: Sequence[int] | frozenset[int] | Mapping[int, str]) -> str:
     """Return ranks as text; in a list of many ranks only the first."""
     numbers = sorted(set(ranks))
-    names = ", ".join(map(str, numbers[:MAX_NAMED]))
-    more = f" and {len(numbers) - MAX_NAMED:,} more" if len(numbers) > MAX_NAMED else ""
+    names = ", ".join(map(str, numbers[:MAX_NAMED_RANKS]))
+    more = f" and {len(numbers) - MAX_NAMED_RANKS:,} more" if len(numbers) > MAX_NAMED_RANKS else ""
     return f"rank{'s' * (len(numbers) > 1)} {names}{more}"
 
 
@@ -164,9 +164,9 @@ def document(frame: TopFrame) -> dict[str, Any]:
         "doubtful": list(frame.doubtful),
         "coverage": msgspec.to_builtins(frame.coverage),
         "ranks": {
-            "count": frame.ranks.count,
+            "count": frame.ranks.num_ranks,
             "with_reason": len(worst),
-            "all_have_values": frame.ranks.is_whole,
+            "all_have_values": frame.ranks.is_complete,
             "worst": [_without(line._asdict(), "place", "size") for line in worst[:MAX_WORST]],
         },
         "events": [msgspec.to_builtins(event) for event in frame.events[:MAX_EVENTS]],

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from effllm.records.events import is_problem
 from effllm.records.plain_text import one_line
 from effllm.store.summary_text import readable
-from effllm.views.top.charts import map_lines
+from effllm.views.top.charts import rank_map_lines
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.ranks import REASONS, HostLine, RankLine
 from effllm.views.top.text import BAD, BARS, BOLD, DIM, PLAIN, WARNING, Line, fit, local_time
@@ -19,30 +19,30 @@ from effllm.views.top.view_state import EVENTS, HELP, KEYS, RANKS, WATERFALL, To
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 #: Columns of the table: name and width; the reason has the rest of the line.
-_NUMBERS = {"step s": 7, "wait": 4, "W": 5, "GB": 5}
+_COLUMNS = {"step s": 7, "wait": 4, "W": 5, "GB": 5}
 #: Column -> its part of the maximum of the GPU.
 _RATIOS = {"busy": "busy_ratio", "W": "power_ratio", "GB": "memory_ratio"}
-_MORE_NUMBERS = {**_NUMBERS, "busy": 5, "degC": 4}
+_WIDE_COLUMNS = {**_COLUMNS, "busy": 5, "degC": 4}
 _WIDE = 100  # from this width on, the table has more columns, and hosts have more room
 _WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
 #: On a high screen, the map of the ranks and the newest events are below the table: height, and number of their lines.
-_SPLITS, _MAP_LINES = ((30, 16), (18, 7)), 7
+_SPLIT_HEIGHTS, _MAP_LINES = ((30, 16), (18, 7)), 7
 _WIDEST = 120  # from this width on, numbers have bars
-_BAR = 6
-_WORST = ("lost", "failed", "device_error", "missing")
-_NAMED = ("straggler", "throttled")
+_BAR = 6  # its width
+_BAD_REASONS = ("lost", "failed", "device_error", "missing")
+_WARNING_REASONS = ("straggler", "throttled")
 
 
 def pane_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> Sequence[Line]:
     """Return the header and the lines of the pane that the view shows."""
     if view.pane == RANKS:
         room = table_height(height)
-        table = _ranks(frame, view, width, room, bars)
+        table = _table_lines(frame, view, width, room, bars)
         if room == height:
             return table
-        below = map_lines(frame.rank_times, width, _MAP_LINES, bars) if width >= _WIDEST else []
+        below = rank_map_lines(frame.rank_times, width, _MAP_LINES, bars) if width >= _WIDEST else []
         more = height - room - 1 - len(below)
-        below += _events(frame, width)[:more] if more > 1 else []
+        below += _event_lines(frame, width)[:more] if more > 1 else []
         blank: list[Line] = [[]] * (room - len(table) + 1)
         return [*table, *blank, *below]
     lines = pane_content(frame, view, width)
@@ -51,21 +51,21 @@ def pane_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: st
 
 def table_height(height: int) -> int:
     """Return the number of lines of the table with its header, in a pane of this height."""
-    return next((height - lines - 1 for at, lines in _SPLITS if height >= at), height)
+    return next((height - lines - 1 for at, lines in _SPLIT_HEIGHTS if height >= at), height)
 
 
-def count_of(frame: TopFrame, view: TopView, width: int) -> int:
+def num_lines_of(frame: TopFrame, view: TopView, width: int) -> int:
     """Return the number of lines of the pane, without its header."""
     return len(frame.lines) if view.pane == RANKS else len(pane_content(frame, view, width)) - 1
 
 
 def pane_content(frame: TopFrame, view: TopView, width: int) -> list[Line]:
     """Return the header and all lines of a pane other than the table."""
-    return _help() if view.pane == HELP else {EVENTS: _events, WATERFALL: _waterfall}[view.pane](frame, width)
+    return {EVENTS: _event_lines, WATERFALL: _waterfall_lines, HELP: _help_lines}[view.pane](frame, width)
 
 
-def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> list[Line]:
-    columns, host_width = (_MORE_NUMBERS, 32) if width >= _WIDE else (_NUMBERS, 14)
+def _table_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> list[Line]:
+    columns, host_width = (_WIDE_COLUMNS, 32) if width >= _WIDE else (_COLUMNS, 14)
     if has_bars := width >= _WIDEST:
         columns, host_width = {name: cells + (_BAR + 1) * (name in _RATIOS) for name, cells in columns.items()}, 20
     shown = frame.lines[view.offset : view.offset + height - 1]
@@ -77,12 +77,12 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = 
     lines: list[Line] = [[(head, DIM), ("  reason" if view.order.sort == "reason" else f"  by {view.order.sort}", DIM)]]
     for line in shown:
         numbers = "".join(
-            fit(_number(line, name) + (_bar(line, name, bars) if has_bars else ""), cells + 1, right=True)
+            fit(_number_text(line, name) + (_ratio_bar(line, name, bars) if has_bars else ""), cells + 1, right=True)
             for name, cells in columns.items()
         )
-        text, worst = (_host_text(line), line.worst) if isinstance(line, HostLine) else (line.text, line)
-        style = BAD if worst.reason in _WORST else WARNING if worst.reason in _NAMED else PLAIN
-        start = f"{_who(line, host_width)}{numbers}  "
+        text, worst = (_host_reason(line), line.worst) if isinstance(line, HostLine) else (line.text, line)
+        style = BAD if worst.reason in _BAD_REASONS else WARNING if worst.reason in _WARNING_REASONS else PLAIN
+        start = f"{_rank_and_host(line, host_width)}{numbers}  "
         room = max(width - cell_len(start), 20)
         parts = textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" …") or [""]
         lines.append([(start, PLAIN), (parts[0], style)])
@@ -95,18 +95,18 @@ def _ranks(frame: TopFrame, view: TopView, width: int, height: int, bars: str = 
     return lines[:height]
 
 
-def _who(line: RankLine | HostLine, host_width: int) -> str:
+def _rank_and_host(line: RankLine | HostLine, host_width: int) -> str:
     if isinstance(line, HostLine):
         return fit(line.host, host_width + 1) + fit(str(line.ranks), 6, right=True)
     return fit(str(line.rank), 6, right=True) + " " + fit(line.host or "-", host_width)
 
 
-def _host_text(line: HostLine) -> str:
+def _host_reason(line: HostLine) -> str:
     num = line.num_with_reason
     return f"{num} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if num else ""
 
 
-def _number(line: RankLine | HostLine, column: str) -> str:
+def _number_text(line: RankLine | HostLine, column: str) -> str:
     value, text = {
         "step s": (line.step_s, readable),
         "wait": (line.wait_ratio, "{:.0%}".format),
@@ -118,7 +118,7 @@ def _number(line: RankLine | HostLine, column: str) -> str:
     return "-" if value is None else text(value)
 
 
-def _bar(line: RankLine | HostLine, column: str, bars: str) -> str:
+def _ratio_bar(line: RankLine | HostLine, column: str, bars: str) -> str:
     """Return the part of a number in its maximum as a bar; blanks if it is not known."""
     if column not in _RATIOS:
         return ""
@@ -126,7 +126,7 @@ def _bar(line: RankLine | HostLine, column: str, bars: str) -> str:
     return f" {bars[-1] * round(_BAR * min(max(ratio, 0.0), 1.0)):<{_BAR}}"
 
 
-def _events(frame: TopFrame, width: int) -> list[Line]:
+def _event_lines(frame: TopFrame, width: int) -> list[Line]:
     lines: list[Line] = [[(fit("time     kind            event, newest first", width), DIM)]]
     for event in frame.events:
         style = BAD if is_problem(event.kind) else PLAIN
@@ -140,7 +140,7 @@ def _events(frame: TopFrame, width: int) -> list[Line]:
     return lines
 
 
-def _waterfall(frame: TopFrame, width: int) -> list[Line]:
+def _waterfall_lines(frame: TopFrame, width: int) -> list[Line]:
     waterfall = frame.waterfall
     if waterfall is None:
         return [[("waterfall", DIM)], [("none yet: the aggregator writes it after a minute", PLAIN)]]
@@ -161,7 +161,7 @@ def _waterfall(frame: TopFrame, width: int) -> list[Line]:
     return lines
 
 
-def _help() -> list[Line]:
+def _help_lines(_frame: TopFrame, _width: int) -> list[Line]:
     lines: list[Line] = [[("keys", DIM)]]
     lines += [[(fit(key, 12), BOLD), (meaning, PLAIN)] for key, meaning in KEYS.items()]
     lines += [[], [("reasons, the worst first", DIM)]]

@@ -86,7 +86,7 @@ class HostLine(NamedTuple):
 
 
 #: Order of the table -> the field of which the largest value comes first.
-_COLUMN = {
+_FIELD = {
     "step": "step_s",
     "wait": "wait_ratio",
     "busy": "busy_ratio",
@@ -94,7 +94,7 @@ _COLUMN = {
     "memory": "memory_gb",
     "temperature": "temperature_c",
 }
-SORTS = ("reason", *_COLUMN, "rank", "host")
+SORTS = ("reason", *_FIELD, "rank", "host")
 
 
 class RankTable:
@@ -103,8 +103,8 @@ class RankTable:
     ``hosts`` has the known hosts by rank, and ``is_whole`` means that all reports of the window are in the run folder.
     """
 
-    def __init__(self, lines: Sequence[RankLine], count: int, hosts: Mapping[int, str], is_whole: bool) -> None:
-        self.known, self.count, self.hosts, self.is_whole = lines, count, hosts, is_whole
+    def __init__(self, lines: Sequence[RankLine], num_ranks: int, hosts: Mapping[int, str], is_complete: bool) -> None:
+        self.known, self.num_ranks, self.hosts, self.is_complete = lines, num_ranks, hosts, is_complete
         self._orders: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}
 
     def ordered(self, sort: str, text: str, by_host: bool) -> Sequence[RankLine | HostLine]:
@@ -119,9 +119,9 @@ class RankTable:
 
     def _rank_lines(self, sort: str, text: str) -> list[RankLine]:
         ranks = {line.rank for line in self.known}
-        lines = sorted(self.known, key=_key(sort))
-        others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.count) if rank not in ranks)
-        lines = sorted([*lines, *others], key=_key(sort)) if sort in ("rank", "host") else [*lines, *others]
+        lines = sorted(self.known, key=_rank_sort_key(sort))
+        others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.num_ranks) if rank not in ranks)
+        lines = sorted([*lines, *others], key=_rank_sort_key(sort)) if sort in ("rank", "host") else [*lines, *others]
         return [line for line in lines if _contains(line, text)] if text else lines
 
     def _host_lines(self, sort: str, text: str) -> list[HostLine]:
@@ -131,25 +131,25 @@ class RankTable:
         hosts = [_host_line(host, lines) for host, lines in of_host.items()]
         if text:
             hosts = [line for line in hosts if text in line.host or _contains(line.worst, text)]
-        return sorted(hosts, key=_host_key(sort))
+        return sorted(hosts, key=_host_sort_key(sort))
 
 
-def _key(sort: str) -> Callable[[RankLine], Any]:
+def _rank_sort_key(sort: str) -> Callable[[RankLine], Any]:
     if sort == "rank":
         return lambda line: line.rank
     if sort == "host":
         return lambda line: (line.host, line.place, -line.size, line.rank)
     if sort == "reason":
         return lambda line: (line.place, -line.size, line.rank)
-    return lambda line: (getattr(line, _COLUMN[sort]) is None, -(getattr(line, _COLUMN[sort]) or 0.0), line.rank)
+    return lambda line: (getattr(line, _FIELD[sort]) is None, -(getattr(line, _FIELD[sort]) or 0.0), line.rank)
 
 
-def _host_key(sort: str) -> Callable[[HostLine], Any]:
+def _host_sort_key(sort: str) -> Callable[[HostLine], Any]:
     if sort in ("rank", "host"):
         return lambda line: line.host if sort == "host" else line.worst.rank
     if sort == "reason":
         return lambda line: (line.worst.place, -line.num_with_reason, -line.worst.size, line.host)
-    return lambda line: (getattr(line, _COLUMN[sort]) is None, -(getattr(line, _COLUMN[sort]) or 0.0), line.host)
+    return lambda line: (getattr(line, _FIELD[sort]) is None, -(getattr(line, _FIELD[sort]) or 0.0), line.host)
 
 
 def _contains(line: RankLine, text: str) -> bool:
@@ -163,16 +163,16 @@ def _host_line(host: str, lines: Sequence[RankLine]) -> HostLine:
         len(lines),
         sum(bool(line.reason) for line in lines),
         lines[0],
-        _most(line.step_s for line in lines),
-        _most(line.wait_ratio for line in lines),
+        _max_or_none(line.step_s for line in lines),
+        _max_or_none(line.wait_ratio for line in lines),
         min((line.busy_ratio for line in lines if line.busy_ratio is not None), default=None),
         None if None in watts else sum(value for value in watts if value is not None),
-        _most(line.memory_gb for line in lines),
-        _most(line.temperature_c for line in lines),
+        _max_or_none(line.memory_gb for line in lines),
+        _max_or_none(line.temperature_c for line in lines),
     )
 
 
-def _most(values: Iterator[float | None]) -> float | None:
+def _max_or_none(values: Iterator[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
@@ -181,38 +181,38 @@ def rank_table(
     rows: Sequence[RankRow],
     states: RankStates,
     hosts: Mapping[int, str],
-    count: int,
+    num_ranks: int,
     limits: Mapping[int, Limits] = MappingProxyType({}),
 ) -> RankTable:
-    """Return the table of a window of the job with ``count`` ranks, and the reports and states of ranks in it."""
+    """Return the table of a window of the job with ``num_ranks`` ranks, and the reports and states of ranks in it."""
     by_rank = {row.rank: row for row in rows}
-    reasons_of: dict[int, list[_Found]] = {}
-    for finding in _reasons(window, by_rank, states):
+    reasons_of: dict[int, list[_Reason]] = {}
+    for finding in _found_reasons(window, by_rank, states):
         reasons_of.setdefault(finding.rank, []).append(finding)
     lines = []
     for rank in sorted({*by_rank, *reasons_of}):
-        line = _values(rank, by_rank.get(rank), hosts.get(rank, ""), limits.get(rank, NO_LIMITS))
+        line = _line_of_report(rank, by_rank.get(rank), hosts.get(rank, ""), limits.get(rank, NO_LIMITS))
         if reasons := sorted(reasons_of.get(rank, ()), key=lambda finding: (_PLACES[finding.reason], -finding.size)):
             worst, text = reasons[0], "; ".join(finding.text for finding in reasons)
             line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
         lines.append(line)
-    is_whole = window is not None and len(rows) >= window.coverage.ranks_reporting > 0
-    count = min(max(count, lines[-1].rank + 1 if lines else 0), MAX_RANKS)
-    return RankTable(lines, count, hosts, is_whole)
+    is_complete = window is not None and len(rows) >= window.coverage.ranks_reporting > 0
+    num_ranks = min(max(num_ranks, lines[-1].rank + 1 if lines else 0), MAX_RANKS)
+    return RankTable(lines, num_ranks, hosts, is_complete)
 
 
-def _values(rank: int, row: RankRow | None, host: str, limits: Limits = NO_LIMITS) -> RankLine:
+def _line_of_report(rank: int, row: RankRow | None, host: str, limits: Limits = NO_LIMITS) -> RankLine:
     if row is None:
         return RankLine(rank, host)
     iterations = row.iteration_last - row.iteration_first + 1
     temperature = row.gauges.get("temperature_c")
-    whole_s = row.busy_s + row.wait_s
+    iteration_s = row.busy_s + row.wait_s
     watts = measured_quotient(row.energy_j, row.energy_covered_s)
     return RankLine(
         rank,
         row.host or host,
         step_s=row.busy_s / iterations if iterations > 0 else None,
-        wait_ratio=row.wait_s / whole_s if iterations > 0 and whole_s > 0 else None,
+        wait_ratio=row.wait_s / iteration_s if iterations > 0 and iteration_s > 0 else None,
         busy_ratio=measured_quotient(row.utilization_seconds, row.utilization_covered_s),
         watts=watts,
         memory_gb=None if row.memory_peak_bytes is None else row.memory_peak_bytes / GB,
@@ -222,7 +222,7 @@ def _values(rank: int, row: RankRow | None, host: str, limits: Limits = NO_LIMIT
     )
 
 
-class _Found(NamedTuple):
+class _Reason(NamedTuple):
     """A reason of a rank."""
 
     rank: int
@@ -231,25 +231,25 @@ class _Found(NamedTuple):
     text: str
 
 
-def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: RankStates) -> Iterator[_Found]:
+def _found_reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: RankStates) -> Iterator[_Reason]:
     for rank in states.lost:
-        yield _Found(rank, "lost", 0.0, "lost: no heartbeat for 15 s")
+        yield _Reason(rank, "lost", 0.0, "lost: no heartbeat for 15 s")
     for rank, text in states.failed.items():
-        yield _Found(rank, "failed", 0.0, text)
+        yield _Reason(rank, "failed", 0.0, text)
     for rank, text in states.device_errors.items():
-        yield _Found(rank, "device_error", 0.0, text)
+        yield _Reason(rank, "device_error", 0.0, text)
     if window is None:
         return
     for rank in window.coverage.missing_ranks:
-        yield _Found(rank, "missing", 0.0, "no report of this window")
+        yield _Reason(rank, "missing", 0.0, "no report of this window")
     for verdict in window.stragglers:
         text = straggler_text(verdict)
-        yield from (_Found(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
+        yield from (_Reason(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
     slowest = window.straggler  # all that a page of metrics has of a verdict
     if slowest is not None and not window.stragglers:
         more = slowest.time_s / slowest.median_s - 1
-        yield _Found(slowest.rank, "straggler", more, f"own time {100 * more:+.0f} %")
-    yield from _of_rows(window, rows)
+        yield _Reason(slowest.rank, "straggler", more, f"own time {100 * more:+.0f} %")
+    yield from _reasons_of_reports(window, rows)
 
 
 def straggler_text(verdict: StragglerVerdict) -> str:
@@ -259,34 +259,34 @@ def straggler_text(verdict: StragglerVerdict) -> str:
     return f"straggler +{100 * verdict.slowdown:.1f} % by {verdict.evidence}{who}{why}"
 
 
-def _of_rows(window: WindowReport, rows: Mapping[int, RankRow]) -> Iterator[_Found]:
+def _reasons_of_reports(window: WindowReport, rows: Mapping[int, RankRow]) -> Iterator[_Reason]:
     steps = window.spread.get(STEP_SECONDS)
-    is_whole = len(rows) >= window.coverage.ranks_reporting > 2
-    lines = [_values(rank, row, "") for rank, row in rows.items()]
+    is_complete = len(rows) >= window.coverage.ranks_reporting > 2
+    lines = [_line_of_report(rank, row, "") for rank, row in rows.items()]
     waits = [line.wait_ratio for line in lines if line.wait_ratio is not None]
     heats = [line.temperature_c for line in lines if line.temperature_c is not None]
     # The median of outliers is not the median of the job.
-    usual_wait = median(waits) if waits and is_whole else window.values.get("throughput/data_wait_ratio")
-    usual_heat = median(heats) if heats and is_whole else None
+    usual_wait = median(waits) if waits and is_complete else window.values.get("throughput/data_wait_ratio")
+    usual_heat = median(heats) if heats and is_complete else None
     for line in lines:
         row, wait, heat = rows[line.rank], line.wait_ratio or 0.0, line.temperature_c or 0.0
         if steps is not None and steps.median > 0 and line.step_s is not None:
             more = line.step_s / steps.median - 1
             if abs(more) >= MIN_STEP:
-                yield _Found(line.rank, "step_time", abs(more), f"step time {100 * more:+.0f} % of the median")
+                yield _Reason(line.rank, "step_time", abs(more), f"step time {100 * more:+.0f} % of the median")
         if usual_heat is not None and heat >= usual_heat + HOTTER_C:
-            yield _Found(line.rank, "hot", heat, f"{heat:.0f} degC, median {usual_heat:.0f}")
+            yield _Reason(line.rank, "hot", heat, f"{heat:.0f} degC, median {usual_heat:.0f}")
         if row.coverage is not None and row.coverage < MIN_MEASURED:
             gap = 1 - row.coverage
-            yield _Found(line.rank, "not_measured", gap, f"{100 * gap:.1f} % of the window not measured")
+            yield _Reason(line.rank, "not_measured", gap, f"{100 * gap:.1f} % of the window not measured")
         if usual_wait is not None and wait >= usual_wait + MIN_WAIT:
-            yield _Found(line.rank, "data_wait", wait, f"data wait {100 * wait:.0f} %, usual {100 * usual_wait:.0f} %")
+            yield _Reason(line.rank, "data_wait", wait, f"data wait {100 * wait:.0f} %, usual {100 * usual_wait:.0f} %")
         if row.wall_s > 0 and (share := row.throttled_s.get("any", 0.0) / row.wall_s) >= MIN_THROTTLED:
-            yield _Found(line.rank, "throttled", share, f"throttled {100 * share:.0f} % of the window{_why(row)}")
+            yield _Reason(line.rank, "throttled", share, f"throttled {100 * share:.0f} % of the window{_fault(row)}")
 
 
-def _why(row: RankRow) -> str:
-    """Return the clocks event reason with the longest time that is a fault."""
+def _fault(row: RankRow) -> str:
+    """Return the clocks event reason that is a fault with the longest time, as ": heat"; "" without one."""
     faults = {name: seconds for name, seconds in row.throttled_s.items() if name not in ("any", "power_cap")}
     return f": {max(faults, key=faults.__getitem__).replace('_', ' ')}" if faults else ""
 
@@ -318,7 +318,7 @@ class EventHistory:
     def __init__(self) -> None:
         self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._changes: list[Event] = []  # that change the state of a rank or of the job
-        self._states: dict[tuple[int, float], RankStates] = {}
+        self._states_at: dict[tuple[int, float], RankStates] = {}
 
     def add_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -334,9 +334,9 @@ class EventHistory:
     def states(self, until_s: float) -> RankStates:
         """Return the states of the ranks at a moment."""
         key = len(self._changes), until_s
-        if key not in self._states:
-            self._states = {key: _states_after(change for change in self._changes if change.time_s <= until_s)}
-        return self._states[key]
+        if key not in self._states_at:
+            self._states_at = {key: _states_after(change for change in self._changes if change.time_s <= until_s)}
+        return self._states_at[key]
 
 
 def _states_after(changes: Iterable[Event]) -> RankStates:

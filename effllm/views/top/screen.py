@@ -20,13 +20,13 @@ from effllm.views.top.panes import pane_lines, table_height
 from effllm.views.top.text import BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, local_time
 from effllm.views.top.view_state import RANKS, SPEEDS, TopView
 
-CELL = 20  # width of a value with its name
+CELL_WIDTH = 20  # width of a value with its name
 MAX_COLUMNS = 6
 MIN_WIDTH, MIN_HEIGHT = 20, 6
-LARGE = (120, 40)  # from this size on, curves are charts
-MAX_WHOLE = 256  # in jobs above this size, the run folder has only the reports of outliers
+CHARTS_FROM = (120, 40)  # from this size on, curves are charts
+MAX_RANKS_WITH_REPORTS = 256  # in jobs above this size, the run folder has only the reports of outliers
 _KEYS = "q quit  ? help  e events  w waterfall  g hosts  s sort  / filter  space replay"
-_STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "ended": WARNING, "no_update": WARNING}
+_STYLE_OF_STATUS = {"completed": GOOD, "running": GOOD, "interrupted": WARNING, "ended": WARNING, "no_update": WARNING}
 
 
 class Cell(NamedTuple):
@@ -41,51 +41,47 @@ def _scaled(value: float) -> str:
     return " ".join(scaled(value)).rstrip()
 
 
-def _percent(value: float) -> str:
+def _percent_text(value: float) -> str:
     return f"{readable(100 * value)} %"
 
 
-def _energy(joules: float) -> str:
+def _energy_text(joules: float) -> str:
     unit, unit_j = energy_unit(joules)
     return f"{readable(joules / unit_j)} {unit}"
 
 
 CELLS = (
     Cell("tok/s/GPU", ("throughput/tokens_per_second_per_gpu",), _scaled),
-    Cell("MFU", ("throughput/mfu_ratio",), _percent),
+    Cell("MFU", ("throughput/mfu_ratio",), _percent_text),
     Cell("per token", ("energy/joules_per_token", "run_energy/joules_per_token"), lambda value: f"{_scaled(value)}J"),
-    Cell("goodput", ("goodput/ratio",), _percent),
+    Cell("goodput", ("goodput/ratio",), _percent_text),
     Cell("iteration", ("throughput/seconds_per_iteration",), lambda value: f"{readable(value)} s"),
-    Cell("data wait", ("throughput/data_wait_ratio",), _percent),
+    Cell("data wait", ("throughput/data_wait_ratio",), _percent_text),
     Cell("power", ("energy/watts_per_gpu",), lambda value: f"{readable(value)} W"),
     Cell("peak mem", ("memory/peak_gb",), lambda value: f"{readable(value)} GB"),
     Cell("tok/s", ("throughput/tokens_per_second",), _scaled),
-    Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent),
-    Cell("energy", ("energy/total_joules",), _energy),
-    Cell("exposed", ("throughput/exposed_communication_ratio",), _percent),
+    Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent_text),
+    Cell("energy", ("energy/total_joules",), _energy_text),
+    Cell("exposed", ("throughput/exposed_communication_ratio",), _percent_text),
 )
 
 
 def value_lines(frame: TopFrame, width: int) -> list[Line]:
     """Return the values in as many columns as fit."""
-    columns = max(min(width // CELL, MAX_COLUMNS), 1)
-    cells = list(_cells(frame))
+    columns = max(min(width // CELL_WIDTH, MAX_COLUMNS), 1)
+    cells = list(_styled_cells(frame))
     return [[part for cell in cells[at : at + columns] for part in cell] for at in range(0, len(cells), columns)]
 
 
-def _cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
+def _styled_cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
     has_gpus = frame.coverage is None or frame.coverage.gpus_expected > 0
     for cell in CELLS:
         tag = next((tag for tag in cell.tags if math.isfinite(frame.values.get(tag, math.nan))), None)
         name = cell.name if has_gpus else cell.name.replace("GPU", "rank")
-        text = "-" if tag is None else cell.text(frame.values[tag])
-        is_doubtful = tag is not None and tag in frame.doubtful
-        room = CELL - len(name) - 2
-        yield [
-            (f"{name} ", DIM),
-            (fit(text + ("?" if is_doubtful else ""), room), WARNING if is_doubtful else BOLD if tag else PLAIN),
-            (" ", PLAIN),
-        ]
+        text, style = ("-", PLAIN) if tag is None else (cell.text(frame.values[tag]), BOLD)
+        if tag in frame.doubtful:
+            text, style = f"{text}?", WARNING
+        yield [(f"{name} ", DIM), (fit(text, CELL_WIDTH - len(name) - 2), style), (" ", PLAIN)]
 
 
 def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str = "", bars: str = BARS) -> list[Line]:
@@ -96,28 +92,29 @@ def render(frame: TopFrame, view: TopView, width: int, height: int, notice: str 
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return [clipped([("terminal too small", PLAIN)], width)][:height]
     head = head_lines(frame, width, height, bars)
-    foot = list(_foot(frame, view, width, notice))
+    foot = list(_foot_lines(frame, view, width, notice))
     room = max(height - len(head) - len(foot), 0)
     body = pane_lines(frame, view, width, room, bars)[:room]
     blank: list[Line] = [[]] * (room - len(body))
     return [clipped(line, width) for line in [*head, *body, *blank, *foot]][:height]
 
 
-def page_of(frame: TopFrame, width: int, height: int, view: TopView) -> int:
+def page_height(frame: TopFrame, width: int, height: int, view: TopView) -> int:
     """Return the number of lines of the pane that the screen shows, without the header of the pane."""
-    room = height - len(head_lines(frame, width, height)) - len(list(_foot(frame, view, width, "")))
+    room = height - len(head_lines(frame, width, height)) - len(list(_foot_lines(frame, view, width, "")))
     return max((table_height(room) if view.pane == RANKS else room) - 1, 1)
 
 
 def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> list[Line]:
     """Return the lines above the pane."""
     is_brief = height < 16
-    lines: list[Line] = [_title(frame, width), *_verdict(frame)[: 1 if is_brief else 3], *value_lines(frame, width)]
+    most = 1 if is_brief else 3  # lines of the verdict, and problems
+    lines: list[Line] = [_title(frame, width), *_verdict_lines(frame)[:most], *value_lines(frame, width)]
     if not is_brief:
-        is_large = width >= LARGE[0] and height >= LARGE[1]
+        is_large = width >= CHARTS_FROM[0] and height >= CHARTS_FROM[1]
         lines += chart_lines(frame, width, bars) if is_large else spark_lines(frame, width, bars)
-    lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[: 1 if is_brief else 3]]
-    if (more := len(frame.problems) - 3) > 0 and not is_brief:
+    lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[:most]]
+    if (more := len(frame.problems) - most) > 0 and not is_brief:
         lines.append([(f"!! {more} more problem{'s' * (more > 1)}: effllm top --once --json lists all", BAD)])
     return lines
 
@@ -132,7 +129,7 @@ class TitlePart(NamedTuple):
 
 def _title(frame: TopFrame, width: int) -> Line:
     shown = [TitlePart(*part) for part in _title_parts(frame)]
-    while sum(cell_len(part.text) + 2 for part in shown) > width and len(shown) > 2:
+    while sum(cell_len(part.text) + 2 for part in shown) > width and len(shown) > 2:  # 2: blanks, also after the last
         shown.remove(max(shown, key=lambda part: part.drop_order))
     name, *others = shown
     width_of_others = sum(cell_len(part.text) + 2 for part in others)
@@ -145,21 +142,21 @@ def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
     head, seen = frame.head, frame.coverage
     yield one_line(head.name), BOLD, 0
     status = one_line(head.status).replace("_", " ")
-    yield status, BAD if head.status in BROKEN else _STATUS.get(head.status, PLAIN), 0
+    yield status, BAD if head.status in BROKEN else _STYLE_OF_STATUS.get(head.status, PLAIN), 0
     if head.simulated:
         yield "SIMULATED", WARNING, 1
     if head.iteration is not None:
         of = f"/{head.total_iterations}" if head.total_iterations else ""
         yield f"{'it' if head.style == 'Iteration' else 'step'} {head.iteration}{of}", PLAIN, 2
     if seen is not None:
-        yield f"ranks {_share(seen.ranks_reporting, seen.ranks_expected)}", PLAIN, 3
+        yield f"ranks {_of_expected(seen.ranks_reporting, seen.ranks_expected)}", PLAIN, 3
     if head.elapsed_s is not None:
         yield duration(head.elapsed_s), PLAIN, 4
     if (remaining := head.forecast.get(REMAINING_S)) is not None:
         yield f"eta {duration(remaining.value)}", PLAIN, 5
         yield f"at its end: {', '.join(forecast_texts(head.forecast, head.currency))}", DIM, 9
     if seen is not None and seen.gpus_expected:
-        yield f"GPUs {_share(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
+        yield f"GPUs {_of_expected(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
     if frame.over:
         yield frame.over, DIM, 4
     if head.user:
@@ -168,11 +165,11 @@ def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
         yield f"attempt {head.attempt}", PLAIN, 8
 
 
-def _share(have: int, expected: int) -> str:
+def _of_expected(have: int, expected: int) -> str:
     return f"{have:,}" if have == expected else f"{have:,}/{expected:,}"
 
 
-def _verdict(frame: TopFrame) -> list[Line]:
+def _verdict_lines(frame: TopFrame) -> list[Line]:
     if frame.verdict is None:
         why = "none in the summary" if frame.head.is_over else "none yet: the first one is written after some seconds"
         return [[("Verdict  ", DIM), (why, PLAIN)]]
@@ -185,10 +182,10 @@ def _verdict(frame: TopFrame) -> list[Line]:
     return lines
 
 
-def _foot(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[Line]:
+def _foot_lines(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[Line]:
     if notice:
         yield [(one_line(notice), WARNING)]
-    notes = [*frame.notes, *_outliers(frame)] if view.pane == RANKS else frame.notes
+    notes = [*frame.notes, *_outlier_note(frame)] if view.pane == RANKS else frame.notes
     for note in notes:
         yield [(one_line(note), DIM)]
     if view.is_typing or view.order.text:
@@ -203,12 +200,12 @@ def _foot(frame: TopFrame, view: TopView, width: int, notice: str) -> Iterator[L
         yield [(fit(_KEYS, width), REVERSE)]
 
 
-def _outliers(frame: TopFrame) -> Iterator[str]:
+def _outlier_note(frame: TopFrame) -> Iterator[str]:
     """Yield a line if most ranks have no values in the run folder."""
     seen = frame.coverage
-    if seen is not None and not frame.ranks.is_whole and frame.place.window is not None:
+    if seen is not None and not frame.ranks.is_complete and frame.place.window is not None:
         count = sum(line.step_s is not None for line in frame.ranks.known)
-        why = ": above 256 ranks only outliers are kept" if seen.ranks_expected > MAX_WHOLE else ""
+        why = ": above 256 ranks only outliers are kept" if seen.ranks_expected > MAX_RANKS_WITH_REPORTS else ""
         yield f"values of {count:,} of {seen.ranks_expected:,} ranks{why}"
 
 

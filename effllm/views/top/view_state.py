@@ -59,7 +59,7 @@ class Action(NamedTuple):
 
 
 QUIT = Action("quit")
-_MOVES = {
+_ACTION_OF_KEY = {
     "left": Action("step", -1),
     "right": Action("step", 1),
     "home": Action("oldest"),
@@ -67,12 +67,12 @@ _MOVES = {
     "[": Action("share", -JUMP),
     "]": Action("share", JUMP),
 }
-_PANES = {"r": RANKS, "e": EVENTS, "w": WATERFALL, "?": HELP, "h": HELP}
-_LINES = {"up": -1, "k": -1, "down": 1, "j": 1}
+_PANE_OF_KEY = {"r": RANKS, "e": EVENTS, "w": WATERFALL, "?": HELP, "h": HELP}
+_SCROLL_LINES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
-class Shown(NamedTuple):
-    """What a key needs of the screen."""
+class ShownPane(NamedTuple):
+    """The pane on the screen, as far as the effect of a key depends on it."""
 
     page: int = 1  # number of lines of the pane on the screen
     total: int = 0  # number of all lines of the pane
@@ -80,34 +80,34 @@ class Shown(NamedTuple):
     is_over: bool = False
 
 
-def pressed(view: TopView, key: str, shown: Shown) -> tuple[TopView, Action | None]:
+def after_key(view: TopView, key: str, shown: ShownPane) -> tuple[TopView, Action | None]:
     """Return the view after a key (a letter, or the name of a key), and the action that the key requests."""
     if key == "ctrl-c":
         return view, QUIT
     if view.is_typing:
-        return _typed(view, key), None
+        return _filter_after_key(view, key), None
     if key == "q":
         return view, QUIT
-    if key in _MOVES:
-        return view._replace(is_playing=False), _MOVES[key]
+    if key in _ACTION_OF_KEY:
+        return view._replace(is_playing=False), _ACTION_OF_KEY[key]
     if key == "space":
-        return _played(view, shown)
-    return _chosen(view, key, shown), None
+        return _toggle_replay(view, shown)
+    return _view_after_key(view, key, shown), None
 
 
-def _played(view: TopView, shown: Shown) -> tuple[TopView, Action | None]:
+def _toggle_replay(view: TopView, shown: ShownPane) -> tuple[TopView, Action | None]:
     """Play or pause; at the end of a run, play from its start, and pause a running job."""
     if view.is_playing or not shown.is_newest:
         return view._replace(is_playing=not view.is_playing), None
     return view._replace(is_playing=shown.is_over), Action("oldest" if shown.is_over else "pause")
 
 
-def _chosen(view: TopView, key: str, shown: Shown) -> TopView:
-    lines = {"pgup": -shown.page, "pgdn": shown.page, **_LINES}.get(key)
+def _view_after_key(view: TopView, key: str, shown: ShownPane) -> TopView:
+    lines = {"pgup": -shown.page, "pgdn": shown.page, **_SCROLL_LINES}.get(key)
     if lines is not None:
         return view._replace(offset=max(0, min(view.offset + lines, shown.total - shown.page)))
-    if key in _PANES:
-        pane = RANKS if _PANES[key] == view.pane else _PANES[key]
+    if key in _PANE_OF_KEY:
+        pane = RANKS if _PANE_OF_KEY[key] == view.pane else _PANE_OF_KEY[key]
         return view._replace(pane=pane, offset=0)
     if key == "tab":
         return view._replace(pane=PANES[(PANES.index(view.pane) + 1) % len(PANES)], offset=0)
@@ -127,7 +127,7 @@ def _chosen(view: TopView, key: str, shown: Shown) -> TopView:
     return view
 
 
-def _typed(view: TopView, key: str) -> TopView:
+def _filter_after_key(view: TopView, key: str) -> TopView:
     if key == "enter":
         return view._replace(is_typing=False)
     text = view.order.text
