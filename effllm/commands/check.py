@@ -60,13 +60,13 @@ def main(
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
         console = Console(highlight=False)
-        for part in _parts(result, show_all):
+        for part in _output_parts(result, show_all):
             console.print(part)
     is_loaded = bool(result.gpus) and all(gpu.flops_per_second is not None for gpu in result.gpus)
     return 0 if result.measured and (is_loaded or not has_load) else 1
 
 
-def _parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
+def _output_parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield _findings(result.findings)
     yield ""
     yield _metrics([row for row in result.metrics if show_all or METRICS[row.metric].console or row.metric in _USUAL])
@@ -74,24 +74,24 @@ def _parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     if result.sensor:
         yield facts_table(sensor_lines(result.sensor))
         yield ""
-    yield from _costs(result)
+    yield from _cost_sentences(result)
     if result.measured:
         yield "[bold green]A run would be measured here.[/]"
     else:
         yield "[bold red]A run with these settings would not be measured here:[/]"
         for finding in result.findings:
             if finding.state == BROKEN:
-                yield Padding(escape(f"{finding.name}: {_text(finding)}"), (0, 0, 0, 2))
+                yield Padding(escape(f"{finding.name}: {_text_with_advice(finding)}"), (0, 0, 0, 2))
 
 
 def _findings(findings: list[Finding]) -> Table:
     table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for finding in findings:
-        table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_text(finding)))
+        table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_text_with_advice(finding)))
     return table
 
 
-def _text(finding: Finding) -> str:
+def _text_with_advice(finding: Finding) -> str:
     return f"{finding.text}; {finding.advice}" if finding.advice else finding.text
 
 
@@ -101,12 +101,12 @@ def _metrics(metrics: list[Measurable]) -> Table:
     shown: set[str] = set()
     for row in metrics:
         mark = "[green]yes[/]" if row.measured else "[yellow]no[/]"
-        reasons = _joined(row.by) if row.measured else _once(row.why_not, shown)
-        table.add_row(_label(row.metric), mark, escape("; ".join(reasons)))
+        reasons = _joined_sources(row.by) if row.measured else _reasons_once(row.why_not, shown)
+        table.add_row(_short_metric_name(row.metric), mark, escape("; ".join(reasons)))
     return table
 
 
-def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
+def _reasons_once(reasons: list[str], shown: set[str]) -> Iterator[str]:
     """Yield the reasons why a metric is not measured; a reason that was shown before is shortened."""
     for reason in reasons:
         head, _, tail = reason.partition(": ")
@@ -114,7 +114,7 @@ def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
         shown.add(reason)
 
 
-def _joined(sources: list[str]) -> Iterator[str]:
+def _joined_sources(sources: list[str]) -> Iterator[str]:
     """Yield the sources of a metric; sources with the same text before the colon are joined."""
     merged: dict[str, list[str]] = {}
     for source in sources:
@@ -124,7 +124,7 @@ def _joined(sources: list[str]) -> Iterator[str]:
         yield f"{head}: {', '.join(tails)}" if any(tails) else head
 
 
-def _costs(result: Survey) -> Iterator[str]:
+def _cost_sentences(result: Survey) -> Iterator[str]:
     cost: Cost = result.cost
     if result.device and cost.read_ms is not None and cost.core_share is not None:
         yield (
@@ -135,6 +135,6 @@ def _costs(result: Survey) -> Iterator[str]:
         yield f"The training thread needs {cost.stamps_us:.1f} µs per iteration to record times."
 
 
-def _label(name: str) -> str:
+def _short_metric_name(name: str) -> str:
     console = METRICS[name].console
     return console.partition(" ")[0] if console else {"mfu_ratio": "MFU", "joules_per_token": "J/token"}.get(name, name)

@@ -43,7 +43,7 @@ from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
 from effllm.views import configurations_text
-from effllm.views.comparison_text import Compared, ComparisonPage, document, grouped, markdown
+from effllm.views.comparison_text import ComparedSide, ComparisonPage, document, left_out_lines, markdown
 
 WIDTH = 110
 
@@ -86,7 +86,7 @@ def main(
                     "--paper, --latex and --csv print a table without outcomes, and have no --json, --fail-if, "
                     "--baseline"
                 )
-            return _print_table(form, console, sides, by, metric or (), runs, is_paper=paper)
+            return _print_configurations(form, console, sides, by, metric or (), runs, is_paper=paper)
         page = comparison_page(sides, by, baseline, metric, fail_if, runs)
         table = None
         if by or len(page.others) > 1:
@@ -98,7 +98,8 @@ def main(
     if form == "json":
         print(document(page))
     elif form == "markdown":
-        print(*(configurations_text.markdown(one) for one in filter(None, [table])), markdown(page), sep="\n\n")
+        before = [] if table is None else [configurations_text.markdown(table)]
+        print(*before, markdown(page), sep="\n\n")
     else:
         if table is not None and table.metrics:
             configurations_text.print_table(table, console)
@@ -107,7 +108,7 @@ def main(
     return exit_status(page.answers)
 
 
-def _print_table(
+def _print_configurations(
     form: str, console: Console, runs: Sequence[str], by: str, metrics: Sequence[str], folder: str, *, is_paper: bool
 ) -> int:
     """Print the table of configurations; return the exit status."""
@@ -119,7 +120,7 @@ def _print_table(
     else:
         texts = configurations_text
         print({"csv": texts.csv_text, "latex": texts.latex, "markdown": texts.markdown}[form](table))
-    for line in grouped(left_out):
+    for line in left_out_lines(left_out):
         print(f"left out: {line}", file=sys.stderr)
     return 0
 
@@ -163,6 +164,6 @@ def comparison_page(
     compared = []
     for side in others:
         rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
-        compared.append(Compared(side, rows, unfair(first, side), settings(first, side)))
+        compared.append(ComparedSide(side, rows, unfair(first, side), settings(first, side)))
     answers = [answer(condition, other.side.name, other.metrics) for other in compared for condition in conditions]
     return ComparisonPage(first, compared, left_out, answers, 1 - alpha)

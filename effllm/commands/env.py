@@ -16,8 +16,8 @@ from effllm.sinks import options_of, sink_names
 from effllm.trainer.preflight import doubts, problems
 
 _OPTIONS = ("--check", "--shell", "--markdown")
-_COLUMNS = 80
-_group = operator.attrgetter("group")
+_WIDTH = 80
+_group_of = operator.attrgetter("group")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         if argument not in _OPTIONS:
             return complain("env", f"{argument!r} is not one of {', '.join(_OPTIONS)}", 2)
     if "--markdown" in arguments:
-        print("\n".join(markdown()))
+        print("\n".join(markdown_tables()))
         return 0
     environ = process_environ()
     messages = problems(environ)
@@ -37,36 +37,36 @@ def main(arguments: Sequence[str]) -> int:
         for line in doubts(environ):
             print(f"effllm: {line}", file=sys.stderr)
     else:
-        lines = statements(environ) if "--shell" in arguments else commented(environ)
+        lines = export_lines(environ) if "--shell" in arguments else commented_export_lines(environ)
         print("\n".join(lines))
     return 0
 
 
-def statements(environ: Mapping[str, str]) -> Iterator[str]:
+def export_lines(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield only the exports; ``eval`` also accepts all exports in one line."""
     config = read_config(environ)
     for variable in ALL_VARIABLES:
-        if value := _value(variable, config, environ):
+        if value := _value_text(variable, config, environ):
             yield f"export {PREFIX}{variable.name}={shlex.quote(value)};"
 
 
-def commented(environ: Mapping[str, str]) -> Iterator[str]:
+def commented_export_lines(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the exports by group, with their meanings; exports of unset variables are comments."""
     config = read_config(environ)
-    for group, variables in itertools.groupby(ALL_VARIABLES, _group):
+    for group, variables in itertools.groupby(ALL_VARIABLES, _group_of):
         yield f"# ---- {group} ----"
         for variable in variables:
             yield "#"
             text = f"{variable.meaning} Allowed: {variable.value_type.allowed}."
-            yield from textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ")
-            name, value = PREFIX + variable.name, _value(variable, config, environ)
+            yield from textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+            name, value = PREFIX + variable.name, _value_text(variable, config, environ)
             yield f"export {name}={shlex.quote(value)}" if value else f"# export {name}="
         yield ""
 
 
-def markdown() -> Iterator[str]:
+def markdown_tables() -> Iterator[str]:
     """Yield the headings and tables of docs/configuration.md."""
-    for group, variables in itertools.groupby(ALL_VARIABLES, _group):
+    for group, variables in itertools.groupby(ALL_VARIABLES, _group_of):
         yield from ("", f"## {group}", "", "| variable | default | meaning | allowed |", "|---|---|---|---|")
         for variable in variables:
             default = f"`{variable.default}`" if variable.field and variable.default else ""
@@ -78,7 +78,8 @@ def markdown() -> Iterator[str]:
             yield f"| `{sink}:{name}=` | {shown} | {meaning} | {value_type.allowed} |"
 
 
-def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
+def _value_text(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
+    """Return the value of a setting, or of the switch that is no setting; "" if it is not set."""
     if variable.field:
         return variable.text_in(config)
     return environ.get(PREFIX + variable.name, "") or "1"  # `eval "$(effllm env)"` enables metrics

@@ -68,15 +68,15 @@ def main(
     """Print entries, or one line of each without a name; return the exit status."""
     form = form_of(json=as_json, markdown=as_markdown)
     if form == "markdown":
-        rows = [f"| `{name}` | {_place(kind)} | {kind.help} |" for name, kind in KINDS.items()]
+        rows = [f"| `{name}` | {_level_text(kind)} | {kind.help} |" for name, kind in KINDS.items()]
         print("\n".join(["| kind | where | meaning |", "|---|---|---|", *rows]))
         return 0
-    entries = list(_entries())
-    shown = [entry for name in names for entry in _named(entries, name)] if names else entries
+    entries = list(_all_entries())
+    shown = [entry for name in names for entry in _entries_named(entries, name)] if names else entries
     status = 0
     for name in names or ():
-        if not _named(entries, name):
-            names_of_all = dict.fromkeys(_short(entry.metric or entry.name) for entry in entries)
+        if not _entries_named(entries, name):
+            names_of_all = dict.fromkeys(_ending(entry.metric or entry.name) for entry in entries)
             near = difflib.get_close_matches(name.lower(), names_of_all, 3)
             status = complain("explain", f"{name!r} has no entry" + f"; near: {', '.join(near)}" * bool(near), 1)
     if form == "json":
@@ -90,7 +90,7 @@ def main(
     return status
 
 
-def _named(entries: Sequence[Entry], name: str) -> list[Entry]:
+def _entries_named(entries: Sequence[Entry], name: str) -> list[Entry]:
     """Return the entries of a name.
 
     A tag of a chart, or another letter case or separator, has the same entries; a metric may be named without its unit,
@@ -101,23 +101,24 @@ def _named(entries: Sequence[Entry], name: str) -> list[Entry]:
         return exact
     words = name.lower().replace("-", "_").replace(" ", "_")
     words = _ON_SCREENS.get(words) or words.rpartition("/")[2]
-    same = [row for row in entries if words in (_short(row.name), _short(row.name.removeprefix(PREFIX)), row.metric)]
+    same = [row for row in entries if words in (_ending(row.name), _ending(row.name.removeprefix(PREFIX)), row.metric)]
     of_metrics = [entry for entry in entries if entry.metric.startswith(f"{words}_")]
-    return list(dict.fromkeys([*exact, *same, *of_metrics])) or [*_columns(name)] or [*_devices(name)]
+    return list(dict.fromkeys([*exact, *same, *of_metrics])) or [*_columns_named(name)] or [*_gpu_named(name)]
 
 
-def _short(name: str) -> str:
+def _ending(name: str) -> str:
     return name.lower().rpartition("/")[2]
 
 
-def _entries() -> Iterator[Entry]:
+def _all_entries() -> Iterator[Entry]:
+    """Yield all entries but those of columns and GPUs."""
     for metric in METRICS.values():
         bases = ", ".join(metric.bases) + ("" if metric.chart else "; no chart")
         text = f"{metric.help} Of: {bases}."
         name = metric.name if metric.name != "ratio" else f"{metric.group}_ratio"
         yield Entry(chart_tag(metric.tag(metric.bases[0])), "metric", metric.unit, text, name)
     for name, kind in KINDS.items():
-        yield Entry(name, "event", _place(kind), kind.help)
+        yield Entry(name, "event", _level_text(kind), kind.help)
     for cause, meaning in CAUSES.items():
         following = f" Next: {remedy(cause, {}).text}." if cause in AVOIDABLE else ""
         yield Entry(cause, "cause", "", f"{meaning}.{following}")
@@ -126,7 +127,7 @@ def _entries() -> Iterator[Entry]:
         yield Entry(PREFIX + row.name, "setting", row.group, f"{row.meaning} Allowed: {row.value_type.allowed}.")
 
 
-def _columns(name: str) -> Iterator[Entry]:
+def _columns_named(name: str) -> Iterator[Entry]:
     """Yield the columns with a name, of all tables or of one: energy_j, ranks.energy_j."""
     for table, columns in COLUMNS.items():
         for column in columns:
@@ -134,7 +135,7 @@ def _columns(name: str) -> Iterator[Entry]:
                 yield Entry(f"{table}.{column.name}", "column", f"{column.type} {column.unit}".strip(), column.meaning)
 
 
-def _devices(name: str) -> Iterator[Entry]:
+def _gpu_named(name: str) -> Iterator[Entry]:
     """Yield the row of the hardware table for a name: all rates, the source and the remarks."""
     if row := find_by_driver_name(name) or find_by_typed_words(name):
         rates = ", ".join(f"{precision} {rate / 1e12:.6g}" for precision, rate in row.flops_per_s.items())
@@ -145,5 +146,5 @@ def _devices(name: str) -> Iterator[Entry]:
         yield Entry(row.names[0], "GPU", row.architecture, text)
 
 
-def _place(kind: Kind) -> str:
+def _level_text(kind: Kind) -> str:
     return kind.level + (", coloured" if kind.is_problem else "")

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import typer
 
-from effllm.commands.fit_sources import FoundModel, StatedSizes, UnknownModel, UnreadableModel, find
+from effllm.commands.fit_sources import FoundModel, StatedSizes, UnknownModel, UnreadableModel, find_source
 from effllm.commands.output import complain
 from effllm.config.isolated import NoAnswer, ask
 from effllm.devices.known.hardware import find_by_typed_words, similar_gpus, usable_bytes
@@ -83,7 +83,7 @@ class FitRequest:
     mode: str  # training, inference, or "" for both
     gpu: str
     gpus: int | None
-    measured: bool
+    with_measurement: bool
     sizes: StatedSizes
     settings: dict[str, Any]  # of a plan, those that were given
 
@@ -121,7 +121,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes.")] = False,
 ) -> int:
     """Print the estimates; return the exit status."""
-    _check(mode, fsdp, zero, measured)
+    _check_options(mode, fsdp, zero, measured)
     settings = {
         "precision": precision, "optimizer": optimizer, "checkpointing": checkpointing, "attention": attention,
         "implementation": implementation, "seq_length": seq_length, "micro_batch": micro_batch,
@@ -131,9 +131,9 @@ def main(
     }  # fmt: skip
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
     try:
-        sizes = StatedSizes(vocab_size, _count(params), _count(active_params))
+        sizes = StatedSizes(vocab_size, _parameter_count(params), _parameter_count(active_params))
         request = FitRequest(models, mode, gpu, gpus, measured, sizes, given)
-        fits, memory = _estimates(request)
+        fits, memory = _fits_and_gpu(request)
     except UnknownModel as error:
         return complain("fit", str(error), UNKNOWN)
     except (UnreadableModel, ImpossiblePlan, CannotMeasure) as error:
@@ -144,12 +144,12 @@ def main(
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in fit_lines(fits, memory):
             print(*wrapped(line, width), sep="\n")
-    words = {verdict(fit.any.total, memory.usable_bytes) for fit in fits} if memory is not None else set()
+    words = {verdict(fit.main_estimate.total, memory.usable_bytes) for fit in fits} if memory is not None else set()
     return next((status for word, status in _STATUS.items() if word in words), 0)
 
 
-def _count(text: str) -> int | None:
-    """Return a number such as 7e9, 671B or 124M.
+def _parameter_count(text: str) -> int | None:
+    """Return the number in a text such as 7e9, 671B or 124M; ``None`` for an empty text.
 
     Raises:
         UnreadableModel: the text is no number from 1 on.
@@ -165,7 +165,7 @@ def _count(text: str) -> int | None:
     return count
 
 
-def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
+def _check_options(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
     """Raise an error of wrong use if options contradict each other."""
     if mode not in ("", TRAINING, INFERENCE):
         raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
@@ -175,8 +175,8 @@ def _check(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
         raise typer.BadParameter(f"--fsdp is --zero 3, and --zero is {zero}", param_hint="--fsdp")
 
 
-def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
-    sources = [find(text, request.sizes) for text in request.models]
+def _fits_and_gpu(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
+    sources = [find_source(text, request.sizes) for text in request.models]
     only_settings = [source for source in sources if source.shape is None]
     models = [source for source in sources if source.shape is not None]
     if not models:
@@ -185,19 +185,19 @@ def _estimates(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
     notes = tuple(note for source in only_settings for note in source.notes)
     planned = []
     for model in models:
-        with _named(model, only_settings):
-            planned.append(_planned(model, request, shared))
-    gpu = _gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
+        with _model_in_errors(model, only_settings):
+            planned.append(_plan_of(model, request, shared))
+    gpu = _named_or_smallest_gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
     fits = []
     for model, plan in zip(models, planned, strict=True):
-        with _named(model, only_settings):
-            fit = _fit(model, *plan, request, gpu)
-        fits.append(replace(fit, notes=(*fit.notes, *notes, *_ignored(request, plan[0]))))
+        with _model_in_errors(model, only_settings):
+            fit = _fit_of_plan(model, *plan, request, gpu)
+        fits.append(replace(fit, notes=(*fit.notes, *notes, *_notes_of_ignored(request, plan[0]))))
     return fits, gpu
 
 
 @contextmanager
-def _named(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
+def _model_in_errors(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
     """Add the name of the model, and of the files with its settings, to the error of a plan."""
     try:
         yield
@@ -206,7 +206,7 @@ def _named(model: FoundModel, settings: Sequence[FoundModel]) -> Iterator[None]:
         raise ImpossiblePlan(f"{', '.join([model.shape.name, *(file.source for file in settings)])}: {error}") from None
 
 
-def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
+def _notes_of_ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
     """Yield notes of settings that have no effect."""
     if request.mode == INFERENCE:
         names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "fused_loss", "zero", "sequence_parallel")
@@ -217,16 +217,17 @@ def _ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
         yield f"ZeRO {plan.zero} divides nothing with one rank of data parallelism: give --gpus N"
 
 
-def _planned(model: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
+def _plan_of(model: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
     """Return the plan of a model, its settings, and whether these state the number of GPUs.
 
     Settings are those of its file, of an accelerate YAML and of the options.
     """
     given = request.settings
     settings = {**model.settings, **shared, **given}
-    stated, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
-    gpus = request.gpus if request.gpus is not None else None if "dp" in given else stated
-    plan = _laid_out(MemoryPlan(**settings), gpus, "dp" in settings)
+    gpus, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
+    if request.gpus is not None or "dp" in given:  # then the number in the file does not count
+        gpus = request.gpus
+    plan = _with_num_gpus(MemoryPlan(**settings), gpus, "dp" in settings)
     if "lora_targets" in given and not plan.lora_rank:
         raise ImpossiblePlan("--lora-targets needs --lora RANK")
     if batch and "accumulation" not in settings:
@@ -234,7 +235,7 @@ def _planned(model: FoundModel, request: FitRequest, shared: dict[str, Any]) -> 
     return plan, settings, gpus is not None
 
 
-def _fit(
+def _fit_of_plan(
     model: FoundModel,
     plan: MemoryPlan,
     settings: dict[str, Any],
@@ -243,21 +244,21 @@ def _fit(
     gpu: GpuMemory | None,
 ) -> ModelFit:
     assert model.shape is not None
-    if request.measured and sys.stderr.isatty():
+    if request.with_measurement and sys.stderr.isatty():
         print(f"measuring a step of {one_line(model.shape.name)} with fake tensors: some 20 s", file=sys.stderr)
-    measured = measure(model.config, plan) if request.measured else None
+    measured = measure(model.config, plan) if request.with_measurement else None
     training = estimate(model.shape, plan, measured) if request.mode != INFERENCE else None
     inference = estimate(model.shape, _serving_plan(plan, settings)) if request.mode != TRAINING else None
-    main_one = training or inference
-    assert main_one is not None
-    is_too_large = gpu is not None and verdict(main_one.total, gpu.usable_bytes) != FITS
-    changes = fitting_changes(main_one, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
+    main_estimate = training or inference
+    assert main_estimate is not None
+    is_too_large = gpu is not None and verdict(main_estimate.total, gpu.usable_bytes) != FITS
+    changes = fitting_changes(main_estimate, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
     notes = (*model.notes, *(measured.notes if measured else ()))
     return ModelFit(model.source, notes, inference, training, tuple(changes), measured)
 
 
-def _laid_out(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:
-    """Return the plan on a number of GPUs: those that tensor, pipeline and context parallelism leave are for data."""
+def _with_num_gpus(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> MemoryPlan:
+    """Return the plan on ``gpus`` GPUs: data parallelism has those that TP, PP and CP leave; unchanged for ``None``."""
     if gpus is None:
         return plan
     if not 1 <= gpus <= MAX_GPUS:
@@ -297,7 +298,7 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     Raises:
         CannotMeasure: the plan needs another trainer, a package is missing, or the model does not run.
     """
-    _check_measured(config, plan)
+    _check_measurable(config, plan)
     assert config is not None
     try:
         fields = ask("effllm.memory.measure_child", "measure", {"config": config, "plan": asdict(plan)}, DEADLINE_S)
@@ -306,7 +307,7 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     return MeasuredStep(**{**fields, "notes": tuple(fields["notes"])})
 
 
-def _check_measured(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
+def _check_measurable(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
     if config is None or not (architecture_of(config) or config.get("model_type")):
         raise CannotMeasure("--measure needs a config of Hugging Face with architectures or a model_type")
     if plan != replace(plan, fused_loss=False, base_keeps_inputs=False, implementation="transformers", **_ONE_RANK):
@@ -322,10 +323,10 @@ def _check_measured(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
-def _gpu(name: str, count: int | None) -> GpuMemory | None:
-    """Return the named GPU, or the smallest GPU of this machine, or None."""
+def _named_or_smallest_gpu(name: str, count: int | None) -> GpuMemory | None:
+    """Return the named GPU, or the smallest GPU of this machine; ``None`` without either."""
     if not name:
-        return _found_gpu(count)
+        return _smallest_gpu_here(count)
     row = find_by_typed_words(name)
     if row is None:
         raise ImpossiblePlan(
@@ -334,7 +335,7 @@ def _gpu(name: str, count: int | None) -> GpuMemory | None:
     return GpuMemory(row.names[0], count or 1, row.memory_bytes or 0, usable_bytes(row), "hardware table")
 
 
-def _found_gpu(count: int | None) -> GpuMemory | None:
+def _smallest_gpu_here(count: int | None) -> GpuMemory | None:
     import pynvml
 
     gpus: list[tuple[float, str]] = []

@@ -49,7 +49,7 @@ class FoundModel:
     config: dict[str, Any] | None = None  # the fields of a config.json
 
 
-def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
+def find_source(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
     """Return the model of an argument; ``sizes`` are those of the options, for what the file does not state.
 
     Raises:
@@ -60,7 +60,7 @@ def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
         raise UnreadableModel("MODEL is empty: give a file, a folder or a name")
     if "--num-layers" in text:
         try:
-            return _megatron(text, sizes.vocab, "arguments", "arguments")
+            return _model_of_megatron(text, sizes.vocab, "arguments", "arguments")
         except WrongModel as error:
             raise UnreadableModel(str(error)) from None
     path = Path(text)
@@ -69,7 +69,7 @@ def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
         if not path.is_file():
             raise UnreadableModel(f"{text} is a folder without a config.json: give the folder of a model, or a file")
     if path.is_file():
-        return _file(path, sizes)
+        return _model_of_file(path, sizes)
     if model := find_model(text):
         return FoundModel(model.shape, f"table: {model.source}", model.notes, config=model.config)
     if model := find_variant(text):
@@ -84,7 +84,7 @@ def find(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
     raise UnreadableModel(f"there is no file {text}, and no model of this name in the table: {near}")
 
 
-def _file(path: Path, sizes: StatedSizes) -> FoundModel:
+def _model_of_file(path: Path, sizes: StatedSizes) -> FoundModel:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UnreadableModel(f"{path} is too large for a config: give the config.json of the model")
@@ -97,15 +97,15 @@ def _file(path: Path, sizes: StatedSizes) -> FoundModel:
         raise UnreadableModel(f"{path} is empty: give the config.json of the model")
     try:
         if path.suffix in (".yaml", ".yml"):
-            return _yaml(path, text, sizes)
+            return _model_of_yaml(path, text, sizes)
         if path.suffix != ".json" and {"num-layers", "hidden-size"} <= read_script(text).keys():
-            return _megatron(text, sizes.vocab, path.stem, str(path))
-        return _json(path, text, sizes)
+            return _model_of_megatron(text, sizes.vocab, path.stem, str(path))
+        return _model_of_json(path, text, sizes)
     except (RecursionError, WrongModel) as error:
         raise UnreadableModel(f"{path}: {error}") from None
 
 
-def _json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
+def _model_of_json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -118,38 +118,38 @@ def _json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
         raise UnreadableModel(
             f"{path} is not the config of a model, because it has no fields: give the config.json of the model"
         )
-    shape = _shape(fields, _name(path, fields), sizes)
+    shape = _shape_of_config(fields, _model_name(path, fields), sizes)
     return FoundModel(shape, str(path), shape.notes, config=fields)
 
 
-def _shape(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
+def _shape_of_config(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
     """Return the shape of a config, with the parameters of the model that transformers builds, if it is installed."""
     wrong: WrongModel | None = None
     try:
         shape = read_config(fields, name)
     except WrongModel as error:  # the formulas have other rules than the class of the model
         shape, wrong, reason = None, error, str(error)
-    is_unknown = isinstance(wrong, UnknownArchitecture)
-    if is_unknown and sizes.parameters is not None:
+    invalid = None if isinstance(wrong, UnknownArchitecture) else wrong
+    if wrong is not invalid and sizes.parameters is not None:
         return stated_model(name, str(fields.get("model_type") or ""), sizes.parameters, sizes.active_parameters)
     if not can_count():
-        if wrong and not is_unknown:
-            raise wrong
+        if invalid is not None:
+            raise invalid
         if shape is None:
             raise UnknownModel(f"{reason}: pip install 'effllm[fit]' counts its parameters, or give --params N")
         return shape
     try:
         counted = count_model(fields, name)
     except NoAnswer as error:
-        if wrong and not is_unknown:
-            raise wrong from None
+        if invalid is not None:
+            raise invalid from None
         if shape is None:
             raise UnknownModel(f"{reason}, and {error}: give --params N") from None
         return replace(shape, notes=(*shape.notes, f"by formulas, because {error}"))
     return counted if shape is None else with_counted(shape, counted)
 
 
-def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
+def _model_of_megatron(text: str, vocab_size: int | None, name: str, source: str) -> FoundModel:
     stated = {} if vocab_size is None else {"vocab-size": str(vocab_size)}
     arguments = StatedFields({**stated, **read_script(text)})
     settings, notes = read_settings(arguments)
@@ -158,7 +158,7 @@ def _megatron(text: str, vocab_size: int | None, name: str, source: str) -> Foun
     return FoundModel(shape, source, (*notes, *ambiguous(text), *left_out(unread)), settings)
 
 
-def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
+def _model_of_yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     """Return the model of a training's YAML, or the settings of an accelerate YAML."""
     try:
         import yaml
@@ -177,31 +177,30 @@ def _yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
     if not key:
         inner = fields.get("deepspeed_config")
         named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
-        settings, notes = read_yaml(system, fields, _deepspeed(path, str(named)) if named else None)
+        settings, notes = read_yaml(system, fields, _read_deepspeed_file(path, str(named)) if named else None)
         return FoundModel(None, str(path), tuple(notes), settings)
-    settings, notes = read_yaml(system, fields, _stages(path, fields.get("deepspeed")))
+    settings, notes = read_yaml(system, fields, _deepspeed_config(path, fields.get("deepspeed")))
     named = fields[key]
     if not isinstance(named, str) or not named.strip():
         raise UnreadableModel(f"{path}: {key} is {named!r}: give a name of the table, or a path")
     beside = path.parent / named
     if beside.suffix in (".yaml", ".yml"):
-        message = f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path"
-        raise UnreadableModel(message)
-    model = find(str(beside) if beside.exists() else named, sizes)
+        raise UnreadableModel(f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path")
+    model = find_source(str(beside) if beside.exists() else named, sizes)
     return FoundModel(model.shape, f"{path}, {model.source}", (*model.notes, *notes), settings, model.config)
 
 
-def _stages(path: Path, stated: Any) -> dict[str, Any] | None:
+def _deepspeed_config(path: Path, stated: Any) -> dict[str, Any] | None:
     """Return the config of DeepSpeed in a YAML: a mapping, the path of a file, or a name of ms-swift such as zero2."""
     if isinstance(stated, dict) or not stated:
         return stated or None
     if short := re.fullmatch(r"zero([0-3])(_offload)?", str(stated)):
         offload = {"offload_optimizer": {"device": "cpu"}} if short[2] else {}
         return {"zero_optimization": {"stage": int(short[1]), **offload}}
-    return _deepspeed(path, str(stated))
+    return _read_deepspeed_file(path, str(stated))
 
 
-def _deepspeed(path: Path, named: str) -> dict[str, Any]:
+def _read_deepspeed_file(path: Path, named: str) -> dict[str, Any]:
     """Return the DeepSpeed config that a YAML names, relative to a folder above the YAML or to the current folder."""
     for candidate in (Path(named), *(folder / named for folder in path.resolve().parents)):
         if candidate.is_file() and candidate.stat().st_size < MAX_BYTES:
@@ -213,7 +212,7 @@ def _deepspeed(path: Path, named: str) -> dict[str, Any]:
     raise UnreadableModel(f"{path} names the DeepSpeed config {named}, which is not there: put it beside the YAML")
 
 
-def _name(path: Path, fields: dict[str, Any]) -> str:
+def _model_name(path: Path, fields: dict[str, Any]) -> str:
     stated = fields.get("_name_or_path")
     if isinstance(stated, str) and stated.strip("./"):
         return stated.rstrip("/").split("/")[-1]

@@ -52,8 +52,8 @@ MAX_BYTES = 8000  # of the JSON document
 MAX_LETTERS = (300, 200, 110, 80, 50, 30, 3)
 MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 MAX_SHOWN = 5  # lines of code
-MAIL_LINES, MAIL_WIDTH, BAR = 15, 78, 40  # of the text for a user
-_NAMED = 4  # hosts in this text
+MAIL_LINES, MAIL_WIDTH, BAR_LETTERS = 15, 78, 40  # of the text for a user
+_MAX_NAMED_HOSTS = 4  # hosts in this text
 #: Fields with explanations; other texts are names.
 _EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
 
@@ -95,7 +95,7 @@ def main(
     if as_json:
         print(_fitted(_document(summary, summary.waterfall)))
     else:
-        _print(summary, summary.waterfall)
+        _print_waterfall(summary, summary.waterfall)
     return 0
 
 
@@ -134,12 +134,12 @@ def _document(summary: Summary, waterfall: Waterfall) -> dict[str, Any]:
         "waterfall": msgspec.to_builtins(waterfall),
         "evidence": evidence,
         "audit": msgspec.to_builtins(summary.audit),
-        "host": _host(summary),
+        "host": _host_document(summary),
         "versions": {"schema": SCHEMA_VERSION, "effllm": __version__},
     }
 
 
-def _host(summary: Summary) -> dict[str, Any] | None:
+def _host_document(summary: Summary) -> dict[str, Any] | None:
     """Return the first lines of code of the verdict's loss."""
     cause = summary.verdict.cause if summary.verdict else ""
     if summary.host is None or cause not in KINDS:
@@ -151,17 +151,17 @@ def _host(summary: Summary) -> dict[str, Any] | None:
 
 def _fitted(document: dict[str, Any]) -> str:
     """Return a document as JSON of at most `MAX_BYTES`, with every name and number."""
-    whole = {name: _short(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
+    whole = {name: _cut(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
     text = ""
     for letters in MAX_LETTERS:
-        fields = {**whole, **{name: _short(value, MAX_VERDICT, letters) for name, value in document.items()}}
+        fields = {**whole, **{name: _cut(value, MAX_VERDICT, letters) for name, value in document.items()}}
         text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
         if len(text) <= MAX_BYTES:
             break
     return text
 
 
-def _short(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
+def _cut(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
     """Return a document with numbers of 6 digits and short texts."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
@@ -169,13 +169,13 @@ def _short(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
         return value[: letters - 3] + "..."
     if isinstance(value, dict):
         limits = {name: of_explanations if name in _EXPLANATIONS else letters for name in value}
-        return {name: _short(item, limits[name], of_explanations) for name, item in value.items()}
+        return {name: _cut(item, limits[name], of_explanations) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_short(item, letters, of_explanations) for item in value]
+        return [_cut(item, letters, of_explanations) for item in value]
     return value
 
 
-def _print(summary: Summary, waterfall: Waterfall) -> None:
+def _print_waterfall(summary: Summary, waterfall: Waterfall) -> None:
     console = Console(width=WIDTH, highlight=False)
     simulated = "; simulated devices" if summary.simulated else ""
     name = f"{one_line(summary.run_id)}: " if summary.run_id else ""
@@ -226,13 +226,13 @@ def mail_text(summary: Summary) -> str:
     """Return a text of at most `MAIL_LINES` lines; the explanation of the verdict is cut if it is too long."""
     lines = [text[:MAIL_WIDTH] for text in _mail_lines(summary)]
     if (verdict := summary.verdict) is not None:
-        following = _wrapped("Next", verdict.next, 2)
-        lines += _wrapped("Verdict", verdict.text, 1)
-        lines += [*_wrapped("Why", verdict.why, MAIL_LINES - len(lines) - len(following)), *following]
+        following = _wrapped_lines("Next", verdict.next, 2)
+        lines += _wrapped_lines("Verdict", verdict.text, 1)
+        lines += [*_wrapped_lines("Why", verdict.why, MAIL_LINES - len(lines) - len(following)), *following]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _wrapped(name: str, text: str, count: int) -> list[str]:
+def _wrapped_lines(name: str, text: str, count: int) -> list[str]:
     whole = f"{name}: {one_line(text)}" if text else ""
     return (
         textwrap.wrap(whole, MAIL_WIDTH, subsequent_indent="  ", max_lines=count, placeholder=" …") if count > 0 else []
@@ -249,14 +249,14 @@ def _mail_lines(summary: Summary) -> Iterator[str]:
     yield f"State: {status_text(one_line(summary.status))} after {duration(summary.elapsed_s)}{simulated}"
     hosts = [one_line(host) for host in summary.hosts]
     count = summary.host_count or len(hosts)
-    names = ", ".join(hosts[:_NAMED]) + ", …" * (count > _NAMED)
+    names = ", ".join(hosts[:_MAX_NAMED_HOSTS]) + ", …" * (count > _MAX_NAMED_HOSTS)
     gpus = f"{summary.coverage.gpus_expected:,} GPUs" if summary.coverage.gpus_expected else "no GPUs"
     models = ", ".join(map(one_line, summary.gpu_models))
     if count:
         yield f"Nodes: {count:,} ({names}), {gpus}" + (f" ({models})" if models else "")
     for name, metric in (("GPUs busy", "pcu_ratio"), ("MFU", "mfu_ratio")):
         if summary.coverage.gpus_expected and (value := value_of(summary, metric)) is not None:
-            yield _bar(name, value.value)
+            yield _share_bar(name, value.value)
     if (memory := value_of(summary, "peak_gb")) is not None:
         yield f"Memory: at most {readable(memory.value)} GB on a device"
     loss, energy = summary.waterfall, summary.energy.measured_joules
@@ -269,12 +269,12 @@ def _mail_lines(summary: Summary) -> Iterator[str]:
         yield f"Energy: {readable(energy / J_PER_KWH)} kWh{mean}"
 
 
-def _bar(name: str, ratio: float) -> str:
+def _share_bar(name: str, ratio: float) -> str:
     """Return a share as a bar.
 
-    >>> _bar("MFU", 0.25)
+    >>> _share_bar("MFU", 0.25)
     'MFU         [||||||||||                            25%]'
     """
     percent = f"{100 * ratio:.0f}%"
-    filled = "|" * round(min(max(ratio, 0.0), 1.0) * BAR)
-    return f"{name:<12}[{filled[: BAR - len(percent)]:<{BAR - len(percent)}}{percent}]"
+    filled = "|" * round(min(max(ratio, 0.0), 1.0) * BAR_LETTERS)
+    return f"{name:<12}[{filled[: BAR_LETTERS - len(percent)]:<{BAR_LETTERS - len(percent)}}{percent}]"

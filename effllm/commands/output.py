@@ -8,7 +8,7 @@ import time
 from effllm.records.plain_text import one_line
 
 #: A shorter reading prints nothing.
-AFTER_S = 1.0
+FIRST_AFTER_S = 1.0
 EVERY_S = 0.2
 
 
@@ -36,8 +36,8 @@ class ReadingProgress:
     """Prints the progress of a long reading on stderr; it prints nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
-        self._next_s = time.monotonic() + AFTER_S if sys.stderr.isatty() else float("inf")
-        self._letters = 0
+        self._next_s = time.monotonic() + FIRST_AFTER_S if sys.stderr.isatty() else float("inf")
+        self._printed_letters = 0
 
     def __call__(self, done: int, total: int) -> None:
         """Print the number of run folders that were read; the line is erased at the end."""
@@ -48,6 +48,6 @@ class ReadingProgress:
             self._print(f"{done:,} of {total:,} run folders were read")
 
     def _print(self, line: str) -> None:
-        if line or self._letters:
-            print(f"\r{line.ljust(self._letters)}", end="" if line else "\r", file=sys.stderr, flush=True)
-            self._letters = len(line)
+        if line or self._printed_letters:
+            print(f"\r{line.ljust(self._printed_letters)}", end="" if line else "\r", file=sys.stderr, flush=True)
+            self._printed_letters = len(line)

@@ -69,18 +69,18 @@ def main(
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         return complain("profile", f"--save {save}: not a file in an existing folder", 2)
     try:
-        reader = _open(read_config(usable(process_environ())), device)
+        reader = _open_gpu(read_config(usable(process_environ())), device)
     except DeviceUnavailable as error:
         return complain("profile", f"no GPU can be read: {error}", 2)
     try:
-        profile = _profile(reader, seconds)
+        profile = _profile_with_progress(reader, seconds)
     except KeyboardInterrupt:
         return complain("profile", "stopped; no results are stored", 130)
     finally:
         reader.close()
-    kept = profiling.to_calibration(profile)
-    if kept is not None:
-        calibration.store(cache_folder() / "calibration", kept)
+    stored = profiling.to_calibration(profile)
+    if stored is not None:
+        calibration.store(cache_folder() / "calibration", stored)
     # Here the sensor is an object with named fields, but in messages it is an array.
     plain = msgspec.to_builtins(profile) | {"sensor": asdict(profile.sensor)}
     text = msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
@@ -93,12 +93,12 @@ def main(
         print(text, end="")
     else:
         console = Console(highlight=False)
-        for part in _parts(profile, save):
+        for part in _report_parts(profile, save):
             console.print(part)
     return 0
 
 
-def _open(config: Config, device: str) -> Reader:
+def _open_gpu(config: Config, device: str) -> Reader:
     """Open a GPU.
 
     Raises:
@@ -114,7 +114,7 @@ def _open(config: Config, device: str) -> Reader:
     raise DeviceUnavailable(f"device {kind!r} is no GPU; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
 
 
-def _profile(reader: Reader, seconds: float) -> SensorProfile:
+def _profile_with_progress(reader: Reader, seconds: float) -> SensorProfile:
     columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn())
     is_nvidia = reader.device.kind == "nvml"
     facts = Facts(reader.device.key) if is_nvidia else None
@@ -136,14 +136,14 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def _parts(profile: SensorProfile, save: str) -> Iterator[Table | str]:
+def _report_parts(profile: SensorProfile, save: str) -> Iterator[Table | str]:
     board = profile.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
     yield f"[bold]{escape(board.name)}[/], driver {escape(board.driver)}{limit} [dim](GPU {board.uuid})[/]"
     yield ""
-    yield facts_table(_sensors(profile))
+    yield facts_table(_sensor_rows(profile))
     yield ""
-    yield _calls(profile.calls)
+    yield _calls_table(profile.calls)
     yield ""
     if profile.load:
         yield f"[dim]{escape(f'Load: {profile.load}, {profile.edges} edges.')}[/]"
@@ -166,7 +166,7 @@ def facts_table(rows: list[tuple[str, list[str]]]) -> Table:
     return table
 
 
-def _sensors(facts: SensorProfile) -> list[tuple[str, list[str]]]:
+def _sensor_rows(facts: SensorProfile) -> list[tuple[str, list[str]]]:
     sensor = facts.sensor
     held = ""
     if facts.power_is_held is not None:
@@ -178,17 +178,18 @@ def _sensors(facts: SensorProfile) -> list[tuple[str, list[str]]]:
         f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
         for name, ratio in facts.ratios.items()
     ]
+    average = [_rhythm(facts.average, "changes"), _mean(facts.average_response)] if facts.average else []
     rows = [
-        ("energy counter", [_moves(facts.counter, "moves"), _lag(facts), _measures(facts)]),
-        ("power", [_moves(facts.power, "changes"), _mean(facts.power_response), held]),
-        ("averaged power", [_moves(facts.average, "changes"), _mean(facts.average_response)] if facts.average else []),
+        ("energy counter", [_rhythm(facts.counter, "moves"), _lag(facts), _measured_share(facts)]),
+        ("power", [_rhythm(facts.power, "changes"), _mean(facts.power_response), held]),
+        ("averaged power", average),
         ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
     return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]
 
 
-def _moves(rhythm: Rhythm | None, verb: str) -> str:
+def _rhythm(rhythm: Rhythm | None, verb: str) -> str:
     if rhythm is None:
         return "no period was found"
     if not rhythm.period_s:
@@ -204,7 +205,7 @@ def _lag(profile: SensorProfile) -> str:
     return f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.1f} ms"
 
 
-def _measures(profile: SensorProfile) -> str:
+def _measured_share(profile: SensorProfile) -> str:
     response, rhythm, duty = profile.counter_response, profile.counter, profile.sensor.duty
     if rhythm is None or not rhythm.period_s:
         return ""
@@ -214,24 +215,24 @@ def _measures(profile: SensorProfile) -> str:
         return "measures during the whole tick"
     return (
         f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each tick, "
-        f"until {_ends(response)}"
+        f"until {_end(response)}"
     )
 
 
 def _mean(response: Response | None) -> str:
     if response is None:
         return ""
-    return f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_ends(response)}"
+    return f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_end(response)}"
 
 
-def _ends(response: Response) -> str:
+def _end(response: Response) -> str:
     """Return the end of the period that a value measures, relative to the update of the sensor's value."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the sensor updates its value"
     return f"{1e3 * response.ends_s:.1f} ms before the sensor updates its value"
 
 
-def _calls(calls: list[DriverCall]) -> Table:
+def _calls_table(calls: list[DriverCall]) -> Table:
     table = Table.grid("", Column(justify="right"), Column(justify="right"), padding=(0, 3, 0, 0))
     table.add_row("[cyan]call[/]", "[cyan]median[/]", "[cyan]worst[/]")
     for call in calls:

@@ -30,7 +30,7 @@ from effllm.config.settings import read_config
 from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
-from effllm.views.report.page import MAX_RUNS, Compared, ReportTooLarge, read_runs, report_html
+from effllm.views.report.page import MAX_RUNS, ComparedRuns, ReportTooLarge, read_runs, report_html
 
 
 def main(
@@ -49,7 +49,8 @@ def main(
             too_many = f"{len(all_runs):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
             return complain("report", too_many, 1)
         folders = [run.folder for run in all_runs]
-        compared = _compared(list(runs) if len(runs) > 1 else list(map(str, folders)), by, len(folders))
+        # Several arguments are the sides; of one, such as a campaign, each run is a side.
+        compared = _comparison(list(runs) if len(runs) > 1 else list(map(str, folders)), by, len(folders))
         read = read_runs(folders)
         page = report_html(read, compared).encode()
         path = output or Path(f"report-{read[0].folder.name if len(read) == 1 else f'{len(read)}-runs'}.html")
@@ -65,16 +66,16 @@ def main(
     return 0
 
 
-def _compared(arguments: list[str], by: str, count: int) -> Compared:
+def _comparison(arguments: list[str], by: str, count: int) -> ComparedRuns:
     """Return the comparison of several runs, or of configurations if a run has the tag ``config``."""
     if count < 2:
-        return Compared()
+        return ComparedRuns()
     try:
         sides, _ = find_groups(arguments, by, read_config(process_environ()).run_dir)
         names = {run.folder: side.name for side in sides for run in side.runs}
         if len(names) == len(sides):  # each run is a configuration
-            return Compared(comparison_page(arguments))
+            return ComparedRuns(comparison_page(arguments))
         table = configurations(sides, is_paper=False)
-        return Compared(comparison_page(arguments, by=by or CONFIGURATION), table, names)
+        return ComparedRuns(comparison_page(arguments, by=by or CONFIGURATION), table, names)
     except comparison_errors() as error:
-        return Compared(str(error))
+        return ComparedRuns(str(error))

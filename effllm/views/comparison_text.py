@@ -30,7 +30,7 @@ NARROW_NAME = 20
 MAX_NAMES = 10
 
 
-class Compared(NamedTuple):
+class ComparedSide(NamedTuple):
     """One side against the first side."""
 
     side: Side
@@ -43,42 +43,42 @@ class ComparisonPage(NamedTuple):
     """All results of a comparison, which rich's console can print."""
 
     first: Side
-    others: Sequence[Compared]
+    others: Sequence[ComparedSide]
     left_out: Sequence[str]
     answers: Sequence[ConditionAnswer]
     level: float  # of the intervals
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for other in self.others:
-            for line in heading(self.first, other.side):
+            for line in side_lines(self.first, other.side):
                 yield Text(line)
-            table = _table(other.metrics)
+            table = _wide_table(other.metrics)
             if Measurement.get(console, options.update(max_width=MAX_WIDTH), table).maximum > options.max_width:
                 table = _narrow_table(other.metrics)
             yield table
-            for line in notes(other):
+            for line in note_lines(other):
                 yield Text(line)
-        for line in closing(self):
+        for line in closing_lines(self):
             yield Text(line)
 
 
-def _table(rows: Sequence[MetricComparison]) -> Table:
+def _wide_table(rows: Sequence[MetricComparison]) -> Table:
     table = Table(*HEADER, box=None, pad_edge=False)
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:4]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*map(Text, cells(row)))
+        table.add_row(*map(Text, metric_cells(row)))
     return table
 
 
 def _narrow_table(rows: Sequence[MetricComparison]) -> Table:
     """Return a table with two lines for each metric, so that no number is cut on a terminal of 80 columns."""
-    table = _table([])
+    table = _wide_table([])
     table.padding, table.columns[0].no_wrap, table.columns[0].overflow = (0, 1, 0, 0), False, "fold"
     for row in rows:
-        metric, a, b, difference, outcome = cells(row)
+        metric, a, b, difference, outcome = metric_cells(row)
         parts = (_in_two_lines(metric), a, b, difference.replace(" (", "\n(", 1), outcome.replace(" ", "\n", 1))
         table.add_row(*map(Text, parts))
     return table
@@ -98,11 +98,11 @@ def markdown(page: ComparisonPage) -> str:
     """Return the page as Markdown."""
     lines: list[str] = []
     for other in page.others:
-        lines += [f"**{markdown_text(line)}**  " for line in heading(page.first, other.side)]
-        lines += ["", *markdown_table(HEADER, [cells(row) for row in other.metrics]), ""]
-        lines += [f"- {markdown_text(line)}" for line in notes(other)]
+        lines += [f"**{markdown_text(line)}**  " for line in side_lines(page.first, other.side)]
+        lines += ["", *markdown_table(HEADER, [metric_cells(row) for row in other.metrics]), ""]
+        lines += [f"- {markdown_text(line)}" for line in note_lines(other)]
         lines.append("")
-    lines += [f"- {markdown_text(line)}" for line in closing(page)]
+    lines += [f"- {markdown_text(line)}" for line in closing_lines(page)]
     return "\n".join(lines)
 
 
@@ -111,10 +111,10 @@ def document(page: ComparisonPage) -> str:
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "interval_level": page.level,
-        "a": _side(page.first),
+        "a": _side_document(page.first),
         "comparisons": [
             {
-                "b": _side(other.side),
+                "b": _side_document(other.side),
                 "metrics": [row._asdict() for row in other.metrics],
                 "unfair": [difference._asdict() for difference in other.unfair],
                 "settings": [difference._asdict() for difference in other.settings],
@@ -128,12 +128,12 @@ def document(page: ComparisonPage) -> str:
     return json.dumps(fields, indent=1, allow_nan=False)
 
 
-def _side(side: Side) -> dict[str, Any]:
+def _side_document(side: Side) -> dict[str, Any]:
     runs = [{name: run.row.get(name) for name in ("run_id", "folder", "status", "simulated")} for run in side.runs]
     return {"name": side.name, "runs": runs}
 
 
-def heading(a: Side, b: Side) -> list[str]:
+def side_lines(a: Side, b: Side) -> list[str]:
     """Return the names of both sides, each with its runs."""
     lines = []
     for letter, side in (("A", a), ("B", b)):
@@ -143,13 +143,13 @@ def heading(a: Side, b: Side) -> list[str]:
     return lines
 
 
-def notes(other: Compared) -> list[str]:
+def note_lines(other: ComparedSide) -> list[str]:
     """Return the evidence, the unfair differences and the differing settings, each as a sentence."""
     unfair = [f"unfair: {diff.name}: A {diff.a}; B {diff.b}" for diff in other.unfair]
-    return [*_reasons(other.metrics), *unfair, *_settings(other)]
+    return [*_evidence_lines(other.metrics), *unfair, *_setting_lines(other)]
 
 
-def cells(row: MetricComparison) -> list[str]:
+def metric_cells(row: MetricComparison) -> list[str]:
     """Return the cells of a metric in a table with `HEADER`; a metric of the quantity above it has no outcome."""
     name = row.metric if row.outcome else f"  {row.metric}"
     return [name, readable(row.a), readable(row.b), _difference(row), row.outcome or ""]
@@ -160,29 +160,29 @@ def _difference(row: MetricComparison) -> str:
         return ""
     if row.low is None or row.high is None:
         return _percent(row.share)
-    return f"{_percent(row.share)} ({_digits(row.low, '+')} to {_digits(row.high, '+')})"
+    return f"{_percent(row.share)} ({_percent_digits(row.low, '+')} to {_percent_digits(row.high, '+')})"
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:+.2f} %" if abs(share) < 1 else f"{_digits(share, '+')} %"
+    return f"{100 * share:+.2f} %" if abs(share) < 1 else f"{_percent_digits(share, '+')} %"
 
 
-def _digits(share: float, sign: str = "") -> str:
+def _percent_digits(share: float, sign: str = "") -> str:
     """Return a share in percent with two digits or more, and without an exponent unless it is absurd."""
     if abs(share) > 1e4:
         return f"{100 * share:{sign}.1e}"
     return f"{100 * share:{sign},.0f}" if abs(share) >= 0.995 else f"{100 * share:{sign}.2g}"
 
 
-def _reasons(rows: Sequence[MetricComparison]) -> list[str]:
+def _evidence_lines(rows: Sequence[MetricComparison]) -> list[str]:
     """Return the evidence in sentences; metrics with the same sentence share a line."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        reasons.setdefault(_evidence(row), []).append(row.metric)
+        reasons.setdefault(_evidence_sentence(row), []).append(row.metric)
     return [f"{', '.join(names)}: {sentence}" for sentence, names in reasons.items() if sentence]
 
 
-def _evidence(row: MetricComparison) -> str:
+def _evidence_sentence(row: MetricComparison) -> str:
     if row.outcome is None:
         return ""
     if row.outcome == UNKNOWN:
@@ -190,18 +190,18 @@ def _evidence(row: MetricComparison) -> str:
     parts = [row.reason] if row.reason else []
     if row.detectable_share is not None and (row.is_primary or row.outcome == SAME):
         runs = f"{row.runs_a} runs a side" if row.runs_a == row.runs_b else f"{row.runs_a} and {row.runs_b} runs"
-        effect = f"{_digits(row.detectable_share)} %"
+        effect = f"{_percent_digits(row.detectable_share)} %"
         parts.append(f"with {runs} a difference of {effect} would be found in {100 * POWER:.0f} % of comparisons")
     return "; ".join(parts)
 
 
-def _settings(other: Compared) -> list[str]:
+def _setting_lines(other: ComparedSide) -> list[str]:
     shown = [f"differs: {one_line(diff.name)}: A {diff.a}; B {diff.b}" for diff in other.settings[:MAX_SETTINGS]]
     rest = len(other.settings) - len(shown)
     return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
 
 
-def grouped(left_out: Sequence[str]) -> list[str]:
+def left_out_lines(left_out: Sequence[str]) -> list[str]:
     """Return a line for each run that was left out; runs with the same reason share a line with their names."""
     reasons: dict[str, list[str]] = {}
     for line in left_out:
@@ -216,25 +216,25 @@ def grouped(left_out: Sequence[str]) -> list[str]:
     return lines
 
 
-def closing(page: ComparisonPage) -> list[str]:
+def closing_lines(page: ComparisonPage) -> list[str]:
     """Return the sentences about the whole comparison."""
-    lines = [f"left out: {line}" for line in grouped(page.left_out)]
+    lines = [f"left out: {line}" for line in left_out_lines(page.left_out)]
     lines += _warnings(page)
     lines += [f"--fail-if {row.condition}: {row.answer} for {one_line(row.side)}: {row.reason}" for row in page.answers]
     if any(len(side.runs) > 1 for side in (page.first, *(other.side for other in page.others))):
         lines.append("A and B are geometric means of the runs; a table of configurations has arithmetic means.")
-    return [*lines, *_levels(page)]
+    return [*lines, *_level_sentences(page)]
 
 
 def _warnings(page: ComparisonPage) -> list[str]:
     sides = (page.first, *(other.side for other in page.others))
-    lines = [line for side in sides if (line := _unfinished_campaign(side))]
+    lines = [line for side in sides if (line := _unfinished_campaign_text(side))]
     if any(run.row.get("simulated") for side in sides for run in side.runs):
         lines.append("SIMULATED: the values of simulated devices mean nothing beyond a test")
     return lines
 
 
-def _unfinished_campaign(side: Side) -> str:
+def _unfinished_campaign_text(side: Side) -> str:
     """Return a sentence if a campaign has planned more repeats than a side has; "" if not."""
     repeats = [repeat for run in side.runs if (repeat := run.repeat())]
     planned = max((of for _, of in repeats), default=0)
@@ -246,8 +246,8 @@ def _unfinished_campaign(side: Side) -> str:
     )
 
 
-def _levels(page: ComparisonPage) -> list[str]:
-    """Return a sentence about the errors of the outcomes."""
+def _level_sentences(page: ComparisonPage) -> list[str]:
+    """Return sentences about the errors of the outcomes; none for fewer than two tests."""
     tested = [row for other in page.others for row in other.metrics if row.level is not None]
     if len(tested) < 2:
         return []

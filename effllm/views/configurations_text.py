@@ -23,18 +23,18 @@ _LATEX = re.compile(r"[&%$#_{}~^\\]")
 _LATEX_NAMES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
-def rows_of(table: Configurations) -> list[list[str]]:
+def table_rows(table: Configurations) -> list[list[str]]:
     """Return the table with its header, each cell as ``12.3 ± 0.4 %``."""
     arrows = [f"{label(metric)} {'↑' if metric.higher_is_better else '↓'}" for metric in table.metrics]
     rows = [["configuration", "runs", *arrows, *(["score"] if table.scores else [])]]
     for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
         score = table.scores[at] if table.scores else None
         scores = ["-" if score is None else f"{score:.3f}"] if table.scores else []
-        rows.append([one_line(side.name), str(len(side.runs)), *map(_text, cells), *scores])
+        rows.append([one_line(side.name), str(len(side.runs)), *map(_cell_text, cells), *scores])
     return rows
 
 
-def _text(cell: MeanOfRuns) -> str:
+def _cell_text(cell: MeanOfRuns) -> str:
     if cell.mean is None:
         return "-"
     mean = f"{cell.mean:.2e}" if 0 < abs(cell.mean) < 0.01 else readable(cell.mean)
@@ -44,15 +44,15 @@ def _text(cell: MeanOfRuns) -> str:
 
 def print_table(table: Configurations, console: Console) -> None:
     """Print the table; if it is too wide, each configuration is a column."""
-    rows = rows_of(table)
-    wide = _rich(rows)
+    rows = table_rows(table)
+    wide = _rich_table(rows)
     is_wide = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), wide).maximum > console.width
-    console.print(_rich([list(column) for column in zip(*rows, strict=True)]) if is_wide else wide)
+    console.print(_rich_table([list(column) for column in zip(*rows, strict=True)]) if is_wide else wide)
     for note in table.notes:
         console.print(Text(note))
 
 
-def _rich(rows: list[list[str]]) -> Table:
+def _rich_table(rows: list[list[str]]) -> Table:
     shown = Table(*map(escape, rows[0]), box=None, pad_edge=False)
     shown.columns[0].overflow = "fold"
     for column in shown.columns[1:]:
@@ -63,20 +63,20 @@ def _rich(rows: list[list[str]]) -> Table:
 
 
 def markdown(table: Configurations) -> str:
-    header, *rows = rows_of(table)
+    header, *rows = table_rows(table)
     return "\n".join([*markdown_table(header, rows), "", *(f"- {markdown_text(note)}" for note in table.notes)])
 
 
 def latex(table: Configurations) -> str:
     """Return a tabular for LaTeX's package booktabs."""
-    header, *rows = ([_latex(cell) for cell in row] for row in rows_of(table))
+    header, *rows = ([_latex_escaped(cell) for cell in row] for row in table_rows(table))
     lines = [" & ".join(row) + r" \\" for row in (header, *rows)]
     begin = rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"
     notes = [f"% {one_line(note)}" for note in table.notes]
     return "\n".join([*notes, begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"])
 
 
-def _latex(text: str) -> str:
+def _latex_escaped(text: str) -> str:
     escaped = _LATEX.sub(lambda match: _LATEX_NAMES.get(match[0], f"\\{match[0]}"), text)
     return escaped.replace("±", r"$\pm$").replace("↑", r"$\uparrow$").replace("↓", r"$\downarrow$")
 
@@ -90,8 +90,8 @@ def csv_text(table: Configurations) -> str:
     for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
         numbers: list[float | None] = []
         for cell in cells:
-            ends = (None, None) if cell.mean is None or cell.half is None else (-cell.half, cell.half)
-            numbers += [cell.mean, *(None if end is None else (cell.mean or 0.0) + end for end in ends)]
+            offsets = (None, None) if cell.mean is None or cell.half is None else (-cell.half, cell.half)
+            numbers += [cell.mean, *(None if offset is None else (cell.mean or 0.0) + offset for offset in offsets)]
         doubts = " ".join(metric.name for metric, cell in zip(table.metrics, cells, strict=True) if cell.is_in_doubt)
         score = table.scores[at] if table.scores else None
         writer.writerow([csv_file.cell(side.name), len(side.runs), *map(csv_file.cell, numbers), score, doubts])

@@ -42,7 +42,7 @@ class ModelFit:
     measured: MeasuredStep | None = None
 
     @property
-    def any(self) -> MemoryEstimate:
+    def main_estimate(self) -> MemoryEstimate:
         estimate = self.training or self.inference
         assert estimate is not None
         return estimate
@@ -80,14 +80,14 @@ def requirement_lines(fits: Sequence[ModelFit]) -> Iterator[str]:
     yield "Model Memory Requirements of the GPU with the highest need (1 GB = 10^9 bytes)"
     yield ""
     first = fits[0]
-    heads = [_column(first.inference), _column(first.training)]
+    heads = [_column_title(first.inference), _column_title(first.training)]
     yield f"{'Model':<24} {'Parameters':>16}  {heads[0]:<25} {heads[1]}".rstrip()
     for fit in fits:
-        cells = [_range(estimate.total) if estimate else "" for estimate in (fit.inference, fit.training)]
-        name = one_line(fit.any.shape.name)[:24]
-        yield f"{name:<24} {fit.any.parameters.total:>16,}  {cells[0]:<25} {cells[1]}".rstrip()
-        if fit.any.parameters.active not in (None, fit.any.parameters.total):
-            yield f"{'  of these active':<24} {fit.any.parameters.active:>16,}  (memory needs all parameters)"
+        cells = [_range_text(estimate.total) if estimate else "" for estimate in (fit.inference, fit.training)]
+        name = one_line(fit.main_estimate.shape.name)[:24]
+        yield f"{name:<24} {fit.main_estimate.parameters.total:>16,}  {cells[0]:<25} {cells[1]}".rstrip()
+        if fit.main_estimate.parameters.active not in (None, fit.main_estimate.parameters.total):
+            yield f"{'  of these active':<24} {fit.main_estimate.parameters.active:>16,}  (memory needs all parameters)"
 
 
 def compatibility_lines(fits: Sequence[ModelFit], gpu: GpuMemory) -> Iterator[str]:
@@ -103,7 +103,7 @@ def compatibility_lines(fits: Sequence[ModelFit], gpu: GpuMemory) -> Iterator[st
             if estimate:
                 word = verdict(estimate.total, gpu.usable_bytes)
                 name = f"{one_line(estimate.shape.name)[:24]} ({estimate.plan.mode})"
-                yield f"{name:<36} {_range(estimate.total):<25} {SIGNS[word]} {word}"
+                yield f"{name:<36} {_range_text(estimate.total):<25} {SIGNS[word]} {word}"
 
 
 def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
@@ -113,35 +113,35 @@ def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
     yield f"{'part':<22} {'low':>8} {'expected':>9} {'high':>8}  GB, and basis"
     for part in estimate.parts:
         if part.bytes.high or part.largest:
-            yield f"{part.name:<22} {_numbers(part.bytes)}  {part.basis}"
+            yield f"{part.name:<22} {_range_cells(part.bytes)}  {part.basis}"
             if part.largest and part.largest > 1.01 * part.bytes.high:
                 yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
     total = estimate.total
     if total.high == math.inf:
-        yield f"{'total':<22} {_numbers(total)}  at least; in GiB: {total.low / GIB:.1f}"
+        yield f"{'total':<22} {_range_cells(total)}  at least; in GiB: {total.low / GIB:.1f}"
         return
-    yield f"{'total':<22} {_numbers(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
+    yield f"{'total':<22} {_range_cells(total)}  90 % interval; in GiB: {total.low / GIB:.1f} to {total.high / GIB:.1f}"
     if total.high > total_of(part.bytes for part in estimate.parts).high:
         yield "the high limit is at the optimizer step: foreach optimizers allocate a copy of the weights"
-    yield f"dominant: {', '.join(_dominant(estimate))}"
+    yield f"dominant: {', '.join(_dominant_parts(estimate))}"
 
 
 def _measured_lines(measured: MeasuredStep, estimate: MemoryEstimate) -> Iterator[str]:
     """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
     names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
     same = [part for part in estimate.parts if part.name in names]
-    sizes = _sizes(measured)
+    sizes = _measured_sizes(measured)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in sizes.items() if name != "peak")
     yield f"measured with fake tensors on one rank, GB: peak {measured.peak / GB:.2f} ({parts})"
     if estimate.shape.has_known_layers and estimate.plan.zero == 0:
-        yield f"estimate of the same parts, GB: {_range(total_of(part.bytes for part in same))}"
+        yield f"estimate of the same parts, GB: {_range_text(total_of(part.bytes for part in same))}"
 
 
-def _sizes(measured: MeasuredStep) -> dict[str, int]:
+def _measured_sizes(measured: MeasuredStep) -> dict[str, int]:
     return {name: size for name, size in measured._asdict().items() if name not in ("has_other_kernels", "notes")}
 
 
-def _dominant(estimate: MemoryEstimate) -> Iterator[str]:
+def _dominant_parts(estimate: MemoryEstimate) -> Iterator[str]:
     parts = sorted(estimate.parts, key=lambda part: -part.bytes.expected)[:3]
     for part in parts:
         share = part.bytes.expected / max(estimate.total.expected, 1.0)
@@ -150,12 +150,12 @@ def _dominant(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
-    word = verdict(fit.any.total, gpu.usable_bytes)
-    yield f"{fit.any.plan.mode}: {SIGNS[word]} {word}"
+    word = verdict(fit.main_estimate.total, gpu.usable_bytes)
+    yield f"{fit.main_estimate.plan.mode}: {SIGNS[word]} {word}"
     if word == FITS:
         return
-    if not fit.any.shape.has_known_layers:
-        if fit.any.total.high < math.inf:
+    if not fit.main_estimate.shape.has_known_layers:
+        if fit.main_estimate.total.high < math.inf:
             yield "without formulas no changes are computed: measure --checkpointing full, --lora or a smaller batch"
         elif word == DOES_NOT_FIT:
             yield "what the parameters need does not fit: more GPUs (--gpus N --zero 3), or a smaller --precision"
@@ -167,7 +167,7 @@ def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
         return
     yield "changes that make it fit, the cheapest first:"
     for change in fit.changes:
-        yield f"  {change.options:<44} {_range(change.total)}"
+        yield f"  {change.options:<44} {_range_text(change.total)}"
         yield f"    cost: {'; '.join(change.costs)}"
 
 
@@ -190,7 +190,7 @@ def plan_text(plan: MemoryPlan) -> str:
     return ", ".join(words)
 
 
-def _column(estimate: MemoryEstimate | None) -> str:
+def _column_title(estimate: MemoryEstimate | None) -> str:
     if estimate is None:
         return ""
     plan = estimate.plan
@@ -199,7 +199,7 @@ def _column(estimate: MemoryEstimate | None) -> str:
     return f"Training ({plan.precision}, {'LoRA' if plan.lora_rank else plan.optimizer})"
 
 
-def _range(total: ByteRange) -> str:
+def _range_text(total: ByteRange) -> str:
     if total.high == math.inf:
         return f"at least {total.low / GB:,.1f} GB"
     digits = 1 if total.high < 1000 * GB else 0
@@ -207,7 +207,7 @@ def _range(total: ByteRange) -> str:
     return f"{expected} GB ({low}-{high})"
 
 
-def _numbers(size: ByteRange) -> str:
+def _range_cells(size: ByteRange) -> str:
     if size.high == math.inf:
         return f"{size.low / GB:>8.2f} {'unknown':>9} {'unknown':>8}"
     return f"{size.low / GB:>8.2f} {size.expected / GB:>9.2f} {size.high / GB:>8.2f}"
@@ -219,11 +219,11 @@ def fit_document(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> dict[str, A
     if gpu is not None:
         sizes = {"memory_bytes": round(gpu.memory_bytes), "usable_bytes": round(gpu.usable_bytes)}
         about = {**asdict(gpu), **sizes}
-    return {"schema": SCHEMA, "gpu": about, "models": [_model(fit, gpu) for fit in fits]}
+    return {"schema": SCHEMA, "gpu": about, "models": [_model_document(fit, gpu) for fit in fits]}
 
 
-def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
-    estimate = fit.any
+def _model_document(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
+    estimate = fit.main_estimate
     return {
         "name": estimate.shape.name,
         "architecture": estimate.shape.architecture,
@@ -232,9 +232,9 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
         "notes": list(fit.notes),
         "parameters": estimate.parameters.total,
         "active_parameters": estimate.parameters.active,
-        "inference": _estimate(fit.inference, gpu),
-        "training": _estimate(fit.training, gpu),
-        "measured": fit.measured and _sizes(fit.measured),
+        "inference": _estimate_document(fit.inference, gpu),
+        "training": _estimate_document(fit.training, gpu),
+        "measured": fit.measured and _measured_sizes(fit.measured),
         "changes": [
             {
                 "options": change.options,
@@ -247,7 +247,7 @@ def _model(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:
     }
 
 
-def _estimate(estimate: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, Any] | None:
+def _estimate_document(estimate: MemoryEstimate | None, gpu: GpuMemory | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     parts = {

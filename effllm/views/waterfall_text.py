@@ -9,7 +9,7 @@ from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall, WaterfallPart
 from effllm.store.summary_text import energy_unit, readable
 
-MIN_H = 1.0
+HOURS_FROM_H = 1.0
 
 
 class WaterfallUnits(NamedTuple):
@@ -23,7 +23,7 @@ class WaterfallUnits(NamedTuple):
 
     @classmethod
     def of(cls, waterfall: Waterfall) -> WaterfallUnits:
-        name, seconds = ("hours", 3600.0) if waterfall.device_seconds >= 3600 * MIN_H else ("seconds", 1.0)
+        name, seconds = ("hours", 3600.0) if waterfall.device_seconds >= 3600 * HOURS_FROM_H else ("seconds", 1.0)
         time = f"{one_line(waterfall.unit)}-{name}", seconds
         energy = ("", 1.0) if waterfall.joules is None else energy_unit(waterfall.joules)
         return cls(*time, *energy, any(part.cost is not None for part in waterfall.parts))

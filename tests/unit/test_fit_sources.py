@@ -6,7 +6,7 @@ import pytest
 from cases import cases
 
 from effllm.commands import fit_sources
-from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find
+from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find_source
 from effllm.config.isolated import NoAnswer
 from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
 from effllm.memory.model_count import stated_model
@@ -140,7 +140,7 @@ def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
         "lora_modules_to_save: [embed_tokens]\nfsdp: [full_shard]\nfsdp_config: {fsdp_offload_params: true}\n"
     )
 
-    found = find(str(path))
+    found = find_source(str(path))
 
     assert count_parameters(found.shape).total == 7_241_732_096
     lora = {"lora_rank": 32, "lora_targets": "all", "base_bits": 4, "precision": "bf16", "optimizer": "adamw-8bit"}
@@ -189,7 +189,7 @@ def test_yaml_of_swift_is_a_model_and_its_plan(tmp_path, changes, settings):
     path = tmp_path / "sft.yaml"
     path.write_text(json.dumps({"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 4096, **changes}))
 
-    found = find(str(path))
+    found = find_source(str(path))
 
     assert found.shape.name == "qwen2.5-7b" and found.settings["seq_length"] == 4096
     assert found.settings.items() >= settings.items()
@@ -222,7 +222,7 @@ def test_what_a_yaml_states_and_the_estimate_does_not_contain_is_listed(tmp_path
     path = tmp_path / "sft.yaml"
     path.write_text(f"base_model: Qwen/Qwen3-8B\nsequence_len: 1024\nmicro_batch_size: 1\n{stated}\n")
 
-    notes = [note for note in find(str(path)).notes if note.startswith("not in the estimate")]
+    notes = [note for note in find_source(str(path)).notes if note.startswith("not in the estimate")]
 
     assert notes == left_out(unread)
     assert left_out(["plugins", "fp8", "rl"]) == ["not in the estimate: plugins, fp8 and rl"]
@@ -242,7 +242,7 @@ def test_arguments_of_megatron_that_are_not_estimated_are_listed(tmp_path, argum
     path = tmp_path / "run.sh"
     path.write_text(f"{SCRIPT} {arguments}")
 
-    assert [note for note in find(str(path)).notes if note.startswith("not in the estimate")] == notes
+    assert [note for note in find_source(str(path)).notes if note.startswith("not in the estimate")] == notes
 
 
 @cases(
@@ -285,10 +285,12 @@ def test_gpt_oss_of_megatron_has_its_published_parameters():
 def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT.replace("--vocab-size 128256", ""))
-    assert find(str(path), StatedSizes(vocab=1000)).shape.vocab == 1024  # a multiple of 128 for each of two ranks
+    assert (
+        find_source(str(path), StatedSizes(vocab=1000)).shape.vocab == 1024
+    )  # a multiple of 128 for each of two ranks
 
     path.write_text(SCRIPT.replace("--vocab-size 128256", "--tokenizer-model Qwen/Qwen3-8B"))
-    assert find(str(path)).shape.vocab == 152064
+    assert find_source(str(path)).shape.vocab == 152064
 
 
 @cases(
@@ -397,7 +399,7 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
     path = tmp_path / "sft.yaml"
     path.write_text("model_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: full\nbf16: true\ndeepspeed: zero.json\n")
 
-    found = find(str(path))
+    found = find_source(str(path))
 
     assert (found.shape.name, found.settings["zero"], found.settings["precision"]) == ("qwen3-8b", 3, "bf16-zero")
 
@@ -437,7 +439,7 @@ def test_a_file_without_a_model_is_named(tmp_path, name, content, text):
     (tmp_path / "deep.zero.json").write_text('{"a": ' * 700 + "1" + "}" * 700)
 
     with pytest.raises(UnreadableModel, match=text):
-        find(str(tmp_path / name))
+        find_source(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -449,13 +451,15 @@ def test_a_file_without_a_model_is_named(tmp_path, name, content, text):
     ],
 )
 def test_a_tuned_model_has_the_sizes_of_its_base(name, model):
-    found = find(name)
+    found = find_source(name)
 
     assert found.shape.name == model
     assert found.notes[-1].startswith(f"{name} is taken as a variant of {model}")
-    assert [note for note in find("deepseek-math-7b").notes if "not compared" in note] and not find(model).notes
+    assert [note for note in find_source("deepseek-math-7b").notes if "not compared" in note] and not find_source(
+        model
+    ).notes
     with pytest.raises(UnreadableModel, match="MODEL is empty"):
-        find("")
+        find_source("")
 
 
 @pytest.mark.parametrize("is_accelerate", [False, True])
@@ -468,7 +472,7 @@ def test_a_deepspeed_config_is_found_in_a_folder_above(tmp_path, is_accelerate):
     of_factory = "model_name_or_path: qwen3-8b\ndeepspeed: configs/zero.json\n"
     path.write_text(of_accelerate if is_accelerate else of_factory)
 
-    assert find(str(path)).settings["zero"] == 1
+    assert find_source(str(path)).settings["zero"] == 1
 
 
 def test_model_that_the_formulas_refuse_is_counted_where_it_can_be_built(monkeypatch, tmp_path):
@@ -481,7 +485,7 @@ def test_model_that_the_formulas_refuse_is_counted_where_it_can_be_built(monkeyp
 
     monkeypatch.setattr(fit_sources, "can_count", lambda: True)
     monkeypatch.setattr(fit_sources, "count_model", lambda _fields, name: stated_model(name, "llama", 7_000, None))
-    assert count_parameters(find(str(path)).shape).total == 7_000
+    assert count_parameters(find_source(str(path)).shape).total == 7_000
     monkeypatch.setattr(fit_sources, "count_model", cannot_build)
     with pytest.raises(UnreadableModel, match="hidden_size 100 is not a multiple of num_attention_heads 96"):
-        find(str(path))
+        find_source(str(path))

@@ -18,7 +18,7 @@ from effllm.analysis.run_row import read_document
 from effllm.commands import runs
 from effllm.commands.app import app
 from effllm.commands.output import ReadingProgress
-from effllm.commands.runs import start_of
+from effllm.commands.runs import unix_time_of
 
 HOUR_J = 3.6e6
 
@@ -201,10 +201,10 @@ def test_since_leaves_out_earlier_starts(run, tmp_path):
     run("new", started_time_s=1_790_600_000.0)
 
     assert totals(tmp_path / "runs", "outcome", since_s=1_790_500_000.0).total.runs == 1
-    assert start_of("7d", 700_000.0) == pytest.approx(95_200.0)
-    assert start_of("2026-01-01", 0.0) == 1_767_225_600.0
+    assert unix_time_of("7d", 700_000.0) == pytest.approx(95_200.0)
+    assert unix_time_of("2026-01-01", 0.0) == 1_767_225_600.0
     with pytest.raises(ValueError, match="does not match"):
-        start_of("soon", 0.0)
+        unix_time_of("soon", 0.0)
 
 
 def test_wasted_orders_by_wasted_hours_and_names_the_loss(run, tmp_path):

@@ -8,7 +8,7 @@ import yaml
 
 from effllm.analysis.yaml_document import load_yaml
 from effllm.commands.campaign import WrongPlan, read_plan
-from effllm.commands.fit_sources import UnreadableModel, find
+from effllm.commands.fit_sources import UnreadableModel, find_source
 
 
 def laughs(merge):
@@ -49,7 +49,7 @@ def test_documents_that_are_wrong_or_huge_are_refused(tmp_path, text, message):
     with pytest.raises(WrongPlan, match=message):
         read_plan(path)
     with pytest.raises(UnreadableModel, match=message):
-        find(str(path))
+        find_source(str(path))
 
 
 def test_merge_keys_of_a_yaml_of_fit_are_expanded(tmp_path):
@@ -59,6 +59,6 @@ def test_merge_keys_of_a_yaml_of_fit_are_expanded(tmp_path):
         "<<: *defaults\nmodel_name_or_path: qwen3-8b\nper_device_train_batch_size: 3\n"
     )
 
-    settings = find(str(path)).settings
+    settings = find_source(str(path)).settings
 
     assert (settings["seq_length"], settings["micro_batch"]) == (4096, 3)

@@ -17,21 +17,21 @@ from effllm.store.summary_text import duration, readable, slowest_text
 from effllm.views.report.markup import (
     Child,
     Markup,
+    collapsed,
     element,
     facts,
-    hidden,
     lines,
-    number,
     section,
     sentences,
     table,
     together,
+    with_exact_value,
 )
-from effllm.views.report.plot import WIDTH, Chart, Drawn, RunCurves, legend, numbers, plot, value_axis
+from effllm.views.report.plot import WIDTH, Chart, DrawnLine, RunCurves, legend, number_rows, plot, value_axis
 from effllm.views.report.verdicts import bar
 
-_CELL = 14  # height of a rank in the heat map
-_FULL = 0.25  # excess of a step time over the median that has the full colour
+_ROW = 14  # height of a rank in the heat map
+_FULL_COLOUR_EXCESS = 0.25  # excess of a step time over the median that has the full colour
 MAX_RANK_ROWS = 24
 MAX_STRAGGLERS = 32
 MAX_LETTERS, MAX_STALL_LETTERS = 400, 2000  # of the text of an event
@@ -44,17 +44,17 @@ _ALL_POINTS = (
 
 
 def curves(
-    anchor: str, title: str, charts: Sequence[tuple[Chart, list[Drawn]]], runs: Sequence[RunCurves], first: int
+    anchor: str, title: str, charts: Sequence[tuple[Chart, list[DrawnLine]]], runs: Sequence[RunCurves], first: int
 ) -> Markup:
     """Return a section of charts, with numbers from ``first`` on; each has its numbers as a table."""
     if not charts:
         return section(anchor, title, element("p", "No curves: no window has been recorded."))
-    figures = [_figure(chart, drawn, runs, at) for at, (chart, drawn) in enumerate(charts, first)]
+    figures = [_chart_figure(chart, drawn, runs, at) for at, (chart, drawn) in enumerate(charts, first)]
     note = None if first else element("p", _ALL_POINTS)
     return section(anchor, title, note, element("div", figures, class_="figures"))
 
 
-def _figure(chart: Chart, drawn: list[Drawn], runs: Sequence[RunCurves], at: int) -> Markup:
+def _chart_figure(chart: Chart, drawn: list[DrawnLine], runs: Sequence[RunCurves], at: int) -> Markup:
     over = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
     axes = ", ".join(filter(None, (chart.unit, over, value_axis(drawn, runs).text_of_start())))
     header = ("line", "smallest", f"at {chart.x}", "largest", f"at {chart.x}", "last")
@@ -64,7 +64,7 @@ def _figure(chart: Chart, drawn: list[Drawn], runs: Sequence[RunCurves], at: int
         legend(drawn),
         plot(chart, drawn, runs, at),
         element("p", chart.note, class_="note") if chart.note else None,
-        hidden("Numbers", table(f"{chart.title}, {chart.unit}", header, numbers(drawn, runs))),
+        collapsed("Numbers", table(f"{chart.title}, {chart.unit}", header, number_rows(drawn, runs))),
     )
 
 
@@ -77,7 +77,7 @@ def ranks(run: RecordedRun) -> Child:
     world = run.summary.coverage.ranks_expected if run.summary is not None else len(reports.ranks)
     if not reports.ranks:
         return together(
-            _spreads(run), sentences(["No reports of single ranks were recorded.", *_rank_limits(run, world)])
+            _spread_table(run), sentences(["No reports of single ranks were recorded.", *_limit_sentences(run, world)])
         )
     has_all = world <= MAX_ROWS
     order = sorted(reports.ranks.items(), key=lambda item: -((item[1].step_s or 0.0) if has_all else item[1].reports))
@@ -88,14 +88,14 @@ def ranks(run: RecordedRun) -> Child:
     about = [
         f"Means over the windows that end in the iterations {reports.first_window_end:,} to "
         f"{reports.last_window_end:,}.",
-        *_rank_limits(run, world),
+        *_limit_sentences(run, world),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:
         about.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
         heat_map(run),
-        _spreads(run),
-        table(f"{len(shown):,} of {world:,} ranks, {what}", _RANKS, rows, range(4)),
+        _spread_table(run),
+        table(f"{len(shown):,} of {world:,} ranks, {what}", _RANK_HEADER, rows, range(4)),
         sentences(about),
     )
 
@@ -115,33 +115,33 @@ def heat_map(run: RecordedRun) -> Markup | None:
             excess = max(mean_s / usual_s - 1, 0.0) if usual_s > 0 else 0.0
             largest = max(largest, excess)
             text = f"rank {rank}, to iteration {last:,}: {1000 * mean_s:,.1f} ms, {100 * excess:.0f} % above the median"
-            place = {"x": f"{at * width:.5g}", "y": row[rank] * _CELL, "width": f"{width - 1:.5g}", "height": _CELL - 1}
-            colour = {"class_": "lost", "fill_opacity": f"{max(min(excess / _FULL, 1.0), 0.04):.2g}"}
+            place = {"x": f"{at * width:.5g}", "y": row[rank] * _ROW, "width": f"{width - 1:.5g}", "height": _ROW - 1}
+            colour = {"class_": "lost", "fill_opacity": f"{max(min(excess / _FULL_COLOUR_EXCESS, 1.0), 0.04):.2g}"}
             cells.append(element("rect", element("title", text), **place, **colour))
     what = "own time, from the start of a step to the first wait for other ranks" if times.has_own else "step time"
     limit = f" The first {MAX_TIMED_RANKS} ranks." if len(ranks) == MAX_TIMED_RANKS else ""
     label = f"Each rank's {what}, against the median of the ranks, over the windows"
     about = (
-        f"{label}: at most {100 * largest:.0f} % longer; the full colour is {100 * _FULL:.0f} %. "
+        f"{label}: at most {100 * largest:.0f} % longer; the full colour is {100 * _FULL_COLOUR_EXCESS:.0f} %. "
         f"Rank {ranks[0]} is at the top, rank {ranks[-1]} at the bottom.{limit}"
     )
-    size = f"0 0 {WIDTH} {len(ranks) * _CELL}"
+    size = f"0 0 {WIDTH} {len(ranks) * _ROW}"
     drawing = element("svg", cells, viewBox=size, preserveAspectRatio="none", role="img", aria_label=label)
     return together(element("p", about), element("div", drawing, class_="heat"))
 
 
-def _spreads(run: RecordedRun) -> Markup | None:
+def _spread_table(run: RecordedRun) -> Markup | None:
     """Return the distributions over all ranks or GPUs in the last window."""
     rows = []
     for name, spread in run.curves.last_spread.items():
         values = (spread.least, spread.p5, spread.median, spread.p95, spread.most)
         meaning = SPREADS.get(name, name)
-        rows.append([meaning, f"{spread.count:,}", *(number(readable(value), value) for value in values)])
+        rows.append([meaning, f"{spread.count:,}", *(with_exact_value(readable(value), value) for value in values)])
     header = ("value", "number", "least", "5th percentile", "median", "95th percentile", "most")
     return table("Distribution over all ranks or GPUs in the last window", header, rows) if rows else None
 
 
-def _rank_limits(run: RecordedRun, world: int) -> Iterator[str]:
+def _limit_sentences(run: RecordedRun, world: int) -> Iterator[str]:
     if world > MAX_ROWS:
         yield (
             f"Of a job above {MAX_ROWS} ranks, only the reports of outliers are kept: the means of a rank are over its "
@@ -151,7 +151,7 @@ def _rank_limits(run: RecordedRun, world: int) -> Iterator[str]:
         yield f"{run.ranks.unread_bytes / 2**20:,.0f} MiB of older rank reports were not read."
 
 
-_RANKS = (
+_RANK_HEADER = (
     "rank", "host", "device", "mean step", "step, s", "data wait, %", "power, W", "utilization, %", "peak memory, GB",
     "reports",
 )  # fmt: skip
@@ -159,7 +159,7 @@ _RANKS = (
 
 def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
     def cell(value: float | None, factor: float = 1.0) -> Child:
-        return "–" if value is None else number(readable(value * factor), value * factor)
+        return "–" if value is None else with_exact_value(readable(value * factor), value * factor)
 
     return [
         str(rank),
@@ -188,33 +188,33 @@ def goodput(run: RecordedRun) -> Child:
     rows = [
         [
             name.replace("_", " "),
-            number(readable(seconds), seconds),
-            _percent(seconds, summary.elapsed_s),
-            *_joules(summary, name, joules),
+            with_exact_value(readable(seconds), seconds),
+            _share_text(seconds, summary.elapsed_s),
+            *_joules_cells(summary, name, joules),
         ]
         for name, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1])
         if seconds > 0
     ]
     about = f"Goodput {ratio} of {duration(summary.elapsed_s)}: kept iterations and generation"
     header = ("class", "seconds (mean over ranks)", "of the time", "J (all ranks)", "of the energy")
-    return together(table(about, header, rows), _attempts(summary))
+    return together(table(about, header, rows), _attempts_table(summary))
 
 
-def _joules(summary: GoodputSummary, name: str, whole: float) -> list[Child]:
+def _joules_cells(summary: GoodputSummary, name: str, whole: float) -> list[Child]:
     joules = summary.joules.get(name)
-    return ["–", ""] if joules is None else [number(readable(joules), joules), _percent(joules, whole)]
+    return ["–", ""] if joules is None else [with_exact_value(readable(joules), joules), _share_text(joules, whole)]
 
 
-def _percent(part: float, whole: float) -> str:
+def _share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole > 0 else ""
 
 
-def _attempts(summary: GoodputSummary) -> Markup | None:
+def _attempts_table(summary: GoodputSummary) -> Markup | None:
     if len(summary.attempts) < 2:
         return None
     header = ("attempt", "status", "start", "elapsed", "gap before", "ranks", "iterations", "repeated later")
     rows = [
-        [str(row.attempt), row.status, moment(row.start_time_s), duration(row.elapsed_s), duration(row.gap_before_s),
+        [str(row.attempt), row.status, utc_text(row.start_time_s), duration(row.elapsed_s), duration(row.gap_before_s),
          f"{row.world_size:,}", f"{row.iterations:,}",
          "unknown" if row.redone_iterations is None else f"{row.redone_iterations:,}"]
         for row in summary.attempts[-MAX_RANK_ROWS:]
@@ -237,8 +237,8 @@ def stragglers(run: RecordedRun) -> Child:
 
 def _straggler_row(slow: StragglerVerdict) -> list[Child]:
     names = ", ".join(map(str, slow.ranks[:8])) + (f" and {len(slow.ranks) - 8} more" if len(slow.ranks) > 8 else "")
-    joules = "–" if slow.joules is None else number(readable(slow.joules), slow.joules)
-    cost = number(readable(slow.gpu_seconds), slow.gpu_seconds)
+    joules = "–" if slow.joules is None else with_exact_value(readable(slow.joules), slow.joules)
+    cost = with_exact_value(readable(slow.gpu_seconds), slow.gpu_seconds)
     since, slower = f"{slow.since_iteration:,}", f"{100 * slow.slowdown:.1f} %"
     return [names, slow.host, slow.why, slow.evidence, since, slower, cost, joules]
 
@@ -254,7 +254,10 @@ def stalls(run: RecordedRun) -> Child:
     more = run.stack_files - len(run.stacks)
     return together(
         _event_table("Stalls, oldest first", shown, MAX_STALL_LETTERS) if shown else None,
-        [hidden(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0)) for name, text in run.stacks],
+        [
+            collapsed(f"Stacks: {name}", element("pre", lines(text.splitlines()), tabindex=0))
+            for name, text in run.stacks
+        ],
         element("p", f"{more:,} older stack files are in the run folder.") if more > 0 else None,
     )
 
@@ -280,14 +283,14 @@ def events(run: RecordedRun) -> Child:
     return together(
         _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown, MAX_LETTERS),
         sentences(about),
-        hidden("Number of events by kind", table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2))),
+        collapsed("Number of events by kind", table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2))),
     )
 
 
 def _event_table(caption: str, shown: Sequence[Event], letters: int) -> Markup:
     rows = [
         [
-            element("span", moment(event.time_s), class_="whole"),
+            element("span", utc_text(event.time_s), class_="whole"),
             element("strong", event.kind) if is_problem(event.kind) else event.kind,
             "" if event.rank is None else str(event.rank),
             (event.text[:letters] + ("…" if len(event.text) > letters else ""))
@@ -298,7 +301,7 @@ def _event_table(caption: str, shown: Sequence[Event], letters: int) -> Markup:
     return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, range(4))
 
 
-def moment(time_s: float) -> str:
+def utc_text(time_s: float) -> str:
     """Return a unix time as date and time in UTC; a time that is no date is shown as a number."""
     return (utc(time_s) or f"{time_s:g} s")[: len("2026-01-01 00:00:00")]
 
@@ -310,6 +313,6 @@ def definitions(summaries: Sequence[Summary]) -> Markup:
     return section(
         "definitions",
         "Definitions",
-        hidden("Metrics", facts(shown)),
-        hidden("Causes of verdicts", facts((name.replace("_", " "), text) for name, text in CAUSES.items())),
+        collapsed("Metrics", facts(shown)),
+        collapsed("Causes of verdicts", facts((name.replace("_", " "), text) for name, text in CAUSES.items())),
     )

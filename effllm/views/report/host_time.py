@@ -13,7 +13,7 @@ from effllm.views.report.plot import WIDTH
 
 MAX_ROWS = 20  # of the table
 COLORS = 8
-_HEIGHT, _LETTER, _SMALLEST = 24, 6.6, 1.0  # of a row, of a letter, and of a box that is drawn
+_ROW_HEIGHT, _LETTER_WIDTH, _MIN_WIDTH = 24, 6.6, 1.0  # of a row, of a letter, and of a box that is drawn
 _LEVELS: Sequence[Callable[[CodeLine], str]] = (lambda row: row.kind, lambda row: row.line, lambda row: row.function)
 
 
@@ -39,11 +39,11 @@ def host_time(run: RecordedRun) -> Child:
     return together(
         _icicle("the host", of_host, host.samples),
         _icicle("DataLoader workers", workers, host.by_kind[WORKER]) if workers else None,
-        _table(host),
+        _line_table(host),
     )
 
 
-def _table(host: HostTime) -> Markup:
+def _line_table(host: HostTime) -> Markup:
     lines = sorted(host.lines, key=lambda line: -line.samples)[:MAX_ROWS]
     rows = []
     for line in lines:
@@ -57,8 +57,8 @@ def _table(host: HostTime) -> Markup:
 
 def _icicle(of: str, lines: Sequence[CodeLine], total: int) -> Markup:
     boxes = [_Box(0, 0, total, f"{of}: {total:,} samples", 0), *_boxes(lines, 0, 0)]
-    drawn = [_drawn(box, total) for box in boxes if WIDTH * box.samples >= _SMALLEST * total]
-    size = f"0 0 {WIDTH} {_HEIGHT * (len(_LEVELS) + 1)}"
+    drawn = [_drawn_box(box, total) for box in boxes if WIDTH * box.samples >= _MIN_WIDTH * total]
+    size = f"0 0 {WIDTH} {_ROW_HEIGHT * (len(_LEVELS) + 1)}"
     drawing = element(
         "svg", drawn, viewBox=size, role="group", aria_label=f"Samples of {of} by kind, line and function"
     )
@@ -80,16 +80,16 @@ def _boxes(lines: Iterable[CodeLine], level: int, begin: int, color: int = 0) ->
         begin += sizes[text]
 
 
-def _drawn(box: _Box, total: int) -> Markup:
-    x, width, y = WIDTH * box.begin / total, WIDTH * box.samples / total, _HEIGHT * box.level
+def _drawn_box(box: _Box, total: int) -> Markup:
+    x, width, y = WIDTH * box.begin / total, WIDTH * box.samples / total, _ROW_HEIGHT * box.level
     text = f"{box.text}: {100 * box.samples / total:.0f} %" if box.level else box.text
-    letters = int((width - 8) / _LETTER)
+    letters = int((width - 8) / _LETTER_WIDTH)
     label = text if len(text) <= letters else f"{text[: letters - 1]}…" if letters > 3 else ""
     return element(
         "g",
         element("title", text),
         element(
-            "rect", x=f"{x:.5g}", y=y, width=f"{width:.5g}", height=_HEIGHT - 1,
+            "rect", x=f"{x:.5g}", y=y, width=f"{width:.5g}", height=_ROW_HEIGHT - 1,
             class_=f"c{box.color}" if box.level else "all",
         ),
         element("text", label, x=f"{x + 4:.5g}", y=y + 16) if label else None,

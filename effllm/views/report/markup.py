@@ -95,7 +95,7 @@ def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
     return element("dl", items, class_="facts")
 
 
-def number(text: str, value: float) -> Markup:
+def with_exact_value(text: str, value: float) -> Markup:
     """Return a shown number with its exact value, for scripts and for copies."""
     return element("data", text, value=repr(value), title=repr(value))
 
@@ -111,6 +111,6 @@ def section(anchor: str, title: str, *content: Child) -> Markup:
     return element("section", element("h2", title, id=anchor), *content, aria_labelledby=anchor)
 
 
-def hidden(summary: str, *content: Child) -> Markup:
+def collapsed(summary: str, *content: Child) -> Markup:
     """Return content that is opened with a click; a print has it open."""
     return element("details", element("summary", summary), *content)

@@ -23,7 +23,7 @@ from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
 from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
-from effllm.views.report.plot import CHARTS, TAGS, RunCurves, data_of, drawn_charts, x_range
+from effllm.views.report.plot import CHARTS, TAGS, RunCurves, drawn_charts, json_curves, x_range
 
 SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000
@@ -46,7 +46,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [RecordedRun(folder, TAGS, MAX_EVENTS // count, max(MAX_STACKS // count, 1)) for folder in folders]
 
 
-class Compared(NamedTuple):
+class ComparedRuns(NamedTuple):
     """The comparison of several runs."""
 
     page: ComparisonPage | str | None = None  # or why it is missing
@@ -54,7 +54,7 @@ class Compared(NamedTuple):
     sides: Mapping[Path, str] = {}  # folder of a run -> its configuration, if one has several runs
 
 
-def report_html(runs: Sequence[RecordedRun], compared: Compared) -> str:
+def report_html(runs: Sequence[RecordedRun], compared: ComparedRuns) -> str:
     """Return the page; it has at most `MAX_BYTES` bytes in UTF-8.
 
     Raises:
@@ -71,15 +71,15 @@ def report_html(runs: Sequence[RecordedRun], compared: Compared) -> str:
         buckets //= 2
 
 
-def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
+def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> str:
     sides = list(dict.fromkeys(compared.sides.values()))
     curves = []
     for at, run in enumerate(runs):
         side = compared.sides.get(run.folder)
-        name, style = (verdicts.label(runs, run), at) if side is None else (side, sides.index(side))
+        name, style = (verdicts.run_label(runs, run), at) if side is None else (side, sides.index(side))
         curves.append(RunCurves(name, {tag: curve.thinned(buckets) for tag, curve in run.curves.curves.items()}, style))
     first, more = (list(drawn_charts(charts, curves)) for charts in (CHARTS.first, CHARTS.more))
-    without = [chart.title for chart, lines in (*first, *more) if not lines]
+    empty_charts = [chart.title for chart, lines in (*first, *more) if not lines]
     first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (first, more))
     charts = [*first_charts, *more_charts]
     summaries = [run.summary for run in runs if run.summary is not None]
@@ -98,10 +98,12 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
         of_runs("what-ran", "What ran", verdicts.facts_of_run),
         of_runs("stalls", "Stalls", details.stalls),
         of_runs("events", "Events", details.events),
-        of_runs("not-measured", "Not measured, and why", lambda run: sentences(verdicts.not_measured(run, without))),
+        of_runs(
+            "not-measured", "Not measured, and why", lambda run: sentences(verdicts.not_measured(run, empty_charts))
+        ),
         details.definitions(summaries),
     ]
-    shown = {tag for _, lines in charts for line in lines for tag in [line.tag]}
+    shown = {line.tag for _, lines in charts for line in lines}
     data = {
         "schema_version": SCHEMA_VERSION,
         "effllm": __version__,
@@ -111,19 +113,19 @@ def _page(runs: Sequence[RecordedRun], compared: Compared, buckets: int) -> str:
                 "unit": chart.unit,
                 "over": chart.x,
                 "x": x_range(lines, curves),
-                "lines": [line._asdict() for line in lines],
+                "lines": [row._asdict() for row in lines],
             }
             for chart, lines in charts
         ],
         "runs": [
-            {"summary": _embedded(run.summary), "curves": {tag: points for tag, points in data.items() if tag in shown}}
-            for run, data in zip(runs, data_of(curves), strict=True)
+            {"summary": _shortened(run.summary), "curves": {tag: xy for tag, xy in data.items() if tag in shown}}
+            for run, data in zip(runs, json_curves(curves), strict=True)
         ],
     }
-    return _document(runs, together(_header(runs), _contents(runs), element("main", sections, id="main")), data)
+    return _html_document(runs, together(_header(runs), _navigation(runs), element("main", sections, id="main")), data)
 
 
-def _embedded(summary: Summary | None) -> Summary | None:
+def _shortened(summary: Summary | None) -> Summary | None:
     """Return a summary without the energy of very many devices, and with the first entries of its longest lists."""
     if summary is None:
         return None
@@ -157,7 +159,7 @@ _SECTIONS = {
 }
 
 
-def _contents(runs: Sequence[RecordedRun]) -> Markup:
+def _navigation(runs: Sequence[RecordedRun]) -> Markup:
     links = [
         element("li", element("a", name, href=f"#{anchor}"))
         for anchor, name in _SECTIONS.items()
@@ -176,9 +178,9 @@ def _header(runs: Sequence[RecordedRun]) -> Markup:
     for run in runs:
         if run.summary is not None and not run.summary.is_over:
             state = "continues" if run.continues else "has not ended, and its summary is old: it may have been killed"
-            at = details.moment(run.summary.updated_time_s)
+            at = details.utc_text(run.summary.updated_time_s)
             notes.append(element("p", f"{run.name} {state}; its summary is of {at} UTC.", class_="banner"))
-    made = f"Made by effllm {__version__} on {details.moment(time.time())} UTC."
+    made = f"Made by effllm {__version__} on {details.utc_text(time.time())} UTC."
     return element("header", element("h1", _title(runs)), together(*notes), element("p", made, class_="note"))
 
 
@@ -190,7 +192,7 @@ def _title(runs: Sequence[RecordedRun]) -> str:
     return f"Run {run.name}{status}"
 
 
-def _document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
+def _html_document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
     here = files("effllm.views.report")
     style, script = (Markup((here / f"report.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js"))
     policy = (
@@ -207,7 +209,7 @@ def _document(runs: Sequence[RecordedRun], body: Markup, data: Any) -> str:
         element("style", style),
     )
     scripts = together(
-        element("script", _json(data), type="application/json", id="effllm-data"), element("script", script)
+        element("script", _embedded_json(data), type="application/json", id="effllm-data"), element("script", script)
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', body, scripts), lang='en')}\n"
 
@@ -216,14 +218,14 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _json(data: Any) -> Markup:
+def _embedded_json(data: Any) -> Markup:
     """Return JSON of printable ASCII letters that contains no tag and no entity."""
-    return Markup(_SPECIAL.sub(_escaped, msgspec.json.encode(data).decode()))
+    return Markup(_SPECIAL.sub(_json_escape, msgspec.json.encode(data).decode()))
 
 
 _SPECIAL = re.compile(r"[<>&]|[^\x20-\x7e]")
 
 
-def _escaped(letter: re.Match[str]) -> str:
+def _json_escape(letter: re.Match[str]) -> str:
     units = letter[0].encode("utf-16-be")
     return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True))

@@ -74,7 +74,7 @@ class RunCurves(NamedTuple):
         return any(map(math.isfinite, self.points[tag][1]))
 
 
-class Drawn(NamedTuple):
+class DrawnLine(NamedTuple):
     """A line of a chart: the run's number, the tag of the curve, its label and the factor of its values."""
 
     run: int
@@ -84,7 +84,7 @@ class Drawn(NamedTuple):
     style: int
 
 
-def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[Drawn]]]:
+def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator[tuple[Chart, list[DrawnLine]]]:
     """Yield each chart with its lines; a chart without any value has no lines."""
     has_many = len(runs) > 1
     for wanted in charts:
@@ -96,7 +96,7 @@ def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator
             for at, line in enumerate(_distinct_lines(chart, run))
         ]
         drawn = [
-            Drawn(
+            DrawnLine(
                 number, line.tag, run.name if has_many else line.label, chart.factor * line.factor,
                 run.style if has_many else at,
             )
@@ -136,7 +136,7 @@ class ValueAxis(NamedTuple):
         if (missing := _MIN_RANGE * max(abs(high), abs(low)) - (high - low)) >= 0:
             margin = missing / 2 or 1.0
             low, high = low - margin, high + margin
-        step = _step((high - low) / 4)
+        step = _axis_step((high - low) / 4)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         return cls(first * step, last * step, max(last - first, 1))
 
@@ -149,25 +149,25 @@ class ValueAxis(NamedTuple):
         step = (self.high - self.low) / self.intervals
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
         digits += abs(round(step, digits) - step) > 1e-9 * step  # 2.5 times a power of ten
-        numbers = [self.low + step * at for at in range(self.intervals, -1, -1)]
-        if step >= 1e-4 and max(map(abs, numbers)) < 1e7:
-            return [f"{number + 0.0:,.{digits}f}" for number in numbers]
-        return ["0" if abs(number) < step / 2 else f"{number:.3g}" for number in numbers]
+        number_rows = [self.low + step * at for at in range(self.intervals, -1, -1)]
+        if step >= 1e-4 and max(map(abs, number_rows)) < 1e7:
+            return [f"{number + 0.0:,.{digits}f}" for number in number_rows]
+        return ["0" if abs(number) < step / 2 else f"{number:.3g}" for number in number_rows]
 
 
-def _step(rough: float) -> float:
+def _axis_step(rough: float) -> float:
     """Return the next larger of 1, 2, 2.5 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
-def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number: int) -> Markup:
+def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], number: int) -> Markup:
     """Return a chart with its axis, its legend and a hidden cursor for the script."""
-    curves = [_scaled(line, runs) for line in lines]
+    curves = [_scaled_points(line, runs) for line in lines]
     axis = value_axis(lines, runs)
     first, last = x_range(lines, runs)
     paths = [
-        element("path", class_=f"line s{line.style}", d=_path(xs, ys, (first, last), axis))
+        element("path", class_=f"line s{line.style}", d=_svg_path(xs, ys, (first, last), axis))
         for line, (xs, ys) in zip(lines, curves, strict=True)
     ]
     grid = "".join(f"M0 {HEIGHT * at / axis.intervals:g}h{WIDTH}" for at in range(axis.intervals + 1))
@@ -201,12 +201,12 @@ def plot(chart: Chart, lines: Sequence[Drawn], runs: Sequence[RunCurves], number
     )
 
 
-def value_axis(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> ValueAxis:
+def value_axis(lines: Sequence[DrawnLine], runs: Sequence[RunCurves]) -> ValueAxis:
     """Return the vertical axis of a chart."""
-    return ValueAxis.of([y for line in lines for y in _scaled(line, runs)[1] if math.isfinite(y)])
+    return ValueAxis.of([y for line in lines for y in _scaled_points(line, runs)[1] if math.isfinite(y)])
 
 
-def legend(lines: Sequence[Drawn]) -> Markup:
+def legend(lines: Sequence[DrawnLine]) -> Markup:
     """Return the names of the lines with their marks."""
     names = {(line.style, line.label): None for line in lines}  # repeats of a configuration have one name
     items = []
@@ -218,20 +218,20 @@ def legend(lines: Sequence[Drawn]) -> Markup:
     return element("ul", items, class_="legend")
 
 
-def _is_over(tag: str) -> bool:
+def _has_own_axis(tag: str) -> bool:  # a loss over tokens or time, not over iterations
     return tag.startswith(f"{LOSS}/")
 
 
-def x_range(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> tuple[float, float]:
+def x_range(lines: Sequence[DrawnLine], runs: Sequence[RunCurves]) -> tuple[float, float]:
     """Return the first and the last place of the curves: over the iterations, of all curves of these runs."""
-    over = {line.tag for line in lines if _is_over(line.tag)}
-    points = [xy for run in runs for tag, xy in run.points.items() if tag in over or not (over or _is_over(tag))]
-    every = [x for xs, _ in points for x in (xs[:1] and (min(xs), max(xs)))]
-    first, last = min(every, default=0.0), max(every, default=1.0)
+    over = {line.tag for line in lines if _has_own_axis(line.tag)}
+    points = [xy for run in runs for tag, xy in run.points.items() if tag in over or not (over or _has_own_axis(tag))]
+    ends = [end for xs, _ in points if len(xs) for end in (min(xs), max(xs))]
+    first, last = min(ends, default=0.0), max(ends, default=1.0)
     return (first, last) if last > first else (first - 1, last + 1)
 
 
-def _path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, float], axis: ValueAxis) -> str:
+def _svg_path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, float], axis: ValueAxis) -> str:
     """Return the path of a curve, with gaps where a value was not measured or the iterations begin again."""
     x_scale, y_scale = WIDTH / (x_axis[1] - x_axis[0]), HEIGHT / (axis.high - axis.low)
     parts: list[str] = []
@@ -248,27 +248,27 @@ def _path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, float],
     return "".join(parts)
 
 
-def _scaled(line: Drawn, runs: Sequence[RunCurves]) -> Points:
+def _scaled_points(line: DrawnLine, runs: Sequence[RunCurves]) -> Points:
     xs, ys = runs[line.run].points[line.tag]
     return xs, [y * line.factor for y in ys]
 
 
-def numbers(lines: Sequence[Drawn], runs: Sequence[RunCurves]) -> list[list[str]]:
+def number_rows(lines: Sequence[DrawnLine], runs: Sequence[RunCurves]) -> list[list[str]]:
     """Return a row for each line: label, smallest and largest value with their iterations, and last value."""
     rows = []
     for line in lines:
-        points = [(x, y) for x, y in zip(*_scaled(line, runs), strict=True) if y == y]
+        points = [(x, y) for x, y in zip(*_scaled_points(line, runs), strict=True) if y == y]
         low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
-        cells = [line.label, readable(low[1]), _at(low[0]), readable(high[1]), _at(high[0])]
+        cells = [line.label, readable(low[1]), _place_text(low[0]), readable(high[1]), _place_text(high[0])]
         rows.append([*cells, readable(points[-1][1])])
     return rows
 
 
-def _at(x: float) -> str:
+def _place_text(x: float) -> str:
     return f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.4g}"
 
 
-def data_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
+def json_curves(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
     """Return the curves of each run for JSON; a gap is null."""
     return [
         {

@@ -25,19 +25,19 @@ from effllm.store.summary_text import (
     verdict_lines,
     what_ran,
 )
-from effllm.views.comparison_text import HEADER, ComparisonPage, cells, closing, heading, notes
-from effllm.views.configurations_text import rows_of
+from effllm.views.comparison_text import HEADER, ComparisonPage, closing_lines, metric_cells, note_lines, side_lines
+from effllm.views.configurations_text import table_rows
 from effllm.views.report.markup import (
     Child,
     Markup,
+    collapsed,
     element,
     facts,
-    hidden,
-    number,
     section,
     sentences,
     table,
     together,
+    with_exact_value,
 )
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -49,12 +49,12 @@ Runs = Sequence[RecordedRun]
 
 def section_of_runs(runs: Runs, anchor: str, title: str, content: Callable[[RecordedRun], Child]) -> Markup:
     """Return a section with the content of each run, side by side; the names of several runs are shown."""
-    names = [element("h3", label(runs, run)) if len(runs) > 1 else None for run in runs]
+    names = [element("h3", run_label(runs, run)) if len(runs) > 1 else None for run in runs]
     cards = [element("div", name, content(run), class_="card") for name, run in zip(names, runs, strict=True)]
     return section(anchor, title, element("div", cards, class_="cards"))
 
 
-def label(runs: Runs, run: RecordedRun) -> str:
+def run_label(runs: Runs, run: RecordedRun) -> str:
     """Return the number and the name of a run."""
     return f"{runs.index(run) + 1}: {run.name}" if len(runs) > 1 else run.name
 
@@ -63,7 +63,7 @@ def verdict(run: RecordedRun) -> Child:
     """Return the three lines of a verdict, and the losses behind it."""
     result = run.summary.verdict if run.summary is not None else None
     if result is None:
-        return element("p", f"No verdict: {_why_no_summary(run)}", class_="verdict unknown")
+        return element("p", f"No verdict: {_why_missing(run)}", class_="verdict unknown")
     kind = {"healthy": "healthy", "unknown": "unknown"}.get(result.cause, "loss")
     (first, text), *others = verdict_lines(result)
     evidence = [f"{fact.claim} ({fact.source})" for fact in result.evidence]
@@ -72,7 +72,7 @@ def verdict(run: RecordedRun) -> Child:
         facts(others),
         tiles(run),
         facts([("Confidence", _CONFIDENCE[result.confidence])]) if result.confidence in _CONFIDENCE else None,
-        hidden("Evidence", sentences(evidence)) if evidence else None,
+        collapsed("Evidence", sentences(evidence)) if evidence else None,
     )
 
 
@@ -105,7 +105,7 @@ def tiles(run: RecordedRun) -> Markup | None:
     for name, (amount, factor) in values.items():
         error = max(abs(amount.error or 0.0), abs(amount.sensor_error or 0.0))
         shown = f"{name} ±{percent(error / abs(amount.value))}" if error and amount.value else name
-        figure = element("b", number(readable(factor * amount.value), factor * amount.value))
+        figure = element("b", with_exact_value(readable(factor * amount.value), factor * amount.value))
         made.append(element("div", figure, element("span", shown), class_="tile"))
     return element("div", made, class_="tiles") if made else None
 
@@ -116,7 +116,7 @@ _CONFIDENCE = {
 }
 
 
-def _why_no_summary(run: RecordedRun) -> str:
+def _why_missing(run: RecordedRun) -> str:
     if run.summary is not None:
         return "no rank had reported any time."
     return next((problem for problem in run.problems if "summary.json" in problem), "no summary") + "."
@@ -126,14 +126,14 @@ def waterfall(run: RecordedRun) -> Child:
     """Return the parts of the device time."""
     loss = run.summary.waterfall if run.summary is not None else None
     if loss is None:
-        return element("p", f"No waterfall: {_why_no_summary(run)}")
+        return element("p", f"No waterfall: {_why_missing(run)}")
     units = WaterfallUnits.of(loss)
     header = waterfall_header(units)
     rows = []
     begin = 0.0
     for part in loss.parts:
         name, *values = waterfall_row(part, units)
-        exact = [number(values[0], part.share), number(values[1], part.device_seconds), *values[2:]]
+        exact = [with_exact_value(values[0], part.share), with_exact_value(values[1], part.device_seconds), *values[2:]]
         kind = "work" if part.name in PRODUCTIVE else "lost"
         rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
         begin += part.share
@@ -142,22 +142,22 @@ def waterfall(run: RecordedRun) -> Child:
         f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in loss.parts
     ]
     return together(
-        element("p", _key("work", "work"), " ", _key("lost", "other time"), class_="keys"),
+        element("p", _colour_key("work", "work"), " ", _colour_key("lost", "other time"), class_="keys"),
         table(total, [header[0], "of all device time", *header[1:]], rows, (0, 1)),
         sentences(waterfall_notes(loss)),
-        hidden("The parts and their evidence", sentences(meanings)),
+        collapsed("The parts and their evidence", sentences(meanings)),
     )
 
 
 def bar(begin: float, share: float, kind: str) -> Markup:
-    """Return a bar from a share to another share of its frame, in the colour of a kind: work, lost or own."""
+    """Return a bar that begins at one share of its frame and is as wide as another; ``kind``: work, lost or own."""
     begin, share = (min(max(ratio, 0.0), 1.0) if math.isfinite(ratio) else 0.0 for ratio in (begin, share))
     width = max(BAR * share, 0.4)
     drawn = element("rect", x=f"{min(BAR * begin, BAR - width):.4g}", width=f"{width:.4g}", y=0, height=10, class_=kind)
     return element("svg", drawn, viewBox=f"0 0 {BAR} 10", preserveAspectRatio="none", class_="bar", aria_hidden="true")
 
 
-def _key(kind: str, text: str) -> Markup:
+def _colour_key(kind: str, text: str) -> Markup:
     mark = element("rect", x=0, y=0, width=10, height=10, class_=kind)
     return element("span", element("svg", mark, viewBox="0 0 10 10", class_="key", aria_hidden="true"), text)
 
@@ -173,20 +173,21 @@ def comparison(page: ComparisonPage | str | None, configurations: Configurations
         return section("comparison", "Comparison", element("p", f"No comparison: {page}"))
     content: list[Child] = []
     if configurations is not None:
-        head, *rows = rows_of(configurations)
+        head, *rows = table_rows(configurations)
         caption = "Configurations: means over their runs, with 95 % intervals"
         content = [table(caption, head, rows, (0,)), sentences(configurations.notes)]
     for one in page.others:
-        names = heading(page.first, one.side)
+        names = side_lines(page.first, one.side)
         rows = [
-            [*row[:-1], element("strong", row[-1], class_=row[-1].partition(" ")[0])] for row in map(cells, one.metrics)
+            [*others, element("strong", outcome, class_=outcome.partition(" ")[0])]
+            for *others, outcome in map(metric_cells, one.metrics)
         ]
         content += [
             element("p", [together(name, element("br")) for name in names]),
             table("Means over the runs of each side", HEADER, rows, (0, 3, 4)),
-            sentences(notes(one)),
+            sentences(note_lines(one)),
         ]
-    return section("comparison", "Comparison", *content, sentences(closing(page)))
+    return section("comparison", "Comparison", *content, sentences(closing_lines(page)))
 
 
 def facts_of_run(run: RecordedRun) -> Child:
@@ -210,42 +211,39 @@ def metrics(runs: Runs) -> Markup:
     summaries = [run.summary for run in runs if run.summary is not None]
     if not summaries:
         return section("metrics", "Metrics", element("p", "No metrics: there is no summary yet."))
-    header, rows = _metric_rows(runs, summaries)
-    notes_ = [
+    header, rows = _metric_table(runs, summaries)
+    value_columns = range(1, len(header) - 2, 2)  # each is followed by its errors; the last two are unit and base
+    caption = f"Metrics of the whole job: {', '.join(run_label(runs, run) for run in runs)}"
+    notes = [
         "± are half-widths of 95 % intervals: timing errors average out over time, errors of the sensors' gain do not.",
         "Metrics are run to date, without the warm-up; those with “job” cover the whole wall time.",
         "Rest the pointer on a number for all its digits.",
     ]
-    instruments = [_instruments(runs, run) for run in runs if run.summary is not None and run.summary.instruments]
+    instruments = [_instrument_table(runs, run) for run in runs if run.summary is not None and run.summary.instruments]
     doubts = [text for summary in summaries if summary.audit is not None for text in audit_texts(summary.audit)]
     return section(
         "metrics",
         "Metrics",
-        table(
-            f"Metrics of the whole job: {', '.join(label(runs, run) for run in runs)}",
-            header,
-            rows,
-            {*range(len(header))} - {*range(1, len(header) - 2, 2)},
-        ),
-        sentences([*notes_, *doubts]),
+        table(caption, header, rows, {*range(len(header))} - {*value_columns}),
+        sentences([*notes, *doubts]),
         instruments,
     )
 
 
-def _instruments(runs: Runs, run: RecordedRun) -> Markup:
+def _instrument_table(runs: Runs, run: RecordedRun) -> Markup:
     """Return the values of instruments in a run."""
     instruments = run.summary.instruments if run.summary is not None else {}
     rows: list[list[Child]] = []
     for name, spread in islice(instruments.items(), MAX_SHOWN_NAMES):
         values = (spread.mean, spread.percentiles.get("p50"), spread.percentiles.get("p95"), spread.most)
-        cells_ = ["–" if value is None else number(f"{value:.4g}", value) for value in values]
-        rows.append([name, spread.unit, f"{spread.count:,}", *cells_])
+        cells = ["–" if value is None else with_exact_value(f"{value:.4g}", value) for value in values]
+        rows.append([name, spread.unit, f"{spread.count:,}", *cells])
     more = f", {MAX_SHOWN_NAMES} of {len(instruments):,} names" if len(instruments) > MAX_SHOWN_NAMES else ""
     header = ("instrument", "unit", "count", "mean", "median", "95th percentile", "most")
-    return table(f"Values of instruments: {label(runs, run)}{more}", header, rows, (0, 1))
+    return table(f"Values of instruments: {run_label(runs, run)}{more}", header, rows, (0, 1))
 
 
-def _metric_rows(runs: Runs, summaries: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
+def _metric_table(runs: Runs, summaries: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
     header = ["metric"]
     for at in range(1, len(runs) + 1):
         header += [f"run {at}" if len(runs) > 1 else "value", "errors"]
@@ -269,12 +267,12 @@ def _value_cells(tag: str, value: Value | None) -> list[Child]:
         return ["–", ""]
     mark = element("strong", " !", title=value.doubt) if value.doubt else None
     return [
-        together(number(readable(value.value), value.value), mark),
-        element("span", _errors(tag, value), class_="whole"),
+        together(with_exact_value(readable(value.value), value.value), mark),
+        element("span", _errors_text(tag, value), class_="whole"),
     ]
 
 
-def _errors(tag: str, value: Value) -> str:
+def _errors_text(tag: str, value: Value) -> str:
     if not value.value:
         return ""
     timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
