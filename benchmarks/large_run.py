@@ -61,7 +61,7 @@ class LargeRun:
         start_s, end_s = self.window * WINDOW_S, (self.window + 1) * WINDOW_S
         self.window += 1
         for rank in self._ranks:
-            row = rank.next_row(MONO_S + start_s, MONO_S + end_s, self._unix_s)
+            row = rank.next_report(MONO_S + start_s, MONO_S + end_s, self._unix_s)
             if not (without_lost and rank.rank == LOST):
                 self._aggregator.reports(Reports((_with_causes(row),)), self._now(end_s + 0.5))
         self._aggregator.tick(self._now(end_s + 1.0))

@@ -144,24 +144,24 @@ class Campaign:
                 time.sleep(self._plan.cooldown_s)
             print(f"[{done + at + 1}/{total}] {run.key}", flush=True)
             start_s = time.monotonic()
-            problem = self._run(run)
+            problem = self._run_and_record(run)
             outcome = f"failed: {one_line(problem)}" if problem else "completed"
             print(f"  after {duration(time.monotonic() - start_s)}: {outcome}")
-        if failed := [run.key for run in self._order if self._failure(run).exists()]:
+        if failed := [run.key for run in self._order if self._failure_path(run).exists()]:
             print(f"{len(failed)} of {total} runs failed: {', '.join(failed)}; --retry-failed repeats them")
         print(f"Compare: effllm compare {one_line(str(self._folder))} --by {CONFIGURATION}")
         return int(bool(failed))
 
     def _is_done(self, run: PlannedRun) -> bool:
-        if self._failure(run).exists():
+        if self._failure_path(run).exists():
             return not self._retry_failed
-        return any(status_of(folder) == "completed" for folder in self._folders(run) if folder.exists())
+        return any(status_of(folder) == "completed" for folder in self._folders_and_next(run) if folder.exists())
 
-    def _failure(self, run: PlannedRun) -> Path:
+    def _failure_path(self, run: PlannedRun) -> Path:
         """Return the path of the file with the reason why a run has failed."""
         return self._folder / f"{run.key}.failed"
 
-    def _folders(self, run: PlannedRun) -> Iterator[Path]:
+    def _folders_and_next(self, run: PlannedRun) -> Iterator[Path]:
         """Yield the run folders of a run, and then the folder of its next start."""
         for number in itertools.count():
             folder = self._folder / (f"{run.key}-again-{number}" if number else run.key)
@@ -169,20 +169,21 @@ class Campaign:
             if not folder.exists():
                 return
 
-    def _run(self, run: PlannedRun) -> str:
+    def _run_and_record(self, run: PlannedRun) -> str:
         """Run one run; return why it has failed, which is also recorded, or "".
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the run has ended, and is still to do.
         """
-        self._failure(run).unlink(missing_ok=True)
-        *_, folder = self._folders(run)
-        problem = self._execute(run, folder.name) or _problem_of_summary(folder)
+        self._failure_path(run).unlink(missing_ok=True)
+        *_, folder = self._folders_and_next(run)
+        problem = self._execute_command(run, folder.name) or _wait_for_summary(folder)
         if problem:
-            own_files.replace_file(self._failure(run), f"{problem}\n".encode(errors="replace"))
+            own_files.replace_file(self._failure_path(run), f"{problem}\n".encode(errors="replace"))
         return problem
 
-    def _execute(self, run: PlannedRun, name: str) -> str:
+    def _execute_command(self, run: PlannedRun, name: str) -> str:
+        """Run the command, with the run folder ``name``; return why it has failed, or ""."""
         log = self._folder / "logs" / f"{name}.log"
         own_files.make_folder(log.parent)
         environ = {**process_environ(), **self._plan.env, **self._plan.configurations[run.configuration].env}
@@ -207,16 +208,16 @@ class Campaign:
             try:
                 status = process.wait(self._plan.timeout_s)
             except subprocess.TimeoutExpired:
-                _end(process)
+                _end_processes(process)
                 return f"longer than timeout_s ({self._plan.timeout_s:g} s)"
             except KeyboardInterrupt:
-                _end(process)
+                _end_processes(process)
                 raise
         return f"exit status {status}; see {log}" if status else ""
 
 
-def _problem_of_summary(folder: Path) -> str:
-    """Return why a run folder is not complete, or ""; the aggregator may end after the training."""
+def _wait_for_summary(folder: Path) -> str:
+    """Return why a run folder is not complete, or ""; the aggregator may write it after the end of the training."""
     until_s = time.monotonic() + SUMMARY_WITHIN_S
     while (status := status_of(folder)) in ("", "running"):
         if not folder.exists():
@@ -227,7 +228,7 @@ def _problem_of_summary(folder: Path) -> str:
     return "" if status == "completed" else f"the run has the status {status}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_processes(process: subprocess.Popen[bytes]) -> None:
     """End all processes of a run: first with SIGINT, so that its summary is written."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -275,12 +276,12 @@ class PlannedRun(NamedTuple):
 
     configuration: str
     repeat: int  # from 1; 0 for a warm-up run
-    number: int  # of the warm-up run, else 0
+    warmup: int  # number of the warm-up run, from 1; 0 for another run
 
     @property
     def key(self) -> str:
         """Name of the run, and of its folder."""
-        return f"warmup-{self.number}-{self.configuration}" if self.number else f"{self.configuration}-{self.repeat}"
+        return f"warmup-{self.warmup}-{self.configuration}" if self.warmup else f"{self.configuration}-{self.repeat}"
 
 
 def read_plan(path: Path) -> Plan:
@@ -305,7 +306,7 @@ def read_plan(path: Path) -> Plan:
     except yaml.YAMLError as error:
         raise WrongPlan(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except msgspec.ValidationError as error:
-        raise WrongPlan(f"{path}: {_explained(str(error))}") from error
+        raise WrongPlan(f"{path}: {_with_known_keys(str(error))}") from error
     for name in plan.configurations:
         words = command_of(plan, name)
         if not words:
@@ -326,12 +327,12 @@ def command_of(plan: Plan, configuration: str) -> list[str]:
     """
     about = plan.configurations[configuration]
     command = about.command if about.command is not None else plan.command
-    return [*_words(command), *_words(about.args)]
+    return [*_split_words(command), *_split_words(about.args)]
 
 
 def tags_of(plan: Plan, run: PlannedRun) -> list[str]:
     """Return the tags of a run; a warm-up run is not of a configuration."""
-    if run.number:
+    if run.warmup:
         return [*plan.tags, f"{WARMUP}={plan.name}"]
     own = {CAMPAIGN: plan.name, CONFIGURATION: run.configuration, REPEAT: f"{run.repeat}/{plan.repeats}"}
     return [*plan.tags, *(f"{name}={value}" for name, value in own.items())]
@@ -352,7 +353,7 @@ def order_of(plan: Plan) -> list[PlannedRun]:
     return runs
 
 
-def _words(command: Words) -> list[str]:
+def _split_words(command: Words) -> list[str]:
     if isinstance(command, list):
         return command
     try:
@@ -361,7 +362,7 @@ def _words(command: Words) -> list[str]:
         raise WrongPlan(f"{command!r}: {error}") from error
 
 
-def _explained(error: str) -> str:
+def _with_known_keys(error: str) -> str:
     if "unknown field" in error:
         where = ConfigurationPlan if ".configurations[" in error else Plan
         return f"{error}; the known keys are {', '.join(where.__struct_fields__)}"

@@ -41,8 +41,8 @@ from effllm.records.orders import Orders
 from effllm.records.shared_memory import make_memory
 from effllm.server.process import Server
 
-RANKS_END_S = 6.0  # rank 0 waits at most five seconds for the summary
-INTERVAL_S = 0.1  # between two samples, if EFFICIENTLLM_COLLECTION_INTERVAL is not set
+RANKS_END_WITHIN_S = 6.0  # rank 0 waits at most five seconds for the summary
+SAMPLE_S = 0.1  # between two samples, if EFFICIENTLLM_COLLECTION_INTERVAL is not set
 #: Settings of another job in the same environment: its place, its name, and its switch.
 _NOT_OF_DEMO = {PREFIX + name for name in ("ENDPOINT", "RUN_NAME", "METRICS_ENABLED", "DEVICE", "INTERFACE")}
 PEAK_TFLOPS = 312.0  # of a simulated GPU: dense BF16 of an A100
@@ -71,12 +71,12 @@ def main(
     environ = process_environ()
     try:
         given = read_config({name: text for name, text in environ.items() if name not in _NOT_OF_DEMO})
-        iterations = max(iterations, round(_seconds(keep_alive) / step_seconds))
+        iterations = max(iterations, round(_duration_s(keep_alive) / step_seconds))
     except (ConfigError, ValueError) as error:
         return complain("demo", str(error), 2)
     config = replace(
         given,
-        collection_interval_s=given.collection_interval_s if f"{PREFIX}COLLECTION_INTERVAL" in environ else INTERVAL_S,
+        collection_interval_s=given.collection_interval_s if f"{PREFIX}COLLECTION_INTERVAL" in environ else SAMPLE_S,
         log_interval=log_interval or given.log_interval,
         min_window_s=0.0 if log_interval else given.min_window_s,
         run_dir=str(Path(run_dir or given.run_dir).absolute()),
@@ -93,7 +93,7 @@ def main(
     return _Job(config, ranks, [str(iterations), str(step_seconds)]).run()
 
 
-def _seconds(text: str) -> float:
+def _duration_s(text: str) -> float:
     """Return a duration such as 90s, 10m or 1h in seconds; 0 for an empty text.
 
     Raises:
@@ -110,9 +110,7 @@ class _Job:
     """The ranks in separate processes, and the aggregator in this process."""
 
     def __init__(self, config: Config, num_ranks: int, arguments: Sequence[str]) -> None:
-        self._config = config
-        self._num_ranks = num_ranks
-        self._arguments = arguments
+        self._config, self._num_ranks, self._arguments = config, num_ranks, arguments
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._signal = 0
 
@@ -120,15 +118,15 @@ class _Job:
         listener = listening.listen("127.0.0.1")
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._stop)
+            signal.signal(number, self._pass_on_signal)
         waits = make_memory("effllm-demo", 4 * self._num_ranks)
         try:
             for rank in range(self._num_ranks):
-                environ = _environment(self._config, endpoint, rank, self._num_ranks)
+                environ = _rank_environment(self._config, endpoint, rank, self._num_ranks)
                 arguments = [*self._arguments, str(waits)]
                 self._ranks.append(spawn("effllm.commands.demo_rank", arguments, [waits], environ))
             if self._signal:  # a signal during the start: also stop the ranks that were started after the signal
-                self._stop(self._signal, None)
+                self._pass_on_signal(self._signal, None)
             orders = Orders(
                 config=self._config,
                 job=secrets.token_hex(8),
@@ -141,19 +139,19 @@ class _Job:
             )
             status = Server(orders, sys.stdout).run()
         finally:
-            self._end_ranks()
+            self._wait_or_kill_ranks()
             os.close(waits)
         return 128 + self._signal if self._signal else int(status != "completed")
 
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
+    def _pass_on_signal(self, number: int, _frame: FrameType | None) -> None:
         """End the ranks; the aggregator ends after all ranks have left."""
         self._signal = number
         for rank in self._ranks:
             # SIGINT would cause a traceback in a rank that is still starting.
             rank.send_signal(signal.SIGUSR1 if number == signal.SIGINT else number)
 
-    def _end_ranks(self) -> None:
-        deadline_s = time.monotonic() + RANKS_END_S
+    def _wait_or_kill_ranks(self) -> None:
+        deadline_s = time.monotonic() + RANKS_END_WITHIN_S
         for rank in self._ranks:
             try:
                 rank.wait(max(deadline_s - time.monotonic(), 0.0))
@@ -162,7 +160,7 @@ class _Job:
                 rank.wait()
 
 
-def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
+def _rank_environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
     """Return the environment of a rank: this environment without the variables of other jobs."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
     own = {PREFIX + variable.name for variable in ALL_VARIABLES} - _NOT_OF_DEMO

@@ -20,9 +20,9 @@ TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
 DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
-WAIT_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
+LOOK_EVERY_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
 #: Signals that end a rank, and the status of the run; after Ctrl-C the demo sends SIGUSR1.
-_ENDS = {
+_STATUS_OF_SIGNAL = {
     signal.SIGINT: "interrupted",
     signal.SIGUSR1: "interrupted",
     signal.SIGTERM: "killed",
@@ -38,15 +38,15 @@ def main(arguments: list[str]) -> None:
             each rank: how often it has waited for the others.
     """
     iterations, step_s, descriptor = int(arguments[0]), float(arguments[1]), int(arguments[2])
-    for number in _ENDS:
-        signal.signal(number, _stop)
+    for number in _STATUS_OF_SIGNAL:
+        signal.signal(number, _raise_stopped)
     try:
         collector = effllm.initialize_efficientllm_metrics(
             PARAMETERS, total_iterations=iterations, flops_per_token=FLOPS_PER_TOKEN
         )
         _train(collector, iterations, step_s, memoryview(mmap.mmap(descriptor, 0)).cast("I"))
     except _Stopped as stopped:
-        effllm.get_metrics_collector().stop_collection(_ENDS[stopped.args[0]])
+        effllm.get_metrics_collector().stop_collection(_STATUS_OF_SIGNAL[stopped.args[0]])
         return
     effllm.finalize_efficientllm_metrics()
 
@@ -55,8 +55,8 @@ class _Stopped(BaseException):
     """A signal with this number ends the rank."""
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
-    for other in _ENDS:
+def _raise_stopped(number: int, _frame: FrameType | None) -> None:
+    for other in _STATUS_OF_SIGNAL:
         signal.signal(other, signal.SIG_IGN)  # Ctrl-C causes two signals: from the terminal and from the demo
     raise _Stopped(number)
 
@@ -70,7 +70,7 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, w
         if not is_slow:  # the slow rank comes last: few looks leave the cores to it
             time.sleep(0.9 * (SLOWDOWN - 1) * step_s)
         while min(waits[: place.world_size]) < waits[place.rank] and os.getppid() == launcher:
-            time.sleep(WAIT_SHARE * step_s)
+            time.sleep(LOOK_EVERY_SHARE * step_s)
 
     wait_for_others()  # until all have started
     for iteration in range(1, iterations + 1):

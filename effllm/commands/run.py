@@ -29,24 +29,25 @@ def main(arguments: Sequence[str]) -> int:
         print(_USAGE, file=sys.stderr)
         return 2
     if arguments[0] == "-m":
-        return _run(arguments[1], arguments[2:], is_module=True)
+        return _run_measured(arguments[1], arguments[2:], is_module=True)
     if arguments[0].startswith("-"):
         print(f"effllm run: there is no option {arguments[0]}; {_USAGE.partition(': ')[2]}", file=sys.stderr)
         return 2
     if not Path(arguments[0]).exists():
         print(f"effllm run: there is no file {arguments[0]}; a module needs -m before it", file=sys.stderr)
         return 2
-    return _run(arguments[0], arguments[1:], is_module=False)
+    return _run_measured(arguments[0], arguments[1:], is_module=False)
 
 
-def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
+def _run_measured(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
+    """Run a script or module as ``__main__``, with measurement, and raise its exceptions."""
     pid = os.getpid()
     sys.argv[:] = [name, *arguments]
     # Python sets the same path, except with safe paths (-P, -I, PYTHONSAFEPATH).
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
-    show = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: show(kind, error, _cut(error, trace))
+    usual_hook = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: usual_hook(kind, error, _without_own_frames(error, trace))
     status = "failed"
     autoload(asked=True)
     try:
@@ -55,7 +56,7 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         elif Path(name).suffix in (".zip", ".pyz") or Path(name).is_dir():
             runpy.run_path(name, run_name="__main__")
         else:
-            _run_script(Path(name).absolute())
+            _execute_file(Path(name).absolute())
         status = "completed"
     except SystemExit as end:
         status = "failed" if end.code else "completed"
@@ -65,11 +66,11 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         raise
     finally:
         if os.getpid() == pid:  # this process is not a child that the script has forked
-            _close(name, status)
+            _complete_run(name, status)
     return 0
 
 
-def _run_script(path: Path) -> None:
+def _execute_file(path: Path) -> None:
     """Execute a file as ``__main__``. Runpy would delete the module, which threads and exit handlers need."""
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins, __loader__=SourceFileLoader("__main__", str(path)))
@@ -79,7 +80,8 @@ def _run_script(path: Path) -> None:
     exec(code, vars(main))  # noqa: S102 - the purpose of the command
 
 
-def _close(name: str, status: str) -> None:
+def _complete_run(name: str, status: str) -> None:
+    """End the measurement; print a line if nothing was measured."""
     collector = sys.modules.get("effllm.trainer.collector")
     if collector is not None:
         collector.get_metrics_collector().stop_collection(status)
@@ -98,10 +100,10 @@ def _is_first_rank() -> bool:
         return True
 
 
-def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of the command line and of runpy from the traceback."""
+def _without_own_frames(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback, also of the error, from the first frame of the script on."""
     cut = trace
-    while cut is not None and cut.tb_frame.f_code is not _run.__code__:
+    while cut is not None and cut.tb_frame.f_code is not _run_measured.__code__:
         cut = cut.tb_next
     if cut is None:
         return trace  # an exception in another thread, or in effllm

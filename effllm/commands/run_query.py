@@ -31,7 +31,7 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
         loaded = load(runs, progress=ReadingProgress())
         result = answer(loaded, query)
         _PRINTERS[form](result)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError of stdout, not of the runs
         raise
     except errors as error:
         return complain("runs", str(error), 1)
@@ -54,7 +54,7 @@ def export_runs(runs: Sequence[str], file: str) -> int:
     try:
         loaded = load(runs, progress=ReadingProgress())
         if form == ".csv":
-            print(_appended(export_csv(loaded, Path(file)), len(loaded), file))
+            print(_appended_text(export_csv(loaded, Path(file)), len(loaded), file))
         elif form in (".jsonl", ".json"):
             print(f"{export_json(loaded, Path(file)):,} runs were written to {one_line(file)}")
         else:
@@ -69,9 +69,9 @@ def export_runs(runs: Sequence[str], file: str) -> int:
     return 0
 
 
-def _appended(rows: int, runs: int, path: str) -> str:
-    appended = f"{rows:,} row was" if rows == 1 else f"{rows:,} rows were"
-    present = runs - rows
+def _appended_text(num_rows: int, num_runs: int, path: str) -> str:
+    appended = f"{num_rows:,} row was" if num_rows == 1 else f"{num_rows:,} rows were"
+    present = num_runs - num_rows
     more = f"; {present:,} {'was' if present == 1 else 'were'} in the file already" if present else ""
     return f"{appended} appended to {one_line(path)}{more}"
 
@@ -79,17 +79,17 @@ def _appended(rows: int, runs: int, path: str) -> str:
 def _print_text(result: Answer) -> None:
     rows = list(itertools.islice(result.rows, MAX_ROWS + 1))
     letters = MAX_CELL if len(result.columns) > 1 else WIDTH
-    cells = [[_cell(value, letters) for value in row] for row in rows[:MAX_ROWS]]
+    cells = [[_text_cell(value, letters) for value in row] for row in rows[:MAX_ROWS]]
     headers = [one_line(name) for name in result.columns]
     are_numbers = [kind in ("NUMBER", "DOUBLE", "FLOAT") or kind.endswith("INT") for kind in result.types]
-    for lines in _tables(headers, cells, are_numbers):
+    for lines in _tables_of_width(headers, cells, are_numbers):
         print("\n".join(lines))
     count = f"the first {MAX_ROWS:,} rows; --csv prints all rows" if len(rows) > MAX_ROWS else f"{len(rows):,} rows"
     print(f"({'1 row' if len(rows) == 1 else count})")
 
 
-def _tables(headers: list[str], cells: list[list[str]], are_numbers: list[bool]) -> Iterator[list[str]]:
-    """Yield tables of at most `WIDTH` columns; further columns follow in further tables."""
+def _tables_of_width(headers: list[str], cells: list[list[str]], are_numbers: list[bool]) -> Iterator[list[str]]:
+    """Yield the lines of tables of at most `WIDTH` letters; further columns follow in further tables."""
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     pad = [str.rjust if is_number else str.ljust for is_number in are_numbers]
     start = 0
@@ -105,7 +105,7 @@ def _tables(headers: list[str], cells: list[list[str]], are_numbers: list[bool])
         start = end
 
 
-def _cell(value: Any, letters: int) -> str:
+def _text_cell(value: Any, letters: int) -> str:
     """Return a value in one short line; terminal escapes are never printed."""
     if value is None or isinstance(value, float):
         return readable(value)
@@ -118,26 +118,26 @@ def _print_csv(result: Answer) -> None:
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
     write(map(one_line, result.columns))
     for row in result.rows:
-        write(["" if cell is None else _plain(cell) for cell in row])
+        write(["" if cell is None else _csv_cell(cell) for cell in row])
 
 
-def _plain(value: Any) -> Any:
+def _csv_cell(value: Any) -> Any:
     if isinstance(value, str):
         return csv_file.cell(one_line(value))
-    return json.dumps(_finite(value), default=str) if isinstance(value, (list, dict)) else value
+    return json.dumps(_without_nan(value), default=str) if isinstance(value, (list, dict)) else value
 
 
 def _print_json(result: Answer) -> None:
     rows = (dict(zip(result.columns, row, strict=True)) for row in result.rows)
-    print("[" + ",\n ".join(json.dumps(_finite(row), default=str) for row in rows) + "]")
+    print("[" + ",\n ".join(json.dumps(_without_nan(row), default=str) for row in rows) + "]")
 
 
-def _finite(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     """Return a value without NaN and infinite numbers, which are not JSON."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_without_nan(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 

@@ -52,15 +52,15 @@ from effllm.store import csv_file
 from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
 
 WIDTH = 80
-_NAME = len("20260101-120000-1a2b3c4d")  # letters of a run_id
+_ID_WIDTH = len("20260101-120000-1a2b3c4d")  # letters of a run_id
 MIN_GROUP, MAX_LOSS = 10, 24  # letters
 MAX_ROWS, MAX_SKIPPED = 40, 5  # on a terminal or in a text
 MIN_ROWS = 3  # on a terminal, the table of totals has as many rows as fit on one screen
 #: Columns that a narrow table leaves out, in this order.
-_OF_LIST = ("started (UTC)", "cost", "GPU-h", "J/token", "kWh", "MFU")
-_OF_TOTALS = ("largest loss", "kg CO2", "cost", "±")
-_TEXTS = ("largest loss", "started (UTC)", "status", "verdict")
-_UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SPARE_OF_RUNS = ("started (UTC)", "cost", "GPU-h", "J/token", "kWh", "MFU")
+_SPARE_OF_TOTALS = ("largest loss", "kg CO2", "cost", "±")
+_LEFT_ALIGNED = ("largest loss", "started (UTC)", "status", "verdict")
+_SECONDS_OF_UNIT = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def main(
@@ -88,11 +88,11 @@ def main(
 ) -> int:
     """Print or write runs; return the exit status."""
     form = form_of(csv=as_csv, json=as_json)
-    form_of(by=bool(by), sql=bool(sql), export=bool(export))
+    form_of(by=bool(by), sql=bool(sql), export=bool(export))  # raises if two are given
     if by and by not in KEYS:
         raise typer.BadParameter(f"{by}: the keys are {', '.join(KEYS)}", param_hint="--by")
     try:
-        since_s = start_of(since, time.time()) if since else None
+        since_s = unix_time_of(since, time.time()) if since else None
     except ValueError:
         expected = "a number of hours, days or weeks (36h, 7d, 4w), or a date"
         return complain("runs", f"--since {since}: expected {expected}", 2)
@@ -111,22 +111,22 @@ def main(
     if by:
         _print_totals(totals(runs, by, skipped, wasted), by, form)
     else:
-        _print_list(sorted(runs, key=lambda run: -(run.started_time_s or 0.0)), skipped, form)
+        _print_runs(sorted(runs, key=lambda run: -(run.started_time_s or 0.0)), skipped, form)
     return 0
 
 
-def start_of(text: str, now_s: float) -> float:
+def unix_time_of(text: str, now_s: float) -> float:
     """Return the unix time of a date in UTC, or of a number of hours, days or weeks ago.
 
     Raises:
         ValueError: the text is neither.
     """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text):
-        return now_s - float(match[1]) * _UNITS_S[match[2]]
+        return now_s - float(match[1]) * _SECONDS_OF_UNIT[match[2]]
     return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()
 
 
-def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) -> None:
+def _print_runs(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) -> None:
     if form == "json":
         print(json.dumps(msgspec.to_builtins(runs)))
     elif form == "csv":
@@ -137,16 +137,16 @@ def _print_list(runs: Sequence[LedgerRun], skipped: Sequence[str], form: str) ->
         columns = {
             "started (UTC)": [(utc(run.started_time_s) or "-")[5:16] for run in shown],
             "status": [one_line(run.status) for run in shown],
-            "verdict": [_short((one_line(run.cause or "-")).replace("_", " ")) for run in shown],
+            "verdict": [_cut((one_line(run.cause or "-")).replace("_", " ")) for run in shown],
             "tok/s/GPU": [readable(run.tokens_per_second_per_gpu) for run in shown],
-            "MFU": [_percent(run.mfu_ratio) for run in shown],
+            "MFU": [_percent_text(run.mfu_ratio) for run in shown],
             "J/token": [readable(run.joules_per_token) for run in shown],
-            "GPU-h": [_hours(run) for run in shown],
-            "kWh": [_energy(run.joules, is_part=run.total_joules is None) for run in shown],
-            "cost": [_cost(run) for run in shown],
+            "GPU-h": [_gpu_hours_text(run) for run in shown],
+            "kWh": [_kwh_text(run.joules, is_part=run.total_joules is None) for run in shown],
+            "cost": [_cost_text(run) for run in shown],
         }
         console = _console()
-        _print_columns(console, "run", [one_line(run.run_id) for run in shown], columns, _OF_LIST, _NAME)
+        _print_columns(console, "run", [one_line(run.run_id) for run in shown], columns, _SPARE_OF_RUNS, _ID_WIDTH)
         if len(runs) > len(shown):
             console.print(Text(f"{len(runs) - len(shown):,} older runs: --csv and --json print all runs"))
         for line in _skipped_lines(skipped):
@@ -163,9 +163,9 @@ def _print_totals(sums: Totals, by: str, form: str) -> None:
         console = _console()
         count = min(len(sums.rows), MAX_ROWS)
         if sys.stdout.isatty():
-            while count > MIN_ROWS and _height(sums, by, count, console.width) >= console.height:
+            while count > MIN_ROWS and _lines_of_totals(sums, by, count, console.width) >= console.height:
                 count -= 1
-        _show_totals(console, sums, by, count)
+        _print_totals_table(console, sums, by, count)
 
 
 def _console() -> Console:
@@ -180,43 +180,43 @@ def _print_csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         writer.writerow([csv_file.cell(cell) if isinstance(cell, str) and cell != NOTHING else cell for cell in texts])
 
 
-def _height(sums: Totals, by: str, count: int, width: int) -> int:
-    """Return the number of lines on a terminal."""
+def _lines_of_totals(sums: Totals, by: str, count: int, width: int) -> int:
+    """Return the number of lines of the table of totals, with its notes, on a terminal."""
     text = io.StringIO()
-    _show_totals(Console(file=text, width=width, highlight=False), sums, by, count)
+    _print_totals_table(Console(file=text, width=width, highlight=False), sums, by, count)
     return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
 
 
-def _show_totals(console: Console, sums: Totals, by: str, count: int) -> None:
+def _print_totals_table(console: Console, sums: Totals, by: str, count: int) -> None:
     everything = [*sums.rows[:count], sums.total]
     columns = {
         "runs": [f"{row.runs:,}" for row in everything],
         "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in everything],
         "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in everything],
-        "goodput": [_percent(row.goodput_ratio) for row in everything],
-        "kWh": [_energy(row.joules, is_part=row.incomplete > 0) for row in everything],
-        "±": [_error(row) for row in everything],
+        "goodput": [_percent_text(row.goodput_ratio) for row in everything],
+        "kWh": [_kwh_text(row.joules, is_part=row.incomplete > 0) for row in everything],
+        "±": [_energy_error_text(row) for row in everything],
         "cost": [f"{readable(_cost_of_group(row))} {row.currency}".strip() for row in everything],
         "kg CO2": [readable(row.co2_kg) for row in everything],
         "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
-        "largest loss": [_short((row.cause or "-").replace("_", " ")) for row in everything],
+        "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
     }
-    shown = _print_columns(console, by, [row.group for row in everything], columns, _OF_TOTALS, MIN_GROUP)
-    for line in _notes(sums, shown, count):
+    shown = _print_columns(console, by, [row.group for row in everything], columns, _SPARE_OF_TOTALS, MIN_GROUP)
+    for line in _totals_notes(sums, shown, count):
         console.print(Text(line), soft_wrap=True)
 
 
-def _notes(sums: Totals, columns: Collection[str], count: int) -> Iterator[str]:
+def _totals_notes(sums: Totals, columns: Collection[str], count: int) -> Iterator[str]:
     if (more := len(sums.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
     if sums.total.without_hours:
-        yield f"≥ GPU-h: unknown in {_counted(sums.total.without_hours)} (no summary.json, or no rank had reported)"
+        yield f"≥ GPU-h: unknown in {_runs_text(sums.total.without_hours)} (no summary.json, or no rank had reported)"
     if sums.total.killed:
-        yield f"≥ GPU-h: of {_counted(sums.total.killed)} without an end, until the last report"
+        yield f"≥ GPU-h: of {_runs_text(sums.total.killed)} without an end, until the last report"
     if sums.total.incomplete and sums.total.joules is not None:
-        yield f"≥ kWh: no total energy in {_counted(sums.total.incomplete)}; the measured part is counted"
+        yield f"≥ kWh: no total energy in {_runs_text(sums.total.incomplete)}; the measured part is counted"
     if sums.total.simulated:
-        yield f"simulated: the GPUs of {_counted(sums.total.simulated)} were simulated; their energy was not measured"
+        yield f"simulated: the GPUs of {_runs_text(sums.total.simulated)} were simulated; their energy was not measured"
     if "wasted" in columns:
         yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
     if "±" in columns:
@@ -242,7 +242,7 @@ def _print_columns(
     table = Table(box=None, pad_edge=False)
     table.add_column(first, overflow="fold", min_width=min_width)
     for name in columns:
-        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in _LEFT_ALIGNED else "right", no_wrap=True)
     for index, name in enumerate(names):
         table.add_row(Text(name), *(Text(cells[index]) for cells in columns.values()))
     console.print(table)
@@ -255,7 +255,7 @@ def _width(columns: Mapping[str, list[str]]) -> int:
     return sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items())
 
 
-def _short(text: str) -> str:
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_LOSS else f"{text[: MAX_LOSS - 1]}…"
 
 
@@ -265,16 +265,16 @@ def _skipped_lines(skipped: Sequence[str]) -> Iterator[str]:
         yield f"skipped: {more:,} more"
 
 
-def _counted(count: int) -> str:
+def _runs_text(count: int) -> str:
     return f"{count:,} run{'s' * (count != 1)}"
 
 
-def _hours(run: LedgerRun) -> str:
-    hours = None if run.gpus == 0 else run.gpu_hours
+def _gpu_hours_text(run: LedgerRun) -> str:
+    hours = None if run.gpus == 0 else run.gpu_hours  # 0 hours of no GPU are not shown
     return "≥" * (run.status in KILLED and hours is not None) + readable(hours)
 
 
-def _cost(run: LedgerRun) -> str:
+def _cost_text(run: LedgerRun) -> str:
     cost = run.gpu_cost if run.gpu_cost is not None else run.electricity_cost
     return readable(cost) + (f" {one_line(run.currency)}" if run.currency and cost is not None else "")
 
@@ -284,15 +284,15 @@ def _cost_of_group(row: LedgerRow) -> float | None:
     return max(costs) if costs else None  # the price of a GPU-hour includes the electricity
 
 
-def _energy(joules: float | None, *, is_part: bool) -> str:
+def _kwh_text(joules: float | None, *, is_part: bool) -> str:
     return "-" if joules is None else "≥" * is_part + readable(joules / J_PER_KWH)
 
 
-def _percent(ratio: float | None) -> str:
+def _percent_text(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
-def _error(row: LedgerRow) -> str:
+def _energy_error_text(row: LedgerRow) -> str:
     """Return an upper bound of the relative error: the timing and the sensor errors, added."""
     error = row.error_joules + row.gain_joules
     return f"{rounded_up(100 * error / row.joules)} %" if row.joules and error else "-"

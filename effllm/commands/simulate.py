@@ -65,13 +65,13 @@ def main(
     plan = Simulation(ranks, interval, minutes, address, processes, arrival, run_dir, security)
     try:
         config = read_config(process_environ())
-        _check(plan, config)
+        _check_options(plan, config)
     except ValueError as error:
         return complain("simulate", str(error), 2)
     if not plan.endpoint and (trouble := raise_open_files_limit(num_open_files_needed(plan.ranks))):
         return complain("simulate", trouble, 1)
     run = SimulatedRun(plan, config)
-    result, is_stopped = run.found, False
+    result, is_stopped = run.result, False
     try:
         run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:
@@ -81,14 +81,14 @@ def main(
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if result.reports:
-        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() if as_json else table(result))
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() if as_json else result_text(result))
     if is_stopped:
         count = f"{result.reports:,} of {plan.ranks * plan.windows:,} reports"
         return complain("simulate", f"stopped by Ctrl-C after {count}", 130)
     return 0 if result.is_exact else 1
 
 
-def _check(plan: Simulation, config: Config) -> None:
+def _check_options(plan: Simulation, config: Config) -> None:
     """Raise a `ValueError` if options contradict each other or the files of this host."""
     if plan.endpoint and plan.run_dir:
         raise ValueError("--run-dir cannot be used with --endpoint: the aggregator has a run folder")
@@ -101,7 +101,7 @@ def _check(plan: Simulation, config: Config) -> None:
         raise ValueError(f"--run-dir {plan.run_dir} already contains a run: give another folder")
 
 
-def table(result: Findings) -> str:
+def result_text(result: Findings) -> str:
     """Return the results as lines of text; missing results are left out."""
     keys = "with keys" if result.security == "curve" else "without keys"
     lines = [

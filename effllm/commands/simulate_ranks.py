@@ -25,19 +25,19 @@ from effllm.records.wire import Ack, Bye, ByeSeen, Heartbeat, Hello, Rejected, W
 
 HEARTBEAT_S = 5.0  # the period of heartbeats of real agents
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
-END_S = 60.0
-CONFIRMED_S = 1.5  # real agents wait this long for the last message, which may be lost when the connection ends
+LEAVE_WITHIN_S = 60.0
+CONFIRM_WITHIN_S = 1.5  # real agents wait this long for the last message, which may be lost when the connection ends
 CHECK_EVERY = 64  # number of peers between two checks of rank 0's messages
 IDLE_S = 0.005
 MAX_JOINING = 250  # concurrent handshakes of a process; on one machine, more handshakes do not finish earlier
-MAX_ROWS = 100_000
+MAX_UNCONFIRMED = 100_000
 
 RANKS_PER_NODE = 8
 PARAMETERS = 7_000_000_000
 TOKENS = 4096  # tokens per iteration; each rank adds its rank number, so that any lost report changes the sum
-BUSY = 0.95  # step time as a share of an iteration
+STEP_SHARE = 0.95  # step time as a share of an iteration
 CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
-CLOCK = CLOCK_HZ / MAX_CLOCK_HZ
+CLOCK_SHARE = CLOCK_HZ / MAX_CLOCK_HZ
 #: The readings of torch's allocator that each rank with CUDA reports in each window (effllm/agent/measuring.py).
 ALLOCATOR_BYTES = (40e9, 45e9, 1e9)  # allocated, reserved, fragmented
 
@@ -45,8 +45,8 @@ ALLOCATOR_BYTES = (40e9, 45e9, 1e9)  # allocated, reserved, fragmented
 class Part(Struct, frozen=True):
     """The simulated ranks of one process, and their settings."""
 
-    first: int
-    count: int
+    first_rank: int
+    num_ranks: int
     world_size: int
     endpoint: str
     job: str
@@ -67,7 +67,7 @@ class Progress(Struct, omit_defaults=True):
     sent: int = 0  # number of sent reports
     window: int = 0  # a window whose last report was sent at at_s
     at_s: float = 0.0
-    seen: int = 0  # newest window with values at rank 0, received at at_s
+    seen_window: int = 0  # newest window with values at rank 0, received at at_s
     rejected: str = ""
     done: bool = False
     tokens: int = 0  # of all reports
@@ -84,10 +84,8 @@ class SimulatedRank:
     """
 
     def __init__(self, rank: int, world_size: int, job: str, agent: str, log_interval: int) -> None:
-        self.rank = rank
-        self._world_size = world_size
+        self.rank, self._world_size, self._log_interval = rank, world_size, log_interval
         self._job, self.agent = job, agent
-        self._log_interval = log_interval
         self._host = f"node{rank // RANKS_PER_NODE:05d}"
         reader = open_device(Site(local_rank=rank % RANKS_PER_NODE, host=self._host))
         self._device, self._wave = reader.device, reader.waveform
@@ -109,12 +107,12 @@ class SimulatedRank:
             log_interval=self._log_interval,
         )
 
-    def next_row(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:
-        """Return the report of the next window; ``start_s`` and ``end_s`` are monotonic times."""
+    def next_report(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:
+        """Return the report of the next window, and count it; ``start_s`` and ``end_s`` are monotonic times."""
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval
-        tokens = self.tokens_until(1)
+        tokens = self.tokens_until(1)  # all windows have the same number
         energy_j = wave.energy_j(start_s, end_s)
         self.tokens += tokens
         self.energy_j += energy_j
@@ -129,7 +127,7 @@ class SimulatedRank:
             energy_method="counter",
             gauges={
                 "sm_clock_hz": Gauge(CLOCK_HZ * span_s, span_s, CLOCK_HZ, CLOCK_HZ),
-                CLOCK_RATIO: Gauge(CLOCK * span_s, span_s, CLOCK, CLOCK),
+                CLOCK_RATIO: Gauge(CLOCK_SHARE * span_s, span_s, CLOCK_SHARE, CLOCK_SHARE),
                 "temperature_c": Gauge(TEMPERATURE_C * span_s, span_s, TEMPERATURE_C, TEMPERATURE_C),
                 "power_limit_w": Gauge(LIMIT_W * span_s, span_s, LIMIT_W, LIMIT_W),
             },
@@ -147,8 +145,8 @@ class SimulatedRank:
             start_time_s=start_s + unix_minus_monotonic_s,
             end_time_s=end_s + unix_minus_monotonic_s,
             wall_s=span_s,
-            busy_s=BUSY * span_s,
-            wait_s=span_s - BUSY * span_s,
+            busy_s=STEP_SHARE * span_s,
+            wait_s=span_s - STEP_SHARE * span_s,
             phases_s={},
             devices=(device,),
             allocator=Allocator(*(size + self.rank for size in ALLOCATOR_BYTES)),
@@ -169,12 +167,11 @@ class _SimulatedPeer:
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
         self.link = Link(context, part.endpoint, keys)
-        self.outbox = Outbox(MAX_ROWS)
-        self.hello_s = 0.0
-        self.heartbeat_s = 0.0
-        self.welcome = self.bye_sent = self.bye_seen = False
+        self.outbox = Outbox(MAX_UNCONFIRMED)
+        self.hello_sent_s = self.last_sent_s = 0.0
+        self.is_welcome = self.bye_sent = self.bye_seen = False
         self.rejected = ""
-        self.seen = 0  # iteration of the newest received values
+        self.seen_iteration = 0  # iteration of the newest received values
         self.bye_seen_s = 0.0
         self._confirmed = 0  # sequence number of the newest confirmed report
 
@@ -183,27 +180,27 @@ class _SimulatedPeer:
             if isinstance(message, Ack):
                 self.outbox.drop_acknowledged(message.sequence)
                 self._confirmed = max(self._confirmed, message.sequence)
-                self.seen = message.iteration
+                self.seen_iteration = message.iteration
             elif isinstance(message, Welcome):
-                self._begin(again=message.again)
+                self._send_unconfirmed(again=message.again)
             elif isinstance(message, ByeSeen):
                 self.bye_seen, self.bye_seen_s = True, time.monotonic()
             elif isinstance(message, Rejected):
                 self.rejected = message.reason
 
-    def _begin(self, again: bool) -> None:
+    def _send_unconfirmed(self, again: bool) -> None:
         """Send the unconfirmed reports after the first WELCOME, or again at the request of a restarted aggregator."""
-        if again or not self.welcome:
+        if again or not self.is_welcome:
             self.outbox.mark_all_unsent()
         if again:
             self.bye_sent = False
             self.link.send(self.rank.hello())
-        self.welcome = True
+        self.is_welcome = True
 
-    def introduce(self, now_s: float) -> None:
+    def send_hello_if_due(self, now_s: float) -> None:
         """Send a HELLO, if no WELCOME was received and the last HELLO is old."""
-        if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
-            self.hello_s = now_s
+        if not self.is_welcome and now_s - self.hello_sent_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
+            self.hello_sent_s = now_s
 
     @property
     def tokens_confirmed(self) -> int:
@@ -212,17 +209,17 @@ class _SimulatedPeer:
 
     def send_reports(self) -> int:
         if count := self.link.send_reports(self.outbox):
-            self.heartbeat_s = time.monotonic()  # reports also count as heartbeats
+            self.last_sent_s = time.monotonic()  # reports also count as heartbeats
         return count
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the BYE is confirmed, and either all reports are confirmed or `CONFIRMED_S` has passed."""
-        return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
+        """Whether the BYE is confirmed, and either all reports are confirmed or `CONFIRM_WITHIN_S` has passed."""
+        return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRM_WITHIN_S)
 
-    def heartbeat(self, now_s: float, ordinal: int) -> None:
+    def send_heartbeat_if_due(self, now_s: float, ordinal: int) -> None:
         """Send a heartbeat if the last heartbeat or report is older than `HEARTBEAT_S`."""
-        if now_s - self.heartbeat_s >= HEARTBEAT_S:
-            self.heartbeat_s = now_s
+        if now_s - self.last_sent_s >= HEARTBEAT_S:
+            self.last_sent_s = now_s
             self.link.send(
                 Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.num_lost)
             )
@@ -234,27 +231,28 @@ class SimulatedRanks:
     def __init__(self, part: Part) -> None:
         self._part = part
         self._context = make_context()
-        self._context.set(zmq.MAX_SOCKETS, part.count + 16)
+        self._context.set(zmq.MAX_SOCKETS, part.num_ranks + 16)
         keys = AgentKeys.from_secret(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
-        self._peers = [_SimulatedPeer(part, part.first + i, self._context, keys) for i in range(part.count)]
-        self._unix_s = time.time() - time.monotonic()
+        self._peers = [_SimulatedPeer(part, part.first_rank + i, self._context, keys) for i in range(part.num_ranks)]
+        self._offset_s = time.time() - time.monotonic()  # of a unix time to a monotonic time
         self._sent = 0
-        self._seen = 0
+        self._seen_iteration = 0
 
     def run(self) -> None:
         """Connect all ranks, wait for the start time, report every window, and leave the job."""
-        self._join()
-        began_s = self._start()
-        for peer in self._peers:
-            peer.heartbeat_s = began_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
-        self._report(began_s)
-        self._leave()
+        self._join_all()
+        began_s = self._wait_for_start()
+        for peer in self._peers:  # the heartbeats of the ranks are spread over the period
+            peer.last_sent_s = began_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
+        self._report_windows(began_s)
+        self._leave_job()
         self._context.destroy(linger=500)
 
     def _write(self, progress: Progress) -> None:
         os.write(self._part.output_descriptor, msgspec.json.encode(progress) + b"\n")
 
-    def _join(self) -> None:
+    def _join_all(self) -> None:
+        """Connect all ranks, `MAX_JOINING` at a time, until each has a WELCOME."""
         waiting: list[_SimulatedPeer] = []
         coming = list(reversed(self._peers))
         while waiting or coming:
@@ -267,65 +265,66 @@ class SimulatedRanks:
                 if peer.rejected:
                     self._write(Progress(rejected=peer.rejected))
                     raise SystemExit(1)
-                peer.introduce(now_s)
-            before, waiting = len(waiting), [peer for peer in waiting if not peer.welcome]
+                peer.send_hello_if_due(now_s)
+            before, waiting = len(waiting), [peer for peer in waiting if not peer.is_welcome]
             if len(waiting) != before:
-                self._write(Progress(joined=self._part.count - len(waiting) - len(coming)))
+                self._write(Progress(joined=self._part.num_ranks - len(waiting) - len(coming)))
             time.sleep(0.02)
-            self._give_up_if_alone()
+            self._exit_if_command_ended()
 
-    def _start(self) -> float:
+    def _wait_for_start(self) -> float:
         while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
             for peer in self._peers:
                 peer.handle_messages()
-                peer.heartbeat(time.monotonic(), 0)
+                peer.send_heartbeat_if_due(time.monotonic(), 0)
         return float(os.read(self._part.input_descriptor, 100))
 
-    def _report(self, began_s: float) -> None:
+    def _report_windows(self, began_s: float) -> None:
         part = self._part
         lags_s = {peer.rank.rank: part.spread_s * peer.rank.rank / part.world_size for peer in self._peers}
         for window in range(1, part.windows + 1):
             start_s = began_s + (window - 1) * part.interval_s
             for number, peer in enumerate(self._peers):
                 lag_s = lags_s[peer.rank.rank]
-                self._wait(start_s + part.interval_s + lag_s)
+                self._wait_until(start_s + part.interval_s + lag_s)
                 now_s = time.monotonic()
                 peer.handle_messages()
-                row = peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s)
+                row = peer.rank.next_report(start_s + lag_s, start_s + part.interval_s + lag_s, self._offset_s)
                 peer.outbox.add_report(row)
                 self._sent += peer.send_reports()
-                peer.heartbeat(now_s, window * part.log_interval)
+                peer.send_heartbeat_if_due(now_s, window * part.log_interval)
                 if number % CHECK_EVERY == 0:
-                    self._check_rank_0()
+                    self._write_seen_window()
             self._write(Progress(sent=self._sent, window=window, at_s=time.monotonic()))
 
-    def _wait(self, until_s: float) -> None:
+    def _wait_until(self, until_s: float) -> None:
         while (rest_s := until_s - time.monotonic()) > 0:
-            self._check_rank_0()
+            self._write_seen_window()
             time.sleep(min(rest_s, IDLE_S))
 
-    def _check_rank_0(self) -> None:
-        """Write the time at which rank 0 received the values of a window."""
+    def _write_seen_window(self) -> None:
+        """Write a line if rank 0, which this process may have, has received the values of a new window."""
         first = self._peers[0]
         if first.rank.rank != 0:
             return
         first.handle_messages()
-        if first.seen > self._seen:
-            self._seen = first.seen
-            self._write(Progress(seen=self._seen // self._part.log_interval, at_s=time.monotonic()))
+        if first.seen_iteration > self._seen_iteration:
+            self._seen_iteration = first.seen_iteration
+            self._write(Progress(seen_window=self._seen_iteration // self._part.log_interval, at_s=time.monotonic()))
 
-    def _leave(self) -> None:
-        until_s = time.monotonic() + END_S
+    def _leave_job(self) -> None:
+        """Send the last reports and the BYE of each rank, wait for their confirmation, and write the sums."""
+        until_s = time.monotonic() + LEAVE_WITHIN_S
         waiting = list(self._peers)
         while waiting and time.monotonic() < until_s:
             for number, peer in enumerate(waiting):
                 peer.handle_messages()
                 self._sent += peer.send_reports()
-                peer.heartbeat(time.monotonic(), self._part.windows * self._part.log_interval)
+                peer.send_heartbeat_if_due(time.monotonic(), self._part.windows * self._part.log_interval)
                 if not peer.bye_sent and not peer.outbox.next_unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.num_lost))
                 if number % CHECK_EVERY == 0:
-                    self._check_rank_0()
+                    self._write_seen_window()
             waiting = [peer for peer in waiting if not peer.is_over(time.monotonic())]
             time.sleep(0.02)
         ranks = [peer.rank for peer in self._peers]
@@ -340,7 +339,7 @@ class SimulatedRanks:
         )
         self._write(done)
 
-    def _give_up_if_alone(self) -> None:
+    def _exit_if_command_ended(self) -> None:
         poll = select.poll()
         poll.register(self._part.input_descriptor, 0)
         if poll.poll(0):  # the pipe is closed, because the command has ended

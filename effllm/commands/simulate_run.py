@@ -24,9 +24,9 @@ from effllm.config.spawn import pidfd, spawn
 from effllm.network import listening, secret
 from effllm.records.orders import Orders
 
-RANKS_OF_A_PROCESS = 2500
-JOIN_S = 300.0
-ENDS_S = 70.0
+MAX_RANKS_OF_PROCESS = 2500
+JOIN_WITHIN_S = 300.0
+END_WITHIN_S = 70.0
 SPREAD = {"burst": 0.02, "even": 0.9}  # the ranks send their reports of a window in this share of `interval_s`
 
 
@@ -84,7 +84,7 @@ class Findings(Struct):
         return self.tokens == self.tokens_true and energy and not self.lost
 
 
-class _Part:
+class RanksProcess:
     """A process that simulates some of the ranks."""
 
     def __init__(self, part: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class _Part:
     def start(self, at_s: float) -> None:
         os.write(self._input, f"{at_s!r}\n".encode())
 
-    def progress(self) -> list[Progress]:
+    def read_progress(self) -> list[Progress]:
         """Return the new messages of the process; the descriptor must be readable."""
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
@@ -154,15 +154,15 @@ class OwnAggregator:
             os.close(memory)
             os.close(own)
             listener.close()
-        self.about = psutil.Process(self.process.pid)
+        self.psutil_process = psutil.Process(self.process.pid)
 
     def cpu_s(self) -> float:
-        times = self.about.cpu_times()
+        times = self.psutil_process.cpu_times()
         return float(times.user + times.system)
 
     def close(self, is_waited_for: bool) -> None:
         try:
-            self.process.wait(ENDS_S if is_waited_for else 0.0)
+            self.process.wait(END_WITHIN_S if is_waited_for else 0.0)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -172,17 +172,17 @@ class SimulatedRun:
     """One simulation, from the first connection to the summary."""
 
     def __init__(self, simulation: Simulation, config: Config) -> None:
-        self._asked = simulation
+        self._plan = simulation
         self._config = replace(config, security=simulation.security)
-        self.found = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)
-        self.found.security = simulation.security
+        self.result = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)
+        self.result.security = simulation.security
         self._job, self._salt = secrets.token_hex(8), ""
-        self._parts: list[_Part] = []
+        self._parts: list[RanksProcess] = []
         self._aggregator: OwnAggregator | None = None
         self._poll = select.poll()
-        self._last_s: dict[int, float] = {}  # time of the last report, by window
-        self._seen_s: dict[int, float] = {}
-        self._memory: list[tuple[float, int]] = []
+        self._sent_s: dict[int, float] = {}  # time of the last report, by window
+        self._seen_s: dict[int, float] = {}  # time at which rank 0 had its values, by window
+        self._rss_at: list[tuple[float, int]] = []
 
     def measure(self) -> Findings:
         """Run the simulation.
@@ -193,93 +193,93 @@ class SimulatedRun:
         with tempfile.TemporaryDirectory(prefix="effllm-simulate-") as scratch:
             output = os.open(os.devnull, os.O_WRONLY)
             try:
-                if not self._asked.endpoint:
+                if not self._plan.endpoint:
                     self._make_aggregator(Path(scratch), output)
-                self._play()
+                self._run_ranks()
             finally:
                 for part in self._parts:
                     part.close()
                 if self._aggregator:
-                    self._aggregator.close(is_waited_for=bool(self.found.status))
+                    self._aggregator.close(is_waited_for=bool(self.result.status))
                     self._add_totals(self._aggregator.folder / "summary.json")
                 os.close(output)
-        return self.found
+        return self.result
 
     def _make_aggregator(self, scratch: Path, output: int) -> None:
         if self._config.security == "curve":
             self._config = replace(self._config, secret_file=str(scratch / "secret"))
             secret.read_or_create(scratch / "secret")
         self._salt = self._job
-        folder = self._asked.run_dir or str(scratch / "run")
+        folder = self._plan.run_dir or str(scratch / "run")
         self._aggregator = OwnAggregator(self._config, folder, output, self._job)
 
-    def _play(self) -> None:
-        asked, endpoint = self._asked, self._asked.endpoint
+    def _run_ranks(self) -> None:
+        asked, endpoint = self._plan, self._plan.endpoint
         if self._aggregator:
             endpoint = self._aggregator.endpoint
-        processes = asked.processes or -(-asked.ranks // RANKS_OF_A_PROCESS)
+        processes = asked.processes or -(-asked.ranks // MAX_RANKS_OF_PROCESS)
         began_s = time.monotonic()
         for i in range(processes):
             first, end = asked.ranks * i // processes, asked.ranks * (i + 1) // processes
-            part = _Part({
-                "first": first, "count": end - first, "world_size": asked.ranks, "endpoint": endpoint, "job": self._job,
+            part = RanksProcess({
+                "first_rank": first, "num_ranks": end - first, "world_size": asked.ranks, "endpoint": endpoint,
                 "log_interval": self._config.log_interval, "interval_s": asked.interval_s, "windows": asked.windows,
                 "secret_file": str(secret_path(self._config)) if self._config.security == "curve" else "",
-                "salt": self._salt, "spread_s": SPREAD[asked.arrival] * asked.interval_s,
+                "job": self._job, "salt": self._salt, "spread_s": SPREAD[asked.arrival] * asked.interval_s,
             })  # fmt: skip
             self._parts.append(part)
             self._poll.register(part.output, select.POLLIN)
-        self._until(lambda: sum(part.joined for part in self._parts) == asked.ranks, JOIN_S, "joined")
-        self.found.joined_s = time.monotonic() - began_s
+        self._listen_until(lambda: sum(part.joined for part in self._parts) == asked.ranks, JOIN_WITHIN_S, "joined")
+        self.result.joined_s = time.monotonic() - began_s
         if self._aggregator:
-            self.found.join_cpu_s = self._aggregator.cpu_s()
+            self.result.join_cpu_s = self._aggregator.cpu_s()
         start_s = time.monotonic() + 1.0
         for part in self._parts:
             part.start(start_s)
         self._listen(1.0)
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
         try:
-            self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
+            self._listen_until(self._have_all_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
         except KeyboardInterrupt:  # compute the results of the reports so far
-            self._sum_up(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
-            self.found.windows = self.found.windows_published
+            self._add_cost(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
+            self.result.windows = self.result.windows_published
             raise
-        self._sum_up(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
-        self._until(lambda: all(part.end for part in self._parts), ENDS_S, "left")
+        self._add_cost(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
+        self._listen_until(lambda: all(part.end for part in self._parts), END_WITHIN_S, "left")
         ends = [part.end for part in self._parts if part.end]
-        self.found.tokens_true = sum(end.tokens for end in ends)
-        self.found.tokens = sum(end.tokens_confirmed for end in ends)  # of this aggregator, its summary has the tokens
-        self.found.energy_true_j = sum(end.energy_j for end in ends)
-        self.found.lost = sum(end.lost for end in ends)
-        self.found.unconfirmed = sum(end.unconfirmed for end in ends)
-        self.found.status = "played"
-        self._sum_up_delays()
+        self.result.tokens_true = sum(end.tokens for end in ends)
+        self.result.tokens = sum(end.tokens_confirmed for end in ends)  # of this aggregator, its summary has the tokens
+        self.result.energy_true_j = sum(end.energy_j for end in ends)
+        self.result.lost = sum(end.lost for end in ends)
+        self.result.unconfirmed = sum(end.unconfirmed for end in ends)
+        self.result.status = "played"
+        self._add_delays()
 
-    def _sum_up(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
+    def _add_cost(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
         if not reports:
             return
-        self._sum_up_delays()
-        self.found.reports = reports
-        self.found.reports_per_s = reports / spent_s
-        if self._aggregator and self._memory:
-            self.found.cpu_s = self._aggregator.cpu_s() - cpu_before_s
-            self.found.cpu_ratio = self.found.cpu_s / spent_s
-            self.found.cpu_us_per_report = 1e6 * self.found.cpu_s / reports
-            self.found.descriptors = self._aggregator.about.num_fds()
-            self.found.rss_bytes = max(rss for _, rss in self._memory)
-            self.found.rss_slope_bytes_per_s = _slope(self._memory)
+        self._add_delays()
+        self.result.reports = reports
+        self.result.reports_per_s = reports / spent_s
+        if self._aggregator and self._rss_at:
+            self.result.cpu_s = self._aggregator.cpu_s() - cpu_before_s
+            self.result.cpu_ratio = self.result.cpu_s / spent_s
+            self.result.cpu_us_per_report = 1e6 * self.result.cpu_s / reports
+            self.result.descriptors = self._aggregator.psutil_process.num_fds()
+            self.result.rss_bytes = max(rss for _, rss in self._rss_at)
+            self.result.rss_slope_bytes_per_s = _second_half_slope(self._rss_at)
 
-    def _sum_up_delays(self) -> None:
-        published = [window for window in self._last_s if window in self._seen_s]
-        self.found.windows_published = len(published)
-        self.found.delays_s = [max(self._seen_s[window] - self._last_s[window], 0.0) for window in sorted(published)]
+    def _add_delays(self) -> None:
+        published = [window for window in self._sent_s if window in self._seen_s]
+        self.result.windows_published = len(published)
+        self.result.delays_s = [max(self._seen_s[window] - self._sent_s[window], 0.0) for window in sorted(published)]
 
-    def _has_reported(self) -> bool:
-        return len(self._last_s) == self._asked.windows and all(
-            part.sent >= self._asked.windows * self._asked.ranks // len(self._parts) - 1 for part in self._parts
+    def _have_all_reported(self) -> bool:
+        return len(self._sent_s) == self._plan.windows and all(
+            part.sent >= self._plan.windows * self._plan.ranks // len(self._parts) - 1 for part in self._parts
         )
 
-    def _until(self, reached: Any, timeout_s: float, word: str) -> None:
+    def _listen_until(self, reached: Any, timeout_s: float, word: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not reached():
             self._listen(0.5)
@@ -292,39 +292,39 @@ class SimulatedRun:
             if part.end is not None:
                 self._poll.unregister(descriptor)
                 continue
-            for progress in part.progress():
-                self._note(progress)
+            for progress in part.read_progress():
+                self._record(progress)
         if self._aggregator:
-            if self._aggregator.process.poll():
+            if self._aggregator.process.poll():  # another status than 0
                 raise SimulationError("the aggregator ended too early; the error is printed above")
-            is_due = not self._memory or time.monotonic() - self._memory[-1][0] >= 0.5
-            if self._last_s and is_due and not self.found.reports:
-                self._memory.append((time.monotonic(), self._aggregator.about.memory_info().rss))
+            is_due = not self._rss_at or time.monotonic() - self._rss_at[-1][0] >= 0.5
+            if self._sent_s and is_due and not self.result.reports:
+                self._rss_at.append((time.monotonic(), self._aggregator.psutil_process.memory_info().rss))
 
-    def _note(self, progress: Progress) -> None:
+    def _record(self, progress: Progress) -> None:
         if progress.rejected:
             raise SimulationError(f"the aggregator rejects the ranks: {progress.rejected}")
-        if progress.seen:
-            for window in range(max(self._seen_s, default=0) + 1, progress.seen + 1):
+        if progress.seen_window:
+            for window in range(max(self._seen_s, default=0) + 1, progress.seen_window + 1):
                 self._seen_s[window] = progress.at_s
         elif progress.window:
-            self._last_s[progress.window] = max(self._last_s.get(progress.window, 0.0), progress.at_s)
+            self._sent_s[progress.window] = max(self._sent_s.get(progress.window, 0.0), progress.at_s)
             if sys.stderr.isatty():
                 sent = sum(part.sent for part in self._parts)
-                print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
+                print(f"\r{sent:,} of {self._plan.ranks * self._plan.windows:,} reports", end="", file=sys.stderr)
 
     def _add_totals(self, path: Path) -> None:
         try:
             summary = msgspec.json.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError):
             summary = {}
-        self.found.tokens = summary.get("measured_tokens") or 0
-        self.found.energy_j = summary.get("energy", {}).get("measured_joules")
-        self.found.duplicates = summary.get("events", {}).get("duplicate", 0)
-        self.found.status = summary.get("status", "")
+        self.result.tokens = summary.get("measured_tokens") or 0
+        self.result.energy_j = summary.get("energy", {}).get("measured_joules")
+        self.result.duplicates = summary.get("events", {}).get("duplicate", 0)
+        self.result.status = summary.get("status", "")
 
 
-def _slope(points: list[tuple[float, int]]) -> float | None:
+def _second_half_slope(points: list[tuple[float, int]]) -> float | None:
     """Return the slope in bytes/s, by least squares over the second half; during the first half, buffers grow."""
     points = points[len(points) // 2 :]
     if len(points) < 3 or points[0][0] == points[-1][0]:

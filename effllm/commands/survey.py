@@ -29,7 +29,7 @@ from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
 from effllm.sensor_profile import Known, measured_or_cached_sensor
 from effllm.trainer.preflight import usable
 
-READS, READS_APART_S = 15, 0.02
+NUM_READS, READS_APART_S = 15, 0.02
 
 
 class Cost(Struct, frozen=True):
@@ -73,29 +73,29 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         device: replaces the configured device if it is not empty.
         has_load: whether the GPUs are put under load.
     """
-    findings = [*survey_host.python(), *survey_host.settings(environ)]
+    findings = [*survey_host.python_findings(), *survey_host.setting_findings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
-    node, node_findings = _node_power(config, opened)
+    node, node_findings = _survey_node_power(config, opened)
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
-        sources["energy"] = InputSource(by=" and ".join(_energy_of(meter) for meter in node if meter.key in scope.keys))
+        sources["energy"] = InputSource(by=" and ".join(_meter(meter) for meter in node if meter.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
-    sources |= {need: _setting(config, need) for need in FROM_SETTINGS}
-    sources["peak"] = _peak(config, opened)
+    sources |= {need: _setting_source(config, need) for need in FROM_SETTINGS}
+    sources["peak"] = _peak_source(config, opened)
     core_share = None if read_cpu_s is None else read_cpu_s / config.collection_interval_s
-    stamps_us, memory = survey_host.shared_memory(config)
-    gpus = survey_gpus.states()
+    stamps_us, memory = survey_host.record_in_shared_memory(config)
+    gpus = survey_gpus.read_states()
     if has_load:
-        survey_gpus.load(gpus)
-    findings += [finding, *_driver(), *survey_gpus.findings(gpus), *node_findings]
+        survey_gpus.measure_under_load(gpus)
+    findings += [finding, *_driver_finding(), *survey_gpus.findings(gpus), *node_findings]
     if scope.complaint:
         findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
     elif scope.label:
         findings.append(Finding("power scope", OK, scope.label))
-    findings += [*survey_host.sinks(config), survey_host.run_folder(config), survey_host.loopback()]
-    findings += [*survey_host.endpoint(config), survey_host.security(config), memory]
+    findings += [*survey_host.sink_findings(config), survey_host.run_folder_finding(config), survey_host.try_loopback()]
+    findings += [*survey_host.aggregator_findings(config), survey_host.security_finding(config), memory]
     return Survey(
         measured=all(finding.state != BROKEN for finding in findings),
         device=opened,
@@ -123,33 +123,33 @@ def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
         advice = f"or set {PREFIX}DEVICE=auto to sample any available device"
         sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
         return DeviceSurvey(sources, Finding("device", BROKEN, f"{config.device}: {error}", advice))
-    samples, failures, wall_s, cpu_s = _read(reader)
+    samples, failures, wall_s, cpu_s = _read_repeatedly(reader)
     sensor = measured_or_cached_sensor(reader, cache_folder() / "calibration")
     reader.close()
     device = reader.device
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
     no_gpu = "".join(f"; no {sentence}" for sentence in device.not_measured if sentence.startswith("GPU: "))
     finding = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}{no_gpu}")
-    sources, read_ms = _sources(device, samples, failures), 1e3 * statistics.median(wall_s)
+    sources, read_ms = _sources_by_need(device, samples, failures), 1e3 * statistics.median(wall_s)
     return DeviceSurvey(sources, finding, device, read_ms, cpu_s, sensor)
 
 
-def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
+def _read_repeatedly(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
     """Return samples, reasons of failures, elapsed seconds of each read, and mean CPU seconds per read."""
     wall_s, samples = [], []
     failures: dict[str, str] = {}
     cpu_s = time.thread_time()
-    for _ in range(READS):
+    for _ in range(NUM_READS):
         began_s = time.perf_counter()
         sample, failed = reader.read()
         wall_s.append(time.perf_counter() - began_s)
         samples.append(sample)
         failures |= failed
         time.sleep(READS_APART_S)
-    return samples, failures, wall_s, (time.thread_time() - cpu_s) / READS
+    return samples, failures, wall_s, (time.thread_time() - cpu_s) / NUM_READS
 
 
-def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str]) -> dict[str, InputSource]:
+def _sources_by_need(device: Device, samples: list[Sample], failures: Mapping[str, str]) -> dict[str, InputSource]:
     missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
 
     def source(quantity: str, by: str, *fields: str) -> InputSource:
@@ -173,7 +173,7 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
         "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is not a GPU"),
         "memory": source("memory", "memory in use", "memory_bytes"),
         "utilization": source("utilization", "share of time in which the device was busy", "utilization"),
-        "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
+        "energy": source("energy", _method_text(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
         "power limit": either(bool(limit), f"power limit of {limit or 0:g} W", f"limit: {none}"),
         "throttling": either(throttles, "reasons for lower clocks", f"throttling: {none}"),
@@ -183,18 +183,18 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
     }
 
 
-def _method(device: Device) -> str:
+def _method_text(device: Device) -> str:
     ways = {COUNTER: "energy counter", INSTANT: "power readings, integrated", AVERAGE: "mean power, integrated"}
     scope = f" ({device.power_scope})" if device.power_scope else ""
     return ways.get(device.energy_method or "", "energy") + scope
 
 
-def _energy_of(device: Device) -> str:
-    return f"{device.kind}: {_method(device)}"
+def _meter(device: Device) -> str:
+    return f"{device.kind}: {_method_text(device)}"
 
 
-def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
-    """Open the node sensors, which the agent of local rank 0 reads in addition to its device."""
+def _survey_node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
+    """Read once each node sensor, which the agent of local rank 0 reads in addition to its device."""
     if own is not None and own.simulated:
         return [], []
     devices, findings = [], []
@@ -215,11 +215,11 @@ def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[
             continue
         devices.append(reader.device)
         note = f": {reader.device.energy_note}" if reader.device.energy_note else ""
-        findings.append(Finding(name, OK, f"{_energy_of(reader.device)}, {reader.device.name}{note}"))
+        findings.append(Finding(name, OK, f"{_meter(reader.device)}, {reader.device.name}{note}"))
     return devices, findings
 
 
-def _setting(config: Config, need: str) -> InputSource:
+def _setting_source(config: Config, need: str) -> InputSource:
     variable, meaning = FROM_SETTINGS[need]
     value = getattr(config, next(row.field for row in VARIABLES if row.name == variable))
     if value is None or (need in ("baseline", "profile") and not value):
@@ -227,7 +227,7 @@ def _setting(config: Config, need: str) -> InputSource:
     return InputSource(by=f"{PREFIX}{variable}={value:g}")
 
 
-def _peak(config: Config, device: Device | None) -> InputSource:
+def _peak_source(config: Config, device: Device | None) -> InputSource:
     if config.peak_tflops:
         return InputSource(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
     peak = peak_of(device.name) if device and device.is_gpu else None
@@ -237,7 +237,7 @@ def _peak(config: Config, device: Device | None) -> InputSource:
     return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak TFLOP/s of one device")
 
 
-def _driver() -> Iterator[Finding]:
+def _driver_finding() -> Iterator[Finding]:
     import pynvml
 
     try:

@@ -57,7 +57,7 @@ class GpuState(Struct):
 
 _RESEAT = "reseat the GPU, and look at the slot and the riser"
 #: Values that are equal on all GPUs of one model: field, what it is, unit, and the advice for a difference.
-_EQUAL = (
+_EQUAL_FIELDS = (
     ("sm_clock_max_mhz", "maximum SM clock", " MHz", "reset its clocks: nvidia-smi -rgc"),
     ("power_limit_w", "power limit", " W", "set it to the default: nvidia-smi -pl"),
     ("pcie_generation_max", "PCIe generation", "", "look at the slot and the riser"),
@@ -66,15 +66,15 @@ _EQUAL = (
 )
 
 
-def states() -> list[GpuState]:
+def read_states() -> list[GpuState]:
     """Return the state of each GPU; empty without a driver."""
-    with suppress(pynvml.NVMLError), _nvml():
-        return [_state(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    with suppress(pynvml.NVMLError), _open_nvml():
+        return [_read_state(index) for index in range(pynvml.nvmlDeviceGetCount())]
     return []
 
 
 @contextmanager
-def _nvml() -> Iterator[None]:
+def _open_nvml() -> Iterator[None]:
     """Use NVML; an error is raised without a driver."""
     pynvml.nvmlInit()
     try:
@@ -83,57 +83,57 @@ def _nvml() -> Iterator[None]:
         pynvml.nvmlShutdown()
 
 
-def _state(index: int) -> GpuState:
+def _read_state(index: int) -> GpuState:
     state = GpuState(index)
     with suppress(pynvml.NVMLError):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
         state.uuid, state.name = text_of(pynvml.nvmlDeviceGetUUID(gpu)), text_of(pynvml.nvmlDeviceGetName(gpu))
-        _read(state)
+        _update_state(state)
     return state
 
 
-def _read(state: GpuState) -> None:
+def _update_state(state: GpuState) -> None:
     gpu = pynvml.nvmlDeviceGetHandleByIndex(state.index)
-    state.sm_clock_mhz = _or_none(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-    state.sm_clock_max_mhz = _or_none(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-    state.throttled_by = throttles(_or_none(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
-    state.temperature_c = _or_none(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
+    state.sm_clock_mhz = _query(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    state.sm_clock_max_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
+    state.throttled_by = throttles(_query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
+    state.temperature_c = _query(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
     limits_mw = (
-        _or_none(ask, gpu)
+        _query(ask, gpu)
         for ask in (pynvml.nvmlDeviceGetEnforcedPowerLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
     )
     state.power_limit_w, state.power_limit_default_w = (None if mw is None else mw / 1e3 for mw in limits_mw)
     errors = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    state.ecc_uncorrected = _or_none(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
-    state.pcie_generation = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, gpu)
-    state.pcie_generation_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu)
-    state.pcie_width = _or_none(pynvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
-    state.pcie_width_max = _or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
-    active = [link for link in range(NVLINKS) if _or_none(pynvml.nvmlDeviceGetNvLinkState, gpu, link)]
+    state.ecc_uncorrected = _query(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
+    state.pcie_generation = _query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, gpu)
+    state.pcie_generation_max = _query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu)
+    state.pcie_width = _query(pynvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
+    state.pcie_width_max = _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
+    active = [link for link in range(NVLINKS) if _query(pynvml.nvmlDeviceGetNvLinkState, gpu, link)]
     counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                 pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
-    counts = [_or_none(pynvml.nvmlDeviceGetNvLinkErrorCounter, gpu, link, kind) for link in active for kind in counters]
+    counts = [_query(pynvml.nvmlDeviceGetNvLinkErrorCounter, gpu, link, kind) for link in active for kind in counters]
     measured = [count for count in counts if count is not None]
     state.nvlinks, state.nvlink_errors = len(active) or None, sum(measured) if measured else None
-    processes = _or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
-    state.processes = tuple(_program(process.pid) for process in processes)
+    processes = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
+    state.processes = tuple(_process_text(process.pid) for process in processes)
 
 
-def _or_none(ask: Callable[..., Any], *arguments: Any) -> Any:
+def _query(ask: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return ask(*arguments)
     except (pynvml.NVMLError, UnicodeDecodeError):
         return None
 
 
-def _program(pid: int) -> str:
+def _process_text(pid: int) -> str:
     try:
         return f"{psutil.Process(pid).name()} ({pid})"
     except psutil.Error:  # of another user or container
         return f"process {pid}"
 
 
-def load(gpus: Sequence[GpuState]) -> None:
+def measure_under_load(gpus: Sequence[GpuState]) -> None:
     """Put each GPU under load, one after the other, and add its rates and its state under load.
 
     A GPU that a process uses is left out.
@@ -148,13 +148,13 @@ def load(gpus: Sequence[GpuState]) -> None:
             child.opened()
             gpu.load = child.name
             child.measure(LOAD_S)
-            until_s = time.monotonic() + SETTLED_S
+            is_state_read, settled_s = False, time.monotonic() + SETTLED_S
             while (rates := child.rates()) is None:
                 time.sleep(0.05)
-                if until_s and time.monotonic() > until_s:
-                    until_s = 0.0
-                    with suppress(pynvml.NVMLError), _nvml():
-                        _read(gpu)
+                if not is_state_read and time.monotonic() > settled_s:
+                    is_state_read = True
+                    with suppress(pynvml.NVMLError), _open_nvml():
+                        _update_state(gpu)
             gpu.flops_per_second, gpu.copy_bytes_per_second = rates
         except LoadUnavailable as error:
             gpu.load = f"not loaded: {error}"
@@ -170,14 +170,14 @@ def findings(gpus: Sequence[GpuState]) -> Iterator[Finding]:
             yield Finding(name, MISSING, "cannot be read", "run nvidia-smi for details")
             continue
         peers = [peer for peer in gpus if peer.name == gpu.name and peer is not gpu]
-        wrong = list(_wrong(gpu, peers))
-        text = ", ".join([gpu.name, gpu.uuid, *_gpu_facts(gpu)])
+        wrong = list(_faults_with_advice(gpu, peers))
+        text = ", ".join([gpu.name, gpu.uuid, *_shown_facts(gpu)])
         if wrong:
             text += f": {'; '.join(fault for fault, _ in wrong)}"
         yield Finding(name, DIFFERS if wrong else OK, text, "; ".join(dict.fromkeys(advice for _, advice in wrong)))
 
 
-def _gpu_facts(gpu: GpuState) -> Iterator[str]:
+def _shown_facts(gpu: GpuState) -> Iterator[str]:
     if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
         yield f"{gpu.sm_clock_mhz:,} of {gpu.sm_clock_max_mhz:,} MHz"
     if gpu.temperature_c is not None:
@@ -200,7 +200,7 @@ def _gpu_facts(gpu: GpuState) -> Iterator[str]:
         yield gpu.load
 
 
-def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
+def _faults_with_advice(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and what to do."""
     if reasons := [reason for reason in gpu.throttled_by if reason not in FAULTLESS]:
         names = ", ".join(reasons).replace("_", " ")
@@ -214,7 +214,7 @@ def _wrong(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]
         yield f"{gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes", _RESEAT
     if gpu.power_limit_w is not None and gpu.power_limit_w < (gpu.power_limit_default_w or 0.0):
         yield "power limit below its default", "set it to the default: nvidia-smi -pl"
-    for field, what, unit, advice in _EQUAL:
+    for field, what, unit, advice in _EQUAL_FIELDS:
         values = Counter(value for device in (gpu, *peers) if (value := getattr(device, field)) is not None)
         own = getattr(gpu, field)
         if own is not None and values and values[own] < max(values.values()):

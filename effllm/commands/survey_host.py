@@ -26,8 +26,8 @@ from effllm.records.wire import Heartbeat
 from effllm.trainer.preflight import problems, unwritable
 from effllm.trainer.recorder import Recorder
 
-STAMPS = 2000
-LOOPBACK_S = 5.0
+NUM_ITERATIONS = 2000
+ANSWER_WITHIN_S = 5.0
 
 #: MISSING: a run is measured, but without this part.  DIFFERS: a GPU is not as it should be, or not as its peers.
 OK, BROKEN, MISSING, DIFFERS = "ok", "broken", "missing", "differs"
@@ -42,7 +42,7 @@ class Finding(Struct, frozen=True):
     advice: str = ""
 
 
-def python() -> Iterator[Finding]:
+def python_findings() -> Iterator[Finding]:
     about = f"{platform.python_version()}, effllm {__version__}"
     try:
         yield Finding("Python", OK, f"{about}, torch {metadata.version('torch')}")
@@ -52,7 +52,7 @@ def python() -> Iterator[Finding]:
         yield Finding("torch", MISSING, "not in this environment", advice)
 
 
-def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
+def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     lines = problems(environ)
     for line in lines:
         yield Finding("settings", BROKEN, line)
@@ -63,7 +63,7 @@ def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("settings", OK, "valid")
 
 
-def sinks(config: Config) -> Iterator[Finding]:
+def sink_findings(config: Config) -> Iterator[Finding]:
     for name in config.sink_options():
         try:
             importlib.import_module(f"effllm.sinks.{name}")
@@ -72,14 +72,14 @@ def sinks(config: Config) -> Iterator[Finding]:
             yield Finding("sinks", BROKEN, f"{name} cannot be imported: {error}", advice)
 
 
-def run_folder(config: Config) -> Finding:
+def run_folder_finding(config: Config) -> Finding:
     folder = Path(config.run_dir).absolute()
     if reason := unwritable(folder):
         return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a writable folder")
     return Finding("run folders", OK, f"in {folder}")
 
 
-def loopback() -> Finding:
+def try_loopback() -> Finding:
     """Send one message over an agent's link, and receive it with an aggregator's socket."""
     if not (address := interface.loopback_address()):
         return Finding("ZeroMQ", BROKEN, "the loopback interface is down", "ip link set lo up")
@@ -93,12 +93,12 @@ def loopback() -> Finding:
         link.connect()
         sent = Heartbeat("check", 0, 0, "check", 0.0)
         arrived = None
-        while arrived is None and time.monotonic() - began_s < LOOPBACK_S:
+        while arrived is None and time.monotonic() - began_s < ANSWER_WITHIN_S:
             link.send(sent)
             server.socket.poll(20)
             arrived = server.receive()
         if arrived is None or decode_from_agent(arrived[1]) != sent:
-            return Finding("ZeroMQ", BROKEN, f"no message over {address} in {LOOPBACK_S:g} s", advice)
+            return Finding("ZeroMQ", BROKEN, f"no message over {address} in {ANSWER_WITHIN_S:g} s", advice)
     except (zmq.ZMQError, FrameError) as error:
         return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", advice)
     finally:
@@ -109,19 +109,19 @@ def loopback() -> Finding:
     return Finding("ZeroMQ", OK, f"{zmq.zmq_version()}, over loopback in {1e3 * (time.monotonic() - began_s):.0f} ms")
 
 
-def endpoint(config: Config) -> Iterator[Finding]:
+def aggregator_findings(config: Config) -> Iterator[Finding]:
     if not config.endpoint:
         return
     host, _, port = config.endpoint.removeprefix("tcp://").rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), LOOPBACK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S).close()
         yield Finding("aggregator", OK, f"listens at {config.endpoint}")
     except OSError as error:
         text = f"no connection to {config.endpoint}: {error.strerror or error}"
         yield Finding("aggregator", BROKEN, text, f"start effllm serve, or unset {PREFIX}ENDPOINT")
 
 
-def security(config: Config) -> Finding:
+def security_finding(config: Config) -> Finding:
     path = secret_path(config)
     if config.security == "none":
         text = "none: every process that can connect to the port can read and forge reports"
@@ -141,7 +141,7 @@ def security(config: Config) -> Finding:
     return Finding("security", OK, f"{which}; only you can read the secret {path}")
 
 
-def shared_memory(config: Config) -> tuple[float | None, Finding]:
+def record_in_shared_memory(config: Config) -> tuple[float | None, Finding]:
     """Create a trainer's ring, record iterations in it, and return the time per iteration in us."""
     size = ring_bytes(config.history_size)
     try:
@@ -150,13 +150,13 @@ def shared_memory(config: Config) -> tuple[float | None, Finding]:
     except RingError as error:
         advice = f"free memory, or lower {PREFIX}HISTORY_SIZE={config.history_size}"
         return None, Finding("shared memory", BROKEN, str(error), advice)
-    recorder = Recorder(writer, STAMPS + 1)
-    stamps_s = []
-    for _ in range(STAMPS):
+    recorder = Recorder(writer, NUM_ITERATIONS + 1)
+    durations_s = []
+    for _ in range(NUM_ITERATIONS):
         began_s = time.perf_counter()
         recorder.start()
         recorder.end(1, 1)
-        stamps_s.append(time.perf_counter() - began_s)
+        durations_s.append(time.perf_counter() - began_s)
     recorder.disable()
     writer.close()
-    return 1e6 * statistics.median(stamps_s), Finding("shared memory", OK, f"{size / 1024:.0f} KiB for the ring")
+    return 1e6 * statistics.median(durations_s), Finding("shared memory", OK, f"{size / 1024:.0f} KiB for the ring")

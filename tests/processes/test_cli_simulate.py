@@ -18,7 +18,7 @@ from effllm.network import listening
 def test_simulated_rank_reports_its_counts():
     rank = SimulatedRank(3, 8, "job", "agent", log_interval=10)
 
-    rows = [rank.next_row(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
+    rows = [rank.next_report(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
 
     assert rank.tokens == sum(row.tokens for row in rows) == 5 * 10 * (TOKENS + 3)
     assert rank.energy_j == pytest.approx(sum(row.devices[0].wall.energy.joules for row in rows))
