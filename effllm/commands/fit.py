@@ -314,8 +314,8 @@ def _check_measurable(config: Mapping[str, Any] | None, plan: MemoryPlan) -> Non
         raise CannotMeasure(
             "--measure is for one rank with the kernels of transformers: no TP, PP, CP, EP, fused loss or kept inputs"
         )
-    if plan.checkpointing == "selective" or plan.base_bits == 8:
-        raise CannotMeasure("--measure has the checkpointing none and full, and bases of 4 bits")
+    if plan.checkpointing == "selective":
+        raise CannotMeasure("--measure has the checkpointing none and full")
     if plan.optimizer not in _OPTIMIZERS or plan.precision not in _PRECISIONS:
         raise CannotMeasure(f"--measure has the optimizers {', '.join(_OPTIMIZERS)} and {', '.join(_PRECISIONS)}")
 

@@ -26,23 +26,6 @@ class UnknownArchitecture(WrongModel):
     """A config whose architecture has no formulas here."""
 
 
-#: Numbers that may be 0.
-_MAY_BE_ZERO = re.compile(
-    "first_k_dense_replace|n_(routed|shared)_experts|q_lora_rank|qk_rope_head_dim|shared_expert_intermediate_size"
-    "|sliding_window(_pattern)?|max_window_layers"
-)
-
-
-#: Names of the same size in different architectures.
-ALIASES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "vocab": ("vocab_size",),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
-}
-
-
 def text(fields: Fields, key: str) -> str:
     value = fields.get(key)
     return value if isinstance(value, str) else ""
@@ -75,15 +58,15 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
         raise UnknownArchitecture(f"{key} is {written(value)}: {_NO_SIZES}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongModel(f"{key} is {written(value)}, not a whole number")
-    lowest, limit = not _MAY_BE_ZERO.fullmatch(key), MAX_LAYERS if key in ALIASES["layers"] else MAX_SIZE
+    lowest, limit = key not in names_of("may_be_zero"), MAX_LAYERS if key in names_of("layers") else MAX_SIZE
     if not lowest <= value <= limit:
         raise WrongModel(f"{key} is {written(fields[key])}: a number from {lowest:d} to {limit:,} is possible")
     return value
 
 
 def size(fields: Fields, kind: str, default: int | None = None) -> int:
-    stated = [key for key in ALIASES[kind] if key in fields]
-    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else ALIASES[kind][0])
+    stated = [key for key in names_of(kind) if key in fields]
+    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else names_of(kind)[0])
     return whole(fields, key, default)
 
 
@@ -107,13 +90,15 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     if "dim" in fields and "n_layers" in fields:
         fields = _of_mistral(fields)
     inner = fields.get("text_config")
-    if isinstance(inner, Mapping) and not any(key in fields for key in ALIASES["layers"]):
+    if isinstance(inner, Mapping) and not any(key in fields for key in names_of("layers")):
         fields = _text_model(inner, fields, notes)
     key = "model_type" if text(fields, "model_type") else "architectures"
     architecture = text(fields, "model_type") or architecture_of(fields)
     if not architecture:
-        stated = written(fields.get("model_type"))
-        raise WrongModel(f"model_type is {stated}, and architectures name no class: give the config.json of a model")
+        stated = (
+            f"model_type is {written(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
+        )
+        raise WrongModel(f"{stated}, and architectures name no class: give the config.json of a model")
     if architecture not in architectures():
         raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
     try:
@@ -142,15 +127,23 @@ def _of_mistral(fields: Fields) -> Fields:
 def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
     stated = {key: value for key, value in inner.items() if value is not None}
-    key = "tie_word_embeddings"
-    places = [flag(place, key, False) for place in (inner, outer) if place.get(key) is not None]
-    stated[key] = any(places) if places else None
-    if len(set(places)) != 1:  # the classes of transformers read one, the other, or either
-        notes.append(f"{key} is not stated once: with the extra fit, the class of the model decides about its head")
+    stated["tie_word_embeddings"] = _is_tied(inner, outer, notes)
     defaults = config_tables()["text_defaults"].get(text(inner, "model_type"), {})
     if absent := [key for key in defaults if key not in stated]:
         notes.append(f"text_config has no {', '.join(absent)}: the defaults of transformers are taken")
     return {**defaults, **stated}
+
+
+def _is_tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
+    """Return whether the head of a multimodal model is its embedding; None: the default of the text model."""
+    kind, key = text(outer, "model_type"), "tie_word_embeddings"
+    rule = next((rule for rule, kinds in config_tables()["tied"].items() if kind in kinds), "")
+    read = {"inner": [inner], "": [inner, outer], "either": [inner, outer]}.get(rule, [outer])
+    values = [flag(place, key, False) for place in read if place.get(key) is not None]
+    if rule == "outer_or_true" and not values:
+        notes.append(f"{key} of {kind} is not stated: transformers ties the head, a checkpoint may have its own")
+    default = {"outer_or_true": True, "outer_or_false": False, "either": False}.get(rule)
+    return any(values) if rule == "either" else next(iter(values), default)
 
 
 #: Fields that are lists, with a value for each layer.
@@ -163,6 +156,10 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "att
 def architectures() -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = config_tables()["layers"]
     return rows | {kind: rows[other] for kind, other in config_tables()["same"].items()}
+
+
+def names_of(kind: str) -> list[str]:
+    return list(config_tables()["names"][kind])
 
 
 @cache

@@ -160,9 +160,7 @@ def _with_rest(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
         return parts
     parts = [*parts, _fragmentation(plan, _of_torch(plan, parts, ("CUDA context",)).expected)]
     low, high = (share * total_of(part.bytes for part in parts).expected for share in REST)
-    basis = (
-        f"of the sum, {100 * REST[0]:+.0f} to {100 * REST[1]:+.0f} %: kernels, versions and loops of published peaks"
-    )
+    basis = f"{100 * REST[0]:+.0f} to {100 * REST[1]:+.0f} % of the sum: kernels, versions, loops of published peaks"
     return [*parts, MemoryPart("not stated", ByteRange(low, 0.0, high), basis)]
 
 

@@ -105,7 +105,7 @@ def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
             module.config.use_cache = False
     if plan.base_bits:
         skipped = (fields.get("quantization_config") or {}).get("llm_int8_skip_modules")
-        quantize(model, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
+        quantize(model, plan.base_bits, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
     if plan.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -249,29 +249,49 @@ class _Product4bit(torch.autograd.Function):  # type: ignore[misc]
         return torch.matmul(gradient, ctx.module.copied(gradient.dtype)), None
 
 
-class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
-    """A linear module of 4 bits: NF4 in blocks of 64, without double quantization."""
+class _Product8bit(torch.autograd.Function):  # type: ignore[misc]
+    """``MatMul8bitLt``: its inputs are kept until the backward pass, which makes a copy of the matrix."""
 
-    def __init__(self, module: Any, computed: torch.dtype) -> None:
+    @staticmethod
+    def forward(ctx: Any, inputs: Any, module: Any) -> Any:
+        ctx.module, ctx.inputs = module, inputs
+        whole = torch.empty_like(inputs.to(torch.float16), dtype=torch.int8)
+        _scales = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
+        product = whole.new_empty(*inputs.shape[:-1], module.out_features, dtype=torch.int32)
+        outputs = product.to(torch.float16).to(inputs.dtype)
+        return outputs if module.bias is None else outputs.add_(module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.matmul(gradient.to(ctx.inputs.dtype), ctx.module.copied(ctx.inputs.dtype)), None
+
+
+class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
+    """A linear module of 4 bits (NF4 in blocks of 64, without double quantization) or 8 bits (a scale for each row)."""
+
+    def __init__(self, module: Any, bits: int, computed: torch.dtype) -> None:
         columns, rows = module.weight.shape if type(module).__name__ == "Conv1D" else reversed(module.weight.shape)
         super().__init__(columns, rows, bias=False, device="meta")
-        packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8, device="meta")
-        scales = torch.empty(-(-rows * columns // 64), dtype=torch.float32, device="meta")
+        sizes, kind = ((rows, columns), torch.int8) if bits == 8 else ((-(-rows * columns // 2), 1), torch.uint8)
+        packed = torch.empty(sizes, dtype=kind, device="meta")
+        scales = torch.empty(rows if bits == 8 else -(-rows * columns // 64), dtype=torch.float32, device="meta")
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.scales = torch.nn.Parameter(scales, requires_grad=False)
         if module.bias is not None:
             self.bias = torch.nn.Parameter(module.bias.to(computed), requires_grad=False)
-        self.computed = computed
+        self.bits, self.computed = bits, computed
 
     def copied(self, computed: torch.dtype) -> torch.Tensor:
         return torch.empty(self.out_features, self.in_features, dtype=computed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the product, as PEFT's adapters take it: copied once more."""
+        """Return the product, as PEFT's adapters take it: that of 4 bits is copied once more."""
+        if self.bits == 8:
+            return _Product8bit.apply(inputs, self)
         return _Product4bit.apply(inputs.to(self.computed), self).to(inputs.dtype).clone()
 
 
-def quantize(model: Any, computed: torch.dtype, skipped: Sequence[str] | None) -> None:
+def quantize(model: Any, bits: int, computed: torch.dtype, skipped: Sequence[str] | None) -> None:
     """Replace the matrices of a model that transformers quantizes with bitsandbytes, and freeze all others.
 
     ``skipped`` is ``llm_int8_skip_modules`` of the config; None: the head, and modules with tied weights.
@@ -283,5 +303,5 @@ def quantize(model: Any, computed: torch.dtype, skipped: Sequence[str] | None) -
     for name, module in list(model.named_modules()):
         is_matrix = type(module) is torch.nn.Linear or type(module).__name__ == "Conv1D"
         if is_matrix and should_convert_module(name, left_out):
-            model.set_submodule(name, QuantizedLinear(module, computed))
+            model.set_submodule(name, QuantizedLinear(module, bits, computed))
     model.requires_grad_(False)

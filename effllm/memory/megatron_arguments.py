@@ -29,12 +29,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod,
 }  # fmt: skip
 MAX_VALUE = 100_000  # letters
-#: Vocabularies of tokenizers whose size is not an argument.
-TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-#: Arguments of models that are not the GPT model.
-OTHER_MODELS = ("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model", "encoder-num-layers")
-_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
 
 
 def read_script(text: str) -> dict[str, str]:
@@ -109,7 +103,7 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
 
 
 def read_shape(arguments: Arguments, name: str) -> ModelShape:
-    if other := [f"--{name}" for name in OTHER_MODELS if name in arguments]:
+    if other := [f"--{name}" for name in _names("not_gpt")["names"] if name in arguments]:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
     heads = _number(arguments, "num-attention-heads")
@@ -167,12 +161,12 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_whole else "fp16-master"
     settings["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
-    settings["optimizer"] = _OPTIMIZERS.get(optimizer, "adamw")
-    if optimizer not in _OPTIMIZERS:
+    settings["optimizer"] = _names("optimizers").get(optimizer, "adamw")
+    if optimizer not in _names("optimizers"):
         notes.append(f"--optimizer {optimizer} is estimated as AdamW")
     settings["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
     if _has(arguments, "use-megatron-fsdp", "use-custom-fsdp"):
-        settings["zero"] = _SHARDED.get(arguments.get("data-parallel-sharding-strategy", "no_shard"), 0)
+        settings["zero"] = _names("sharding").get(arguments.get("data-parallel-sharding-strategy", ""), 0)
     elif "use-torch-fsdp2" in arguments:
         settings["zero"] = 3
     if settings.get("tp", 1) == 1:  # that of experts is 1, too
@@ -193,7 +187,7 @@ def _vocabulary(arguments: Arguments) -> int:
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
     row = find_model(arguments.get("tokenizer-model", ""))
-    vocab = row.shape.vocab if row else TOKENIZERS.get(kind)
+    vocab = row.shape.vocab if row else _names("vocabularies").get(kind)
     if not arguments.get("vocab-size") and vocab is None:
         raise WrongModel(
             "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"

@@ -15,17 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from effllm.config.isolated import NoAnswer, answer, ask
-from effllm.memory.config_json import ALIASES, ONLY_TEXT, architecture_of, configs
+from effllm.memory.config_json import ONLY_TEXT, architecture_of, configs, names_of
 from effllm.memory.plan import MAX_LAYERS, Experts, Group, ModelShape, ParameterTensor, WrongModel
 from effllm.memory.states import count_parameters
 
 DEADLINE_S = 120.0  # the import of torch and transformers takes 3 to 10 s, the largest models 3 s more
-#: Fields of a config that name layers which transformers does not build: predictions of further tokens (MTP).
-LEFT_OUT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
-
-#: Names of the experts that compute a token, in the configs of transformers 5.23.
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "experts_per_token")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def can_count() -> bool:
@@ -35,15 +29,15 @@ def can_count() -> bool:
 
 def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a model whose layers are unknown, with the tensors that were counted."""
-    named = architecture_of(fields)
-    if not named:
+    if not (named := architecture_of(fields)):
         raise NoAnswer("the config has no architectures, which name the class of the model")
     stated = {key: value for config in configs(fields) for key, value in config.items()}
-    for key in ALIASES["layers"]:
+    for key in names_of("layers"):
         if isinstance(stated.get(key), (int, float)) and stated[key] > MAX_LAYERS:
             raise WrongModel(f"{key} is {stated[key]}: a number from 1 to {MAX_LAYERS:,} is possible")
     reply = ask("effllm.memory.model_count", "build", fields, DEADLINE_S)
-    left_out = [f"{key} is {stated[key]}: transformers builds no such layers" for key in LEFT_OUT if stated.get(key)]
+    mtp = [key for key in names_of("not_built") if stated.get(key)]
+    left_out = [f"{key} is {stated[key]}: transformers builds no such layers" for key in mtp]
     attributes = _UNKNOWN | {
         **reply["sizes"],
         "tensors": tuple(ParameterTensor(*row) for row in reply["tensors"]),
@@ -53,8 +47,7 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(name, named, **attributes)
 
 
-#: Of a model whose layers have no formulas.
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")  # 1 without formulas
 _UNKNOWN: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), "tied": True, "has_known_layers": False}
 
 
@@ -117,7 +110,7 @@ def count(fields: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
     tensors = Counter(tensors_of(model))
     rows = [[kind.group, kind.name, kind.rows, kind.columns, kind.count * times] for kind, times in tensors.items()]
-    experts = {"total": stated(*EXPERTS), "active": stated(*ACTIVE)}
+    experts = {"total": stated(*names_of("experts")), "active": stated(*names_of("active_experts"))}
     has_experts = any(kind.group == Group.EXPERT for kind in tensors) and 1 <= experts["active"] <= experts["total"]
     return {
         "version": transformers.__version__,

@@ -258,8 +258,7 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
         if value not in choices:
             raise ImpossiblePlan(f"{name} {value} is not one of: {', '.join(map(str, choices))}")
     parallel = {"tensor": plan.tp, "pipeline": plan.pp, "context": plan.cp, "expert": plan.ep, "data": plan.dp}
-    counts = {"sequence length": plan.seq_length, "micro-batch": plan.micro_batch}
-    counts |= {"gradient accumulation": plan.accumulation}
+    counts = {"sequence length": plan.seq_length, "micro-batch": plan.micro_batch, "accumulation": plan.accumulation}
     counts |= {f"{name} parallelism": size for name, size in parallel.items()}
     for name, size in counts.items():
         if not 1 <= size <= MAX_COUNT:

@@ -247,13 +247,16 @@ def held_by_products(sizes: TensorSizes) -> float:
 
 
 def _kept_products(sizes: TensorSizes) -> float:
-    """Return what selective checkpointing of operations keeps; torchtitan recomputes every second product, too."""
+    """Return what selective checkpointing of operations keeps: attention, and every second product, as in torchtitan.
+
+    Those of q, v, the gate and the projection to the stream (``torchtitan/distributed/activation_checkpoint.py``).
+    """
     shape, tp, routed = sizes.shape, sizes.plan.tp, sizes.shape.experts
     if not sizes.plan.keeps_products:
         return 0.0
     width = routed.intermediate * routed.active + routed.shared_intermediate if routed else shape.intermediate
-    inner = shape.q_size + 2 * shape.kv_heads * shape.head_dim + shape.value_size + width * (1 + shape.gated_mlp)
-    return sizes.tokens * sizes.compute * (inner / tp + 2 * shape.hidden / sizes.spread)
+    inner = shape.q_size + shape.kv_heads * shape.head_dim + shape.value_size + width
+    return sizes.tokens * sizes.compute * (inner / tp + shape.hidden / sizes.spread)
 
 
 class _BlockWeights:

@@ -19,9 +19,6 @@ from effllm.memory.plan import MAX_COUNT, WrongModel
 Fields = Mapping[str, Any]
 Read = tuple[dict[str, Any], list[str]]
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ALL = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
-_TARGETS = {"qv": {"q_proj", "v_proj"}, "attention": _ATTENTION, "all": _ALL}
 #: Keys of a training in Megatron, in a YAML of LLaMA-Factory or ms-swift, beside its sizes.
 _MEGATRON = ("use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
 
@@ -267,8 +264,9 @@ def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> R
 def _targets(fields: Fields, named: list[str], notes: list[str]) -> str:
     stated = fields.get(key := named[0]) or named[1]
     names = {str(name).strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
-    targets = next((name for name, matrices in _TARGETS.items() if names <= matrices), "all")
-    if names not in ({"all"}, {"all-linear"}, _TARGETS[targets]):
+    matrices = {name: set(listed) for name, listed in training_systems()["lora_targets"].items()}
+    targets = next((name for name, own in matrices.items() if names <= own), "all")
+    if names not in ({"all"}, {"all-linear"}, matrices[targets]):
         notes.append(f"{key} {', '.join(sorted(names))} is estimated as --lora-targets {targets}")
     return targets
 

@@ -108,24 +108,40 @@ def bytes_of_a_product(product, inputs, *weights):
     return storages.size(kept - known), *peaks
 
 
-def test_stand_in_has_the_memory_of_the_module_of_bitsandbytes():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stand_in_has_the_memory_of_the_module_of_bitsandbytes(bits):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     linear = torch.nn.Linear(128, 256, dtype=torch.bfloat16)
-    inputs = 0.1 * torch.randn(2, 512, 128, dtype=torch.bfloat16)
-    weight = bitsandbytes.nn.Params4bit(
-        linear.weight.detach(), requires_grad=False, compress_statistics=False, quant_type="nf4"
-    )
-    real = bitsandbytes.nn.Linear4bit(128, 256, compute_dtype=torch.bfloat16)
-    real.weight = weight.to("cpu")
+    # With few tokens, the copy of the matrix is larger than the outputs, with many the outputs.
+    inputs = 0.1 * torch.randn(2, 512 if bits == 4 else 32, 128, dtype=torch.bfloat16)
+    if bits == 4:
+        weight = bitsandbytes.nn.Params4bit(
+            linear.weight.detach(), requires_grad=False, compress_statistics=False, quant_type="nf4"
+        )
+        real = bitsandbytes.nn.Linear4bit(128, 256, compute_dtype=torch.bfloat16)
+        real.weight = weight.to("cpu")
+        scales = real.weight.quant_state.absmax
+        product = lambda one: real(one).clone()  # noqa: E731 - as the adapters of PEFT do it
+    else:
+        real = bitsandbytes.nn.Linear8bitLt(128, 256, has_fp16_weights=False, threshold=6.0)
+        real.load_state_dict(linear.state_dict())
+        real = real.to("cpu")
+        real.init_8bit_state()
+        scales, matrix = real.state.SCB, real.state.CB
+        function = bitsandbytes.autograd._functions.MatMul8bitLt  # that of a GPU
+        real.weight.data = matrix
+        product = lambda one: function.apply(one, real.weight, None, real.bias, real.state)  # noqa: E731
     real.bias.data = real.bias.data.bfloat16()
     real.requires_grad_(False)
-    stand_in = QuantizedLinear(linear.to("meta"), torch.bfloat16).to_empty(device="cpu")
+    stand_in = QuantizedLinear(linear.to("meta"), bits, torch.bfloat16).to_empty(device="cpu")
 
-    held = (real.weight, real.weight.quant_state.absmax, real.bias)
+    held = (real.weight, scales, real.bias)
     assert sum(one.nbytes for one in stand_in.parameters()) == sum(one.nbytes for one in held)
-    found = bytes_of_a_product(stand_in, inputs, *stand_in.parameters())
-    # The adapters of PEFT copy the product.
-    assert found == bytes_of_a_product(lambda one: real(one).clone(), inputs, *held)
+    kept, forward, both = bytes_of_a_product(stand_in, inputs, *stand_in.parameters())
+    expected = bytes_of_a_product(product, inputs, *held)
+    assert (kept, both) == (expected[0], expected[2])
+    if bits == 4:  # on the CPU, products of whole numbers are one operation
+        assert forward == expected[1]
 
 
 def test_quantized_matrices_are_those_of_transformers(monkeypatch):
@@ -139,7 +155,7 @@ def test_quantized_matrices_are_those_of_transformers(monkeypatch):
             bnb.replace_with_bnb_linear(theirs, left_out, config)
             expected = [name for name, one in theirs.named_modules() if type(one).__name__ == "Linear4bit"]
 
-            quantize(ours, torch.bfloat16, skipped)
+            quantize(ours, 4, torch.bfloat16, skipped)
 
             found = [name for name, one in ours.named_modules() if isinstance(one, QuantizedLinear)]
             assert found == expected and found and "lm_head" not in found[:-1]

@@ -1,10 +1,12 @@
 """Parameters of models of any architecture, counted in the models that transformers builds."""
 
+import itertools
 import json
 
 import pytest
 import torch
 import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from typer.testing import CliRunner
 
 from benchmarks.memory.classes import outcome
@@ -12,6 +14,7 @@ from effllm.commands.app import app
 from effllm.config import isolated
 from effllm.config.isolated import NoAnswer
 from effllm.memory import model_count
+from effllm.memory.config_json import read_config
 from effllm.memory.model_count import count_model, tensors_of
 from effllm.memory.states import count_parameters
 
@@ -166,3 +169,25 @@ def test_benchmark_says_what_fit_says_of_a_class():
 
     assert of[:3] == [("exact by formulas", ""), ("counted", ""), ("text by formulas, whole counted", "")]
     assert of[3][0] == "not built"
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_vl", "paligemma", "llama4"])
+def test_embedding_of_a_multimodal_model_is_the_head_as_transformers_builds_it(kind):
+    """Each combination of tie_word_embeddings, in the outer config and in that of the text model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "num_local_experts": 2}
+    build = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]]
+    usual = json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    for outer, inner in itertools.product((None, False, True), repeat=2):
+        text = {**usual["text_config"], **sizes, "tie_word_embeddings": inner}
+        for name in ("layer_types", "moe_layers", "no_rope_layers"):
+            text.pop(name, None)
+        stated = {**usual, "text_config": text, "tie_word_embeddings": outer}
+        for fields in (stated, text):
+            if fields["tie_word_embeddings"] is None:
+                del fields["tie_word_embeddings"]
+        with torch.device("meta"):
+            model = build(CONFIG_MAPPING[kind].from_dict(stated))
+
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert read_config(stated).tied is is_tied, (outer, inner)

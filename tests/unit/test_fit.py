@@ -230,7 +230,7 @@ def test_zero_divides_states_then_gradients_then_weights():
 
 
 def test_checkpointing_keeps_inputs_of_layers_or_outputs_of_products():
-    plan = MemoryPlan(precision="bf16", attention="flash", optimizer="sgd", seq_length=4096)
+    plan = MemoryPlan(precision="bf16", attention="flash", optimizer="sgd", seq_length=16384)
     full, selective, none = (
         held(EIGHT_B, replace(plan, checkpointing=kind))["activations"] for kind in ("full", "selective", "none")
     )
@@ -398,23 +398,31 @@ def test_patterns_of_windows_are_read(changes, sliding):
     assert read_config(fields).sliding_layers == sliding
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "tied", "noted"),
+@cases(
+    ("kind", "outer", "inner", "tied"),
     [
-        (None, None, False, True),
-        (None, True, True, False),
-        (False, None, False, False),
-        (True, False, True, True),
-        (True, True, True, False),
+        ("gemma3", None, False, True),
+        ("gemma3", False, True, False),
+        ("qwen3_vl", None, True, False),
+        ("qwen3_vl", True, False, True),
+        ("llava", None, True, True),
+        ("llava", False, None, False),
+        ("llama4", True, None, False),
+        ("llama4", False, True, True),
+        ("of_a_repository", True, None, True),
+        ("of_a_repository", True, False, False),
     ],
 )
-def test_tied_embedding_is_stated_in_the_outer_config_or_in_that_of_the_text_model(outer, inner, tied, noted):
-    stated = {"model_type": "llava", "text_config": {**TINY, "tie_word_embeddings": inner}}
+def test_embedding_of_a_multimodal_model_is_the_head_as_its_class_reads_it(kind, outer, inner, tied):
+    stated = {"model_type": kind, "text_config": dict(TINY)}
+    for fields, value in ((stated, outer), (stated["text_config"], inner)):
+        if value is not None:
+            fields["tie_word_embeddings"] = value
 
-    shape = read_config({**stated, "tie_word_embeddings": outer})
+    shape = read_config(stated)
 
     assert shape.tied is tied
-    assert any("tie_word_embeddings is not stated once" in note for note in shape.notes) == noted
+    assert any("a checkpoint may have its own" in note for note in shape.notes) == (kind == "gemma3" and outer is None)
 
 
 def test_a_refusal_names_the_field_and_its_value_as_written():
@@ -486,16 +494,14 @@ def test_a_text_config_has_the_defaults_of_transformers(outer):
 
     # Vicuna 7B, on which LLaVA 1.5 is built: 6,738,415,616 parameters, of which 32000 x 4096 are the head.
     assert count_parameters(shape).total == 6_738_415_616 - (32000 * 4096 if outer else 0)
-    assert [note.split(":")[0] for note in shape.notes if "stated once" not in note] == [
+    assert [note.split(":")[0] for note in shape.notes] == [
         "only the text model",
         "text_config has no vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, "
         "num_key_value_heads",
     ]
 
 
-@pytest.mark.parametrize(
-    "place", [lambda one: one, lambda one: {"model_type": "llava", "tie_word_embeddings": False, "text_config": one}]
-)
+@pytest.mark.parametrize("place", [lambda one: one, lambda one: {"model_type": "llava", "text_config": one}])
 def test_quantized_weights_have_a_note(place):
     (note,) = read_config(place({**TINY, "quantization_config": {"quant_method": "gptq", "bits": 4}})).notes
 
