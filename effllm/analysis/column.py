@@ -52,7 +52,7 @@ class LinesTable(NamedTuple):
         return types | {group: f"STRUCT({_typed(names)})" for group, names in objects.items()}
 
 
-def value(column: Column) -> str:
+def value_sql(column: Column) -> str:
     """Return the SQL of a column's value in a line."""
     sql = column.sql or ".".join(map(quoted, (column.path or column.name).split(".", 1)))
     if column.type == NUMBER:  # an invalid file may contain NaN; null means not measured
@@ -70,7 +70,7 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def declaration(columns: Iterable[Column]) -> str:
+def columns_sql(columns: Iterable[Column]) -> str:
     """Return the columns of a table for ``CREATE TABLE``."""
     return _typed({column.name: column.type for column in columns})
 
@@ -79,21 +79,21 @@ def _typed(names: Mapping[str, str]) -> str:
     return ", ".join(f"{quoted(name)} {kind}" for name, kind in names.items())
 
 
-def text(value: object) -> str:
+def text_sql(value: object) -> str:
     """Return a text for SQL.
 
-    >>> text("Alice's runs")
+    >>> text_sql("Alice's runs")
     "'Alice''s runs'"
     """
     return "'" + str(value).replace("'", "''") + "'"
 
 
-def file_to_read(path: object) -> str:
+def path_sql(path: object) -> str:
     """Return the path of a file as a text for SQL; DuckDB finds no glob in it."""
-    return text("".join(f"[{letter}]" if letter in "[*?" else letter for letter in str(path)))
+    return text_sql("".join(f"[{letter}]" if letter in "[*?" else letter for letter in str(path)))
 
 
-def read_json(file: str, fields: Mapping[str, str]) -> str:
+def read_json_sql(file: str, fields: Mapping[str, str]) -> str:
     """Return a call of ``read_json`` for JSON Lines in a file, which is an SQL expression.
 
     An incomplete line is a row of nulls, and a value of a wrong type is null.

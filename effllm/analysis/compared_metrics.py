@@ -37,7 +37,7 @@ class ComparedMetric(NamedTuple):
     higher_is_better: bool
 
     @property
-    def is_energy(self) -> bool:
+    def depends_on_power_scope(self) -> bool:
         """Whether the metric depends on the power scope."""
         words = ("joules", "watts", "co2", "electricity")
         return any(word in self.name for word in words) and self.name != "watts_per_gpu"
@@ -53,10 +53,10 @@ def compared_metrics(names: Collection[str] = ()) -> list[ComparedMetric]:
         if name not in _TABLE:
             reason = "has no better direction" if name in METRICS else "is not a metric"
             raise ValueError(f"{name} {reason}; the metrics of comparisons are {', '.join(_TABLE)}")
-    return [_metric(name) for name, about in _TABLE.items() if (name in names if names else not about.compared)]
+    return [_compared_metric(name) for name, row in _TABLE.items() if (name in names if names else not row.compared)]
 
 
-def _metric(name: str) -> ComparedMetric:
+def _compared_metric(name: str) -> ComparedMetric:
     quantity, is_higher_better = _TABLE[name].quantity, _TABLE[name].better == "higher"
     if name == LOSS:
         return ComparedMetric(name, quantity, "loss", "", is_higher_better)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from effllm.analysis.compared_metrics import LOSS, PER_PARAMETER, THROUGHPUT, ComparedMetric
-from effllm.analysis.fairness import boards
+from effllm.analysis.fairness import board_sets
 from effllm.analysis.sides import ComparedRun, Side
 
 ALPHA = 0.05  # level of the test of a primary quantity, and of the intervals
@@ -82,7 +82,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     return Difference(estimate, standard_error, float(test.df), p)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm_adjusted(p_values: Sequence[float]) -> list[float]:
     """Return adjusted p-values: any false statement of a family has at most the probability of the level (Holm)."""
     count, adjusted, largest = len(p_values), [0.0] * len(p_values), 0.0
     for place, at in enumerate(sorted(range(count), key=lambda at: p_values[at])):
@@ -194,7 +194,7 @@ def compare(
     primary = [metric for metric in p_values if are_primary or metric.quantity == THROUGHPUT]
     tests = _tests(p_values, primary, comparisons)
     return [
-        _row(metric, entry, tests.get(metric), alpha, is_first=first.get(metric.quantity) is metric)
+        _comparison_row(metric, entry, tests.get(metric), alpha, is_first=first.get(metric.quantity) is metric)
         for metric, entry in evidence.items()
     ]
 
@@ -208,16 +208,16 @@ def _tests(
     most the sum of both levels (union bound). If one differs, or without a primary metric, the others are tested at
     `ALPHA`.
     """
-    tests = _family({metric: p_values[metric] for metric in primary}, ALPHA / comparisons, is_primary=True)
+    tests = _adjusted_family({metric: p_values[metric] for metric in primary}, ALPHA / comparisons, is_primary=True)
     is_strict = bool(tests) and not any(test.is_significant for test in tests.values())
     others = {metric: p for metric, p in p_values.items() if metric not in tests}
-    return tests | _family(others, (STRICT_ALPHA if is_strict else ALPHA) / comparisons, is_primary=False)
+    return tests | _adjusted_family(others, (STRICT_ALPHA if is_strict else ALPHA) / comparisons, is_primary=False)
 
 
-def _family(
+def _adjusted_family(
     p_values: Mapping[ComparedMetric, float], level: float, *, is_primary: bool
 ) -> dict[ComparedMetric, AdjustedP]:
-    adjusted = holm(list(p_values.values()))
+    adjusted = holm_adjusted(list(p_values.values()))
     pairs = zip(p_values, adjusted, strict=True)
     return {metric: AdjustedP(p, level, len(adjusted), is_primary) for metric, p in pairs}
 
@@ -254,7 +254,7 @@ def _not_comparable(a: Side, b: Side, metric: ComparedMetric, values_a: int, val
         return "some devices are simulated"
     if metric.name in PER_PARAMETER and _differs("parameters_kind", runs):
         return "the kinds of parameters differ (total, trainable, active)"
-    if metric.is_energy and _differs("energy_scope", runs):
+    if metric.depends_on_power_scope and _differs("energy_scope", runs):
         return "the power scopes differ"
     return ""
 
@@ -265,18 +265,18 @@ def _differs(column: str, runs: Sequence[ComparedRun]) -> bool:
 
 def _gain_error(a: Side, b: Side, metric: ComparedMetric, *, is_log: bool) -> float:
     """Return the error of the sensors in the difference; it cancels if both sides ran on the same boards."""
-    if boards(a) & boards(b):
+    if board_sets(a) & board_sets(b):
         return 0.0
     errors = []
     for side in (a, b):
         stated = [(run.row.get("metric_sensor_errors") or {}).get(metric.column, 0.0) for run in side.runs]
         values = [run.value(metric.column) or 0.0 for run in side.runs]
         shares = [error / value if is_log else error for error, value in zip(stated, values, strict=True)]
-        errors.append(max(map(abs, shares)) / math.sqrt(max(len(boards(side)), 1)))
+        errors.append(max(map(abs, shares)) / math.sqrt(max(len(board_sets(side)), 1)))
     return math.hypot(*errors)
 
 
-def _row(
+def _comparison_row(
     metric: ComparedMetric, evidence: MetricEvidence, test: AdjustedP | None, alpha: float, *, is_first: bool
 ) -> MetricComparison:
     interval = evidence.interval(alpha)
@@ -346,7 +346,7 @@ class Condition(NamedTuple):
 
     text: str
     metric: str
-    above: bool  # True: the condition is true above the limit
+    is_above: bool  # True: the condition is true above the limit
     limit: float
 
 
@@ -371,7 +371,7 @@ def parse_condition(text: str) -> Condition:
     return Condition(" ".join(text.split()), match[1], match[2] == ">", float(match[3]) / 100)
 
 
-def answer(condition: Condition, side: str, rows: Sequence[MetricComparison]) -> ConditionAnswer:
+def answer_to(condition: Condition, side: str, rows: Sequence[MetricComparison]) -> ConditionAnswer:
     """Return whether a condition is true for the configuration of a side, from the interval of the difference.
 
     The condition is true if the whole interval is beyond the limit, and false if no part is beyond the limit.
@@ -382,7 +382,7 @@ def answer(condition: Condition, side: str, rows: Sequence[MetricComparison]) ->
     if row.low is None or row.high is None:
         return ConditionAnswer(condition.text, side, OPEN, row.reason)
     shown = f"{100 * row.low:+.2f} to {100 * row.high:+.2f} %"
-    beyond = [edge > condition.limit if condition.above else edge < condition.limit for edge in (row.low, row.high)]
+    beyond = [edge > condition.limit if condition.is_above else edge < condition.limit for edge in (row.low, row.high)]
     if all(beyond):
         return ConditionAnswer(condition.text, side, TRUE, f"the difference is {shown}")
     if not any(beyond):

@@ -27,7 +27,7 @@ PAPER = {
     "aec_watts": "AEC",
 }
 #: The columns of a table that has not the paper's.
-HEADLINE = (
+DEFAULT_COLUMNS = (
     "tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "seconds_per_iteration", "mfu_ratio",
     "joules_per_token", "watts_per_gpu", "peak_gb", "data_wait_ratio", "loss",
 )  # fmt: skip
@@ -67,27 +67,27 @@ def configurations(sides: Sequence[Side], *, is_paper: bool, names: Sequence[str
         UnreadableRun: runs have different kinds of parameters in the paper's table, or only some simulated devices.
         ValueError: a metric has no better direction, or there is no such metric.
     """
-    _check(sides, is_paper=is_paper)
-    wanted = [*(PAPER if is_paper else HEADLINE), *names]
+    _check_comparable(sides, is_paper=is_paper)
+    wanted = [*(PAPER if is_paper else DEFAULT_COLUMNS), *names]
     chosen = sorted(compared_metrics(wanted), key=lambda metric: wanted.index(metric.name))
     metrics = [*chosen, MCR] if is_paper else chosen
-    columns = [[_cell(side, metric) for side in sides] for metric in metrics]
-    measured = [at for at, column in enumerate(columns) if any(cell.mean is not None for cell in column)]
-    metrics, columns = [metrics[at] for at in measured], [columns[at] for at in measured]
-    notes, scores, order = list(_unfinished(sides)), [None] * len(sides), list(range(len(sides)))
+    columns = [[_mean_of_runs(side, metric) for side in sides] for metric in metrics]
+    measured_indices = [at for at, column in enumerate(columns) if any(cell.mean is not None for cell in column)]
+    metrics, columns = [metrics[at] for at in measured_indices], [columns[at] for at in measured_indices]
+    notes, scores, order = list(_unfinished_notes(sides)), [None] * len(sides), list(range(len(sides)))
     if is_paper and len(sides) >= MIN_SCORED:
-        shares = {}
+        scored = {}
         for metric, column in zip(metrics, columns, strict=True):
-            normalised = _normalised(metric, column, sides)
-            if isinstance(normalised, str):
-                notes.append(f"not in the score: {label(metric)}: {normalised}")
+            values = _normalised(metric, column, sides)
+            if isinstance(values, str):
+                notes.append(f"not in the score: {label(metric)}: {values}")
             else:
-                shares[label(metric)] = normalised
+                scored[label(metric)] = values
         # Equation 12; by this formula, the worst configuration in any metric has the score 0.
-        scores = [statistics.harmonic_mean(own) for own in zip(*shares.values(), strict=True)] or scores
-        sums = [sum(own) for own in zip(*shares.values(), strict=True)] or [0.0] * len(sides)
+        scores = [statistics.harmonic_mean(own) for own in zip(*scored.values(), strict=True)] or scores
+        sums = [sum(own) for own in zip(*scored.values(), strict=True)] or [0.0] * len(sides)
         order.sort(key=lambda at: (-(scores[at] or 0.0), -sums[at]))
-        notes.insert(0, f"score: {', '.join(shares)}, each from 0 (worst) to 1 (best); harmonic mean" * bool(shares))
+        notes.insert(0, f"score: {', '.join(scored)}, each from 0 (worst) to 1 (best); harmonic mean" * bool(scored))
     elif is_paper:
         notes.insert(0, f"no score: it needs at least {MIN_SCORED} configurations")
     if any(cell.is_in_doubt for column in columns for cell in column):
@@ -105,7 +105,7 @@ def label(metric: ComparedMetric) -> str:
     return PAPER.get(metric.name, metric.name.upper() if metric is MCR else metric.name)
 
 
-def _check(sides: Sequence[Side], *, is_paper: bool) -> None:
+def _check_comparable(sides: Sequence[Side], *, is_paper: bool) -> None:
     runs = [run for side in sides for run in side.runs]
     if len({run.row.get("simulated") is True for run in runs}) > 1:
         raise UnreadableRun("some runs are of simulated devices, and others not: compare them apart")
@@ -114,7 +114,7 @@ def _check(sides: Sequence[Side], *, is_paper: bool) -> None:
         raise UnreadableRun(f"the runs have different kinds of parameters: {', '.join(kinds)}; compare them apart")
 
 
-def _cell(side: Side, metric: ComparedMetric) -> MeanOfRuns:
+def _mean_of_runs(side: Side, metric: ComparedMetric) -> MeanOfRuns:
     get: Callable[[ComparedRun], float | None] = compression if metric is MCR else lambda run: run.value(metric.column)
     values = [value for run in side.runs if (value := get(run)) is not None and math.isfinite(value)]
     if not values or len(values) < len(side.runs):
@@ -135,7 +135,7 @@ def _normalised(metric: ComparedMetric, column: Sequence[MeanOfRuns], sides: Seq
         return f"not measured in {len(column) - len(values)} of {len(column)} configurations"
     if any(cell.is_in_doubt for cell in column):
         return "a check of the counts failed, on which it depends"
-    if metric.is_energy and len(scopes) > 1:
+    if metric.depends_on_power_scope and len(scopes) > 1:
         return "the power scopes differ"
     low, high = min(values), max(values)
     if not high > low:
@@ -144,7 +144,7 @@ def _normalised(metric: ComparedMetric, column: Sequence[MeanOfRuns], sides: Seq
     return [(value - worst) / (best - worst) for value in values]
 
 
-def _unfinished(sides: Sequence[Side]) -> Iterator[str]:
+def _unfinished_notes(sides: Sequence[Side]) -> Iterator[str]:
     for side in sides:
         statuses = Counter(str(run.row.get("status") or "unknown") for run in side.runs)
         others = [f"{count} {one_line(status)}" for status, count in sorted(statuses.items()) if status != "completed"]

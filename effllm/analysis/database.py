@@ -24,12 +24,12 @@ from effllm.analysis.column import (
     WHOLE,
     Column,
     LinesTable,
-    declaration,
-    file_to_read,
+    columns_sql,
+    path_sql,
     quoted,
-    read_json,
-    text,
-    value,
+    read_json_sql,
+    text_sql,
+    value_sql,
 )
 from effllm.analysis.run_folders import FILES, FoundRun, files_of
 from effllm.analysis.run_row import Document, Unreadable, read_document, run_row
@@ -87,7 +87,7 @@ def spill_folder() -> str:
 
 
 @contextlib.contextmanager
-def _temporary(lines: Iterable[bytes]) -> Iterator[str]:
+def _temporary_file(lines: Iterable[bytes]) -> Iterator[str]:
     """Give the path of a temporary file of lines, as a text for SQL."""
     # A file, because DuckDB reads a file eight times as fast as a parameter. DuckDB imports pandas for the first
     # parameter of a query, so the path is a text.
@@ -95,7 +95,7 @@ def _temporary(lines: Iterable[bytes]) -> Iterator[str]:
         with tempfile.NamedTemporaryFile(dir=spill_folder(), suffix=".jsonl") as file:
             file.writelines(lines)
             file.flush()
-            yield file_to_read(file.name)
+            yield path_sql(file.name)
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
@@ -133,12 +133,12 @@ class Database:
     ) -> None:
         self.connection = connect()
         self.skipped: list[Skipped] = []
-        self._unread = set(LINE_TABLES)
+        self._unread_tables = set(LINE_TABLES)
         kept = {"folder", "run_id", "tags", *columns}
         self._columns = [column for column in COLUMNS["runs"] if column.name in kept or not columns]
-        self.connection.execute(f"CREATE TABLE runs ({declaration(self._columns)})")
+        self.connection.execute(f"CREATE TABLE runs ({columns_sql(self._columns)})")
         for name in LINE_TABLES:
-            self.connection.execute(f"CREATE TABLE {name} ({declaration(COLUMNS[name])})")
+            self.connection.execute(f"CREATE TABLE {name} ({columns_sql(COLUMNS[name])})")
         self._insert_runs([run for run in runs if self._has_text_path(run)], progress)
         for tag in tags.items() if isinstance(tags, Mapping) else (tag.partition("=")[::2] for tag in tags):
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
@@ -171,9 +171,9 @@ class Database:
 
     def read(self, name: str) -> None:
         """Read a table, unless it was read before."""
-        if name in self._unread:
+        if name in self._unread_tables:
             self._insert_lines(LINE_TABLES[name])
-            self._unread.remove(name)
+            self._unread_tables.remove(name)
 
     def _has_text_path(self, run: FoundRun) -> bool:
         try:
@@ -184,7 +184,7 @@ class Database:
         return True
 
     def _insert_runs(self, runs: Sequence[FoundRun], progress: Progress) -> None:
-        self._insert_json(
+        self._make_table(
             "wanted",
             {"folder": TEXT, "state": TEXT, "position": WHOLE},
             (
@@ -195,7 +195,7 @@ class Database:
         cache = RunCache(self.connection, runs)
         cached = cache.read(self._columns)
         types = {"state": TEXT, **{column.name: column.type for column in COLUMNS["runs"]}}
-        self._insert_json("fresh", types, self._lines([run for run in runs if str(run.folder) not in cached], progress))
+        self._make_table("fresh", types, self._lines([run for run in runs if str(run.folder) not in cached], progress))
         names = ", ".join(quoted(column.name) for column in self._columns)
         self.connection.execute(
             f"INSERT INTO runs SELECT {names} FROM (SELECT {names} FROM cached UNION ALL SELECT {names} FROM fresh) "
@@ -204,32 +204,32 @@ class Database:
         cache.write()
         self.connection.execute("DROP TABLE cached; DROP TABLE fresh; DROP TABLE wanted")
 
-    def _insert_json(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
+    def _make_table(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
         """Make a temporary table of lines of JSON."""
         names = ", ".join(map(quoted, types))
-        with _temporary(lines) as path:
-            self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json(path, types)}")
+        with _temporary_file(lines) as path:
+            self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json_sql(path, types)}")
 
     def _lines(self, runs: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
         for number, run in enumerate(runs):
             progress(number, len(runs))
-            yield self._line(run)
+            yield self._run_line(run)
         progress(len(runs), len(runs))
 
-    def _line(self, run: FoundRun) -> bytes:
+    def _run_line(self, run: FoundRun) -> bytes:
         """Return the row of a run as a line; empty if no file can be read."""
         documents: list[Document] = []
-        unread = 0
+        num_unreadable = 0
         for name in FILES:
             try:
                 documents.append(read_document(run.folder / name) or {})
             except Unreadable as error:
                 documents.append({})
-                unread += 1
+                num_unreadable += 1
                 self.skipped.append(Skipped(run.folder / name, str(error)))
-        if unread and not any(documents):
+        if num_unreadable and not any(documents):
             return b""
-        state = "" if unread else run.state  # an unreadable file is reported each time
+        state = "" if num_unreadable else run.state  # an unreadable file is reported each time
         line = msgspec.json.encode({"state": state, **run_row(run.folder, *documents)}) + b"\n"
         if len(line) <= MAX_LINE_BYTES:
             return line
@@ -247,25 +247,25 @@ class Database:
                     files.append(_LineFile(folder, run_id, path))
         # A line of a hostile run must not name another run, so the name of the field is a secret.
         index_field = f"run_{secrets.token_hex(8)}"
-        values = ", ".join(f"{value(column)} AS {quoted(column.name)}" for column in table.columns)
+        values = ", ".join(f"{value_sql(column)} AS {quoted(column.name)}" for column in table.columns)
         valid = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in ("folder", *table.required))
         execute = self.connection.execute
         while files:
             line_counts: list[int] = []
-            with _temporary(_lines_with_file_index(files, index_field, line_counts)) as copy:
+            with _temporary_file(_lines_with_file_index(files, index_field, line_counts)) as copy:
                 # Lists of the folders instead of a join, because a join changes the order of the lines.
                 execute(
                     f"CREATE OR REPLACE TEMP TABLE lines AS SELECT file, {values} FROM (SELECT *, "
                     f"{index_field} AS file, ($1::VARCHAR[])[{index_field} + 1] AS folder, "
                     f"($2::VARCHAR[])[{index_field} + 1] AS run_id "
-                    f"FROM {read_json(copy, {**table.fields(), index_field: WHOLE})})",
+                    f"FROM {read_json_sql(copy, {**table.fields(), index_field: WHOLE})})",
                     [[file.folder for file in files], [file.run_id for file in files]],
                 )
             execute(f"INSERT INTO {table.name} SELECT * EXCLUDE (file) FROM lines WHERE {valid}")
-            counted = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
+            num_valid = dict(execute(f"SELECT file, count(*) FROM lines WHERE {valid} GROUP BY file").fetchall())
             execute("DROP TABLE lines")
-            for number, (file, count) in enumerate(zip(files, line_counts, strict=False)):
-                if invalid := count - counted.get(number, 0):
+            for index, (file, count) in enumerate(zip(files, line_counts, strict=False)):
+                if invalid := count - num_valid.get(index, 0):
                     reason = f"{invalid} incomplete or invalid line{'s' * (invalid > 1)}"
                     self.skipped.append(Skipped(file.path, reason))
             files = files[len(line_counts) :]
@@ -302,7 +302,7 @@ class RunCache:
     def __init__(self, connection: Any, runs: Sequence[FoundRun]) -> None:
         self._connection = connection
         self._is_used = len(runs) >= MIN_RUNS
-        self._path = _path(runs) if self._is_used else Path()
+        self._cache_path = _cache_path(runs) if self._is_used else Path()
         self._num_runs = len(runs)
 
     def read(self, columns: Sequence[Column]) -> set[str]:
@@ -310,11 +310,11 @@ class RunCache:
         import duckdb
 
         execute = self._connection.execute
-        execute(f"CREATE TEMP TABLE cached ({declaration(columns)})")
+        execute(f"CREATE TEMP TABLE cached ({columns_sql(columns)})")
         if not self._is_used:
             return set()
         names = ", ".join(f"rows.{quoted(column.name)}" for column in columns)
-        with contextlib.suppress(OSError, duckdb.Error), self._rows(names) as rows:
+        with contextlib.suppress(OSError, duckdb.Error), self._cached_rows_query(names) as rows:
             execute(f"INSERT INTO cached {rows}")
             return {folder for (folder,) in execute("SELECT folder FROM cached").fetchall()}
         return set()
@@ -329,15 +329,15 @@ class RunCache:
         fresh = "SELECT * FROM fresh WHERE state <> ''"
         with contextlib.suppress(OSError, duckdb.Error):
             try:
-                with self._rows("rows.*") as rows:
+                with self._cached_rows_query("rows.*") as rows:
                     self._replace(f"{rows} AND folder NOT IN (SELECT folder FROM fresh) UNION ALL {fresh}")
             except (OSError, duckdb.Error):  # no file yet, or a damaged file
                 self._replace(fresh)
 
     @contextlib.contextmanager
-    def _rows(self, names: str) -> Iterator[str]:
+    def _cached_rows_query(self, names: str) -> Iterator[str]:
         """Give a query of the rows of unchanged runs in the file, which stays open."""
-        file = own_files.open_file(self._path, os.O_RDONLY)
+        file = own_files.open_file(self._cache_path, os.O_RDONLY)
         try:
             yield (
                 f"SELECT {names} FROM read_parquet('/proc/self/fd/{file}', hive_partitioning=false) AS rows "
@@ -347,16 +347,16 @@ class RunCache:
             os.close(file)
 
     def _replace(self, rows: str) -> None:
-        own_files.make_folder(self._path.parent)
-        with own_files.replaced(self._path) as draft:
-            self._connection.execute(f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd)")
-        files = sorted(self._path.parent.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+        own_files.make_folder(self._cache_path.parent)
+        with own_files.replaced(self._cache_path) as draft:
+            self._connection.execute(f"COPY ({rows}) TO {text_sql(draft)} (FORMAT parquet, COMPRESSION zstd)")
+        files = sorted(self._cache_path.parent.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-MAX_FILES]:
             path.unlink(missing_ok=True)
 
 
-def _path(runs: Sequence[FoundRun]) -> Path:
+def _cache_path(runs: Sequence[FoundRun]) -> Path:
     """Return the file for the runs; another version of the files or other columns have another file."""
     root = os.path.commonpath([run.folder for run in runs])
-    key = f"{SCHEMA_VERSION}\n{declaration(COLUMNS['runs'])}\n{root}"
+    key = f"{SCHEMA_VERSION}\n{columns_sql(COLUMNS['runs'])}\n{root}"
     return cache_folder() / "runs" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.parquet"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from effllm.analysis.column import COLUMNS, JSON, file_to_read, text
+from effllm.analysis.column import COLUMNS, JSON, path_sql, text_sql
 from effllm.analysis.load import Runs
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import csv_file, own_files, regular_file
@@ -50,7 +50,7 @@ def export_json(runs: Runs, path: Path) -> int:
         duckdb.Error: the same.
     """
     with own_files.replaced(path) as draft:
-        runs.connection.execute(f"COPY runs TO {text(draft)} (FORMAT json, ARRAY false)")
+        runs.connection.execute(f"COPY runs TO {text_sql(draft)} (FORMAT json, ARRAY false)")
     return len(runs)
 
 
@@ -66,7 +66,7 @@ def export_parquet(runs: Runs, folder: Path) -> int:
         TimeoutError: another process writes the dataset for longer than `LOCK_WITHIN_S`.
     """
     version = folder / f"v{SCHEMA_VERSION}"
-    _make(version)
+    _make_folders(version)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with regular_file.locked(file, folder, LOCK_WITHIN_S):
         for name in COLUMNS:
@@ -77,8 +77,8 @@ def export_parquet(runs: Runs, folder: Path) -> int:
         parts = execute("SELECT DISTINCT project, month FROM parts ORDER BY ALL").fetchall()
         files = [(table, project, month) for table in COLUMNS for project, month in parts]
         for table, project, month_ in files:
-            place = version / table / f"project={_partition(project)}" / f"month={_partition(month_)}"
-            _make(place)
+            place = version / table / f"project={_partition_name(project)}" / f"month={_partition_name(month_)}"
+            _make_folders(place)
             _write_part(runs.connection, table, project, month_, place / "data.parquet")
     return len(files)
 
@@ -96,18 +96,18 @@ def _write_part(connection: Any, table: str, project: str | None, month: str | N
     )
     if path.exists():
         rows += (
-            f" UNION ALL BY NAME SELECT * FROM read_parquet({file_to_read(path)}, hive_partitioning=false) "
+            f" UNION ALL BY NAME SELECT * FROM read_parquet({path_sql(path)}, hive_partitioning=false) "
             "WHERE folder NOT IN (SELECT folder FROM parts)"
         )
     with own_files.replaced(path) as draft:
         connection.execute(
-            f"COPY ({rows}) TO {text(draft)} (FORMAT parquet, COMPRESSION zstd, "
+            f"COPY ({rows}) TO {text_sql(draft)} (FORMAT parquet, COMPRESSION zstd, "
             f"KV_METADATA {{effllm_schema_version: '{SCHEMA_VERSION}'}})",
             [project, month],
         )
 
 
-def _partition(value: str | None) -> str:
+def _partition_name(value: str | None) -> str:
     """Return a value as the name of a folder, escaped as Hive and Spark do it."""
     if value is None:
         return UNKNOWN
@@ -118,7 +118,7 @@ def _partition(value: str | None) -> str:
     return text[:MAX_PARTITION_LETTERS].rpartition("%")[0] + hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
-def _make(folder: Path) -> None:
+def _make_folders(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)

@@ -55,31 +55,31 @@ class Dissimilarity(NamedTuple):
     b: str
 
 
-def unfair(a: Side, b: Side) -> list[Dissimilarity]:
+def unfair_differences(a: Side, b: Side) -> list[Dissimilarity]:
     """Return the differences that can explain a measured difference without the configuration."""
     differences = [
-        _ranges("iterations", a, b, lambda run: run.value("iterations"), share=ALIKE),
-        _ranges("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
-        _ranges("coverage of the ranks", a, b, _ranks_share, share=0.001),
-        _ranges("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
-        _ranges("temperature in the first window (degC)", a, b, _first_temperature_c, absolute=ALIKE_C),
-        _ranges("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
-        _mixed(a, b),
+        _unlike_means("iterations", a, b, lambda run: run.value("iterations"), share=ALIKE),
+        _unlike_means("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
+        _unlike_means("coverage of the ranks", a, b, _reporting_share, share=0.001),
+        _unlike_means("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
+        _unlike_means("temperature in the first window (degC)", a, b, _first_temperature_c, absolute=ALIKE_C),
+        _unlike_means("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
+        _several_configurations(a, b),
     ]
-    return [*_different(a, b, _conditions), *(difference for difference in differences if difference is not None)]
+    return [*_unlike_values(a, b, _conditions), *(found for found in differences if found is not None)]
 
 
-def settings(a: Side, b: Side) -> list[Dissimilarity]:
+def setting_differences(a: Side, b: Side) -> list[Dissimilarity]:
     """Return the other differences of tags, commits, packages, facts and settings: often the object of a comparison."""
-    return _different(a, b, _settings)
+    return _unlike_values(a, b, _settings)
 
 
-def boards(side: Side) -> set[tuple[str, ...]]:
+def board_sets(side: Side) -> set[tuple[str, ...]]:
     """Return the sets of boards on which the runs of a side ran."""
     return {tuple(run.row.get("device_keys") or ()) for run in side.runs}
 
 
-def _different(a: Side, b: Side, values: Callable[[ComparedRun], Mapping[str, Any]]) -> list[Dissimilarity]:
+def _unlike_values(a: Side, b: Side, values: Callable[[ComparedRun], Mapping[str, Any]]) -> list[Dissimilarity]:
     """Return the named values whose sets differ between the runs of the sides."""
     per_side = [[values(run) for run in side.runs] for side in (a, b)]
     differences = []
@@ -122,12 +122,12 @@ def _first_temperature_c(run: ComparedRun) -> float | None:
     return None
 
 
-def _ranks_share(run: ComparedRun) -> float | None:
+def _reporting_share(run: ComparedRun) -> float | None:
     expected, reporting = run.value("ranks_expected"), run.value("ranks_reporting")
     return reporting / expected if expected and reporting is not None else None
 
 
-def _mixed(a: Side, b: Side) -> Dissimilarity | None:
+def _several_configurations(a: Side, b: Side) -> Dissimilarity | None:
     """Return the configurations of campaigns if a side has several: their difference is in the spread of the side."""
     texts = [sorted({name for run in side.runs if (name := run.tags.get(CONFIGURATION))}) for side in (a, b)]
     if max(map(len, texts)) < 2:
@@ -136,7 +136,7 @@ def _mixed(a: Side, b: Side) -> Dissimilarity | None:
     return Dissimilarity("several configurations on a side", a_text, b_text)
 
 
-def _ranges(
+def _unlike_means(
     name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0, absolute: float = 0.0
 ) -> Dissimilarity | None:
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]

@@ -79,7 +79,7 @@ class LedgerRun(msgspec.Struct):
         return self.measured_joules if self.total_joules is None else self.total_joules
 
     @property
-    def lost_hours(self) -> float:
+    def lost_gpu_hours(self) -> float:
         return 0.0 if self.gpus == 0 else max(self.wasted_gpu_hours or 0.0, 0.0)
 
 
@@ -130,24 +130,24 @@ def totals(runs: Sequence[LedgerRun], by: str, skipped: Sequence[str] = (), wast
         names = [one_line(text) for text in KEYS[by](run) if text] or [NOTHING]
         for name in names:
             groups.setdefault(name, []).append((run, 1.0 / len(names)))
-    rows = [_row(name, members) for name, members in groups.items()]
+    rows = [_ledger_row(name, members) for name, members in groups.items()]
     rows.sort(key=lambda row: (-(row.wasted_gpu_hours if wasted else row.gpu_hours), -row.runs, row.group))
-    return Totals(rows, _row("total", [(run, 1.0) for run in runs]), list(skipped))
+    return Totals(rows, _ledger_row("total", [(run, 1.0) for run in runs]), list(skipped))
 
 
-def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
+def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
     hours = [(0.0 if run.gpus == 0 else run.gpu_hours, share) for run, share in members]
     joules = [(run.joules, share) for run, share in members]
     measured = [(run, share) for run, share in members if run.joules is not None]
-    pairs = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
-    device_hours = sum(weight for _, weight in pairs)
+    known = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
+    device_hours = sum(weight for _, weight in known)
     causes: dict[str, float] = {}
     for run, share in members:
         if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
             cause = one_line(run.cause)
-            causes[cause] = causes.get(cause, 0.0) + run.lost_hours * share
+            causes[cause] = causes.get(cause, 0.0) + run.lost_gpu_hours * share
     currencies = sorted({one_line(run.currency) for run, _ in members if run.currency})
-    has_one = len(currencies) < 2
+    has_one_currency = len(currencies) < 2
     return LedgerRow(
         group=group,
         runs=len(members),
@@ -158,14 +158,14 @@ def _row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
         incomplete=sum(run.total_joules is None for run, _ in members),
         error_joules=math.hypot(*((run.error_joules or 0.0) * share for run, share in measured)),
         gain_joules=sum((run.gain_error or 0.0) * (run.joules or 0.0) * share for run, share in measured),
-        gpu_cost=_sum((run.gpu_cost, share) for run, share in members) if has_one else None,
-        electricity_cost=_sum((run.electricity_cost, share) for run, share in members) if has_one else None,
+        gpu_cost=_sum((run.gpu_cost, share) for run, share in members) if has_one_currency else None,
+        electricity_cost=_sum((run.electricity_cost, share) for run, share in members) if has_one_currency else None,
         currency=", ".join(currencies),
         co2_kg=_sum((run.co2_kg, share) for run, share in members),
         goodput_ratio=(
-            sum((run.goodput_ratio or 0.0) * weight for run, weight in pairs) / device_hours if device_hours else None
+            sum((run.goodput_ratio or 0.0) * weight for run, weight in known) / device_hours if device_hours else None
         ),
-        wasted_gpu_hours=sum(run.lost_hours * share for run, share in members),
+        wasted_gpu_hours=sum(run.lost_gpu_hours * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
         simulated=sum(run.simulated for run, _ in members),
         slow_runs=sum(group in map(one_line, run.slow_hosts) for run, _ in members),
@@ -178,7 +178,7 @@ def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
     return sum(measured) if measured else None
 
 
-def read_runs(
+def read_ledger(
     paths: Sequence[Path], since_s: float | None = None, progress: Progress = lambda *_: None
 ) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
@@ -214,7 +214,7 @@ class _LastWindow(msgspec.Struct):
 
 
 def _add_last_report(run: LedgerRun, folder: Path) -> None:
-    """Count the GPU-hours of a killed run at least until its last report: its summary is up to a minute older."""
+    """Set the GPUs and the GPU-hours of a killed run by its last report: its summary is up to a minute older."""
     files = LineFiles(folder, "windows")
     with contextlib.suppress(OSError, *DECODE_ERRORS):
         files.refresh()
@@ -238,7 +238,7 @@ def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[st
     skipped += [f"{file.path}: {file.reason}" for file in database.skipped]
     values = ", ".join(f'{sql} AS "{name}"' for name, sql in _VALUES.items())
     rows = database.connection.execute(f"SELECT {values} FROM runs ORDER BY rowid").fetchall()
-    folders = [LedgerRun(**dict(zip(_VALUES, map(_measured, row), strict=True))) for row in rows]
+    folders = [LedgerRun(**dict(zip(_VALUES, map(_none_if_impossible, row), strict=True))) for row in rows]
     keys = {(run.run_id, run.started_time_s) for run in folders}
     return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in keys)], skipped
 
@@ -277,23 +277,23 @@ _VALUES = {
 _COLUMNS = sorted({word for sql in _VALUES.values() for word in re.findall(r"\w+", sql)})
 
 
-def _measured(value: Any) -> Any:
+def _none_if_impossible(value: Any) -> Any:
     return None if isinstance(value, float) and abs(value) > MAX_VALUE else value
 
 
 def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs in a ledger file or in those of a folder, and a line for each file that was not read completely.
 
-    A later attempt of a run replaces an earlier one.
+    A later line of a run replaces an earlier one: a running job and each attempt write lines.
     """
     skipped: list[str] = []
     by_key: dict[tuple[Path, str, str | None], LedgerRun] = {}
     for path, problem in _ledger_files(place):
-        lines, other_version = JsonLines([path], LedgerRun), ""
+        lines, version_problem = JsonLines([path], LedgerRun), ""
         try:
             for run in () if problem else lines:
                 if error := version_error(run.schema_version):
-                    other_version = error
+                    version_problem = error
                     continue
                 tags = dict(tag.partition("=")[::2] for tag in run.tags)
                 run.project, run.config = tags.get("project") or run.account, tags.get(CONFIGURATION)
@@ -307,8 +307,8 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
             skipped.append(f"{path}: {problem}")
         if lines.num_skipped:
             skipped.append(f"{path}: {lines.num_skipped:,} incomplete or invalid line{'s' * (lines.num_skipped > 1)}")
-        if other_version:
-            skipped.append(f"{path}: a line was left out: {other_version}")
+        if version_problem:
+            skipped.append(f"{path}: a line was left out: {version_problem}")
     return list(by_key.values()), skipped
 
 

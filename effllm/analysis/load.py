@@ -59,7 +59,7 @@ def load_errors() -> tuple[type[Exception], ...]:
     return UnreadableRun, ImportError, OSError, duckdb.Error
 
 
-def _counted(things: Sized, name: str) -> str:
+def _count_text(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
 
 
@@ -78,8 +78,8 @@ class Runs(Database):
             yield Run(find_runs(folder))
 
     def __repr__(self) -> str:
-        skipped = f", {_counted(self.skipped, 'file')} skipped" if self.skipped else ""
-        return f"<{type(self).__name__} of {_counted(self, 'run folder')}{skipped}>"
+        skipped = f", {_count_text(self.skipped, 'file')} skipped" if self.skipped else ""
+        return f"<{type(self).__name__} of {_count_text(self, 'run folder')}{skipped}>"
 
     @property
     def runs(self) -> Any:
@@ -156,7 +156,7 @@ class QueryError(ValueError):
     """A query is wrong or not allowed; the message is one line."""
 
 
-class Answer(NamedTuple):
+class QueryResult(NamedTuple):
     """The result of a query."""
 
     columns: list[str]
@@ -164,7 +164,7 @@ class Answer(NamedTuple):
     rows: Iterator[tuple[Any, ...]]
 
 
-def answer(runs: Runs, query: str) -> Answer:
+def run_query(runs: Runs, query: str) -> QueryResult:
     """Run one query that reads the tables of runs; afterwards the connection can neither read nor write a file.
 
     Raises:
@@ -175,7 +175,7 @@ def answer(runs: Runs, query: str) -> Answer:
     try:
         statements = duckdb.extract_statements(query)
     except duckdb.Error as error:
-        raise QueryError(_line(error)) from error
+        raise QueryError(_one_line_message(error)) from error
     if len(statements) != 1 or statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
         raise QueryError("only one query that reads is allowed: SELECT, DESCRIBE, SUMMARIZE, SHOW TABLES or EXPLAIN")
     runs.read_tables_of(query)
@@ -187,8 +187,8 @@ def answer(runs: Runs, query: str) -> Answer:
         relation = connection.execute(query)
         described = relation.description
     except duckdb.Error as error:
-        raise QueryError(_line(error)) from error
-    return Answer([column[0] for column in described], [str(column[1]) for column in described], _rows(relation))
+        raise QueryError(_one_line_message(error)) from error
+    return QueryResult([column[0] for column in described], [str(column[1]) for column in described], _rows(relation))
 
 
 def _rows(relation: Any) -> Iterator[tuple[Any, ...]]:
@@ -198,10 +198,10 @@ def _rows(relation: Any) -> Iterator[tuple[Any, ...]]:
         while rows := relation.fetchmany(_ROWS):
             yield from rows
     except duckdb.Error as error:
-        raise QueryError(_line(error)) from error
+        raise QueryError(_one_line_message(error)) from error
 
 
-def _line(error: Exception) -> str:
+def _one_line_message(error: Exception) -> str:
     """Return DuckDB's message in one line, with the tables if a table is unknown."""
     text = " ".join(str(error).split("LINE 1:")[0].split()).rstrip(": ")
     text = _GUESS.sub("", text)

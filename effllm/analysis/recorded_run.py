@@ -26,7 +26,7 @@ MAX_RANKS = 65_536
 #: Ranks whose times are kept by window, and the number of columns of windows.
 MAX_TIMED_RANKS, MAX_COLUMNS = 32, 48
 #: Only the newest bytes of events.jsonl are read.
-MAX_BYTES = 64 * 2**20
+MAX_EVENT_BYTES = 64 * 2**20
 #: Kinds of stalls, which have a section of their own.
 STALLS = ("stalled", "resumed", "stack")
 MAX_STALLS = 50
@@ -95,7 +95,7 @@ class RankTimes:
     def __init__(self) -> None:
         self.columns: list[tuple[int, dict[int, list[float]]]] = []  # last iteration; seconds and steps by rank
         self.has_own = False
-        self._each, self._windows = 1, 0
+        self._windows_per_column, self._num_windows = 1, 0
 
     def add_report(self, line: RankRow) -> None:
         """Add a report; the reports of a window follow each other."""
@@ -103,21 +103,21 @@ class RankTimes:
         if steps <= 0 or line.rank >= MAX_TIMED_RANKS:
             return
         if line.own_steps and not self.has_own:
-            self.columns, self._each, self._windows, self.has_own = [], 1, 0, True
+            self.columns, self._windows_per_column, self._num_windows, self.has_own = [], 1, 0, True
         last = line.iteration_shown or line.iteration_last
         if not self.columns or self.columns[-1][0] != last:
-            self._windows += 1
-            if not self.columns or (self._windows - 1) % self._each == 0:
+            self._num_windows += 1
+            if not self.columns or (self._num_windows - 1) % self._windows_per_column == 0:
                 self.columns.append((last, {}))
             else:
                 self.columns[-1] = last, self.columns[-1][1]
             if len(self.columns) > MAX_COLUMNS:
-                self._merge()
+                self._merge_pairs()
         seconds, count = (line.own_step_s, line.own_steps) if self.has_own else (line.busy_s, steps)
         sums = self.columns[-1][1].setdefault(line.rank, [0.0, 0])
         sums[0], sums[1] = sums[0] + seconds, sums[1] + count
 
-    def _merge(self) -> None:
+    def _merge_pairs(self) -> None:
         pairs = [self.columns[at : at + 2] for at in range(0, len(self.columns), 2)]
         self.columns = []
         for pair in pairs:
@@ -127,7 +127,7 @@ class RankTimes:
                     sums = merged.get(rank, [0.0, 0])
                     merged[rank] = [sums[0] + seconds, sums[1] + count]
             self.columns.append((pair[-1][0], merged))
-        self._each, self._windows = 2 * self._each, 1
+        self._windows_per_column, self._num_windows = 2 * self._windows_per_column, 1  # one in the unpaired last column
 
 
 class RankReports:
@@ -183,7 +183,7 @@ class EventExtract:
         path = folder / "events.jsonl"
         if not path.is_file():
             return
-        lines = JsonLines([path], Event, MAX_BYTES)
+        lines = JsonLines([path], Event, MAX_EVENT_BYTES)
         for event in lines:
             self.counts[event.kind] += event.count
             (self._problems if is_problem(event.kind) else self._others).append(event)
@@ -224,7 +224,7 @@ class RecordedRun:
         self.summary = self._read("summary.json", Summary)
         self.curves, self.ranks, self.events = WindowCurves(tags), RankReports(), EventExtract(max_events)
         self.stacks: list[tuple[str, str]] = []
-        self.stack_files = 0
+        self.num_stack_files = 0
         readers: tuple[tuple[str, WindowCurves | RankReports | EventExtract], ...]
         readers = (("windows", self.curves), ("rank reports", self.ranks), ("events", self.events))
         for name, reader in readers:
@@ -235,7 +235,7 @@ class RecordedRun:
             if reader.skipped_lines:
                 self.problems.append(f"{name}: {reader.skipped_lines:,} incomplete or invalid lines were left out")
         try:
-            self.stacks, self.stack_files = read_stacks(folder, max_stacks)
+            self.stacks, self.num_stack_files = read_stacks(folder, max_stacks)
         except OSError as error:
             self.problems.append(f"stacks cannot be read: {error.strerror or error}")
 

@@ -50,7 +50,7 @@ def find_runs(paths: Paths) -> list[FoundRun]:
     """
     runs: dict[str, FoundRun] = {}
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
-        here = [run for folder in _expanded(os.fspath(path)) for run in _runs_in(folder)]
+        here = [run for folder in _matching_paths(os.fspath(path)) for run in _runs_in(folder)]
         if not here:
             raise NoRun(
                 f"{path} has no run folder: a run folder contains run.json or summary.json, as in "
@@ -114,7 +114,7 @@ def started_s(folder: Path) -> float:
     return 0.0
 
 
-def _expanded(path: str) -> list[str]:
+def _matching_paths(path: str) -> list[str]:
     if not path:  # an unset variable of a script, not the current folder
         raise UnreadableRun("the path of the runs is empty")
     if os.path.lexists(path) or not glob.has_magic(path):
@@ -156,11 +156,11 @@ def runs_below(folder: str, depth: int = MAX_DEPTH) -> Iterator[FoundRun]:
 
 def run_at(folder: str) -> FoundRun | None:
     """Return the run at a real path, or ``None`` if it has neither run.json nor summary.json."""
-    states = [_state(f"{folder}/{name}") for name in FILES]
+    states = [_file_state(f"{folder}/{name}") for name in FILES]
     return FoundRun(Path(folder), "|".join(states)) if any(states) else None
 
 
-def _state(path: str) -> str:
+def _file_state(path: str) -> str:
     try:
         about = os.stat(path)  # noqa: PTH116 - thousands of files
     except OSError:

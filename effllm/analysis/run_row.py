@@ -23,7 +23,7 @@ from effllm.store.regular_file import read_regular
 Document = dict[str, Any]
 Form = TypeVar("Form")
 #: A file of effllm has these numbers between 0 and `MAX_COUNT`; another impossible value is null in the table.
-_COUNTED = ("world_size", "iterations", "attempts", "elapsed_s")
+_LIMITED = ("world_size", "iterations", "attempts", "elapsed_s")
 
 
 class Unreadable(Exception):
@@ -46,7 +46,7 @@ def read_document(path: Path) -> Document | None:
         raise Unreadable(f"not a JSON object: {error}") from error
     if problem := version_error(document.get("schema_version", SCHEMA_VERSION)):
         raise Unreadable(problem)
-    for name in _COUNTED:
+    for name in _LIMITED:
         if isinstance(value := document.get(name), int | float) and not 0 <= value <= MAX_COUNT:
             raise Unreadable(f"{name} cannot be {value:g}")
     return document
@@ -84,11 +84,11 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
         "facts": {name: value for name, value in run.items() if name not in _HAVE_COLUMNS},
         "schema_version": merged.get("schema_version"),
     }
-    row |= _devices(run, merged) | _parts(summary)
+    row |= _hosts_and_gpus(run, merged) | _waterfall_and_goodput(summary)
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:
         row[name] = check(row[name])
-    return row | _metrics(summary)
+    return row | _metric_columns(summary)
 
 
 _HAVE_COLUMNS = frozenset((*(column.name for column in DOCUMENTED), "ranks", "gpu_model_count", "schema_version"))
@@ -129,25 +129,25 @@ def _tags(tags: Any) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _devices(run: Document, merged: Document) -> Document:
+def _hosts_and_gpus(run: Document, merged: Document) -> Document:
     """Return the facts of hosts and GPUs; the identity names only the first hosts and models."""
     ranks = [_object(about) for about in _object(run.get("ranks")).values()]
     devices = [device for about in ranks for device in _objects(about.get("devices"))]
     gpus = [device for device in devices if device.get("is_gpu") is True]
-    hosts = _texts(about.get("host") for about in ranks)
+    hosts = _distinct_texts(about.get("host") for about in ranks)
     limits = {number for gpu in gpus if (number := float_or_none(gpu.get("power_limit_w"))) is not None}
     return {
         "hosts": hosts or merged.get("hosts"),
         "host_count": len(hosts) or merged.get("host_count"),
-        "gpu_models": _texts(gpu.get("name") for gpu in gpus) or merged.get("gpu_models"),
-        "device_keys": _texts(gpu.get("key") for gpu in gpus),
-        "drivers": _texts(device.get("driver") for device in devices),
+        "gpu_models": _distinct_texts(gpu.get("name") for gpu in gpus) or merged.get("gpu_models"),
+        "device_keys": _distinct_texts(gpu.get("key") for gpu in gpus),
+        "drivers": _distinct_texts(device.get("driver") for device in devices),
         "gpu_power_limits_w": sorted(limits),
-        "gpu_power_profiles": _texts(gpu.get("power_profiles") for gpu in gpus),
+        "gpu_power_profiles": _distinct_texts(gpu.get("power_profiles") for gpu in gpus),
     }
 
 
-def _texts(values: Iterator[Any]) -> list[str]:
+def _distinct_texts(values: Iterator[Any]) -> list[str]:
     return sorted({value for value in values if isinstance(value, str) and value})
 
 
@@ -156,7 +156,7 @@ def _column_by_tag() -> Mapping[str, str]:
     return {tag: column.name for tag, column in metric_columns().items()}
 
 
-def _metrics(summary: Document) -> Document:
+def _metric_columns(summary: Document) -> Document:
     columns = _column_by_tag()
     row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
     for tag, stated in _object(summary.get("metrics")).items():
@@ -172,7 +172,7 @@ def _metrics(summary: Document) -> Document:
     return row
 
 
-def _parts(summary: Document) -> Document:
+def _waterfall_and_goodput(summary: Document) -> Document:
     parts = _objects(_at(summary, "waterfall.parts"))
     named = [(part["name"], part) for part in parts if isinstance(part.get("name"), str)]
     return {

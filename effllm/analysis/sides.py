@@ -55,7 +55,7 @@ class ComparedRun(NamedTuple):
     def value(self, column: str) -> float | None:
         return float_or_none(self.row.get(column))
 
-    def repeat(self) -> tuple[int, int] | None:
+    def repeat_and_planned(self) -> tuple[int, int] | None:
         """Return the number of this repeat and the planned number, from the tag of a campaign."""
         number, _, of = self.tags.get(REPEAT, "").partition("/")
         return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else None
@@ -81,7 +81,7 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
         UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
     """
     all_sides, left_out = _sides_of(arguments, runs_folder)
-    sides = _by_key(all_sides, by, left_out) if by else all_sides
+    sides = _sides_by_value(all_sides, by, left_out) if by else all_sides
     if len({side.name for side in sides}) < len(sides):
         raise UnreadableRun("two sides have the same name: give each side once")
     times = Counter(run.folder for side in sides for run in side.runs)
@@ -114,12 +114,12 @@ def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[li
     if not by and any(CONFIGURATION in run.tags for run in runs.values()):
         by = CONFIGURATION
     if by:
-        return _by_key(sides, by, left_out), left_out
+        return _sides_by_value(sides, by, left_out), left_out
     names = names_of(runs.values())
     return [Side(names[folder], (run,)) for folder, run in runs.items()], left_out
 
 
-def read_runs(sources: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
+def read_compared_runs(sources: Iterable[FoundRun], left_out: list[str]) -> list[ComparedRun]:
     """Read runs; a run with nothing to compare, or that was run again, adds a line to ``left_out``."""
     runs = []
     for source in sources:
@@ -133,11 +133,11 @@ def read_runs(sources: Iterable[FoundRun], left_out: list[str]) -> list[Compared
         if not documents[1]:
             left_out.append(f"{source.folder}: summary.json is missing or empty: nothing was measured")
             continue
-        run = ComparedRun(source.folder, run_row(source.folder, *documents), _doubts(documents[1]))
+        run = ComparedRun(source.folder, run_row(source.folder, *documents), _doubt_by_column(documents[1]))
         if run.is_warmup:
             left_out.append(f"{source.folder}: a warm-up run of a campaign")
             continue
-        if run.repeat() and run.row.get("status") != "completed" and not run.continues:
+        if run.repeat_and_planned() and run.row.get("status") != "completed" and not run.continues:
             left_out.append(f"{source.folder}: this repeat of a campaign did not complete: {run.row.get('status')}")
             continue
         runs.append(run)
@@ -169,12 +169,12 @@ def newest_repeats(runs: Sequence[ComparedRun], left_out: list[str]) -> list[Com
 
 
 def _place_in_campaign(run: ComparedRun) -> Any:
-    if not run.repeat():
+    if not run.repeat_and_planned():
         return run.folder
-    return run.folder.parent, run.tags.get(CAMPAIGN), run.tags.get(CONFIGURATION), run.repeat()
+    return run.folder.parent, run.tags.get(CAMPAIGN), run.tags.get(CONFIGURATION), run.repeat_and_planned()
 
 
-def _doubts(summary: Document) -> dict[str, str]:
+def _doubt_by_column(summary: Document) -> dict[str, str]:
     entries = (object_or_none(summary.get("metrics")) or {}).items()
     doubts = ((tag, value.get("doubt")) for tag, value in entries if isinstance(value, dict))
     return {column_of(tag): doubt for tag, doubt in doubts if isinstance(doubt, str)}
@@ -187,7 +187,7 @@ def _sides_of(arguments: Sequence[str], runs_folder: str) -> tuple[list[Side], l
 
 def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[ComparedRun]:
     if Path(argument).exists() or glob.has_magic(argument) or argument.startswith((".", "/", "~")):
-        runs = read_runs(find_runs(str(Path(argument).expanduser())), left_out)
+        runs = read_compared_runs(find_runs(str(Path(argument).expanduser())), left_out)
         if not runs:
             raise UnreadableRun(f"{argument} has no run with a result: {left_out[-1]}")
         return runs
@@ -195,18 +195,18 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
     try:
         every = {run.folder: run for run in find_runs(runs_folder)}
         folders = Database(list(every.values()), {name: value}, columns=("folder",)).folders
-        tagged = read_runs([every[folder] for folder in folders], [])
+        tagged = read_compared_runs([every[folder] for folder in folders], [])
     except UnreadableRun:
         tagged = []
     if tagged:
         return tagged
     try:
-        return read_runs(find_runs(argument), left_out)
+        return read_compared_runs(find_runs(argument), left_out)
     except UnreadableRun as error:
         raise NoRun(f"{argument} is neither a path, a run nor a tag of a run in {runs_folder}") from error
 
 
-def _by_key(sides: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
+def _sides_by_value(sides: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
     groups: dict[str, dict[Path, ComparedRun]] = {}
     for run in sorted((run for side in sides for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))

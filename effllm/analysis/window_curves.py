@@ -59,8 +59,8 @@ class Curve:
         if len(x) <= 2 * buckets:
             return x.tolist(), y.tolist()
         kept = {0, len(x) - 1}
-        edges = _edges(x, buckets)
-        for begin, end in zip(edges, [*edges[1:], len(x)], strict=True):
+        starts = _bucket_starts(x, buckets)
+        for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
             part = y[begin:end]
             if np.isnan(part).all():
                 kept.add(begin)
@@ -84,17 +84,17 @@ class Curve:
         self._x, self._y = (array("d", kept.tobytes()) + end for kept, end in zip(folded, rest, strict=True))
 
 
-def _edges(x: Any, buckets: int) -> list[int]:
+def _bucket_starts(x: Any, buckets: int) -> list[int]:
     """Return the first index of each bucket: equal widths of x, because a folded curve is not even.
 
     After a restart x goes back, so a run of many attempts has more buckets: then the buckets have equal counts.
     """
     low, high = float(x.min()), float(x.max())
     place = np.minimum(np.floor((x - low) / ((high - low) or 1.0) * buckets), buckets - 1)
-    edges = np.flatnonzero(np.diff(place, prepend=-1.0))
-    if len(edges) > 2 * buckets:
-        edges = np.linspace(0, len(x), buckets, endpoint=False).astype(int)
-    return [int(edge) for edge in edges]
+    starts = np.flatnonzero(np.diff(place, prepend=-1.0))
+    if len(starts) > 2 * buckets:
+        starts = np.linspace(0, len(x), buckets, endpoint=False).astype(int)
+    return [int(start) for start in starts]
 
 
 class _Sums(Struct, frozen=True):
@@ -125,8 +125,8 @@ class WindowCurves:
         self.is_simulated = False  # whether a window had simulated devices
         self.last_spread: dict[str, Spread] = {}  # distributions of the last window that has any
         self.curves = {tag: Curve() for tag in tags}
-        self._over = {tag: curve for tag, curve in self.curves.items() if tag.startswith(f"{LOSS}/")}
-        self._metrics = [tag for tag in self.curves if not tag.startswith((LOSS, "spread/"))]
+        self._loss_over = {tag: curve for tag, curve in self.curves.items() if tag.startswith(f"{LOSS}/")}
+        self._metric_tags = [tag for tag in self.curves if not tag.startswith((LOSS, "spread/"))]
         parts = [(tag, *tag.split("/")[1:]) for tag in self.curves if tag.startswith("spread/")]
         self._spreads = [(self.curves[tag], name, field) for tag, name, field in parts]
         self._attempt = 0
@@ -153,18 +153,18 @@ class WindowCurves:
             for curve in self.curves.values():
                 curve.add(x, math.nan)
         values = line.values
-        for tag in self._metrics:
+        for tag in self._metric_tags:
             self.curves[tag].add(x, values.get(tag, math.nan))
         if LOSS in self.curves:
             self.curves[LOSS].add(x, math.nan if line.loss is None else line.loss)
-        if self._over:
-            self._add_over(line)
+        if self._loss_over:
+            self._add_loss_over(line)
         self.last_spread = line.spread or self.last_spread
         for curve, name, field in self._spreads:
             spread = line.spread.get(name)
             curve.add(x, math.nan if spread is None else getattr(spread, field))
 
-    def _add_over(self, line: CurveLine) -> None:
+    def _add_loss_over(self, line: CurveLine) -> None:
         self._tokens += line.last.tokens
         self._first_s = line.time_s if math.isnan(self._first_s) else self._first_s
         x = {
@@ -172,6 +172,6 @@ class WindowCurves:
             OVER_JOULES: line.values.get("energy/measured_joules", math.nan),
             OVER_SECONDS: line.time_s - self._first_s,
         }
-        for tag, curve in self._over.items():
+        for tag, curve in self._loss_over.items():
             if line.loss is not None and math.isfinite(x[tag]):
                 curve.add(x[tag], line.loss)

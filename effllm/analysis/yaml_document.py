@@ -23,13 +23,13 @@ def load_yaml(content: str | bytes) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _expanded(node, {})
+        _num_expanded_nodes(node, {})
         return loader.construct_document(node)
     except (ValueError, RecursionError) as error:  # a date such as 2026-99-99; a deep document
         raise yaml.YAMLError(str(error)) from error
 
 
-def _expanded(node: Any, sizes: dict[int, int]) -> int:
+def _num_expanded_nodes(node: Any, sizes: dict[int, int]) -> int:
     """Return the number of nodes of a document with expanded aliases; ``sizes`` has those of known nodes, by id."""
     import yaml
 
@@ -46,7 +46,7 @@ def _expanded(node: Any, sizes: dict[int, int]) -> int:
         if twice := [key for key, count in times.items() if count > 1]:
             raise yaml.YAMLError(f"the key {twice[0]} is given twice")
         parts = [part for pair in node.value for part in pair]
-    sizes[id(node)] = 1 + sum(_expanded(part, sizes) for part in parts)
+    sizes[id(node)] = 1 + sum(_num_expanded_nodes(part, sizes) for part in parts)
     if sizes[id(node)] > MAX_NODES:
         raise yaml.YAMLError(f"with its aliases the document has more than {MAX_NODES:,} values")
     return sizes[id(node)]

@@ -33,9 +33,9 @@ import typer
 from rich.console import Console
 
 from effllm.analysis.compared_metrics import compared_metrics
-from effllm.analysis.comparison import ALPHA, answer, compare, exit_status, parse_condition
+from effllm.analysis.comparison import ALPHA, answer_to, compare, exit_status, parse_condition
 from effllm.analysis.configurations import configurations
-from effllm.analysis.fairness import settings, unfair
+from effllm.analysis.fairness import setting_differences, unfair_differences
 from effllm.analysis.load import load_errors
 from effllm.analysis.run_folders import NoRun
 from effllm.analysis.sides import find_groups, find_sides
@@ -164,6 +164,6 @@ def comparison_page(
     compared = []
     for side in others:
         rows = compare(first, side, metrics, are_primary=bool(names), alpha=alpha, comparisons=len(others))
-        compared.append(ComparedSide(side, rows, unfair(first, side), settings(first, side)))
-    answers = [answer(condition, other.side.name, other.metrics) for other in compared for condition in conditions]
+        compared.append(ComparedSide(side, rows, unfair_differences(first, side), setting_differences(first, side)))
+    answers = [answer_to(condition, other.side.name, other.metrics) for other in compared for condition in conditions]
     return ComparisonPage(first, compared, left_out, answers, 1 - alpha)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from effllm.analysis.export import export_csv, export_json, export_parquet
-from effllm.analysis.load import Answer, QueryError, Runs, answer, load, load_errors
+from effllm.analysis.load import QueryError, QueryResult, Runs, load, load_errors, run_query
 from effllm.commands.output import ReadingProgress, complain
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
@@ -29,7 +29,7 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
     errors: tuple[type[Exception], ...] = (QueryError, *load_errors())
     try:
         loaded = load(runs, progress=ReadingProgress())
-        result = answer(loaded, query)
+        result = run_query(loaded, query)
         _PRINTERS[form](result)
     except BrokenPipeError:  # an OSError of stdout, not of the runs
         raise
@@ -76,7 +76,7 @@ def _appended_text(num_rows: int, num_runs: int, path: str) -> str:
     return f"{appended} appended to {one_line(path)}{more}"
 
 
-def _print_text(result: Answer) -> None:
+def _print_text(result: QueryResult) -> None:
     rows = list(itertools.islice(result.rows, MAX_ROWS + 1))
     letters = MAX_CELL if len(result.columns) > 1 else WIDTH
     cells = [[_text_cell(value, letters) for value in row] for row in rows[:MAX_ROWS]]
@@ -114,7 +114,7 @@ def _text_cell(value: Any, letters: int) -> str:
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
-def _print_csv(result: Answer) -> None:
+def _print_csv(result: QueryResult) -> None:
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
     write(map(one_line, result.columns))
     for row in result.rows:
@@ -127,7 +127,7 @@ def _csv_cell(value: Any) -> Any:
     return json.dumps(_without_nan(value), default=str) if isinstance(value, (list, dict)) else value
 
 
-def _print_json(result: Answer) -> None:
+def _print_json(result: QueryResult) -> None:
     rows = (dict(zip(result.columns, row, strict=True)) for row in result.rows)
     print("[" + ",\n ".join(json.dumps(_without_nan(row), default=str) for row in rows) + "]")
 
@@ -141,4 +141,4 @@ def _without_nan(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
-_PRINTERS: dict[str, Callable[[Answer], None]] = {"text": _print_text, "csv": _print_csv, "json": _print_json}
+_PRINTERS: dict[str, Callable[[QueryResult], None]] = {"text": _print_text, "csv": _print_csv, "json": _print_json}

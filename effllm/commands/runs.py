@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from effllm.analysis.ledger import KEYS, KILLED, NOTHING, LedgerRow, LedgerRun, Totals, read_runs, totals
+from effllm.analysis.ledger import KEYS, KILLED, NOTHING, LedgerRow, LedgerRun, Totals, read_ledger, totals
 from effllm.analysis.load import load_errors
 from effllm.analysis.run_row import utc
 from effllm.commands.output import ReadingProgress, complain, form_of
@@ -105,7 +105,7 @@ def main(
             return complain("runs", "--since is not for --sql and --export, and --csv and --json not for --export", 2)
         return print_query(paths, sql, form) if sql else export_runs(paths, export)
     try:
-        runs, skipped = read_runs([Path(path) for path in paths], since_s, ReadingProgress())
+        runs, skipped = read_ledger([Path(path) for path in paths], since_s, ReadingProgress())
     except load_errors() as error:
         return complain("runs", str(error), 1)
     if by:

@@ -236,7 +236,7 @@ def _warnings(page: ComparisonPage) -> list[str]:
 
 def _unfinished_campaign_text(side: Side) -> str:
     """Return a sentence if a campaign has planned more repeats than a side has; "" if not."""
-    repeats = [repeat for run in side.runs if (repeat := run.repeat())]
+    repeats = [repeat for run in side.runs if (repeat := run.repeat_and_planned())]
     planned = max((of for _, of in repeats), default=0)
     if len(repeats) >= planned:
         return ""

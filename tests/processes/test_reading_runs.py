@@ -38,8 +38,8 @@ def test_parallel_exports_lose_no_row_of_a_csv_file(tmp_path):
 def test_ledger_loads_no_pandas():
     """DuckDB imports pandas for the first parameter of a query: half of the time of a ledger of 10,000 runs."""
     code = (
-        "import sys, pathlib; from effllm.analysis.ledger import read_runs, totals\n"
-        f"runs, _ = read_runs([pathlib.Path({str(GOLDEN)!r})])\n"
+        "import sys, pathlib; from effllm.analysis.ledger import read_ledger, totals\n"
+        f"runs, _ = read_ledger([pathlib.Path({str(GOLDEN)!r})])\n"
         "assert totals(runs, 'node').total.runs == 1; print('pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cases import repeats
 
-from effllm.analysis.comparison import difference, holm
+from effllm.analysis.comparison import difference, holm_adjusted
 
 
 def test_difference_is_welchs():
@@ -30,9 +30,9 @@ def test_values_without_spread_differ_for_certain_or_not_at_all():
 
 
 def test_holm_adjusts_the_smallest_first_and_never_reverses():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.5]) == pytest.approx([1.0, 1.0])
-    assert holm([]) == []
+    assert holm_adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm_adjusted([0.9, 0.5]) == pytest.approx([1.0, 1.0])
+    assert holm_adjusted([]) == []
 
 
 @pytest.mark.parametrize(("runs", "effect"), [(3, 3.52), (5, 2.10), (8, 1.52)])

@@ -54,7 +54,7 @@ def run(tmp_path):
 
 
 def totals(path, by, since_s=None, wasted=False):
-    found, skipped = ledger.read_runs([path], since_s)
+    found, skipped = ledger.read_ledger([path], since_s)
     return ledger.totals(found, by, skipped, wasted)
 
 

@@ -251,7 +251,7 @@ def stalls(run: RecordedRun) -> Child:
     shown = list(run.events.stalls)
     if not shown and not run.stacks:
         return element("p", "No stall was recorded.")
-    more = run.stack_files - len(run.stacks)
+    more = run.num_stack_files - len(run.stacks)
     return together(
         _event_table("Stalls, oldest first", shown, MAX_STALL_LETTERS) if shown else None,
         [
