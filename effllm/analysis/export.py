@@ -21,7 +21,7 @@ from effllm.store import csv_file, own_files, regular_file
 #: Hive's name of the partition of an unknown value; engines read it as null.
 UNKNOWN = "__HIVE_DEFAULT_PARTITION__"
 MAX_PARTITION_LETTERS = 200
-LOCK_WITHIN_S = 600.0
+LOCK_TIMEOUT_S = 600.0
 
 
 def export_csv(runs: Runs, path: Path) -> int:
@@ -63,12 +63,12 @@ def export_parquet(runs: Runs, folder: Path) -> int:
     Raises:
         OSError: a file cannot be written; the file of the dataset is unchanged.
         duckdb.Error: the same.
-        TimeoutError: another process writes the dataset for longer than `LOCK_WITHIN_S`.
+        TimeoutError: another process writes the dataset for longer than `LOCK_TIMEOUT_S`.
     """
     version = folder / f"v{SCHEMA_VERSION}"
     _make_folders(version)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with regular_file.locked(file, folder, LOCK_WITHIN_S):
+    with regular_file.locked(file, folder, LOCK_TIMEOUT_S):
         for name in COLUMNS:
             runs.read_tables_of(name)
         execute = runs.connection.execute

@@ -135,7 +135,7 @@ class Outputs:
     def left_out(self, is_over: bool) -> dict[str, int]:
         """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
         counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
-        counts[run_folder.NAME] = self._store.left_out if self._store is not None else 0
+        counts[run_folder.SINK_NAME] = self._store.left_out if self._store is not None else 0
         return {name: count for name, count in counts.items() if count}
 
     def stop_sinks(self, summary: Summary, timeout_s: float) -> None:

@@ -52,23 +52,23 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
     head = f"[EfficientLLM] Run {status_text(summary.status)}{simulated}"
     facts = list(facts_of(summary))
-    missing = [("Missing", one_line(text)) for text in sorted(summary.not_measured, key=_harm)]
-    last = [("Open", text) for text in how_to_open(folder, tensorboard_dir, current_folder())]
+    missing = [("Missing", one_line(text)) for text in sorted(summary.not_measured, key=_harm_order)]
+    openers = [("Open", text) for text in how_to_open(folder, tensorboard_dir, current_folder())]
     if is_cut:
-        after = [line for name, text in last for line in fact_lines(name, text, 1, COLUMN)]
-        room = MAX_LINES - 1 - bool(missing) - len(after)
-        for long in _LONG:  # the last one is short enough
-            before = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in long), COLUMN)]
+        after = [line for name, text in openers for line in fact_lines(name, text, 1, COLUMN)]
+        room = MAX_LINES - 1 - bool(missing) - len(after)  # without the head, and one line of what is missing
+        for two_line in _TWO_LINE_FACTS:  # the last one is short enough
+            before = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in two_line), COLUMN)]
             if len(before) <= room:
                 break
-        lines = [*before, *_missing(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
+        lines = [*before, *_missing_lines(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
     else:
-        lines = [f"  {name:<9}{text}" for name, text in (*facts, *missing, *last)]
+        lines = [f"  {name:<9}{text}" for name, text in (*facts, *missing, *openers)]
     return "".join(f"{line}\n" for line in (head, *lines))
 
 
 #: The facts that have two lines on a terminal, by the room that is left.
-_LONG = (("Why", "Result", "Paper", "Ran"), ("Why",), ())
+_TWO_LINE_FACTS = (("Why", "Result", "Paper", "Ran"), ("Why",), ())
 
 
 def facts_of(summary: Summary, *, is_long: bool = False) -> Iterator[Fact]:
@@ -91,11 +91,11 @@ def facts_of(summary: Summary, *, is_long: bool = False) -> Iterator[Fact]:
     if text := "; ".join(forecast_texts(summary.forecast, summary.currency)):
         yield "End", text
     is_named = summary.verdict is not None and summary.verdict.cause == "straggler"
-    if text := "" if is_named else "; ".join(_slow_ranks(summary)):
+    if text := "" if is_named else "; ".join(_slow_rank_texts(summary)):
         yield "Slow", text
     if text := "; ".join(audit_texts(summary.audit)) if summary.audit is not None else "":
         yield "Doubt", text
-    if text := _events(summary):
+    if text := _problem_counts(summary):
         yield "Events", text
 
 
@@ -107,14 +107,14 @@ def current_folder() -> Path | None:
 
 
 def how_to_open(
-    folder: Path | None, tensorboard_dir: Path | None, start: Path | None = None, command: str = "inspect"
+    folder: Path | None, tensorboard_dir: Path | None, root: Path | None = None, command: str = "inspect"
 ) -> Iterator[str]:
     """Yield commands that open a run.
 
     Args:
         folder: the run folder.
         tensorboard_dir: folder of the event file.
-        start: a folder to which both are named relative; ``None``: the whole paths, for a file.
+        root: a folder to which both are named relative; ``None``: the whole paths, for a file.
         command: of effllm.
     """
     # TensorBoard names a run by its folder, so that it is shown beside the other runs.
@@ -122,11 +122,11 @@ def how_to_open(
         tensorboard_dir = tensorboard_dir.parent
     for opener, path in ((f"effllm {command}", folder), ("tensorboard --logdir", tensorboard_dir)):
         if path is not None:
-            shown = path.relative_to(start) if start is not None and path.is_relative_to(start) else path
+            shown = path.relative_to(root) if root is not None and path.is_relative_to(root) else path
             yield f"{opener} {shlex.quote(str(shown))}"
 
 
-def _missing(missing: Sequence[Fact], room: int) -> Iterator[str]:
+def _missing_lines(missing: Sequence[Fact], room: int) -> Iterator[str]:
     """Yield the most harmful gaps, whole, and the number of the others."""
     shown, rest = 0, room
     for name, text in missing[:2]:
@@ -140,19 +140,19 @@ def _missing(missing: Sequence[Fact], room: int) -> Iterator[str]:
         yield f"  {'Missing':<9}{more:,} {'more ' * bool(shown)}in summary.txt, not measured"
 
 
-def _harm(sentence: str) -> int:
+def _harm_order(sentence: str) -> int:
     return next((at for at, start in enumerate(_HARM) if sentence.startswith(start)), len(_HARM))
 
 
 def _result(summary: Summary, is_long: bool) -> Iterator[str]:
     if is_long and (value := value_of(summary, "tokens_per_second")):
-        yield f"{readable(value.value)} tokens/s{_mark(value)}"
+        yield f"{readable(value.value)} tokens/s{_doubt_mark(value)}"
     if value := value_of(summary, "tokens_per_second_per_gpu"):
         unit = "GPU" if summary.coverage.gpus_expected else "rank"
-        yield f"{readable(value.value)} tokens/s per {unit}{_mark(value)}"
+        yield f"{readable(value.value)} tokens/s per {unit}{_doubt_mark(value)}"
     if value := value_of(summary, "mfu_ratio"):
         peak = f" of {summary.peak.split(' per device')[0]}" if summary.peak else ""
-        yield f"MFU {readable(100 * value.value)} %{_mark(value)}{peak}"
+        yield f"MFU {readable(100 * value.value)} %{_doubt_mark(value)}{peak}"
     if text := loss_text(summary):
         yield f"loss {text}"
 
@@ -161,8 +161,8 @@ def _energy(summary: Summary, is_long: bool) -> Iterator[str]:
     energy = summary.energy
     if value := value_of(summary, "joules_per_token"):
         number, prefix = scaled(value.value)
-        error = _error(value.value, value.error, value.sensor_error, is_long)
-        yield f"{number} {prefix}J/token{error}{_mark(value)}"
+        error = _error_text(value.value, value.error, value.sensor_error, is_long)
+        yield f"{number} {prefix}J/token{error}{_doubt_mark(value)}"
     joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
     if joules is not None:
         unit, unit_j = energy_unit(joules)
@@ -170,7 +170,7 @@ def _energy(summary: Summary, is_long: bool) -> Iterator[str]:
         part = ", measured only in part" if energy.total_joules is None else ""
         yield (
             f"{readable(joules / unit_j)} {unit}"
-            + _error(joules, error_j, (energy.gain_error or 0.0) * joules, is_long)
+            + _error_text(joules, error_j, (energy.gain_error or 0.0) * joules, is_long)
             + part
         )
     if value := value_of(summary, "watts_per_gpu"):
@@ -184,8 +184,8 @@ def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iter
 
     def shown(name: str, text: Callable[[float], str], unit: str = "") -> Iterator[str]:
         if (figure := forecast.get(name)) is not None:
-            ends = None if figure.low is None or figure.high is None else (text(figure.low), text(figure.high))
-            yield f"{text(figure.value)}{unit}" + (f" ({ends[0]} to {ends[1]})" if ends else "")
+            interval = None if figure.low is None or figure.high is None else (text(figure.low), text(figure.high))
+            yield f"{text(figure.value)}{unit}" + (f" ({interval[0]} to {interval[1]})" if interval else "")
 
     yield from (f"in {text}" for text in shown(REMAINING_S, duration))
     yield from shown(JOULES, lambda joules: readable(joules / J_PER_KWH), " kWh")
@@ -195,7 +195,7 @@ def forecast_texts(forecast: Mapping[str, Foretold], currency: str = "") -> Iter
     yield from shown(cost, readable, f" {one_line(currency)}" if currency else " (cost)")
 
 
-def _error(value: float, timing: float | None, sensor: float | None, is_long: bool) -> str:
+def _error_text(value: float, timing: float | None, sensor: float | None, is_long: bool) -> str:
     """Return the errors, or the larger one, in percent of a value."""
     ratios = [abs((error or 0.0) / value) if value else 0.0 for error in (timing, sensor)]
     if is_long:
@@ -203,14 +203,14 @@ def _error(value: float, timing: float | None, sensor: float | None, is_long: bo
     return f" ±{percent(max(ratios))}" if any(ratios) else ""
 
 
-def _mark(value: Value) -> str:
+def _doubt_mark(value: Value) -> str:
     return " (in doubt)" if value.doubt else ""
 
 
 def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
     step = value_of(summary, "seconds_per_iteration")
     each = f" of {readable(1000 * step.value)} ms" if step is not None else ""
-    yield f"{summary.iterations:,} iterations{_numbers(summary)}{each} in {duration(summary.elapsed_s)}"
+    yield f"{summary.iterations:,} iterations{_iteration_range(summary)}{each} in {duration(summary.elapsed_s)}"
     if is_long and summary.energy.warmup_joules is not None:
         share = summary.energy.warmup_joules / (summary.energy.measured_joules or 1.0)
         yield f"warm-up with {percent(share)} of the energy left out" if share else "no warm-up left out"
@@ -221,9 +221,9 @@ def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
         (summary.samples, summary.measured_samples, "samples"),
     ):
         if measured:
-            yield f"{'at least ' if total is None else ''}{_count(measured)} {what}"
+            yield f"{'at least ' if total is None else ''}{_short_count(measured)} {what}"
     if summary.parameters:
-        yield f"{_count(summary.parameters)} parameters"
+        yield f"{_short_count(summary.parameters)} parameters"
     seen = summary.coverage
     ranks, gpus = (
         f"{have} of {of}"
@@ -236,7 +236,7 @@ def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
         yield f"goodput {100 * summary.goodput.ratio:.1f} %"
 
 
-def _slow_ranks(summary: Summary) -> Iterator[str]:
+def _slow_rank_texts(summary: Summary) -> Iterator[str]:
     if summary.stragglers:
         yield stragglers_text(summary.stragglers)
     last = summary.last_ranks
@@ -244,13 +244,13 @@ def _slow_ranks(summary: Summary) -> Iterator[str]:
         yield slowest_text(summary)
 
 
-def _events(summary: Summary) -> str:
+def _problem_counts(summary: Summary) -> str:
     """Return the counts of the problems that were shown on the console."""
     shown = [kind for kind in summary.events if level_of(kind) != FILE and is_problem(kind) and kind != "straggler"]
     return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
 
 
-def _numbers(summary: Summary) -> str:
+def _iteration_range(summary: Summary) -> str:
     """Return the numbers of the first and the last iteration of one attempt, unless they begin with 1."""
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     if len(attempts) != 1 or attempts[0].first in (None, 1):
@@ -258,10 +258,10 @@ def _numbers(summary: Summary) -> str:
     return f" ({attempts[0].first:,} to {attempts[0].last:,})"
 
 
-def _count(number: int) -> str:
+def _short_count(number: int) -> str:
     """Return a whole number, exact below a million.
 
-    >>> _count(160_000), _count(7_241_732_096)
+    >>> _short_count(160_000), _short_count(7_241_732_096)
     ('160,000', '7.24G')
     """
     return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))

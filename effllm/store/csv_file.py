@@ -14,7 +14,7 @@ from typing import Any
 
 from effllm.store import regular_file
 
-LOCK_WITHIN_S = 10.0
+LOCK_TIMEOUT_S = 10.0
 DIGITS = 9  # significant digits of a number; the error of an energy is larger than the rounding
 MAX_HEADER_BYTES = 2**16
 #: A spreadsheet evaluates a cell that begins with one of these characters as a formula.
@@ -47,18 +47,18 @@ def append_rows(
 
     Raises:
         OtherColumns: the first line of the file is not the header.
-        OSError: the file cannot be written, or is locked for longer than `LOCK_WITHIN_S` (`TimeoutError`).
+        OSError: the file cannot be written, or is locked for longer than `LOCK_TIMEOUT_S` (`TimeoutError`).
     """
-    lines = [_line([cell(row.get(name)) for name in columns]) for row in rows]
+    lines = [_csv_line([cell(row.get(name)) for name in columns]) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
-    with regular_file.locked(file, path, LOCK_WITHIN_S):
+    with regular_file.locked(file, path, LOCK_TIMEOUT_S):
         size = os.fstat(file).st_size
-        before = _before(file, size, path, columns)
+        beginning = _header_or_line_break(file, size, path, columns)
         if without_known:
             present = set(path.read_bytes().splitlines(keepends=True))
             lines = [line for line in lines if line.encode("utf-8", errors="replace") not in present]
-        regular_file.append(file, (before + "".join(lines)).encode("utf-8", errors="replace"))
+        regular_file.append(file, (beginning + "".join(lines)).encode("utf-8", errors="replace"))
     return len(lines)
 
 
@@ -80,12 +80,12 @@ def cell(value: Any) -> str:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def _before(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
-    """Return the text before the rows: the header of an empty file, or the missing line break at the end."""
+def _header_or_line_break(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
+    """Return the text before new rows: the header of an empty file, the missing line break of the last line, or ""."""
     if not size:
-        return _line(columns)
-    first = os.pread(file, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
-    names = _columns(first)
+        return _csv_line(columns)
+    first_line = os.pread(file, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
+    names = _names_in_header(first_line)
     if names != list(columns):
         missing = [name for name in columns if name not in names]
         other = f"without {missing[0]}" if missing else "in another order or with further columns"
@@ -93,14 +93,14 @@ def _before(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
     return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"
 
 
-def _columns(line: str) -> list[str]:
+def _names_in_header(line: str) -> list[str]:
     try:
         return next(csv.reader([line]), [])
     except csv.Error:  # a NUL, before Python 3.11
         return []
 
 
-def _line(cells: Sequence[str]) -> str:
+def _csv_line(cells: Sequence[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()

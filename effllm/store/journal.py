@@ -30,7 +30,7 @@ DETAIL = ("windows", "ranks")
 MIN_SEGMENTS = 16  # number of files in a full folder, so that each removed file is only a small part of it
 #: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
 MAX_WAITING_BYTES = 32 * 2**20
-_AT_ONCE_BYTES = 2**20
+_MAX_WRITE_BYTES = 2**20
 _BACK_BYTES = 2**12
 #: Twice the size of the lines that wait for a full disk; all of these are written before the next state.
 _TAIL_BYTES = 2 * MAX_WAITING_BYTES
@@ -57,7 +57,7 @@ class Journal:
         self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with its constants
         self._constants = b""  # the last constants in the file
         self._waiting_bytes = 0
-        self.left_out = 0  # number of dropped lines
+        self.num_dropped = 0  # lines
         self.number = max([1, *segments_by_number(folder, stem)]) if segment_bytes else 1  # of the open file
         self._descriptor = -1
         self._open(self.number)
@@ -65,7 +65,7 @@ class Journal:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, rows: Iterable[Any], constants: Any = None) -> None:
+    def queue(self, rows: Iterable[Any], constants: Any = None) -> None:
         """Queue rows for `flush`; if too many lines wait, the oldest lines are dropped and counted.
 
         Args:
@@ -79,7 +79,7 @@ class Journal:
             self._waiting_bytes += len(line)
         while self._waiting_bytes > self._max_waiting_bytes:
             self._waiting_bytes -= len(self._waiting.popleft()[0])
-            self.left_out += 1
+            self.num_dropped += 1
 
     def flush(self) -> None:
         """Write the waiting lines, oldest first.
@@ -88,17 +88,17 @@ class Journal:
             OSError: some lines still wait; the file contains no part of them.
         """
         while self._waiting:
-            self._check_file()
-            text, constants, lines = bytearray(), self._constants, 0
+            self._reopen_if_needed()
+            text, constants, num_lines = bytearray(), self._constants, 0
             for line, encoded in self._waiting:
-                if lines and len(text) + len(line) > _AT_ONCE_BYTES:
+                if num_lines and len(text) + len(line) > _MAX_WRITE_BYTES:
                     break
                 text += line if encoded == constants else b'{"constants":%b,%b' % (encoded, line[1:])
                 constants = encoded
-                lines += 1
+                num_lines += 1
             if self._append(bytes(text)):
                 self._constants = constants
-                for _ in range(lines):
+                for _ in range(num_lines):
                     self._waiting_bytes -= len(self._waiting.popleft()[0])
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _check_file(self) -> None:
+    def _reopen_if_needed(self) -> None:
         """Open a new file if the current file is too large, or was removed or renamed."""
         # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
         if self._descriptor < 0 or not regular_file.is_still_at(self._descriptor, self._path(self.number)):
@@ -177,26 +177,26 @@ class Written:
 
     def __init__(self, folder: Path) -> None:
         windows, ranks = (JsonLines(segments(folder, stem), _Line, _TAIL_BYTES) for stem in ("windows", "ranks"))
-        self._ends_s = {(line.attempt, line.window): line.time_s for line in windows if not line.correction}
-        self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in ranks}
+        self._window_ends_s = {(line.attempt, line.window): line.time_s for line in windows if not line.correction}
+        self._report_keys = {(line.attempt, line.rank, line.window, line.start_time_s) for line in ranks}
 
     def has_window(self, report: ClusterReport, start_time_s: float | None) -> bool:
         """Whether a window is written.
 
         A written window with the same number that ended before the start of this window belongs to another job.
         """
-        end_s = self._ends_s.get((report.attempt, report.window))
+        end_s = self._window_ends_s.get((report.attempt, report.window))
         return end_s is not None and (start_time_s is None or end_s >= start_time_s)
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
         """Whether a report is written; a report that an agent sends again has exactly the same start time."""
-        return (attempt, row.rank, row.window, row.start_time_s) in self._rows
+        return (attempt, row.rank, row.window, row.start_time_s) in self._report_keys
 
 
 # --- the size limit of a run folder ---
 
 
-def size_bytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -215,15 +215,15 @@ def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
     Raises:
         OSError: a file cannot be removed.
     """
-    over_bytes = size_bytes(folder) - limit_mb * MB
+    over_bytes = folder_bytes(folder) - limit_mb * MB
     if over_bytes <= 0:
         return 0
-    removed = 0
-    old = [(path.lstat(), path) for stem in DETAIL for path in segments(folder, stem)[:-1]]
-    for about, path in sorted(old, key=lambda pair: pair[0].st_mtime_ns):
+    num_removed = 0
+    candidates = [(path.lstat(), path) for stem in DETAIL for path in segments(folder, stem)[:-1]]
+    for status, path in sorted(candidates, key=lambda pair: pair[0].st_mtime_ns):
         path.unlink(missing_ok=True)
-        removed += 1
-        over_bytes -= about.st_size
+        num_removed += 1
+        over_bytes -= status.st_size
         if over_bytes <= 0:
             break
-    return removed
+    return num_removed

@@ -1,4 +1,4 @@
-"""The user's file in the ledger folder: one line of JSON for each ended attempt of a run.
+"""The user's file in the ledger folder: lines of JSON of runs, while they run and at the end of each attempt.
 
 Many runs of many hosts append to one folder.  Each user writes only to a file of his own, which his group can read.
 """
@@ -19,10 +19,10 @@ from effllm.store import own_files, regular_file
 from effllm.store.run_folder import StoreUnavailable
 from effllm.store.summary_text import value_of
 
-LOCK_WITHIN_S = 5.0
-_OF_SUMMARY = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s", "currency",
+LOCK_TIMEOUT_S = 5.0
+_SUMMARY_FIELDS = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s", "currency",
                "updated_time_s")  # fmt: skip
-_OF_ENERGY = ("total_joules", "measured_joules", "error_joules", "gain_error", "scope")
+_ENERGY_FIELDS = ("total_joules", "measured_joules", "error_joules", "gain_error", "scope")
 _FIGURES = (
     "gpu_cost", "electricity_cost", "co2_kg", "tokens_per_second_per_gpu", "mfu_ratio", "joules_per_token",
 )  # fmt: skip
@@ -36,23 +36,23 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
     The line has nothing of the configuration, because other users can read it.
 
     Args:
-        summary: the last summary of the attempt.
+        summary: the newest summary of the run; a later line of a run replaces an earlier one.
         folder: the run folder, if there is one.
     """
     # The hours of a job without GPUs are no GPU-hours.
-    gpus = waterfall if (waterfall := summary.waterfall) is not None and waterfall.unit == OF_GPUS else None
+    gpu_waterfall = waterfall if (waterfall := summary.waterfall) is not None and waterfall.unit == OF_GPUS else None
     figures = {name: value_of(summary, name) for name in _FIGURES}
     return {
         "schema_version": SCHEMA_VERSION,
-        **{name: getattr(summary, name) for name in (*Identity.__struct_fields__, *_OF_SUMMARY)},
+        **{name: getattr(summary, name) for name in (*Identity.__struct_fields__, *_SUMMARY_FIELDS)},
         "folder": None if folder is None else str(folder),
         "cause": None if summary.verdict is None else summary.verdict.cause,
         "goodput_ratio": None if summary.goodput is None else summary.goodput.ratio,
         "ranks": summary.coverage.ranks_expected,
         "gpus": summary.coverage.gpus_expected,
-        "gpu_hours": None if gpus is None else gpus.device_seconds / 3600.0,
-        "wasted_gpu_hours": None if gpus is None else gpus.avoidable_seconds / 3600.0,
-        **{name: getattr(summary.energy, name) for name in _OF_ENERGY},
+        "gpu_hours": None if gpu_waterfall is None else gpu_waterfall.device_seconds / 3600.0,
+        "wasted_gpu_hours": None if gpu_waterfall is None else gpu_waterfall.avoidable_seconds / 3600.0,
+        **{name: getattr(summary.energy, name) for name in _ENERGY_FIELDS},
         **{name: None if figure is None else figure.value for name, figure in figures.items()},
     }
 
@@ -80,16 +80,16 @@ class LedgerFile:
         """Append a line; parallel runs wait for each other, and after a failed write the file has its old length.
 
         Raises:
-            OSError: the file cannot be written, belongs to another user, or is locked for longer than `LOCK_WITHIN_S`.
+            OSError: the file cannot be written, belongs to another user, or is locked for longer than `LOCK_TIMEOUT_S`.
         """
         file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        with regular_file.locked(file, self.path, LOCK_WITHIN_S):
+        with regular_file.locked(file, self.path, LOCK_TIMEOUT_S):
             size = os.fstat(file).st_size
             if not size:
                 os.fchmod(file, MODE)
             # A torn line of a killed process ends before the new line.
-            before = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
-            regular_file.append(file, before + msgspec.json.encode(line) + b"\n")
+            line_break = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
+            regular_file.append(file, line_break + msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
         """Do nothing: the file is open only during a write."""

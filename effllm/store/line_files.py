@@ -48,10 +48,10 @@ class LineFiles:
         paths = segments_by_number(self._folder, self._stem)
         states = {number: path.stat() for number, path in paths.items()}
         sizes = {number: state.st_size for number, state in states.items()}
-        is_new = sizes != self._sizes
+        has_changed = sizes != self._sizes
         self._paths, self._sizes = paths, sizes
         self.changed_s = max((state.st_mtime for state in states.values()), default=0.0)
-        return is_new
+        return has_changed
 
     def lines_before(self, position: Position, count: int) -> Lines:
         """Return the last lines that end before a position, oldest first: at most ``count``, and a mebibyte."""
@@ -82,11 +82,11 @@ class LineFiles:
 
     def position_at_share(self, share: float) -> Position:
         """Return the position of the first line after a share of all bytes; or `END`."""
-        left = int(share * sum(self._sizes.values()))
+        bytes_left = int(share * sum(self._sizes.values()))
         for number in sorted(self._sizes):
-            if left < self._sizes[number]:
-                return Position(number, self._next_start(number, left) if left > 0 else 0)
-            left -= self._sizes[number]
+            if bytes_left < self._sizes[number]:
+                return Position(number, self._next_start(number, bytes_left) if bytes_left > 0 else 0)
+            bytes_left -= self._sizes[number]
         return END
 
     def first_reached(self, is_reached: Callable[[bytes], bool]) -> Position:

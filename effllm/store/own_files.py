@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _MAX_LINKS = 40  # limit of links in one path, as in the kernel
 _UNMAPPED_USER = 65534  # the owner that a user namespace shows for files of the host's root
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -39,14 +39,14 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be made, or other users can write to it.
     """
-    with _opened(folder, make=True) as at:
-        about = os.fstat(at)
-        if not stat.S_ISDIR(about.st_mode):
+    with _opened_folder(folder, make=True) as at:
+        status = os.fstat(at)
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-        if not _is_ours(about, folder):
+        if not _is_ours(status, folder):
             raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
-        if about.st_mode & _WRITTEN_BY_OTHERS and _keeps_modes(folder):
-            writers, mode = ("everybody", "o-w") if about.st_mode & stat.S_IWOTH else ("its group", "g-w")
+        if status.st_mode & _WRITTEN_BY_OTHERS and _keeps_modes(folder):
+            writers, mode = ("everybody", "o-w") if status.st_mode & stat.S_IWOTH else ("its group", "g-w")
             raise PermissionError(errno.EPERM, f"{writers} can write to the folder: chmod {mode}", str(folder))
 
 
@@ -66,7 +66,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
     Path(path, "_").exists()  # exists() triggers automatic mounts; O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
-    at = os.open("/", _FOLDER)
+    at = os.open("/", _FOLDER_FLAGS)
     try:
         while parts:
             part = parts.pop()
@@ -76,7 +76,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
             try:
                 if part != "..":
                     _check_part(os.fstat(below), at, part, folder)
-                target = _target(below, num_links)
+                target = _link_target(below, num_links)
             except OSError:
                 os.close(below)
                 raise
@@ -89,7 +89,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
             parts += reversed(target.split("/"))
             if target.startswith("/"):
                 os.close(at)
-                at = os.open("/", _FOLDER)
+                at = os.open("/", _FOLDER_FLAGS)
     except OSError as error:
         os.close(at)
         error.filename = str(folder)
@@ -98,7 +98,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, *, make: bool = False) -> Iterator[int]:
+def _opened_folder(folder: Path, *, make: bool = False) -> Iterator[int]:
     at = open_folder(folder, make)
     try:
         yield at
@@ -106,7 +106,7 @@ def _opened(folder: Path, *, make: bool = False) -> Iterator[int]:
         os.close(at)
 
 
-def _target(descriptor: int, num_links: int) -> str | None:
+def _link_target(descriptor: int, num_links: int) -> str | None:
     """Return the target of a link; ``None`` for any other file."""
     if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
         return None
@@ -127,18 +127,18 @@ def _open_part(part: str, at: int, make: bool) -> int:
     return os.open(part, flags, dir_fd=at)
 
 
-def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
+def _check_part(status: os.stat_result, at: int, part: str, folder: Path) -> None:
     """Reject a part of a path that another user may have created in a folder ``at`` to which other users can write.
 
     In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """
-    around = os.fstat(at)
-    is_open = around.st_mode & _WRITTEN_BY_OTHERS or around.st_uid not in (0, os.geteuid(), _UNMAPPED_USER)
-    if not is_open or about.st_uid in (0, os.geteuid()):
+    parent = os.fstat(at)
+    is_shared = parent.st_mode & _WRITTEN_BY_OTHERS or parent.st_uid not in (0, os.geteuid(), _UNMAPPED_USER)
+    if not is_shared or status.st_uid in (0, os.geteuid()):
         return
-    is_unsafe = stat.S_ISLNK(about.st_mode) or (around.st_mode | about.st_mode) & stat.S_IWOTH
+    is_unsafe = stat.S_ISLNK(status.st_mode) or (parent.st_mode | status.st_mode) & stat.S_IWOTH
     shown = Path(f"/proc/self/fd/{at}")
-    if is_unsafe and not _is_ours(about, shown) and _keeps_modes(shown):
+    if is_unsafe and not _is_ours(status, shown) and _keeps_modes(shown):
         raise PermissionError(errno.EPERM, f"{shown.resolve() / part} belongs to another user", str(folder))
 
 
@@ -148,14 +148,14 @@ def open_file(path: Path, flags: int) -> int:
     Raises:
         OSError: the file cannot be opened, is a link, a pipe or another user's file, or has a second hard link.
     """
-    with _opened(path.parent) as at:
+    with _opened_folder(path.parent) as at:
         try:
             descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
         except OSError as error:
             error.filename = str(path)
             raise
-    about = os.fstat(descriptor)
-    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and _is_ours(status, path.parent):
         return descriptor
     os.close(descriptor)
     raise PermissionError(
@@ -176,9 +176,9 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _opened(path.parent) as at:
+    with _opened_folder(path.parent) as at:
         try:
-            _remove(scratch, at)
+            _remove_if_exists(scratch, at)
             with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=at), "wb") as file:
                 file.write(content)
                 file.flush()
@@ -186,7 +186,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
                     os.fsync(file.fileno())
             os.replace(scratch, path.name, src_dir_fd=at, dst_dir_fd=at)
         except OSError:
-            _remove(scratch, at)
+            _remove_if_exists(scratch, at)
             raise
 
 
@@ -216,7 +216,7 @@ def rename_file(path: Path, name: str) -> None:
     Raises:
         OSError: see `os.replace` and `open_folder`.
     """
-    with _opened(path.parent) as at:
+    with _opened_folder(path.parent) as at:
         os.replace(path.name, name, src_dir_fd=at, dst_dir_fd=at)
 
 
@@ -244,11 +244,11 @@ def remove_file(path: Path) -> None:
     Raises:
         OSError: see `os.unlink` and `open_folder`.
     """
-    with _opened(path.parent) as at:
-        _remove(path.name, at)
+    with _opened_folder(path.parent) as at:
+        _remove_if_exists(path.name, at)
 
 
-def _remove(name: str, at: int) -> None:
+def _remove_if_exists(name: str, at: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=at)
 
@@ -278,12 +278,12 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
     # Non-blocking, because opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise NotPrivateError(f"{path} is no regular file")
-        if about.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise NotPrivateError(f"{path} belongs to another user: it must belong to the user who runs the job")
-        if about.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise NotPrivateError(
                 f"{path} can be read by other users: replace the secret if another user may have read it, "
                 f"and chmod 600 {path}"
@@ -293,21 +293,21 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
         os.close(descriptor)
 
 
-def _is_ours(about: os.stat_result, folder: Path) -> bool:
-    if about.st_uid == os.geteuid():
+def _is_ours(status: os.stat_result, folder: Path) -> bool:
+    if status.st_uid == os.geteuid():
         return True
     # A network file system may map owners: root to an anonymous user (NFS), or all users to one user (SMB).
-    shown = _what_we_make(folder)
-    return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
+    shown = _status_of_test_file(folder)
+    return shown is not None and shown.st_uid != os.geteuid() and status.st_uid == shown.st_uid
 
 
 def _keeps_modes(folder: Path) -> bool:
     """Whether the file system stores modes: on SMB and FAT all files may have the same mode."""
-    shown = _what_we_make(folder)
+    shown = _status_of_test_file(folder)
     return shown is None or not shown.st_mode & 0o077
 
 
-def _what_we_make(folder: Path) -> os.stat_result | None:
+def _status_of_test_file(folder: Path) -> os.stat_result | None:
     """Return the status of a new test file in a folder; ``None`` if the file cannot be made."""
     path = folder / f".own.{os.getpid()}.{secrets.token_hex(4)}"
     try:

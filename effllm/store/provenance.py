@@ -29,7 +29,7 @@ def host_facts() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        "packages": _versions(),
+        "packages": _package_versions(),
     }
 
 
@@ -58,12 +58,12 @@ class Git:
         self._folder = self._code_folder()
         try:
             commit = self._run("rev-parse", "HEAD")
-            return {"git_commit": commit, "git_dirty": self._is_dirty()} if commit else {}
+            return {"git_commit": commit, "git_dirty": self._dirty_state()} if commit else {}
         except subprocess.TimeoutExpired:
             return {"git_dirty": "unknown"}
 
     def stop(self) -> None:
-        """Terminate a running git process; called from another thread."""
+        """Terminate a running git process, and start no further one; called from another thread."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.terminate()
@@ -77,7 +77,7 @@ class Git:
                 return script.parent
         return self._folder
 
-    def _is_dirty(self) -> bool | str:
+    def _dirty_state(self) -> bool | str:
         try:
             # Git starts no filter whose command is empty.  A "required" filter with an empty command would be an error.
             filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
@@ -90,7 +90,7 @@ class Git:
         return "unknown" if changed is None else bool(changed)
 
     def _run(self, *arguments: str, settings: Sequence[str] = ()) -> str | None:
-        """Return the output of a command, or ``None`` if it fails.
+        """Return the output of a command, or ``None`` if it fails or after `stop`.
 
         Raises:
             subprocess.TimeoutExpired: the command took too long.
@@ -129,7 +129,7 @@ def boot_id() -> str:
         return ""
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
         try:

@@ -24,7 +24,6 @@ _SEGMENT = re.compile(r"(?:-(\d{4,}))?\.jsonl")
 
 Row = TypeVar("Row", bound=Struct)
 
-
 #: Significant digits of a number in a line: no sensor has as many, and further digits are rounding errors of sums.
 DIGITS = 12
 _UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # unix times are not rounded to DIGITS
@@ -64,17 +63,17 @@ def keys_of(totals: ClusterTotals) -> dict[str, Any]:
     """Return totals as an object of a line: rounded numbers by key, without defaults."""
     keys: dict[str, Any] = {}
     for group in _GROUPS:
-        keys |= _changed(getattr(totals, group))
+        keys |= _values_besides_defaults(getattr(totals, group))
     energy = totals.energy
-    keys |= {f"energy_{name}": count for name, count in _changed(energy.counts).items()}
-    keys |= {_ENERGY[name]: value for name, value in _changed(energy).items() if name in _ENERGY}
+    keys |= {f"energy_{name}": count for name, count in _values_besides_defaults(energy.counts).items()}
+    keys |= {_ENERGY[name]: value for name, value in _values_besides_defaults(energy).items() if name in _ENERGY}
     if energy.joules is not None:
         keys |= {"energy_error_j": _rounded(energy.error_j)}
     keys |= {name: value for name in ("profile", "overhead") if (value := getattr(totals, name)) is not None}
     return keys
 
 
-def _changed(record: Struct) -> dict[str, Any]:
+def _values_besides_defaults(record: Struct) -> dict[str, Any]:
     """Return the fields of a record that differ from their defaults, rounded."""
     values = zip(_defaults(type(record)), attrgetter(*record.__struct_fields__)(record), strict=True)
     return {name: _rounded_value(value) for (name, default), value in values if value != default}
@@ -86,7 +85,7 @@ def _rounded_value(value: Any) -> Any:
     return {key: _rounded_value(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _short(row: Row) -> Row:
+def _rounded_row(row: Row) -> Row:
     """Return a record with rounded numbers; an encoded record has no default values."""
     changes = {}
     for name, default in _defaults(type(row)):
@@ -164,12 +163,12 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
 
 
 #: The fields that a report and its line have in common.
-_OF_REPORT = tuple(name for name in RankRow.__struct_fields__ if name in RankReport.__struct_fields__)
-_of_report = attrgetter(*_OF_REPORT)
+_REPORT_FIELDS = tuple(name for name in RankRow.__struct_fields__ if name in RankReport.__struct_fields__)
+_report_values = attrgetter(*_REPORT_FIELDS)
 
 
-def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
-    device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
+def rank_row(report: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
+    device = report.devices[0] if report.devices else DeviceWindow("", Integrals())
     wall, energy = device.wall, device.wall.energy
     is_measured = energy.joules is not None
     whole = RankRow(
@@ -189,8 +188,8 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         utilization_seconds=wall.utilization_seconds,
         utilization_covered_s=wall.utilization_covered_s,
         power_peak_w=device.power_peak_w,
-        coverage=coverage_of(row),
-        other_devices_j={other.device: other.wall.energy.joules for other in row.devices[1:]},
+        coverage=coverage_of(report),
+        other_devices_j={other.device: other.wall.energy.joules for other in report.devices[1:]},
         simulated=simulated,
         throttled_s=device.throttled_s,
         gauges={
@@ -198,19 +197,19 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
             for name, gauge in device.gauges.items()
             if gauge.covered_s > 0
         },
-        **dict(zip(_OF_REPORT, _of_report(row), strict=True)),
+        **dict(zip(_REPORT_FIELDS, _report_values(report), strict=True)),
     )
-    return _short(whole)
+    return _rounded_row(whole)
 
 
-def coverage_of(row: RankReport) -> float | None:
+def coverage_of(report: RankReport) -> float | None:
     """Return the share of a window with measured energy; without energy, return the share with measured memory."""
-    if not row.devices or row.wall_s <= 0:
+    if not report.devices or report.wall_s <= 0:
         return None
-    wall = row.devices[0].wall
+    wall = report.devices[0].wall
     if wall.energy.joules is not None:
-        return min(wall.energy.covered_s / row.wall_s, 1.0)
-    return None if wall.memory_byte_seconds is None else min(wall.memory_covered_s / row.wall_s, 1.0)
+        return min(wall.energy.covered_s / report.wall_s, 1.0)
+    return None if wall.memory_byte_seconds is None else min(wall.memory_covered_s / report.wall_s, 1.0)
 
 
 def segments(folder: Path, stem: str) -> list[Path]:

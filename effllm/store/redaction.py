@@ -13,11 +13,11 @@ MAX_WORD_CHARACTERS = 10_000
 
 # A name belongs to a secret if it contains one of these words, or if one of its parts is in _PARTS: --hf_token,
 # apiKey, model.login.
-_WITHIN = re.compile(
+_SECRET_WORD = re.compile(
     r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"
 )
-_PARTS = frozenset({"auth", "cred", "creds", "jwt", "login", "otp", "pass", "pat", "pgpass", "pwd", "sas", "sig"})
-_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_SHORT_PARTS = frozenset({"auth", "cred", "creds", "jwt", "login", "otp", "pass", "pat", "pgpass", "pwd", "sas", "sig"})
+_NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _PLURAL = re.compile(r"(?i)(key|secret|password|credential)s$")
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
@@ -70,25 +70,26 @@ def redacted(command: Iterable[str]) -> list[str]:
             shown.append(REDACTED)
             hides_next = word.lower() in ("bearer", "basic")
             continue
-        is_secret_option = bool(_OPTION.fullmatch(word)) and _is_secret(word)
+        is_secret_option = bool(_OPTION.fullmatch(word)) and _names_a_secret(word)
         hides_next = is_secret_option or bool(_AWAITS_VALUE.search(word))
         hides_all = is_secret_option and bool(_PLURAL.search(word))
         name, equals, value = word.partition("=")
-        if equals and value and _is_name(name) and _is_secret(name):
+        if equals and value and _may_be_name(name) and _names_a_secret(name):
             shown.append(f"{name}={REDACTED}")
         else:
             shown.append(_redacted_text(word))
     return shown
 
 
-def _is_name(text: str) -> bool:
+def _may_be_name(text: str) -> bool:
     return not any(letter in text for letter in "\"'{}:?&/ ")
 
 
-def _is_secret(name: str) -> bool:
-    if _WITHIN.search(name):
+def _names_a_secret(name: str) -> bool:
+    if _SECRET_WORD.search(name):
         return True
-    return any(part.lower() in _PARTS or part.lower().endswith(("passwd", "pwd")) for part in _PART.findall(name))
+    parts = map(str.lower, _NAME_PART.findall(name))
+    return any(part in _SHORT_PARTS or part.endswith(("passwd", "pwd")) for part in parts)
 
 
 def _redacted_text(text: str) -> str:
@@ -106,15 +107,15 @@ def _redacted_text(text: str) -> str:
 def _redacted_fields(text: str) -> str:
     """Redact the values of fields that are named like secrets, as in ``{"api_key": "x"}``."""
     parts: list[str] = []
-    done = 0
+    end_of_value = 0
     for field in _NAME.finditer(text):
         name = field[1]
-        if field.end() <= done or not _is_secret(name):
+        if field.end() <= end_of_value or not _names_a_secret(name):
             continue
         value = (_HEADER_VALUE if _HEADER.search(name) else _VALUE).match(text, field.end())
         value = value or _VALUE.match(text, field.end())
         if value is None:
             continue
-        parts += [text[done : field.end()], REDACTED]
-        done = value.end()
-    return "".join([*parts, text[done:]])
+        parts += [text[end_of_value : field.end()], REDACTED]
+        end_of_value = value.end()
+    return "".join([*parts, text[end_of_value:]])

@@ -60,7 +60,7 @@ def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         file.seek(max(begin - 1, 0))
-        is_rest = begin > 0
+        is_rest = begin > 0  # of a line that starts before: at least its line break
         while line := file.readline(MAX_LINE_BYTES):
             part = line
             while len(part) == MAX_LINE_BYTES and not part.endswith(b"\n"):
@@ -71,13 +71,13 @@ def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def locked(descriptor: int, path: Path, within_s: float) -> Iterator[int]:
+def locked(descriptor: int, path: Path, timeout_s: float) -> Iterator[int]:
     """Lock an open file, so that other processes wait; at the end it is closed.
 
     Raises:
-        TimeoutError: another process has locked the file for longer than ``within_s``.
+        TimeoutError: another process has locked the file for longer than ``timeout_s``.
     """
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + timeout_s
     try:
         while True:
             try:
@@ -85,7 +85,7 @@ def locked(descriptor: int, path: Path, within_s: float) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"another process has locked {path} for {within_s:g} s") from None
+                    raise TimeoutError(f"another process has locked {path} for {timeout_s:g} s") from None
             time.sleep(0.02)
         yield descriptor
     finally:

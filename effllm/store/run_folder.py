@@ -40,7 +40,7 @@ from effllm.store.summary_text import summary_text
 from effllm.store.window_text import block_lines
 
 #: Name of the run folder in the counts of unwritten windows.
-NAME = "runfolder"
+SINK_NAME = "runfolder"
 #: In worlds up to this size the reports of all ranks are written.  In larger worlds at most this many reports are
 #: written per window: the largest outliers.
 MAX_ROWS = 256
@@ -56,8 +56,8 @@ TOTALS_EVERY_S = 60.0
 LOG_EVERY_S = 1.0
 #: Maximum size of console.log, and of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
-#: File that is removed for the last summary if the disk is full, and its size.
 MAX_STACKS_BYTES = 2**20
+#: File that is removed for the last summary if the disk is full, and its size.
 RESERVE, RESERVE_BYTES = ".reserve", 128 * 1024
 
 
@@ -111,7 +111,7 @@ class RunFolder:
         self._tensorboard_dir = tensorboard_dir
         self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * MB // 64 or MAX_CONSOLE_LOG_BYTES)
-        self._limit_mb, self._has_removed = limit_mb, False
+        self._limit_mb, self._has_warned_of_limit = limit_mb, False
         if limit_mb:
             segment_bytes = min(segment_bytes, limit_mb * MB // MIN_SEGMENTS)
         own_files.make_folder(folder)
@@ -125,14 +125,14 @@ class RunFolder:
             Journal(folder, "events", None, max_waiting_bytes),
         )
         self._written = Written(folder)  # after the journals, which follow no link
-        self._num_files = 0  # number of files of detail at the last check of the folder's size
-        self._totals_s = -math.inf  # end of the last window written with totals to date
-        self._hosts: dict[int, str] = {}
+        self._checked_files = 0  # sum of the numbers of the newest files at the last check of the folder's size
+        self._last_totals_s = -math.inf  # end of the last window written with totals to date
+        self._host_by_rank: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._written_facts: dict[str, Any] | None = None
-        self._waited = 0  # number of windows that waited while the folder could not be written
+        self._num_waited = 0  # number of windows that waited while the folder could not be written
         self._is_in_trouble = False
-        self._troubles = 0
+        self._num_troubles = 0
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
         with contextlib.suppress(OSError):  # not zeros, which some file systems do not store
             own_files.replace_file(folder / RESERVE, os.urandom(RESERVE_BYTES), durable=False)
@@ -142,14 +142,14 @@ class RunFolder:
         if not isinstance(reports, KeptReports):
             reports = KeptReports.chosen_from(reports, report.coverage.ranks_expected)
         if report.correction or not self._written.has_window(report, reports.start_time_s):
-            has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
+            has_totals = report.final or report.correction or abs(report.time_s - self._last_totals_s) >= TOTALS_EVERY_S
             if has_totals:
-                self._totals_s = report.time_s
-            self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
-            self._log(report)
-        self._ranks.put(
+                self._last_totals_s = report.time_s
+            self._windows.queue([window_line(report, has_totals=has_totals)], report.job.constants)
+            self._queue_log(report)
+        self._ranks.queue(
             [
-                rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
+                rank_row(row, attempt=report.attempt, host=self._host_by_rank.get(row.rank), simulated=report.simulated)
                 for row in reports.rows
                 if not self._written.has_row(report.attempt, row)
             ]
@@ -159,7 +159,7 @@ class RunFolder:
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Append events, oldest first, in one write, because ten thousand ranks may leave together."""
-        self._events.put(events)
+        self._events.queue(events)
         self._flush()
 
     def write_summary(self, summary: Summary) -> None:
@@ -168,26 +168,26 @@ class RunFolder:
         self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
         left_out = dict(summary.left_out)
-        if self._windows.left_out:
-            left_out[NAME] = left_out.get(NAME, 0) + self._windows.left_out
+        if self._windows.num_dropped:
+            left_out[SINK_NAME] = left_out.get(SINK_NAME, 0) + self._windows.num_dropped
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
-        done = self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
+        done = self._try(lambda: own_files.replace_file(self._folder / "summary.json", _indented_json(summary)))
         facts = *facts_of(summary), *(("Open", line) for line in how_to_open(self._folder, self._tensorboard_dir))
         text = summary_text(summary, facts).encode(errors="replace")
         if not done and summary.is_over:
             self._remove_reserve()
-            self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
-        self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
+            self._try(lambda: own_files.replace_file(self._folder / "summary.json", _indented_json(summary)))
+        self._try(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json; new values replace old values."""
         self._facts = {**self._facts, **facts, "schema_version": SCHEMA_VERSION}
-        self._hosts = _hosts(self._facts)
+        self._host_by_rank = _host_by_rank(self._facts)
         self._flush()
 
     def save_state(self, state: bytes) -> bool:
         """Replace state.json; return whether the state and all earlier lines are written."""
-        return not any(self._journals) and self._do(
+        return not any(self._journals) and self._try(
             lambda: own_files.replace_file(self._folder / "state.json", state, durable=False)
         )
 
@@ -199,7 +199,7 @@ class RunFolder:
             own_files.make_folder(path.parent)
             own_files.replace_file(path, text.encode(), durable=False)
 
-        self._do(write)
+        self._try(write)
 
     def write_recorded_stacks(self, recorded: Iterable[RecordedStacks]) -> None:
         """Append recordings of stacks to stacks.jsonl; with stacks.jsonl.1, it has at most 1 MB, of the newest ones."""
@@ -218,7 +218,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             own_files.remove_file(self._folder / RESERVE)
 
-    def _log(self, report: ClusterReport) -> None:
+    def _queue_log(self, report: ClusterReport) -> None:
         """Append the window's block to console.log; windows-*.jsonl has the same numbers."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
@@ -235,26 +235,26 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Write waiting lines; a file that cannot be written does not block other files."""
-        # Empty journals are skipped, because the check of the disk in `_do` takes as much time as a line.
+        # Empty journals are skipped, because the check of the disk in `_try` takes as much time as a line.
         waiting = [journal.flush for journal in self._journals if journal]
-        done = [self._do(work) for work in (self._write_facts, *waiting)]
+        done = [self._try(work) for work in (self._write_facts, *waiting)]
         if all(done):
-            self._recover()
+            self._report_recovery()
 
     def _keep_limit(self) -> None:
         """Remove the oldest detail if the folder is above its limit; the size is checked whenever a file is full."""
-        num_files = self._windows.number + self._ranks.number
-        if not self._limit_mb or num_files == self._num_files:
+        newest_files = self._windows.number + self._ranks.number
+        if not self._limit_mb or newest_files == self._checked_files:
             return
-        self._num_files = num_files
+        self._checked_files = newest_files
         try:
-            removed = remove_oldest_detail(self._folder, self._limit_mb)
+            num_removed = remove_oldest_detail(self._folder, self._limit_mb)
         except OSError as error:
             why = error.strerror or error
             self._warn(f"the oldest windows and reports in run folder {self._folder} cannot be removed: {why}")
             return
-        if removed and not self._has_removed:
-            self._has_removed = True
+        if num_removed and not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
             self._warn(
                 f"run folder {self._folder} has reached {self._limit_mb:,} MB (EFFICIENTLLM_RUN_FOLDER_MB): the oldest "
                 "windows and reports of ranks are removed from now on; totals and events are kept"
@@ -267,10 +267,10 @@ class RunFolder:
             self._warn(f"run folder {self._folder} was removed during the job: it is made again, without earlier lines")
         if self._facts != self._written_facts:
             own_files.make_folder(self._folder)
-            own_files.replace_file(path, _pretty(self._facts))
+            own_files.replace_file(path, _indented_json(self._facts))
             self._written_facts = self._facts
 
-    def _do(self, work: Callable[[], None]) -> bool:
+    def _try(self, work: Callable[[], None]) -> bool:
         """Run ``work`` and return whether it succeeded; the first failure causes a warning."""
         try:
             self._require_disk()
@@ -280,15 +280,15 @@ class RunFolder:
                 self._write_facts()
                 work()
         except OSError as error:
-            if not self._is_in_trouble and self._troubles < MAX_TROUBLES:
+            if not self._is_in_trouble and self._num_troubles < MAX_TROUBLES:
                 reason = error.strerror or error
                 self._warn(
                     f"run folder {self._folder} cannot be written: {reason}; lines wait in memory, "
                     "training and other sinks continue"
                 )
-            self._troubles += not self._is_in_trouble
+            self._num_troubles += not self._is_in_trouble
             self._is_in_trouble = True
-            self._waited = max(self._waited, len(self._windows))
+            self._num_waited = max(self._num_waited, len(self._windows))
             return False
         return True
 
@@ -297,16 +297,16 @@ class RunFolder:
         if not self._mount_point.is_mount():
             raise OSError(errno.ENODEV, f"nothing is mounted at {self._mount_point}")
 
-    def _recover(self) -> None:
+    def _report_recovery(self) -> None:
         if not self._is_in_trouble:
             return
-        left_out = self._windows.left_out
-        if self._troubles <= MAX_TROUBLES:
+        left_out = self._windows.num_dropped
+        if self._num_troubles <= MAX_TROUBLES:
             self._warn(
-                f"run folder {self._folder} is written again: {self._waited} windows had to wait"
+                f"run folder {self._folder} is written again: {self._num_waited} windows had to wait"
                 + (f", {left_out} did not fit into memory and were dropped" if left_out else "")
             )
-        self._is_in_trouble, self._waited = False, 0
+        self._is_in_trouble, self._num_waited = False, 0
 
 
 class KeptReports(NamedTuple):
@@ -348,22 +348,22 @@ def outliers(
         coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
     distance_s = np.abs(busy_s - np.median(busy_s))
     scale_s = max(1.4826 * float(np.median(distance_s)), 0.01 * float(np.median(busy_s)))
-    far = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)
+    z_scores = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)
     if not np.isnan(coverage).all():
-        gap = ~(coverage >= GAP_BELOW)
-        far[gap] = np.maximum(far[gap], OUTLIER_Z * 1.01)
-    farthest = np.argsort(-far, kind="stable")[:MAX_ROWS]
-    return [rows[at] for at in sorted(farthest.tolist()) if far[at] > OUTLIER_Z]
+        has_gap = ~(coverage >= GAP_BELOW)
+        z_scores[has_gap] = np.maximum(z_scores[has_gap], OUTLIER_Z * 1.01)  # chosen like an outlier
+    farthest = np.argsort(-z_scores, kind="stable")[:MAX_ROWS]
+    return [rows[index] for index in sorted(farthest.tolist()) if z_scores[index] > OUTLIER_Z]
 
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain types that JSON lacks, such as paths
 
 
-def _pretty(value: Any) -> bytes:
+def _indented_json(value: Any) -> bytes:
     return msgspec.json.format(_encoder.encode(value), indent=2) + b"\n"
 
 
-def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
+def _host_by_rank(facts: Mapping[str, Any]) -> dict[int, str]:
     """Return the hosts of the ranks in run.json."""
     ranks = facts.get("ranks")
     hosts = {}

@@ -25,7 +25,7 @@ from effllm.store.regular_file import is_still_at
 
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
-ASK_EVERY_S = 0.25
+REQUEST_EVERY_S = 0.25
 MAX_NAMES = 1000
 
 
@@ -41,7 +41,7 @@ class Holder(Struct, frozen=True):
     salt: str = ""  # salt of the keys
 
 
-class _Known(Struct):
+class _VersionAndStatus(Struct):
     schema_version: int = SCHEMA_VERSION
     status: str = ""
 
@@ -84,7 +84,7 @@ def restart_id_of(place: Place, host: str) -> str:
 
 
 def take_lock(
-    wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
+    wanted: Path, holder: Holder, request_end: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
     """Lock and return the run folder NAME, or NAME-2 and following if NAME cannot be continued.
 
@@ -93,22 +93,22 @@ def take_lock(
     Args:
         wanted: the folder NAME.
         holder: this process.
-        ask: called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
+        request_end: called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
         wait_s: timeout for the lock.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
     why_other = ""
-    for folder in _names(wanted):
+    for folder in _numbered_folders(wanted):
         if status_of(folder) == "completed":
             continue
-        run = read_own_json(folder / "run.json", _Known)
+        run = read_own_json(folder / "run.json", _VersionAndStatus)
         if run is not None and (problem := version_error(run.schema_version)):
             why_other = why_other or f"{folder} is not continued: {problem}"
             continue
         own_files.make_folder(folder)
-        descriptor = _lock(folder / LOCK, holder, ask, 0.0 if why_other else wait_s)
+        descriptor = _locked_file(folder / LOCK, holder, request_end, 0.0 if why_other else wait_s)
         if descriptor is None:
             why_other = why_other or f"another run is writing to {folder}"
         elif status_of(folder) == "completed":  # while this process waited for the lock
@@ -121,7 +121,7 @@ def take_lock(
     raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
 
 
-def _names(wanted: Path) -> Iterator[Path]:
+def _numbered_folders(wanted: Path) -> Iterator[Path]:
     yield wanted
     for number in range(2, MAX_NAMES):
         yield wanted.with_name(f"{wanted.name}-{number}")
@@ -129,13 +129,13 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 def status_of(folder: Path) -> str:
     """Return the status of the run in a folder, from its summary; empty without a summary."""
-    summary = read_own_json(folder / "summary.json", _Known)
+    summary = read_own_json(folder / "summary.json", _VersionAndStatus)
     return summary.status if summary is not None else ""
 
 
-def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:
+def _locked_file(path: Path, own: Holder, request_end: Callable[[Holder], None], wait_s: float) -> int | None:
     """Return a descriptor that holds the lock, or ``None`` if another process still holds it after ``wait_s``."""
-    deadline_s, next_ask_s = time.monotonic() + wait_s, 0.0
+    deadline_s, next_request_s = time.monotonic() + wait_s, 0.0
     while True:
         descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -152,9 +152,9 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
         now_s = time.monotonic()
         if now_s > deadline_s:
             return None
-        if now_s >= next_ask_s:
-            next_ask_s = now_s + ASK_EVERY_S
+        if now_s >= next_request_s:
+            next_request_s = now_s + REQUEST_EVERY_S
             other = read_own_json(path, Holder)
             if other is not None and own.restart_id and other.restart_id == own.restart_id and other.job != own.job:
-                ask(other)
+                request_end(other)
         time.sleep(0.05)

@@ -17,7 +17,6 @@ from effllm.records.values import ValueSummary
 from effllm.records.verdict import Audit, StragglerVerdict, Verdict
 
 WIDTH = 78
-
 J_PER_KWH = 3.6e6
 #: A smaller energy is shown in joules, not in kilowatt-hours.
 MIN_KWH = 0.01
@@ -59,11 +58,12 @@ def errors_text(timing: float | None, sensor: float | None, *, brief: bool = Fal
 
 
 def energy_unit(joules: float) -> tuple[str, float]:
-    """Return the unit in which an energy is shown, and its joules."""
+    """Return the unit in which an energy is shown, and the joules of this unit."""
     return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
 
 
 def percent(ratio: float) -> str:
+    """Return a ratio in percent, rounded up like an error, and at least 0.01 %."""
     return f"{rounded_up(max(100 * ratio, 0.01))} %"
 
 
@@ -96,26 +96,26 @@ def _lines(summary: Summary, facts: Iterable[tuple[str, str]]) -> Iterator[str]:
     if summary.simulated:
         yield "  SIMULATED: no hardware was measured; these numbers mean nothing beyond a test."
         yield "-" * WIDTH
-    yield from _facts(facts)
+    yield from _lines_of_facts(facts)
     yield "-" * WIDTH
-    yield from _facts(what_ran(summary))
+    yield from _lines_of_facts(what_ran(summary))
     yield "-" * WIDTH
-    yield from _metrics(summary.metrics)
+    yield from _metric_table(summary.metrics)
     yield "-" * WIDTH
-    yield from _facts(how_measured(summary))
+    yield from _lines_of_facts(how_measured(summary))
     for sentence in summary.not_measured:
         yield from textwrap.wrap(sentence, WIDTH, initial_indent="  not measured: ", subsequent_indent="    ")
     if summary.instruments:
         yield "-" * WIDTH
-        yield from _instruments(summary.instruments)
+        yield from _instrument_table(summary.instruments)
 
 
 def audit_texts(audit: Audit) -> Iterator[str]:
     """Yield the failed checks of a run, and the framework's own figures that differ from those of effllm."""
     yield from (one_line(f"IN DOUBT: {text}") for text in audit.doubts)
     for figure in audit.figures:
-        percent = 100 if figure.name == MFU_RATIO else 1
-        framework, own = (readable(percent * value) + " %" * (percent > 1) for value in (figure.framework, figure.own))
+        scale = 100 if figure.name == MFU_RATIO else 1
+        framework, own = (readable(scale * value) + " %" * (scale > 1) for value in (figure.framework, figure.own))
         label = FIGURES.get(figure.name, one_line(figure.name))
         yield f"{label}: framework {framework}, effllm {own}, factor {readable(figure.factor)}"
 
@@ -151,8 +151,8 @@ def _identity(run: Identity) -> Iterator[tuple[str, str]]:
     yield "user", run.user or ""
     job = (run.job_id, _named("name", run.job_name), _named("partition", run.partition), _named("account", run.account))
     yield "job id", ", ".join(part for part in job if part) if run.job_id else ""
-    yield "hosts", _some(run.hosts, run.host_count)
-    yield "GPU models", _some(run.gpu_models, run.gpu_model_count)
+    yield "hosts", _names_and_more(run.hosts, run.host_count)
+    yield "GPU models", _names_and_more(run.gpu_models, run.gpu_model_count)
     yield "model", run.model or ""
     yield "git commit", run.git_commit or ""
     yield "tags", ", ".join(run.tags)
@@ -165,7 +165,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
     yield "Next", one_line(verdict.next)
 
 
-def _some(names: Sequence[str], count: int | None) -> str:
+def _names_and_more(names: Sequence[str], count: int | None) -> str:
     more = (count or 0) - len(names)
     return ", ".join(names) + (f", and {more:,} more" if more > 0 else "")
 
@@ -203,7 +203,7 @@ def goodput_text(goodput: GoodputSummary) -> str:
     return f"{ratio}: {shares_text(named)}"
 
 
-def _profiled(profile: Profile) -> str:
+def _profile_text(profile: Profile) -> str:
     moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
     return f"{profile.iterations:,} iterations, all ranks: communication time {moving:.0f} %, exposed {exposed:.0f} %"
 
@@ -227,23 +227,23 @@ def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.peak:
         yield "peak", summary.peak
     if summary.profile is not None and summary.profile.time_s > 0:
-        yield "profiled", _profiled(summary.profile)
+        yield "profiled", _profile_text(summary.profile)
     yield "ranks", f"{coverage.ranks_reporting} of {coverage.ranks_expected} reported"
     yield "GPUs", f"{coverage.gpus_measured} of {coverage.gpus_expected} measured"
     yield "reports", f"{coverage.reports_lost} lost, {coverage.reports_late} late"
 
 
-def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
+def _metric_table(values: Mapping[str, Value]) -> Iterator[str]:
     group = ""
     yield f"  {'metric':<29}{'value':>12}  {'unit':<25}  over"
     for tag, entry, base in shown_metrics(values):
         if entry is None:
-            yield _row(tag, values[tag], "")
+            yield _metric_row(tag, values[tag], "")
             continue
         if entry.group != group:
             group = entry.group
             yield f"  {group}"
-        yield _row(("  " if group else "") + entry.name, values[tag], base)
+        yield _metric_row(("  " if group else "") + entry.name, values[tag], base)
     if any(value.error or value.sensor_error for value in values.values()):
         yield "  ± (half-widths, 95 %): the first error is by timing, the second by sensor gain"
     if any(value.doubt for value in values.values()):
@@ -265,7 +265,7 @@ def shown_metrics(values: Collection[str]) -> Iterator[tuple[str, Metric | None,
     yield from ((tag, None, "") for tag in values if tag not in shown and metric_of_tag(tag) is None)
 
 
-def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
+def _instrument_table(values: Mapping[str, ValueSummary]) -> Iterator[str]:
     """Yield a table of the values of instruments, only for the first names; summary.json has all names."""
     yield f"  {'instrument':<30}{'count':>9}{'mean':>9}{'p50':>9}{'p95':>9}{'most':>9}"
     for name, spread in islice(values.items(), MAX_SHOWN_NAMES):
@@ -278,7 +278,7 @@ def _instruments(values: Mapping[str, ValueSummary]) -> Iterator[str]:
         yield f"  {len(values) - MAX_SHOWN_NAMES} more names are in summary.json"
 
 
-def _row(name: str, value: Value, over: str) -> str:
+def _metric_row(name: str, value: Value, over: str) -> str:
     unit = value.unit
     if value.value:
         timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
@@ -290,7 +290,7 @@ def _row(name: str, value: Value, over: str) -> str:
     return f"{mark} {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
 
 
-def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+def _lines_of_facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     for name, text in pairs:
         yield from fact_lines(name, text)
 
@@ -324,14 +324,14 @@ def shares_text(parts: Mapping[str, float]) -> str:
 def energy_text(energy: EnergySummary) -> str:
     """Return the energy of a run with its errors; "" without measured energy."""
     if energy.total_joules is not None:
-        return _energy(energy.total_joules, energy.error_joules, energy.gain_error)
+        return _energy_with_errors(energy.total_joules, energy.error_joules, energy.gain_error)
     if energy.measured_joules is not None:
-        measured = _energy(energy.measured_joules, None, energy.gain_error)
+        measured = _energy_with_errors(energy.measured_joules, None, energy.gain_error)
         return f"{measured}, measured only in part: no total"
     return ""
 
 
-def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:
+def _energy_with_errors(joules: float, error_joules: float | None, gain_error: float | None) -> str:
     unit, unit_j = energy_unit(joules)
     parts = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
     errors = "".join(f" ±{rounded_up(error_j / unit_j)} {word}" for error_j, word in parts if error_j)

@@ -13,9 +13,9 @@ from effllm.store.summary_text import duration, readable, rounded_up
 MAX_NAMED = 8
 
 #: A smaller share of estimated energy is not shown.
-_ESTIMATED = 0.001
+_MIN_ESTIMATED = 0.001
 #: A larger wait for data is shown before the loss.
-_WAIT = 0.05
+_EARLY_WAIT = 0.05
 
 _SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
@@ -57,9 +57,9 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         entry = metrics.METRICS[formula.__name__]
         return "!" if {entry.tag(base) for base in entry.bases}.intersection(report.doubtful) else ""
 
-    of = f"/{report.total_iterations}" if report.total_iterations else ""
-    yield 0, f"{'it' if report.style == 'Iteration' else 'step'} {report.iteration}{of}"
-    if text := "; ".join(_missing(report)):
+    of_total = f"/{report.total_iterations}" if report.total_iterations else ""
+    yield 0, f"{'it' if report.style == 'Iteration' else 'step'} {report.iteration}{of_total}"
+    if text := "; ".join(_missing_parts(report)):
         yield 0, text
     rate = value(metrics.throughput.tokens_per_second_per_gpu)
     if rate is not None:
@@ -76,7 +76,7 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         number, prefix = scaled(joules)
         yield 2, f"{number} {prefix}J/tok{mark(metrics.energy.joules_per_token)}"
     if (wait := value(metrics.throughput.data_wait_ratio)) is not None:
-        yield (5 if wait >= _WAIT else 8), f"data {100 * wait:.0f}%"
+        yield (5 if wait >= _EARLY_WAIT else 8), f"data {100 * wait:.0f}%"
     if not is_loss_finite(report):
         yield 0, "loss is not finite"
     elif report.loss is not None:
@@ -86,13 +86,13 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         yield 7, f"eta {duration(remaining.value)}".replace(" min", "m").replace(" s", "s").replace(" h", "h")
 
 
-def _missing(report: ClusterReport) -> Iterator[str]:
+def _missing_parts(report: ClusterReport) -> Iterator[str]:
     """Yield the ranks and GPUs that are not in the values of the window."""
-    seen = report.coverage
-    if seen.missing_ranks:
-        yield f"{seen.ranks_reporting}/{seen.ranks_expected} ranks"
-    elif seen.gpus_measured < seen.gpus_expected:
-        yield f"{seen.gpus_measured}/{seen.gpus_expected} GPUs"
+    coverage = report.coverage
+    if coverage.missing_ranks:
+        yield f"{coverage.ranks_reporting}/{coverage.ranks_expected} ranks"
+    elif coverage.gpus_measured < coverage.gpus_expected:
+        yield f"{coverage.gpus_measured}/{coverage.gpus_expected} GPUs"
 
 
 def contract_parts(values: Mapping[str, float], doubtful: Collection[str] = ()) -> Iterator[str]:
@@ -123,10 +123,10 @@ def is_loss_finite(report: ClusterReport) -> bool:
 
 def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
     """Return the lines of a window that users' scripts parse; with ``width`` 0 no line is broken."""
-    return [*block(report), *(f"  {line}" for line in _folded(list(coverage_parts(report)), width and width - 2))]
+    return [*fixed_lines(report), *(f"  {line}" for line in _folded(list(coverage_parts(report)), width and width - 2))]
 
 
-def block(report: ClusterReport) -> Iterator[str]:
+def fixed_lines(report: ClusterReport) -> Iterator[str]:
     """Yield the lines that users' scripts parse: fixed labels and formats, no line for an unknown value."""
     yield f"[EfficientLLM Metrics] {report.style} {report.iteration}:"
     if report.loss is not None and math.isfinite(report.loss):
@@ -149,7 +149,7 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
     yield f"late {seen.reports_late}"
     if report.power_scope and (report.last.energy.measured_j is not None or run.energy.measured_j is not None):
         yield f"scope {report.power_scope}"
-    if run.energy.joules and (share := run.energy.estimated_j / run.energy.joules) >= _ESTIMATED:
+    if run.energy.joules and (share := run.energy.estimated_j / run.energy.joules) >= _MIN_ESTIMATED:
         yield f"estimated {rounded_up(100 * share)} %"
     if seen.missing_ranks:
         more = "…" * (len(seen.missing_ranks) > MAX_NAMED)

@@ -110,7 +110,7 @@ def test_failed_write_leaves_the_old_file(path, monkeypatch):
 
 def test_file_that_stays_locked_raises_an_error(path, monkeypatch):
     append_row(path, {"model": "a"})
-    monkeypatch.setattr(csv_file, "LOCK_WITHIN_S", 0.05)
+    monkeypatch.setattr(csv_file, "LOCK_TIMEOUT_S", 0.05)
 
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
