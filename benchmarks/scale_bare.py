@@ -34,10 +34,10 @@ class Bare:
         arguments = json.dumps([self.endpoint, listener.fileno(), secret_file, os.getpid()])
         self.process = spawn("benchmarks.scale_bare", [arguments], [listener.fileno()])
         listener.close()
-        self.about = psutil.Process(self.process.pid)
+        self.psutil_process = psutil.Process(self.process.pid)
 
     def cpu_s(self) -> float:
-        times = self.about.cpu_times()
+        times = self.psutil_process.cpu_times()
         return float(times.user + times.system)
 
     def close(self, is_waited_for: bool) -> None:  # noqa: ARG002

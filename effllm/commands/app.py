@@ -36,14 +36,14 @@ class _Commands(typer.core.TyperGroup):
         return [name for _, names in BLOCKS for name in names]
 
     def get_command(self, _ctx: Any, name: str) -> Any:
-        return self.commands[name] or _command(name) if name in self.commands else None
+        return self.commands[name] or _load_command(name) if name in self.commands else None
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         for title, names in BLOCKS:
             with formatter.section(title):
-                formatter.write_dl([(name, self._summary(name)) for name in names])
+                formatter.write_dl([(name, self._first_help_line(name)) for name in names])
 
-    def _summary(self, name: str) -> str:
+    def _first_help_line(self, name: str) -> str:
         """Return the first line of the help, which is the first line of the module if it declares the command."""
         if (declared := self.commands.get(name)) is not None:
             return str(declared.help).partition("\n")[0]
@@ -51,7 +51,7 @@ class _Commands(typer.core.TyperGroup):
             return file.readline().strip('"\n')
 
 
-def _command(name: str) -> Any:
+def _load_command(name: str) -> Any:
     """Return a command: the options are the parameters of ``main`` in its module, and the help is the module's text."""
     module = import_module(f"effllm.commands.{name}")
 
@@ -84,7 +84,7 @@ def main() -> None:
     app(prog_name="effllm")
 
 
-def _show_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from effllm import __version__
 
@@ -95,7 +95,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Show how well training jobs use their GPUs, across all ranks and nodes."""

@@ -93,7 +93,7 @@ def main(
             1,
         )
     if as_json:
-        print(_fitted(_document(summary, summary.waterfall)))
+        print(_short_json(_document(summary, summary.waterfall)))
     else:
         _print_waterfall(summary, summary.waterfall)
     return 0
@@ -149,7 +149,7 @@ def _host_document(summary: Summary) -> dict[str, Any] | None:
     return {"samples": samples, "is_of_worker": is_of_worker(summary.host, cause), "lines": shown}
 
 
-def _fitted(document: dict[str, Any]) -> str:
+def _short_json(document: dict[str, Any]) -> str:
     """Return a document as JSON of at most `MAX_BYTES`, with every name and number."""
     whole = {name: _cut(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
     text = ""
@@ -162,7 +162,7 @@ def _fitted(document: dict[str, Any]) -> str:
 
 
 def _cut(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
-    """Return a document with numbers of 6 digits and short texts."""
+    """Return a document with numbers of 6 digits, and with texts and explanations of so many letters."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, str) and len(value) > letters:

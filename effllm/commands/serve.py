@@ -64,7 +64,7 @@ def main(
     elif interface.is_wildcard(match["host"]):
         wrong.append(f"--bind {bind} means every interface: give an address that the job can reach")
     if wrong or match is None:
-        return max(complain("serve", line, 2) for line in wrong)
+        return max(complain("serve", line, 2) for line in wrong)  # each is printed
     config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
     is_secured = discovery.is_secured(config)
     try:

@@ -87,16 +87,16 @@ class Findings(Struct):
 class RanksProcess:
     """A process that simulates some of the ranks."""
 
-    def __init__(self, part: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         their_input, self._input = os.pipe()
         self.output, their_output = os.pipe()
-        body = msgspec.json.encode(Part(input_descriptor=their_input, output_descriptor=their_output, **part))
+        body = msgspec.json.encode(Part(input_descriptor=their_input, output_descriptor=their_output, **settings))
         self.process = spawn("effllm.commands.simulate_ranks", [body.decode()], [their_input, their_output])
         os.close(their_input)
         os.close(their_output)
-        self._rest = b""
+        self._incomplete_line = b""
         self.joined = self.sent = 0
-        self.end: Progress | None = None
+        self.last_progress: Progress | None = None
 
     def start(self, at_s: float) -> None:
         os.write(self._input, f"{at_s!r}\n".encode())
@@ -104,13 +104,13 @@ class RanksProcess:
     def read_progress(self) -> list[Progress]:
         """Return the new messages of the process; the descriptor must be readable."""
         data = os.read(self.output, 2**16)
-        whole, _, self._rest = (self._rest + data).rpartition(b"\n")
+        whole, _, self._incomplete_line = (self._incomplete_line + data).rpartition(b"\n")
         items = msgspec.json.Decoder(Progress).decode_lines(whole)
         for progress in items:
             self.joined, self.sent = max(self.joined, progress.joined), max(self.sent, progress.sent)
             if progress.done:
-                self.end = progress
-        if not data and self.end is None:
+                self.last_progress = progress
+        if not data and self.last_progress is None:
             raise SimulationError("a process of simulated ranks ended too early; the error is printed above")
         return items
 
@@ -245,8 +245,8 @@ class SimulatedRun:
             self.result.windows = self.result.windows_published
             raise
         self._add_cost(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
-        self._listen_until(lambda: all(part.end for part in self._parts), END_WITHIN_S, "left")
-        ends = [part.end for part in self._parts if part.end]
+        self._listen_until(lambda: all(part.last_progress for part in self._parts), END_WITHIN_S, "left")
+        ends = [part.last_progress for part in self._parts if part.last_progress]
         self.result.tokens_true = sum(end.tokens for end in ends)
         self.result.tokens = sum(end.tokens_confirmed for end in ends)  # of this aggregator, its summary has the tokens
         self.result.energy_true_j = sum(end.energy_j for end in ends)
@@ -289,7 +289,7 @@ class SimulatedRun:
     def _listen(self, seconds: float) -> None:
         for descriptor, _ in self._poll.poll(seconds * 1000):
             part = next(part for part in self._parts if part.output == descriptor)
-            if part.end is not None:
+            if part.last_progress is not None:
                 self._poll.unregister(descriptor)
                 continue
             for progress in part.read_progress():

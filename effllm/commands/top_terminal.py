@@ -223,8 +223,8 @@ class _Terminal:
         if frame is None:
             return ShownPane()
         width, height = self._canvas.size
-        page = page_height(frame, width, height, self._view)
-        return ShownPane(page, num_lines_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
+        num_shown = page_height(frame, width, height, self._view)
+        return ShownPane(num_shown, num_lines_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
 
     def _play_next_window(self) -> None:
         """Request the next window of a replay; a slow disk slows the replay."""

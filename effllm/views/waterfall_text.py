@@ -15,10 +15,10 @@ HOURS_FROM_H = 1.0
 class WaterfallUnits(NamedTuple):
     """The units of the table; no unit of energy if no energy was measured."""
 
-    time: str
-    seconds: float
-    energy: str
-    joules: float
+    time_name: str
+    time_unit_s: float
+    energy_name: str
+    energy_unit_j: float
     has_cost: bool
 
     @classmethod
@@ -31,8 +31,8 @@ class WaterfallUnits(NamedTuple):
 
 def waterfall_header(units: WaterfallUnits) -> list[str]:
     """Return the names of the columns."""
-    energy = [units.energy] if units.energy else []
-    return ["part", "share", units.time, *energy, *(["cost"] if units.has_cost else []), "gain"]
+    energy = [units.energy_name] if units.energy_name else []
+    return ["part", "share", units.time_name, *energy, *(["cost"] if units.has_cost else []), "gain"]
 
 
 def waterfall_notes(waterfall: Waterfall) -> Iterator[str]:
@@ -54,11 +54,11 @@ def waterfall_row(part: WaterfallPart, units: WaterfallUnits) -> list[str]:
     cells = [
         one_line(part.name).replace("_", " "),
         f"{100 * part.share:.1f} %",
-        readable(part.device_seconds / units.seconds),
+        readable(part.device_seconds / units.time_unit_s),
     ]
-    if units.energy:
+    if units.energy_name:
         mark = "~" if part.is_split_by_time else ""
-        cells.append("-" if part.joules is None else mark + readable(part.joules / units.joules))
+        cells.append("-" if part.joules is None else mark + readable(part.joules / units.energy_unit_j))
     if units.has_cost:
         cells.append(readable(part.cost))
     cells.append("" if part.max_gain is None else f"{100 * part.max_gain:.1f} %")

@@ -317,7 +317,7 @@ def test_newest_window_of_a_finished_run_is_shown(run):
     assert next((line.rank, line.reason) for line in frame.lines if line.reason) == (17, "straggler")
     assert frame.verdict is not None
     recorded = shown(GOLDEN)
-    assert (recorded.head.status, recorded.head.iteration, len(recorded.ranks.known)) == ("completed", 60, 2)
+    assert (recorded.head.status, recorded.head.iteration, len(recorded.ranks.known_lines)) == ("completed", 60, 2)
 
 
 def test_positions_of_a_replay_have_the_rows_and_events_of_their_window(run):
@@ -328,7 +328,7 @@ def test_positions_of_a_replay_have_the_rows_and_events_of_their_window(run):
 
     assert [one.place.window for one in frames] == [1, 3, 2, 5]
     assert [len(one.events) for one in frames[:3]] == [0, 1, 0]
-    assert [line.step_s for line in frames[0].ranks.known if line.host] == [0.4] * 8
+    assert [line.step_s for line in frames[0].ranks.known_lines if line.host] == [0.4] * 8
     assert frames[0].head.status == "running"
     assert frames[3].place.is_newest
 
@@ -464,7 +464,7 @@ def test_letters_of_the_filter_are_no_commands():
 def test_scrolling_stops_at_both_ends():
     view, offsets = TopView(), []
     for key in ["pgdn", "pgdn", "pgdn", "up", "pgup", "pgup"]:
-        view, _ = after_key(view, key, ShownPane(page=10, total=25))
+        view, _ = after_key(view, key, ShownPane(num_shown=10, num_lines=25))
         offsets.append(view.offset)
 
     assert (offsets[2], offsets[-1]) == (15, 0)

@@ -50,7 +50,7 @@ def curves(
     if not charts:
         return section(anchor, title, element("p", "No curves: no window has been recorded."))
     figures = [_chart_figure(chart, drawn, runs, at) for at, (chart, drawn) in enumerate(charts, first)]
-    note = None if first else element("p", _ALL_POINTS)
+    note = None if first else element("p", _ALL_POINTS)  # above the first chart of the page
     return section(anchor, title, note, element("div", figures, class_="figures"))
 
 

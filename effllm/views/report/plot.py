@@ -101,7 +101,7 @@ def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator
                 run.style if has_many else at,
             )
             for number, run, at, line in lines
-            if not (has_many and at) and (has_many or chart.x == "iteration")
+            if (at == 0 if has_many else chart.x == "iteration")  # as `Chart` says
         ]  # fmt: skip
         yield chart, drawn
 
@@ -161,7 +161,7 @@ def _axis_step(rough: float) -> float:
     return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
-def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], number: int) -> Markup:
+def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], chart_index: int) -> Markup:
     """Return a chart with its axis, its legend and a hidden cursor for the script."""
     curves = [_scaled_points(line, runs) for line in lines]
     axis = value_axis(lines, runs)
@@ -197,7 +197,7 @@ def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], nu
         ),
         element("output", class_="readout"),
         class_="plot",
-        data_chart=number,
+        data_chart=chart_index,
     )
 
 

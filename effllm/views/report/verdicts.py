@@ -137,7 +137,7 @@ def waterfall(run: RecordedRun) -> Child:
         kind = "work" if part.name in PRODUCTIVE else "lost"
         rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
         begin += part.share
-    total = f"{readable(loss.device_seconds / units.seconds)} {units.time}, in parts that add up to the whole"
+    total = f"{readable(loss.device_seconds / units.time_unit_s)} {units.time_name}, in parts that add up to the whole"
     meanings = [
         f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in loss.parts
     ]

@@ -27,7 +27,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a letter 
 class _Curve(NamedTuple):
     name: str
     tag: str  # of the values of a window; "" is its loss
-    text: Callable[[float], str]
+    text_of: Callable[[float], str]
 
 
 _CURVES = (
@@ -60,7 +60,7 @@ def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
 
 def _spark_cells(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
     measured = [value for value in values if value is not None]
-    limits = f" {curve.text(min(measured))} to {curve.text(max(measured))}"
+    limits = f" {curve.text_of(min(measured))} to {curve.text_of(max(measured))}"
     room = width - _NAME - cell_len(limits)
     if room < _MIN_SPARK:
         return []
@@ -85,8 +85,8 @@ def _chart_rows(
     least, most = min(measured), max(measured)
     room, height = width - _LABEL_WIDTH - 1, CHART_HEIGHT - 2
     drawn = braille(values, room, height) if bars == BARS else [sparkline(values, room, bars)] * height
-    lines = [[(fit(f"{curve.name}: {curve.text(measured[-1])}", width + 1), DIM)]]
-    labels = {0: curve.text(most), height - 1: curve.text(least)}
+    lines = [[(fit(f"{curve.name}: {curve.text_of(measured[-1])}", width + 1), DIM)]]
+    labels = {0: curve.text_of(most), height - 1: curve.text_of(least)}
     for row, text in enumerate(drawn):
         lines.append([(fit(labels.get(row, ""), _LABEL_WIDTH, right=True) + " ", DIM), (fit(text, room + 1), PLAIN)])
     begin, end = (local_time("%H:%M:%S", point.time_s) for point in (points[0], points[-1]))

@@ -104,7 +104,7 @@ class RankTable:
     """
 
     def __init__(self, lines: Sequence[RankLine], num_ranks: int, hosts: Mapping[int, str], is_complete: bool) -> None:
-        self.known, self.num_ranks, self.hosts, self.is_complete = lines, num_ranks, hosts, is_complete
+        self.known_lines, self.num_ranks, self.hosts, self.is_complete = lines, num_ranks, hosts, is_complete
         self._orders: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}
 
     def ordered(self, sort: str, text: str, by_host: bool) -> Sequence[RankLine | HostLine]:
@@ -118,8 +118,8 @@ class RankTable:
         return [line for line in self._rank_lines("reason", "") if line.reason]
 
     def _rank_lines(self, sort: str, text: str) -> list[RankLine]:
-        ranks = {line.rank for line in self.known}
-        lines = sorted(self.known, key=_rank_sort_key(sort))
+        ranks = {line.rank for line in self.known_lines}
+        lines = sorted(self.known_lines, key=_rank_sort_key(sort))
         others = (RankLine(rank, self.hosts.get(rank, "")) for rank in range(self.num_ranks) if rank not in ranks)
         lines = sorted([*lines, *others], key=_rank_sort_key(sort)) if sort in ("rank", "host") else [*lines, *others]
         return [line for line in lines if _contains(line, text)] if text else lines
@@ -318,7 +318,7 @@ class EventHistory:
     def __init__(self) -> None:
         self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._changes: list[Event] = []  # that change the state of a rank or of the job
-        self._states_at: dict[tuple[int, float], RankStates] = {}
+        self._last_states: dict[tuple[int, float], RankStates] = {}
 
     def add_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -334,9 +334,9 @@ class EventHistory:
     def states(self, until_s: float) -> RankStates:
         """Return the states of the ranks at a moment."""
         key = len(self._changes), until_s
-        if key not in self._states_at:
-            self._states_at = {key: _states_after(change for change in self._changes if change.time_s <= until_s)}
-        return self._states_at[key]
+        if key not in self._last_states:
+            self._last_states = {key: _states_after(change for change in self._changes if change.time_s <= until_s)}
+        return self._last_states[key]
 
 
 def _states_after(changes: Iterable[Event]) -> RankStates:

@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     name: str
     tags: tuple[str, ...]
-    text: Callable[[float], str]
+    text_of: Callable[[float], str]
 
 
 def _scaled(value: float) -> str:
@@ -78,7 +78,7 @@ def _styled_cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
     for cell in CELLS:
         tag = next((tag for tag in cell.tags if math.isfinite(frame.values.get(tag, math.nan))), None)
         name = cell.name if has_gpus else cell.name.replace("GPU", "rank")
-        text, style = ("-", PLAIN) if tag is None else (cell.text(frame.values[tag]), BOLD)
+        text, style = ("-", PLAIN) if tag is None else (cell.text_of(frame.values[tag]), BOLD)
         if tag in frame.doubtful:
             text, style = f"{text}?", WARNING
         yield [(f"{name} ", DIM), (fit(text, CELL_WIDTH - len(name) - 2), style), (" ", PLAIN)]
@@ -204,7 +204,7 @@ def _outlier_note(frame: TopFrame) -> Iterator[str]:
     """Yield a line if most ranks have no values in the run folder."""
     seen = frame.coverage
     if seen is not None and not frame.ranks.is_complete and frame.place.window is not None:
-        count = sum(line.step_s is not None for line in frame.ranks.known)
+        count = sum(line.step_s is not None for line in frame.ranks.known_lines)
         why = ": above 256 ranks only outliers are kept" if seen.ranks_expected > MAX_RANKS_WITH_REPORTS else ""
         yield f"values of {count:,} of {seen.ranks_expected:,} ranks{why}"
 

@@ -74,8 +74,8 @@ _SCROLL_LINES = {"up": -1, "k": -1, "down": 1, "j": 1}
 class ShownPane(NamedTuple):
     """The pane on the screen, as far as the effect of a key depends on it."""
 
-    page: int = 1  # number of lines of the pane on the screen
-    total: int = 0  # number of all lines of the pane
+    num_shown: int = 1  # lines of the pane on the screen
+    num_lines: int = 0  # all lines of the pane
     is_newest: bool = True  # whether the newest window is shown
     is_over: bool = False
 
@@ -103,9 +103,9 @@ def _toggle_replay(view: TopView, shown: ShownPane) -> tuple[TopView, Action | N
 
 
 def _view_after_key(view: TopView, key: str, shown: ShownPane) -> TopView:
-    lines = {"pgup": -shown.page, "pgdn": shown.page, **_SCROLL_LINES}.get(key)
+    lines = {"pgup": -shown.num_shown, "pgdn": shown.num_shown, **_SCROLL_LINES}.get(key)
     if lines is not None:
-        return view._replace(offset=max(0, min(view.offset + lines, shown.total - shown.page)))
+        return view._replace(offset=max(0, min(view.offset + lines, shown.num_lines - shown.num_shown)))
     if key in _PANE_OF_KEY:
         pane = RANKS if _PANE_OF_KEY[key] == view.pane else _PANE_OF_KEY[key]
         return view._replace(pane=pane, offset=0)
