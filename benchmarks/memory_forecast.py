@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.memory_runs import GROWTH, HEALTHY, LENGTH, PLATEAU, Run, draw
-from effllm.memory.watch import FORECAST, DeviceWatch, Warned
+from effllm.memory.watch import FORECAST, DeviceWatch, MemoryWarning
 
 RESULTS = Path(__file__).parent / "results"
 NUM_GROWTH, NUM_HEALTHY, NUM_PLATEAU, NUM_LENGTH = 100, 200, 100, 200
@@ -40,25 +40,25 @@ class Stopped(NamedTuple):
     foretold_at: int | None  # iteration of the first forecast; None without a forecast
 
 
-def warnings_of(run: Run) -> list[tuple[int, Warned]]:
+def warnings_of(run: Run) -> list[tuple[int, MemoryWarning]]:
     """Return the warnings of a run, each with its iteration."""
     watch, found = DeviceWatch(), []
     for reading, is_end in run.readings():
         found += [(reading.iteration, one) for one in watch.add_reading(reading, is_window_end=is_end)]
         if is_end:
-            found += [(reading.iteration, one) for one in watch.warnings(run.capacity, run.max_positions)]
+            found += [(reading.iteration, one) for one in watch.new_warnings(run.capacity, run.max_positions)]
     return found
 
 
 def growth(seed: int) -> Foretold:
     """Return the first forecast of a run with growth."""
-    run, forecast = draw(GROWTH, seed), DeviceWatch()
+    run, watch = draw(GROWTH, seed), DeviceWatch()
     ends_at = run.ends_at
     assert ends_at is not None
     for reading, is_end in run.readings():
-        list(forecast.add_reading(reading, is_window_end=is_end))
-        found = forecast.growth(run.capacity) if is_end else None
-        if found is not None and forecast.is_near(found):
+        list(watch.add_reading(reading, is_window_end=is_end))
+        found = watch.forecast(run.capacity) if is_end else None
+        if found is not None and watch.is_near(found):
             lead = ends_at - reading.iteration
             return Foretold(ends_at, lead, found.low <= lead <= found.high)
     return Foretold(ends_at, None, False)
@@ -66,11 +66,11 @@ def growth(seed: int) -> Foretold:
 
 def plateau(seed: int) -> Stopped:
     """Return the first forecast of a run whose growth stops."""
-    run, forecast = draw(PLATEAU, seed), DeviceWatch()
+    run, watch = draw(PLATEAU, seed), DeviceWatch()
     for reading, is_end in run.readings():
-        list(forecast.add_reading(reading, is_window_end=is_end))
-        found = forecast.growth(run.capacity) if is_end else None
-        if found is not None and forecast.is_near(found):
+        list(watch.add_reading(reading, is_window_end=is_end))
+        found = watch.forecast(run.capacity) if is_end else None
+        if found is not None and watch.is_near(found):
             return Stopped(run.stops_at, reading.iteration)
     return Stopped(run.stops_at, None)
 

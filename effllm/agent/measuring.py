@@ -22,7 +22,7 @@ from effllm.agent.spans import Spans
 from effllm.agent.track import FORCE_AFTER_S
 from effllm.agent.trainer import Trainer
 from effllm.agent.window import WindowCutter
-from effllm.memory.watch import STARTUP, STEPS, DeviceWatch, LeakWatch, MemoryReading, Warned
+from effllm.memory.watch import STARTUP, STEPS, DeviceWatch, LeakWatch, MemoryReading, MemoryWarning
 from effllm.network.transport import Outbox
 from effllm.records import ring
 from effllm.records.clock import unix_minus_monotonic_ns
@@ -219,7 +219,7 @@ class RankMemory:
         self._last_window_end = 0  # ordinal of the last window end in a record
         self._last_host_read = 0  # ordinal of the last iteration at the last read of the host's memory
         self._other_bytes: deque[float] = deque(maxlen=OTHER_WINDOWS)  # the newest sizes that torch cannot have
-        self._warned: list[Warned] = []
+        self._warned: list[MemoryWarning] = []
         self._unreported: dict[int, dict[str, float]] = {}  # number of the window -> name -> value
 
     def add_record(self, slot: ring.Slot) -> None:
@@ -247,9 +247,9 @@ class RankMemory:
         self._last_host_read = ordinal
         if (private := private_bytes(self._pid)) is not None:
             self._host_watch.add(ordinal + self._offset, private)
-            self._warned += self._host_watch.warnings(lambda: available_bytes(self._pid))
+            self._warned += self._host_watch.new_warnings(lambda: available_bytes(self._pid))
         if self._device_watch.last is not None:
-            self._warned += self._device_watch.warnings(self._torch_bytes(series), max_positions or 0)
+            self._warned += self._device_watch.new_warnings(self._torch_bytes(series), max_positions or 0)
 
     def take_events(self, time_s: float) -> Iterator[Event]:
         """Yield the events since the last call."""

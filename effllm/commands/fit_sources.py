@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from effllm.analysis.yaml_document import load_yaml
 from effllm.config.isolated import NoAnswer
 from effllm.memory.config_json import UnknownArchitecture, find_model, find_variant, read_config, similar_names
-from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
+from effllm.memory.megatron_arguments import notes_of_ambiguous_sizes, read_script, read_settings, read_shape
 from effllm.memory.model_count import can_count, count_model, stated_model, with_counted
 from effllm.memory.plan import ModelShape, WrongModel
-from effllm.memory.yaml_settings import StatedFields, left_out, read_yaml, system_of
+from effllm.memory.yaml_settings import StatedFields, note_of_left_out, read_yaml, system_of
 
 MAX_BYTES = 10**7  # of a config file
 
@@ -155,7 +155,7 @@ def _model_of_megatron(text: str, vocab_size: int | None, name: str, source: str
     settings, notes = read_settings(arguments)
     shape = read_shape(arguments, name)
     unread = [f"--{name}" for name in arguments.unread("megatron")]
-    return FoundModel(shape, source, (*notes, *ambiguous(text), *left_out(unread)), settings)
+    return FoundModel(shape, source, (*notes, *notes_of_ambiguous_sizes(text), *note_of_left_out(unread)), settings)
 
 
 def _model_of_yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:

@@ -84,9 +84,9 @@ class GPUMemoryProfiler:
     def trend(self, tag: str | None = None) -> MemoryTrend | None:
         """Return the trend of a tag, by default of the tag with most measurements; ``None`` if it is not known yet."""
         if tag is None:
-            tag = max(self._trends, key=lambda name: self._trends[name].count, default="")
+            tag = max(self._trends, key=lambda name: self._trends[name].num_measurements, default="")
         blocks = self._trends.get(tag)
-        if blocks is None or (tag != _CHECKS and blocks.count < MIN_MEASUREMENTS):
+        if blocks is None or (tag != _CHECKS and blocks.num_measurements < MIN_MEASUREMENTS):
             return None
         return blocks.trend()
 

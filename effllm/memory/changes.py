@@ -11,7 +11,7 @@ from effllm.memory.estimate import ByteRange, MemoryEstimate, estimate
 from effllm.memory.plan import ImpossiblePlan, MemoryPlan, ModelShape
 
 FITS, DOES_NOT_FIT, UNCLEAR = "fits", "does not fit", "unclear"
-MAX_CHANGES, MAX_TOGETHER = 5, 3
+MAX_CHANGES, MAX_COMBINED = 5, 3
 
 
 def verdict(total: ByteRange, usable_bytes: float) -> str:
@@ -24,7 +24,7 @@ class PlanChange:
     """A change of a plan by one or more options."""
 
     cost: str
-    rank: float  # the order of costs; several changes have the sum
+    cost_rank: float  # the order of costs; several changes have the sum
     settings: Mapping[str, Any]
     implied: Mapping[str, Any] = field(default_factory=dict)  # settings that are not among the options
 
@@ -40,7 +40,7 @@ class FittingChange:
 
     options: str
     costs: tuple[str, ...]
-    rank: float
+    cost_rank: float
     plan: MemoryPlan
     total: ByteRange
 
@@ -53,26 +53,26 @@ def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: b
     if not given.shape.has_known_layers:
         return []
     changes = list((_training_changes if given.plan.is_training else _serving_changes)(given.plan))
-    changes += _splits(given.shape, given.plan, keeps_gpus)
+    changes += _splitting_changes(given.shape, given.plan, keeps_gpus)
     sets: list[frozenset[str]] = []
     fitting: list[FittingChange] = []
-    for count in range(1, MAX_TOGETHER + 1):
+    for count in range(1, MAX_COMBINED + 1):
         for chosen in combinations(changes, count):
             names = frozenset(change.options for change in chosen)
             changed = [pair for change in chosen for pair in (*change.settings.items(), *change.implied.items())]
             settings = dict(changed)
             if len(settings) < len(changed) or any(subset <= names for subset in sets):
                 continue
-            change = _together(chosen, replace(given.plan, **settings), given, keeps_gpus)
+            change = _combined(chosen, replace(given.plan, **settings), given, keeps_gpus)
             if change is not None and change.total.high <= usable_bytes:
                 sets.append(names)
                 fitting.append(change)
         if len(fitting) >= MAX_CHANGES:
             break
-    return sorted(fitting, key=lambda change: (change.rank, change.total.high))[:MAX_CHANGES]
+    return sorted(fitting, key=lambda change: (change.cost_rank, change.total.high))[:MAX_CHANGES]
 
 
-def _together(
+def _combined(
     chosen: Sequence[PlanChange], plan: MemoryPlan, given: MemoryEstimate, keeps_gpus: bool
 ) -> FittingChange | None:
     """Return changes as one; fewer ranks for data parallelism have more accumulation, for the same global batch."""
@@ -93,15 +93,15 @@ def _together(
         total = estimate(given.shape, plan).total
     except ImpossiblePlan:
         return None
-    return FittingChange(" ".join(options), tuple(costs), sum(change.rank for change in chosen), plan, total)
+    return FittingChange(" ".join(options), tuple(costs), sum(change.cost_rank for change in chosen), plan, total)
 
 
 def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     if plan.attention == "eager":
         yield PlanChange("none", 0.1, {"attention": "sdpa"})
-    for part in (2, 4, 8):
-        if plan.micro_batch >= part:
-            yield PlanChange("fewer sequences at a time", 1 + part / 8, {"micro_batch": plan.micro_batch // part})
+    for divisor in (2, 4, 8):
+        if plan.micro_batch >= divisor:
+            yield PlanChange("fewer sequences at a time", 1 + divisor / 8, {"micro_batch": plan.micro_batch // divisor})
     if plan.numbers.weights == 4:
         yield PlanChange("weights in 16 bits", 2.0, {"precision": "bf16"})
     if not plan.base_bits:
@@ -116,14 +116,14 @@ def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
             yield PlanChange("1 to 3 % more time (arXiv 2205.05198)", 0.8, {"checkpointing": "selective"})
     if plan.checkpointing != "full":
         yield PlanChange("30 to 40 % more time for a step (arXiv 2205.05198)", 3.0, {"checkpointing": "full"})
-    for stage, rank in ((1, 0.5), (2, 0.7), (3, 2.5)):
+    for stage, cost_rank in ((1, 0.5), (2, 0.7), (3, 2.5)):
         if plan.dp > 1 and plan.zero < stage:
             cost = "little communication" if stage < 3 else "the weights of each layer are gathered twice in a step"
-            yield PlanChange(cost, rank, {"zero": stage})
-    for part in (2, 4, 8, 16):
-        if plan.micro_batch % part == 0:
-            sizes, more = {"micro_batch": plan.micro_batch // part}, {"accumulation": plan.accumulation * part}
-            yield PlanChange("smaller matrix products, the same result", 1 + part / 16, sizes, more)
+            yield PlanChange(cost, cost_rank, {"zero": stage})
+    for divisor in (2, 4, 8, 16):
+        if plan.micro_batch % divisor == 0:
+            sizes, more = {"micro_batch": plan.micro_batch // divisor}, {"accumulation": plan.accumulation * divisor}
+            yield PlanChange("smaller matrix products, the same result", 1 + divisor / 16, sizes, more)
     if plan.optimizer == "adamw" and not plan.lora_rank:
         yield PlanChange("quantized optimizer states (arXiv 2110.02861)", 2.0, {"optimizer": "adamw-8bit"})
     if plan.numbers.weights == 4 and not plan.lora_rank:
@@ -135,19 +135,19 @@ def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
         yield PlanChange("only adapters are trained, on a base of 4 bits", 7.0, {**adapters, "base_bits": 4}, implied)
     elif not plan.base_bits:
         yield PlanChange("a base of 4 bits (arXiv 2305.14314)", 4.0, {"base_bits": 4})
-    for part in (2, 4):
-        if plan.seq_length >= 512 * part:
-            yield PlanChange("shorter texts", 9.0 + part, {"seq_length": plan.seq_length // part})
+    for divisor in (2, 4):
+        if plan.seq_length >= 512 * divisor:
+            yield PlanChange("shorter texts", 9.0 + divisor, {"seq_length": plan.seq_length // divisor})
 
 
-def _splits(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[PlanChange]:
+def _splitting_changes(shape: ModelShape, plan: MemoryPlan, keeps_gpus: bool) -> Iterator[PlanChange]:
     """Yield changes that divide the model further: between the same GPUs if possible, or between more GPUs."""
     for factor in (2, 4, 8):
-        parts = plan.tp * factor
-        if shape.heads % parts == 0 and parts <= 8:
-            sizes = {"tp": parts, "dp": plan.dp // factor}
+        tp = plan.tp * factor
+        if shape.heads % tp == 0 and tp <= 8:
+            sizes = {"tp": tp, "dp": plan.dp // factor}
             is_same = keeps_gpus and plan.dp % factor == 0
             same = PlanChange("communication in each layer", 3.0 + factor / 4, sizes)
-            yield same if is_same else PlanChange("", 8.0 * factor, {"tp": parts})
+            yield same if is_same else PlanChange("", 8.0 * factor, {"tp": tp})  # _combined adds the cost of GPUs
         if plan.is_training and plan.dp == 1:
             yield PlanChange("", 7.5 * factor, {"dp": factor, "zero": 3})

@@ -42,7 +42,7 @@ def configs(fields: Fields) -> list[Fields]:
     return [inner, fields] if isinstance(inner, Mapping) else [fields]
 
 
-def written(value: Any) -> str:
+def as_json(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
@@ -55,12 +55,12 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
-        raise UnknownArchitecture(f"{key} is {written(value)}: {_NO_SIZES}")
+        raise UnknownArchitecture(f"{key} is {as_json(value)}: {_NO_SIZES}")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongModel(f"{key} is {written(value)}, not a whole number")
-    lowest, limit = key not in names_of("may_be_zero"), MAX_LAYERS if key in names_of("layers") else MAX_SIZE
+        raise WrongModel(f"{key} is {as_json(value)}, not a whole number")
+    lowest, limit = int(key not in names_of("may_be_zero")), MAX_LAYERS if key in names_of("layers") else MAX_SIZE
     if not lowest <= value <= limit:
-        raise WrongModel(f"{key} is {written(fields[key])}: a number from {lowest:d} to {limit:,} is possible")
+        raise WrongModel(f"{key} is {as_json(fields[key])}: a number from {lowest} to {limit:,} is possible")
     return value
 
 
@@ -73,7 +73,7 @@ def size(fields: Fields, kind: str, default: int | None = None) -> int:
 def flag(fields: Fields, key: str, default: bool) -> bool:
     value = fields.get(key)
     if value not in (None, True, False):
-        raise WrongModel(f"{key} is {written(value)}, not true or false")
+        raise WrongModel(f"{key} is {as_json(value)}, not true or false")
     return default if value is None else bool(value)
 
 
@@ -88,17 +88,15 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     if other := [key for key in ("vision_config", "audio_config") if key in fields]:
         notes.append(f"{ONLY_TEXT}: the parameters of {' and '.join(other)} are not counted")
     if "dim" in fields and "n_layers" in fields:
-        fields = _of_mistral(fields)
+        fields = _mistral_fields(fields)
     inner = fields.get("text_config")
     if isinstance(inner, Mapping) and not any(key in fields for key in names_of("layers")):
-        fields = _text_model(inner, fields, notes)
+        fields = _text_model_fields(inner, fields, notes)
     key = "model_type" if text(fields, "model_type") else "architectures"
     architecture = text(fields, "model_type") or architecture_of(fields)
     if not architecture:
-        stated = (
-            f"model_type is {written(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
-        )
-        raise WrongModel(f"{stated}, and architectures name no class: give the config.json of a model")
+        kind = f"model_type is {as_json(fields['model_type'])}" if "model_type" in fields else "there is no model_type"
+        raise WrongModel(f"{kind}, and architectures name no class: give the config.json of a model")
     if architecture not in architectures():
         raise UnknownArchitecture(f"unknown architecture ({key} {architecture})")
     try:
@@ -110,7 +108,7 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     return replace(shape, name=name or text(fields, "_name_or_path") or architecture, notes=(*shape.notes, *notes))
 
 
-def _of_mistral(fields: Fields) -> Fields:
+def _mistral_fields(fields: Fields) -> Fields:
     """Return the fields of Mistral's own params.json, some of whose sizes have other names."""
     if other := [name for name in ("kv_lora_rank", "vision_encoder", "ssm_cfg", "d_model") if fields.get(name)]:
         raise UnknownArchitecture(f"params.json with {', '.join(other)}")
@@ -124,7 +122,7 @@ def _of_mistral(fields: Fields) -> Fields:
     return {**fields, **kind, **{name: fields[key] for key, name in renamed.items() if key in fields}, **experts}
 
 
-def _text_model(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
+def _text_model_fields(inner: Fields, outer: Fields, notes: list[str]) -> Fields:
     """Return the fields of the text model in a multimodal config: transformers leaves out those with its defaults."""
     stated = {key: value for key, value in inner.items() if value is not None}
     stated["tie_word_embeddings"] = _is_tied(inner, outer, notes)
@@ -173,12 +171,12 @@ def shape_of(fields: Fields, architecture: str) -> ModelShape:
     stated = {key: value for key, value in fields.items() if key not in row.get("ignored", ())}
     fields = {**row.get("defaults", {}), **stated}
     if architecture == "falcon":
-        fields = _of_falcon(fields)
-    latent = LatentAttention(**_sizes(fields, row["latent"])) if "latent" in row else None
+        fields = _falcon_fields(fields)
+    latent = LatentAttention(**_table_values(fields, row["latent"])) if "latent" in row else None
     if latent:
         head_dim = latent.nope_head_dim + latent.rope_head_dim
         fields = {**fields, "head_dim": head_dim, "num_key_value_heads": size(fields, "heads")}
-    shape = _attention_and_mlp(fields, row)
+    shape = _usual_shape(fields, row)
     heads = {"": 0, "head": 2, "all": shape.heads + shape.kv_heads}[row.get("qk_norm", "")]
     has_norms = "qk_norm_if" not in row or flag(fields, row["qk_norm_if"], False)
     experts = _experts(fields, shape, row["experts"]) if "experts" in row else None
@@ -193,17 +191,17 @@ def shape_of(fields: Fields, architecture: str) -> ModelShape:
     )
 
 
-def _attention_and_mlp(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
+def _usual_shape(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the usual layer: attention with grouped queries, an MLP and two norms."""
     if listed := [key for key in fields if _PER_LAYER.fullmatch(key) and isinstance(fields[key], (list, dict))]:
-        raise UnknownArchitecture(f"{listed[0]} is {written(fields[listed[0]])}: {_NO_SIZES}")
+        raise UnknownArchitecture(f"{listed[0]} is {as_json(fields[listed[0]])}: {_NO_SIZES}")
     hidden, heads, layers = size(fields, "hidden"), size(fields, "heads"), size(fields, "layers")
     if other := [key for key in row.get("unknown", ()) if fields.get(key) not in (None, False, hidden)]:
-        raise UnknownArchitecture(f"{other[0]} is {written(fields[other[0]])}: there are no formulas for such layers")
+        raise UnknownArchitecture(f"{other[0]} is {as_json(fields[other[0]])}: there are no formulas for such layers")
     if not fields.get("head_dim") and hidden % heads:
         raise WrongModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     window = whole(fields, "sliding_window", 0) if flag(fields, "use_sliding_window", True) else 0
-    sliding, bias = _sliding_layers(fields, layers), _stated(fields, row.get("bias", False))
+    sliding, bias = _num_sliding_layers(fields, layers), _table_value(fields, row.get("bias", False))
     activations = [text(fields, key) for key in ("hidden_activation", "hidden_act", "activation_function")]
     shape = ModelShape(
         name="",
@@ -224,12 +222,12 @@ def _attention_and_mlp(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
         attention_cap=bool(fields.get("attn_logit_softcapping")),
         logit_cap=bool(fields.get("final_logit_softcapping")),
     )
-    changes = _sizes(fields, row.get("shape", {}))
+    changes = _table_values(fields, row.get("shape", {}))
     changes["positions"] = changes.get("positions", 0) + row.get("more_positions", 0)
     return replace(shape, **changes)
 
 
-def _stated(fields: Fields, value: Any) -> Any:
+def _table_value(fields: Fields, value: Any) -> Any:
     """Return a constant of the table, or the first of its fields that the config states, or their default."""
     if not isinstance(value, list):
         return value
@@ -239,21 +237,21 @@ def _stated(fields: Fields, value: Any) -> Any:
     return flag(fields, key, default) if isinstance(default, bool) else whole(fields, key, default)
 
 
-def _sizes(fields: Fields, row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _stated(fields, value) for name, value in row.items()}
+def _table_values(fields: Fields, row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _table_value(fields, value) for name, value in row.items()}
 
 
-def _sliding_layers(fields: Fields, layers: int) -> int:
+def _num_sliding_layers(fields: Fields, layers: int) -> int:
     kinds, pattern = fields.get("layer_types"), fields.get("sliding_window_pattern")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
-            raise WrongModel(f"layer_types is {written(kinds)}, not a list of {layers} layers")
+            raise WrongModel(f"layer_types is {as_json(kinds)}, not a list of {layers} layers")
         if other := [kind for kind in kinds if kind not in _LAYER_TYPES]:
-            raise UnknownArchitecture(f"layer_types has {written(other[0])}: there are no formulas for such a layer")
+            raise UnknownArchitecture(f"layer_types has {as_json(other[0])}: there are no formulas for such a layer")
         return kinds.count("sliding_attention")
     if isinstance(pattern, str):  # such as LLLG of EXAONE 4: local and global layers, of which the last one is global
         if not re.fullmatch("[LG]+", pattern):
-            raise WrongModel(f"sliding_window_pattern is {written(pattern)}, not a number or letters L and G")
+            raise WrongModel(f"sliding_window_pattern is {as_json(pattern)}, not a number or letters L and G")
         return sum(pattern[layer % len(pattern)] == "L" for layer in range(layers - 1))
     if every := whole(fields, "sliding_window_pattern", 0):
         return layers - layers // every
@@ -262,9 +260,9 @@ def _sliding_layers(fields: Fields, layers: int) -> int:
 
 def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Experts | None:
     """Return the experts, in the layers after the first dense ones, every Nth, without the dense ones of a list."""
-    if not _stated(fields, row["total"]):
+    if not _table_value(fields, row["total"]):
         return None
-    stated = _sizes(fields, row)
+    stated = _table_values(fields, row)
     width = stated.setdefault("intermediate", shape.intermediate)
     first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
     step = whole(fields, "decoder_sparse_step", whole(fields, "interleave_moe_layer_step", 1))
@@ -277,7 +275,7 @@ def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Exper
     return Experts(**stated, layers=len(listed) if isinstance(listed, list) else layers)
 
 
-def _of_falcon(fields: Fields) -> Fields:
+def _falcon_fields(fields: Fields) -> Fields:
     """Return the fields with the numbers of key-value heads and norms, which follow from switches."""
     heads = size(fields, "heads")
     keys, norms = 1 if flag(fields, "multi_query", True) else heads, 1 if flag(fields, "parallel_attn", True) else 2

@@ -79,7 +79,6 @@ COUNTED_ARCHITECTURES = frozenset(
 #: Relative limits of a sum, beside the errors of its parts, from what a plan does not state: published peaks are -22 to
 #: +31 % from the estimate (5th and 90th percentile of 156; benchmarks/results/published-peaks.md).
 REST = (-0.2, 0.3)
-
 _PUBLISHED = "published peaks and settings; not measured on a GPU"
 _NOT_KNOWN = "unknown: there are no formulas for these layers; --measure counts a step"
 _MEASURED = "measured with fake tensors, as counted on CPU; limits: those of the formulas"
@@ -128,7 +127,7 @@ def estimate(shape: ModelShape, plan: MemoryPlan, measured: MeasuredStep | None 
     totals = [total_of(part.bytes for part in parts) for _, parts in moments]
     moment, parts = max(zip(totals, moments, strict=True), key=lambda pair: pair[0].expected)[1]
     total, counts = _largest(totals), states.count_parameters(shape)
-    allocated, reserved = (_largest([_of_torch(plan, parts, out) for _, parts in moments]) for out in _OUTSIDE)
+    allocated, reserved = (_largest([_in_allocator(plan, parts, out) for _, parts in moments]) for out in _OUTSIDE)
     count = float(elements(trained))
     return MemoryEstimate(shape, plan, counts, count, tuple(parts), moment, total, allocated, reserved)
 
@@ -147,18 +146,18 @@ def _largest(totals: list[ByteRange]) -> ByteRange:
 _OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
 
 
-def _of_torch(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
+def _in_allocator(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
     """Return the sum of the parts in torch's allocator, at one moment."""
     nccl, inside = nccl_buffers(plan), {part.name: part.bytes for part in parts if part.name not in outside}
     own = ByteRange(*(size - other for size, other in zip(inside["communication buffers"], nccl, strict=True)))
     return total_of({**inside, "communication buffers": own}.values())
 
 
-def _with_rest(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
-    """Return the parts of a moment, with fragmentation, and the error from what a plan does not state."""
+def _with_last_parts(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
+    """Return the parts of a moment, with fragmentation, and the error from what a plan does not state, as parts."""
     if UNKNOWN in (part.bytes for part in parts):
         return parts
-    parts = [*parts, _fragmentation(plan, _of_torch(plan, parts, ("CUDA context",)).expected)]
+    parts = [*parts, _fragmentation_part(plan, _in_allocator(plan, parts, ("CUDA context",)).expected)]
     low, high = (share * total_of(part.bytes for part in parts).expected for share in REST)
     basis = f"{100 * REST[0]:+.0f} to {100 * REST[1]:+.0f} % of the sum: kernels, versions, loops of published peaks"
     return [*parts, MemoryPart("not stated", ByteRange(low, 0.0, high), basis)]
@@ -170,15 +169,15 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     trained = states.trained_tensors(plan, held)
     all_gradients = states.gradient_bytes(plan, trained)
     held_gradients = states.gradient_bytes(plan, divided(plan, trained, 2))
-    at_peak, activations = _forward_and_backward(shape, plan, stage, held, measured)
+    at_peak, activations = _activation_parts(shape, plan, stage, held, measured)
     gradients = at_peak * (held_gradients / all_gradients if all_gradients else 1.0)
-    sizes = states.weight_bytes(plan, held, trained)
+    all_weights = states.weight_bytes(plan, held, trained)
     of_optimizer = ByteRange.exact(states.state_bytes(plan, divided(plan, trained, 1)))
     master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
     fixed = [
-        _weights(plan, held, trained, measured),
+        _weight_part(plan, held, trained, measured),
         MemoryPart("optimizer states", of_optimizer, plan.optimizer + master),
-        *_fixed(plan, held, communication(plan, all_gradients, sizes, sizes / stage.layers)),
+        *_fixed_parts(plan, held, communication_buffers(plan, all_gradients, all_weights, all_weights / stage.layers)),
     ]
     basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
     largest = max(held_gradients, gradients)
@@ -188,17 +187,17 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     of_gradients = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
-    copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
+    foreach_copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
     optimizer_step = [
         MemoryPart("gradients", ByteRange.exact(held_gradients), basis),
-        MemoryPart("optimizer workspace", copy, "fused: none; foreach: a copy of the weights"),
+        MemoryPart("optimizer workspace", foreach_copy, "fused: none; foreach: a copy of the weights"),
     ]
     forward_backward = [MemoryPart("gradients", of_gradients, basis, largest), *activations]
     moments = (FORWARD_BACKWARD, forward_backward), (OPTIMIZER_STEP, optimizer_step)
-    return [(name, _with_rest(plan, [*fixed, *parts])) for name, parts in moments]
+    return [(name, _with_last_parts(plan, [*fixed, *parts])) for name, parts in moments]
 
 
-def _forward_and_backward(
+def _activation_parts(
     shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor], measured: MeasuredStep | None
 ) -> tuple[float, list[MemoryPart]]:
     """Return the gradients at the peak, and the parts of the activations."""
@@ -222,21 +221,21 @@ def _forward_and_backward(
     if held_inputs := stage.layers * held_by_products(TensorSizes(shape, plan)):
         size = size._replace(low=(peak.activations - held_inputs) * limits[0])
         basis += "; low: use_reentrant=True frees the inputs of products of 8 bits"
-    return peak.gradients, [MemoryPart("activations", size, basis), _logits(shape, plan, peak.logits, limits)]
+    return peak.gradients, [MemoryPart("activations", size, basis), _logit_part(shape, plan, peak.logits, limits)]
 
 
-def _logits(shape: ModelShape, plan: MemoryPlan, size: float, limits: tuple[float, float]) -> MemoryPart:
-    """Return the logits, or the tiles of a fused loss: low: one of other kernels, high: one without kernels."""
+def _logit_part(shape: ModelShape, plan: MemoryPlan, at_peak: float, ratios: tuple[float, float]) -> MemoryPart:
+    """Return the bytes of the logits, or of the tiles of a fused loss, around the expected bytes at the peak."""
     if not plan.fused_loss:
         # Low: torch's cross-entropy of logits in 16 bits, 8 bytes in place of 12 (LitGPT).  High: the loop holds the
         # output of the model during the backward pass, and the copy in 32 bits, 18 bytes (prime-rl).
         compute, is_torch = plan.numbers.compute, plan.implementation == "transformers"
-        low = limits[0] * 2 / 3 if is_torch and compute < FULL else limits[0]
-        held = compute + (FULL if is_torch and compute < FULL else 0)
-        high = size * limits[1] + (plan.tokens * shape.vocab * held / plan.tp if size else 0.0)
+        low = ratios[0] * 2 / 3 if is_torch and compute < FULL else ratios[0]
+        bytes_per_logit = compute + (FULL if is_torch and compute < FULL else 0)
+        high = at_peak * ratios[1] + (plan.tokens * shape.vocab * bytes_per_logit / plan.tp if at_peak else 0.0)
         basis = "log-softmax and gradients in 32 bits; low: in 16 bits; high: the loop holds them, too"
-        return MemoryPart("logits", ByteRange(size * low, size, high), basis)
-    tiles = ByteRange(0.0, size, size + torch_tiles(TensorSizes(shape, plan)))
+        return MemoryPart("logits", ByteRange(at_peak * low, at_peak, high), basis)
+    tiles = ByteRange(0.0, at_peak, at_peak + torch_tiles(TensorSizes(shape, plan)))
     return MemoryPart("logits", tiles, "a fused loss: tiles of TRL 1.16 with Triton; high: without Triton")
 
 
@@ -244,20 +243,20 @@ def _serving_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[Mo
     """Return the parts of a server; the plan has the length of prompt and answer, and the number of sequences."""
     held = states.rank_tensors(shape, plan, stage)
     weights = states.weight_bytes(plan, held, [])
-    buffers = communication(plan, 0.0, weights, weights / stage.layers)
+    buffers = communication_buffers(plan, 0.0, weights, weights / stage.layers)
     if shape.has_known_layers:
-        cache, working = _cache(shape, plan, stage), _working(shape, plan, stage)
+        cache, working = _kv_cache(shape, plan, stage), _working_tensors(shape, plan, stage)
         dynamic = [
             MemoryPart("KV cache", cache, "keys and values of all tokens; high: no window and no latent vectors"),
             MemoryPart("activations", working, "one layer; low: a token at a time; high: logits of all tokens"),
-            _fragmentation(plan, working.expected + cache.expected),
+            _fragmentation_part(plan, working.expected + cache.expected),
         ]
     else:
         dynamic = [MemoryPart("KV cache, activations", UNKNOWN, _NOT_KNOWN)]
-    return [(SERVING, [_weights(plan, held, []), *dynamic, *_fixed(plan, held, buffers)])]
+    return [(SERVING, [_weight_part(plan, held, []), *dynamic, *_fixed_parts(plan, held, buffers)])]
 
 
-def _fixed(plan: MemoryPlan, held: list[ParameterTensor], buffers: ByteRange) -> list[MemoryPart]:
+def _fixed_parts(plan: MemoryPlan, held: list[ParameterTensor], buffers: ByteRange) -> list[MemoryPart]:
     """Return the parts beside weights, states and tensors of a step; torch allocates the workspaces of cuBLAS.
 
     A product copies its quantized matrix to its precision.  High: the head is quantized too, and the copy is made in
@@ -274,13 +273,13 @@ def _fixed(plan: MemoryPlan, held: list[ParameterTensor], buffers: ByteRange) ->
     return [*parts, context, MemoryPart("cuBLAS workspace", CUBLAS_WORKSPACE, _PUBLISHED)]
 
 
-def _fragmentation(plan: MemoryPlan, allocated: float) -> MemoryPart:
+def _fragmentation_part(plan: MemoryPlan, allocated: float) -> MemoryPart:
     shares = FRAGMENTATION[plan.gpus > 1]
     size = ByteRange(*(allocated * share for share in shares))
     return MemoryPart("fragmentation", size, f"0 to {100 * shares[2]:.0f} %: published pairs of allocated and reserved")
 
 
-def _weights(
+def _weight_part(
     plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor], measured: MeasuredStep | None = None
 ) -> MemoryPart:
     """Return the weights of a rank; low: quantized scales of a base of 4 bits, high: experts that are not quantized.
@@ -309,7 +308,7 @@ def nccl_buffers(plan: MemoryPlan) -> ByteRange:
     return ByteRange(*(size * groups for size in NCCL_GROUP))
 
 
-def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
+def communication_buffers(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
     """Return the buffers of collectives.
 
     DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3
@@ -328,7 +327,7 @@ def communication(plan: MemoryPlan, gradients: float, weights: float, layer_weig
     return ByteRange(low, expected, high)
 
 
-def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
+def _kv_cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the bytes of keys and values.
 
     Layers with a sliding window need the window alone; transformers' DynamicCache and older servers keep all tokens.
@@ -347,7 +346,7 @@ def _cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     return ByteRange(least, least, shape.layers * tokens * heads)
 
 
-def _working(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
+def _working_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the tensors of the widest layer during the prefill of all sequences, and the logits."""
     tokens, size, width = float(plan.tokens), plan.numbers.compute, float(shape.intermediate)
     if shape.experts:

@@ -27,27 +27,27 @@ _RECURRENT = ("mamba", "deltanet", "rwkv", "mlstm", "linearattention", "lightnin
 
 
 def main(_arguments: Sequence[str]) -> None:
-    answer(measured)
+    answer(measured_step)
 
 
-def measured(document: Mapping[str, Any]) -> dict[str, Any]:
+def measured_step(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `MeasuredStep` of a document with a config and a plan."""
     plan, fields = MemoryPlan(**document["plan"]), document["config"]
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # the error of an operation is raised as well
-    _run_as_on_real_tensors()
+    _patch_transformers()
     try:
         model = build_model(
             fields,
             attn_implementation="eager" if plan.attention == "eager" else None,
-            dtype=torch.float32 if plan.numbers.weights == 4 else _short(plan),
+            dtype=torch.float32 if plan.numbers.weights == 4 else _16_bit_type(plan),
         )
         kinds = {type(module).__name__.lower() for module in model.modules()}
         has_other_kernels = any(word in kind for kind in kinds for word in _RECURRENT)
         notes = list(_notes(model, plan, has_other_kernels))
-        model = _prepared(model, plan, fields)
+        model = _prepared_for_training(model, plan, fields)
         with FakeTensorMode():
             _make_fake(model)
-            return {**_step(model, plan)._asdict(), "has_other_kernels": has_other_kernels, "notes": notes}
+            return {**_measure_step(model, plan)._asdict(), "has_other_kernels": has_other_kernels, "notes": notes}
     except NoAnswer:
         raise
     except ImportError as error:
@@ -61,7 +61,7 @@ def measured(document: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _run_as_on_real_tensors() -> None:
+def _patch_transformers() -> None:
     """Replace what transformers does otherwise if it sees fake tensors.
 
     A row is one text: without a mask of packed texts, for which attention repeats keys and values.  Experts whose
@@ -95,17 +95,17 @@ def _notes(model: Any, plan: MemoryPlan, has_other_kernels: bool) -> Iterator[st
         yield "measured without the kernels of mamba_ssm, causal_conv1d and fla: with them a step needs less"
 
 
-def _short(plan: MemoryPlan) -> torch.dtype:
+def _16_bit_type(plan: MemoryPlan) -> torch.dtype:
     return torch.float16 if plan.precision.startswith("fp16") else torch.bfloat16
 
 
-def _prepared(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
+def _prepared_for_training(model: Any, plan: MemoryPlan, fields: Mapping[str, Any]) -> Any:
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
     if plan.base_bits:
         skipped = (fields.get("quantization_config") or {}).get("llm_int8_skip_modules")
-        quantize(model, plan.base_bits, torch.float32 if plan.precision == "fp32" else _short(plan), skipped)
+        quantize(model, plan.base_bits, torch.float32 if plan.precision == "fp32" else _16_bit_type(plan), skipped)
     if plan.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -150,7 +150,7 @@ def _make_fake(model: Any) -> None:
             held.update({name: fake(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
 
-def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
+def _measure_step(model: Any, plan: MemoryPlan) -> MeasuredStep:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     momentum = 0.9 if plan.optimizer == "sgd-momentum" else 0.0
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, momentum=momentum)
@@ -159,10 +159,10 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    words = torch.ones(plan.micro_batch, plan.seq_length, dtype=torch.long)
-    inputs = {"input_ids": words, "labels": words}
+    tokens = torch.ones(plan.micro_batch, plan.seq_length, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens}
     accepted = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
-    inputs |= {name: torch.zeros_like(words) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+    inputs |= {name: torch.zeros_like(tokens) for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     storages = Storages()
     weights = storages.numbers_of(model.parameters())
     values = [value for state in optimizer.state.values() for value in state.values()]
@@ -170,16 +170,16 @@ def _step(model: Any, plan: MemoryPlan) -> MeasuredStep:
     other = storages.numbers_of((*model.buffers(), *inputs.values()))
     with storages:
         for _ in range(min(plan.accumulation, 2)):  # a third micro-batch needs as much as the second
-            with torch.autocast("cpu", dtype=_short(plan), enabled=plan.numbers.autocast):
+            with torch.autocast("cpu", dtype=_16_bit_type(plan), enabled=plan.numbers.autocast):
                 loss = getattr(model(**inputs), "loss", None)
             if loss is None:
                 raise NoAnswer("this model has no loss of labels, so that a step of it cannot be measured")
             loss.backward()
             del loss
-        end = len(storages.log)
+        end_of_backward = len(storages.log)
         gradients = storages.numbers_of(parameter.grad for parameter in trained if parameter.grad is not None)
         optimizer.step()
-    live = storages.live_at_peak(end, without=other)
+    live = storages.live_at_peak(end_of_backward, without=other)
     return MeasuredStep(
         weights=storages.size(weights),
         optimizer_states=storages.size(states),
@@ -206,9 +206,9 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
 
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Return the numbers of the storages of tensors, from 1 on; new ones are logged."""
-        return {self._number(tensor.untyped_storage()) for tensor in tensors}
+        return {self._number_of(tensor.untyped_storage()) for tensor in tensors}
 
-    def _number(self, storage: torch.UntypedStorage) -> int:
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
         if key not in self._numbers:
             self._numbers[key] = len(self._sizes)
@@ -242,11 +242,11 @@ class _Product4bit(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, inputs: Any, module: Any) -> Any:
         ctx.module = module
-        return torch.nn.functional.linear(inputs, module.copied(inputs.dtype), module.bias)
+        return torch.nn.functional.linear(inputs, module.dequantized_stand_in(inputs.dtype), module.bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return torch.matmul(gradient, ctx.module.copied(gradient.dtype)), None
+        return torch.matmul(gradient, ctx.module.dequantized_stand_in(gradient.dtype)), None
 
 
 class _Product8bit(torch.autograd.Function):  # type: ignore[misc]
@@ -263,13 +263,13 @@ class _Product8bit(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return torch.matmul(gradient.to(ctx.inputs.dtype), ctx.module.copied(ctx.inputs.dtype)), None
+        return torch.matmul(gradient.to(ctx.inputs.dtype), ctx.module.dequantized_stand_in(ctx.inputs.dtype)), None
 
 
 class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
     """A linear module of 4 bits (NF4 in blocks of 64, without double quantization) or 8 bits (a scale for each row)."""
 
-    def __init__(self, module: Any, bits: int, computed: torch.dtype) -> None:
+    def __init__(self, module: Any, bits: int, product_type: torch.dtype) -> None:
         columns, rows = module.weight.shape if type(module).__name__ == "Conv1D" else reversed(module.weight.shape)
         super().__init__(columns, rows, bias=False, device="meta")
         sizes, kind = ((rows, columns), torch.int8) if bits == 8 else ((-(-rows * columns // 2), 1), torch.uint8)
@@ -278,20 +278,20 @@ class QuantizedLinear(torch.nn.Linear):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.scales = torch.nn.Parameter(scales, requires_grad=False)
         if module.bias is not None:
-            self.bias = torch.nn.Parameter(module.bias.to(computed), requires_grad=False)
-        self.bits, self.computed = bits, computed
+            self.bias = torch.nn.Parameter(module.bias.to(product_type), requires_grad=False)
+        self.bits, self.product_type = bits, product_type
 
-    def copied(self, computed: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.out_features, self.in_features, dtype=computed)
+    def dequantized_stand_in(self, product_type: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.out_features, self.in_features, dtype=product_type)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the product, as PEFT's adapters take it: that of 4 bits is copied once more."""
         if self.bits == 8:
             return _Product8bit.apply(inputs, self)
-        return _Product4bit.apply(inputs.to(self.computed), self).to(inputs.dtype).clone()
+        return _Product4bit.apply(inputs.to(self.product_type), self).to(inputs.dtype).clone()
 
 
-def quantize(model: Any, bits: int, computed: torch.dtype, skipped: Sequence[str] | None) -> None:
+def quantize(model: Any, bits: int, product_type: torch.dtype, skipped: Sequence[str] | None) -> None:
     """Replace the matrices of a model that transformers quantizes with bitsandbytes, and freeze all others.
 
     ``skipped`` is ``llm_int8_skip_modules`` of the config; None: the head, and modules with tied weights.
@@ -303,5 +303,5 @@ def quantize(model: Any, bits: int, computed: torch.dtype, skipped: Sequence[str
     for name, module in list(model.named_modules()):
         is_matrix = type(module) is torch.nn.Linear or type(module).__name__ == "Conv1D"
         if is_matrix and should_convert_module(name, left_out):
-            model.set_submodule(name, QuantizedLinear(module, bits, computed))
+            model.set_submodule(name, QuantizedLinear(module, bits, product_type))
     model.requires_grad_(False)

@@ -36,18 +36,18 @@ def read_script(text: str) -> dict[str, str]:
     return dict(_arguments(text))
 
 
-def ambiguous(text: str) -> list[str]:
+def notes_of_ambiguous_sizes(text: str) -> list[str]:
     """Return notes of sizes that have several values in a script, such as those of its branches."""
     sizes: dict[str, list[str]] = {}
     for name, value in _arguments(text):
-        if (name in _names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
+        if (name in _argument_names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
             sizes.setdefault(name, []).append(value)
     several = {name: values for name, values in sizes.items() if len(set(values)) > 1}
-    text = "--{} is {} in the script, whose branches are not followed: {} is taken"
-    return [text.format(name, " and ".join(dict.fromkeys(values)), values[-1]) for name, values in several.items()]
+    note = "--{} is {} in the script, whose branches are not followed: {} is taken"
+    return [note.format(name, " and ".join(dict.fromkeys(values)), values[-1]) for name, values in several.items()]
 
 
-def _replaced(text: str) -> str:
+def _with_variables_replaced(text: str) -> str:
     """Return a script with the values of its variables and arithmetic expressions; those without a value stay."""
     text = re.sub(r"\\\n", " ", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -67,12 +67,12 @@ def _with_values(text: str, values: Mapping[str, str]) -> str:
     def result(match: re.Match[str]) -> str:
         formula = match[1].translate(_AS_WRITTEN)
         names = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda name: values.get(name[1], name[0]), formula)
-        return _computed(_VARIABLE.sub(value, names)) or match[0]
+        return _arithmetic_value(_VARIABLE.sub(value, names)) or match[0]
 
     return _VARIABLE.sub(value, _FORMULA.sub(result, text))
 
 
-def _computed(formula: str) -> str:
+def _arithmetic_value(formula: str) -> str:
     """Return the value of an expression of whole numbers as the shell computes it; "" for any other expression."""
 
     def number(node: ast.expr) -> int:
@@ -89,7 +89,7 @@ def _computed(formula: str) -> str:
 
 
 def _arguments(script: str) -> Iterator[tuple[str, str]]:
-    text = re.sub(r"[()\"';]", " ", _replaced(script))
+    text = re.sub(r"[()\"';]", " ", _with_variables_replaced(script))
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
@@ -103,7 +103,7 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
 
 
 def read_shape(arguments: Arguments, name: str) -> ModelShape:
-    if other := [f"--{name}" for name in _names("not_gpt")["names"] if name in arguments]:
+    if other := [f"--{name}" for name in _argument_names("not_gpt")["names"] if name in arguments]:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
     heads = _number(arguments, "num-attention-heads")
@@ -151,25 +151,25 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     other_layers = "--spec names layers of another module: the estimate has those of Megatron's GPT model"
     notes = [other_layers] if "spec" in arguments else []
     settings: dict[str, Any] = {}
-    for key, name in _names("plan").items():
+    for key, name in _argument_names("plan").items():
         if (value := arguments.get(name, "")).startswith("$"):
             notes.append(f"--{name} is {value}, which has no value in the script: it is taken as not given")
         elif value:
             settings[key] = _number(arguments, name)
     settings["implementation"] = "megatron"
-    is_whole = "bf16" in arguments or "accumulate-allreduce-grads-in-fp32" in arguments  # gradients in 32 bits
-    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_whole else "fp16-master"
+    is_32_bit = "bf16" in arguments or "accumulate-allreduce-grads-in-fp32" in arguments  # gradients in 32 bits
+    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_32_bit else "fp16-master"
     settings["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
-    settings["optimizer"] = _names("optimizers").get(optimizer, "adamw")
-    if optimizer not in _names("optimizers"):
+    settings["optimizer"] = _argument_names("optimizers").get(optimizer, "adamw")
+    if optimizer not in _argument_names("optimizers"):
         notes.append(f"--optimizer {optimizer} is estimated as AdamW")
     settings["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
     if _has(arguments, "use-megatron-fsdp", "use-custom-fsdp"):
-        settings["zero"] = _names("sharding").get(arguments.get("data-parallel-sharding-strategy", ""), 0)
+        settings["zero"] = _argument_names("sharding").get(arguments.get("data-parallel-sharding-strategy", ""), 0)
     elif "use-torch-fsdp2" in arguments:
         settings["zero"] = 3
-    if settings.get("tp", 1) == 1:  # that of experts is 1, too
+    if settings.get("tp", 1) == 1:  # that of experts is 1, too, so the argument counts as read
         arguments.get("expert-tensor-parallel-size")
     elif "sequence-parallel" in arguments:
         settings["sequence_parallel"] = True
@@ -187,7 +187,7 @@ def _vocabulary(arguments: Arguments) -> int:
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
     row = find_model(arguments.get("tokenizer-model", ""))
-    vocab = row.shape.vocab if row else _names("vocabularies").get(kind)
+    vocab = row.shape.vocab if row else _argument_names("vocabularies").get(kind)
     if not arguments.get("vocab-size") and vocab is None:
         raise WrongModel(
             "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"
@@ -221,7 +221,7 @@ def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
     )
 
 
-def _names(kind: str) -> dict[str, Any]:
+def _argument_names(kind: str) -> dict[str, Any]:
     return dict(training_systems()["arguments"][kind])
 
 
@@ -230,7 +230,7 @@ def _has(arguments: Arguments, *names: str) -> bool:
 
 
 def _numbers(arguments: Arguments, kind: str) -> dict[str, Any]:
-    return {key: _number(arguments, *stated) for key, stated in _names(kind).items()}
+    return {key: _number(arguments, *stated) for key, stated in _argument_names(kind).items()}
 
 
 def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
@@ -240,9 +240,9 @@ def _number(arguments: Arguments, name: str, default: int | None = None) -> int:
             raise WrongModel(f"the arguments have no --{name}")
         return default
     if not re.fullmatch(r"-?\d{1,15}", value):
-        has_none = f"{value}, which has no value in the script: replace it by its number"
-        raise WrongModel(f"--{name} is {has_none if value[0] == '$' else f'{value!r}, not a whole number'}")
-    lowest = name not in ("q-lora-rank", "qk-pos-emb-head-dim", "moe-shared-expert-intermediate-size")
+        without_value = f"{value}, which has no value in the script: replace it by its number"
+        raise WrongModel(f"--{name} is {without_value if value[0] == '$' else f'{value!r}, not a whole number'}")
+    lowest = 0 if name in ("q-lora-rank", "qk-pos-emb-head-dim", "moe-shared-expert-intermediate-size") else 1
     if not lowest <= int(value) <= MAX_SIZE:
-        raise WrongModel(f"--{name} is {value}: a number from {lowest:d} to {MAX_SIZE:,} is possible")
+        raise WrongModel(f"--{name} is {value}: a number from {lowest} to {MAX_SIZE:,} is possible")
     return int(value)

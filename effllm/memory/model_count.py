@@ -84,17 +84,17 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
     import torch
     import transformers
 
-    named = architecture_of(fields)
-    kind, known, build = fields.get("model_type"), transformers.CONFIG_MAPPING, getattr(transformers, named, None)
-    if not named and kind in known:
-        build = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(known[kind], None)
-    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        raise NoAnswer(f"transformers {transformers.__version__} has no model {named or f'of the model_type {kind}'}")
+    name = architecture_of(fields)
+    kind, known, model_class = fields.get("model_type"), transformers.CONFIG_MAPPING, getattr(transformers, name, None)
+    if not name and kind in known:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(known[kind], None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise NoAnswer(f"transformers {transformers.__version__} has no model {name or f'of the model_type {kind}'}")
     # transformers 5 writes an infinity as {"__float__": "Infinity"}.
     stated = json.loads(json.dumps(fields), object_hook=lambda value: float(value.get("__float__", 0)) or value)
-    config = build.config_class.from_dict(stated)  # type: ignore[attr-defined]
+    config = model_class.config_class.from_dict(stated)  # type: ignore[attr-defined]
     with torch.device("meta"):
-        return build._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
+        return model_class._from_config(config, **{"dtype": torch.float32, **settings})  # type: ignore[attr-defined]
 
 
 def count(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,24 +128,24 @@ def tensors_of(model: Any) -> Iterator[ParameterTensor]:
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                group = Group.HEAD if module is head else _group(path, type(module).__name__)
-                yield _tensor(group, path, leaf, tuple(parameter.shape))
+                group = Group.HEAD if module is head else _group_of(path, type(module).__name__)
+                yield _tensor_of(group, path, leaf, tuple(parameter.shape))
 
 
-def _group(path: str, kind: str) -> str:
-    leaf = path.rsplit(".", 1)[-1]
-    if kind == "Embedding":
+def _group_of(path: str, class_name: str) -> str:
+    module_name = path.rsplit(".", 1)[-1]
+    if class_name == "Embedding":
         return Group.EMBEDDING
-    if "norm" in kind.lower() or leaf.endswith("norm"):
+    if "norm" in class_name.lower() or module_name.endswith("norm"):
         return Group.NORM
     if "experts" in path or "shared_expert" in path:
         return Group.SHARED if "shared_expert" in path else Group.EXPERT
-    if leaf in ("gate", "router") or "router" in path:
+    if module_name in ("gate", "router") or "router" in path:
         return Group.ROUTER
     return Group.ATTENTION if any(word in path for word in ("attn", "attention", "mixer", "mamba")) else Group.MLP
 
 
-def _tensor(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> ParameterTensor:
+def _tensor_of(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> ParameterTensor:
     """Return a tensor: the experts of a layer are one tensor of three dimensions, or of two for their biases."""
     is_bias, count = leaf.endswith("bias"), 1
     if group == Group.EXPERT and len(sizes) == 3 - is_bias:
@@ -156,7 +156,7 @@ def _tensor(group: str, path: str, leaf: str, sizes: tuple[int, ...]) -> Paramet
     if columns and not is_bias and group in (Group.MLP, Group.EXPERT, Group.SHARED):
         name = "mlp"
     elif columns and not is_bias and group == Group.ATTENTION:  # the name by which LoRA chooses a matrix
-        first = matrix.removeprefix("c_")[:1]
-        is_fused = matrix in ("c_attn", "W_pack")
-        name = "v" if matrix.startswith("kv_b") else first if first in ("q", "k", "v") else "q" if is_fused else "o"
+        letter = matrix.removeprefix("c_")[:1]
+        is_qkv = matrix in ("c_attn", "W_pack")
+        name = "v" if matrix.startswith("kv_b") else letter if letter in ("q", "k", "v") else "q" if is_qkv else "o"
     return ParameterTensor(group, name, rows, columns, count)

@@ -215,8 +215,8 @@ class MemoryPlan:
     @property
     def keeps_products(self) -> bool:
         """Whether selective checkpointing is that of operations, as in torchtitan: fused attention keeps no scores."""
-        is_fused = self.implementation == "transformers" and self.attention != "eager"
-        return self.checkpointing == "selective" and is_fused
+        has_fused_attention = self.implementation == "transformers" and self.attention != "eager"
+        return self.checkpointing == "selective" and has_fused_attention
 
     @property
     def gpus(self) -> int:

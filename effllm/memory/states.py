@@ -16,8 +16,8 @@ ADAPTER_BYTES = 4
 #: bitsandbytes quantizes states in blocks of 256 elements with a scale of 32 bits; smaller tensors stay in 32 bits.
 STATE_BLOCK, SMALLEST_8BIT = 256, 4096
 #: NF4 with blocks of 64 elements: a scale of 32 bits, the default of bitsandbytes, or of 8 bits with a second scale
-#: for each 256 (double quantization, arXiv 2305.14314, section 3).
-NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+#: for each 256 (double quantization, arXiv 2305.14314, section 3).  8 bits: a scale for a row, of about 4096 elements.
+NF4_BYTES, NF4_DOUBLE_BYTES, INT8_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256), 1 + 4 / 4096
 
 
 def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
@@ -31,9 +31,9 @@ def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
         ParameterTensor(Group.EMBEDDING, "", shape.positions, hidden, 1),
         ParameterTensor(Group.HEAD, "", shape.vocab, hidden, 1 - shape.tied),
         ParameterTensor(Group.HEAD, "", shape.vocab, 0, int(shape.head_bias)),
-        *_attention(shape),
-        *_mlp(Group.MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers),
-        *(_experts(shape, experts) if experts else ()),
+        *_attention_tensors(shape),
+        *_mlp_tensors(Group.MLP, shape, shape.intermediate, shape.mlp_bias, shape.dense_layers),
+        *(_expert_tensors(shape, experts) if experts else ()),
         ParameterTensor(Group.NORM, "", hidden, 0, norms * shape.norm_weight),
         ParameterTensor(Group.NORM, "", hidden, 0, norms * shape.norm_bias),
         ParameterTensor(Group.NORM, "", shape.qk_norm_per_layer // 2, 0, 2 * layers),
@@ -42,7 +42,7 @@ def parameter_tensors(shape: ModelShape) -> list[ParameterTensor]:
     return [tensor for tensor in tensors if tensor.rows and tensor.count]
 
 
-def _attention(shape: ModelShape) -> Iterator[ParameterTensor]:
+def _attention_tensors(shape: ModelShape) -> Iterator[ParameterTensor]:
     hidden, latent, bias = shape.hidden, shape.latent, shape.qkv_bias
     keys = shape.kv_heads * shape.head_dim
     if latent:
@@ -64,22 +64,23 @@ def _attention(shape: ModelShape) -> Iterator[ParameterTensor]:
         yield ParameterTensor(Group.ATTENTION, "bias", rows, 0, shape.layers * has_bias)
 
 
-def _mlp(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> Iterator[ParameterTensor]:
-    is_fused = group == Group.EXPERT or shape.fused_gate
-    products = 2 if shape.gated_mlp and not is_fused else 1
-    first = 2 * width if shape.gated_mlp and is_fused else width
-    yield ParameterTensor(group, "mlp", first, shape.hidden, count * products)
+def _mlp_tensors(group: str, shape: ModelShape, width: int, bias: bool, count: int) -> Iterator[ParameterTensor]:
+    has_fused_gate = group == Group.EXPERT or shape.fused_gate
+    first_matrices = 2 if shape.gated_mlp and not has_fused_gate else 1
+    first_rows = 2 * width if shape.gated_mlp and has_fused_gate else width
+    yield ParameterTensor(group, "mlp", first_rows, shape.hidden, count * first_matrices)
     yield ParameterTensor(group, "mlp", shape.hidden, width, count)
-    yield ParameterTensor(group, "bias", first, 0, count * products * bias)
+    yield ParameterTensor(group, "bias", first_rows, 0, count * first_matrices * bias)
     yield ParameterTensor(group, "bias", shape.hidden, 0, count * bias)
 
 
-def _experts(shape: ModelShape, experts: Experts) -> Iterator[ParameterTensor]:
+def _expert_tensors(shape: ModelShape, experts: Experts) -> Iterator[ParameterTensor]:
     yield ParameterTensor(Group.ROUTER, "", experts.total, shape.hidden, experts.layers)
     yield ParameterTensor(Group.ROUTER, "", experts.total, 0, experts.layers * experts.router_bias)
-    yield from _mlp(Group.EXPERT, shape, experts.intermediate, experts.expert_bias, experts.layers * experts.total)
+    width, count = experts.intermediate, experts.layers * experts.total
+    yield from _mlp_tensors(Group.EXPERT, shape, width, experts.expert_bias, count)
     shared = experts.shared_intermediate
-    yield from _mlp(Group.SHARED, shape, shared, shape.mlp_bias, experts.layers if shared else 0)
+    yield from _mlp_tensors(Group.SHARED, shape, shared, shape.mlp_bias, experts.layers if shared else 0)
     yield ParameterTensor(Group.SHARED, "", 1, shape.hidden, experts.layers * experts.shared_gate)
 
 
@@ -167,12 +168,12 @@ def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[Pa
     if plan.base_bits:  # the biases of quantized matrices have the precision of the products
         quantized, biases = quantized_elements(held), elements([one for one in held if one.name == "bias"])
         other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
-        base = quantized * (NF4_BYTES if plan.base_bits == 4 else 1 + 4 / 4096) + other
+        base = quantized * (NF4_BYTES if plan.base_bits == 4 else INT8_BYTES) + other
     return base + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
 
 
 def quantized_elements(held: list[ParameterTensor]) -> float:
-    """Return the weights of the quantized matrices: those of the layers, not the head, as transformers does it."""
+    """Return the elements of the matrices that transformers quantizes: those of the layers, not the head."""
     return sum(tensor.all_elements for tensor in held if tensor.name and tensor.columns)
 
 
@@ -189,19 +190,19 @@ def state_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     """Return the bytes of optimizer states without step counters, and of the optimizer's copy of the weights."""
     size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
     master = 0 if plan.lora_rank else plan.numbers.master
-    return sum(kind.count * (_states_of(plan.optimizer, kind, size) + master * kind.elements) for kind in trained)
+    return sum(each.count * (_state_bytes_of(plan.optimizer, each, size) + master * each.elements) for each in trained)
 
 
-def _states_of(optimizer: str, tensor: ParameterTensor, size: int) -> float:
-    """Return the bytes of the states of a tensor.
+def _state_bytes_of(optimizer: str, tensor: ParameterTensor, element_bytes: int) -> float:
+    """Return the bytes of the states of a tensor that occurs once.
 
     Adafactor has the sums of the rows and columns of a matrix, and all squares of a vector (arXiv 1804.04235).  Muon is
     for the matrices of the layers, and AdamW for all others, stacked experts too: Muon of torch takes matrices alone.
     """
     if optimizer == "adafactor":
-        return (tensor.rows + tensor.columns) * size
+        return (tensor.rows + tensor.columns) * element_bytes
     if optimizer == "adamw-8bit":
         is_small = tensor.elements < SMALLEST_8BIT
         return 2 * (4 * tensor.elements if is_small else tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
     is_matrix = tensor.columns and tensor.group not in (Group.EMBEDDING, Group.HEAD, Group.EXPERT)
-    return (OPTIMIZERS[optimizer] if optimizer != "muon" or is_matrix else 2) * tensor.elements * size
+    return (OPTIMIZERS[optimizer] if optimizer != "muon" or is_matrix else 2) * tensor.elements * element_bytes

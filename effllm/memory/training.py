@@ -48,7 +48,7 @@ class TensorSizes:
 
     def __init__(self, shape: ModelShape, plan: MemoryPlan) -> None:
         self.shape, self.plan, self.tokens, self.compute = shape, plan, plan.tokens, plan.numbers.compute
-        self.is_fused, self.is_lora = plan.implementation == "megatron", plan.lora_rank > 0
+        self.is_megatron, self.is_lora = plan.implementation == "megatron", plan.lora_rank > 0
         # Of the residual stream: autocast adds in the precision of the weights.
         self.stream = FULL if plan.casts_weights else self.compute
         # Of a product's output: those with 4 bits convert it to the precision of the input.
@@ -58,10 +58,10 @@ class TensorSizes:
         # Sequence parallelism divides by this number what tensor parallelism does not.
         self.spread = plan.tp if plan.sequence_parallel else 1
         # The share of the layers whose attention has a mask for a window.
-        has_mask = 0 < shape.sliding_window < plan.seq_length and plan.attention != "flash" and not self.is_fused
+        has_mask = 0 < shape.sliding_window < plan.seq_length and plan.attention != "flash" and not self.is_megatron
         self.windowed = shape.sliding_layers / shape.layers if has_mask else 0.0
 
-    def inputs(self, width: float, names: tuple[str, ...]) -> float:
+    def kept_inputs(self, width: float, names: tuple[str, ...]) -> float:
         """Return what matrix products with one input keep of it.
 
         A product keeps its input if its matrix is trained.  Autocast casts the input once for each product, and an
@@ -85,7 +85,7 @@ def norm(sizes: TensorSizes) -> LayerBlock:
     precision of the stream.  LayerNorm is one kernel, which keeps its input, as fused norms do.
     """
     shape, elements = sizes.shape, sizes.tokens * sizes.shape.hidden / sizes.spread
-    if shape.layer_norm or sizes.is_fused:
+    if shape.layer_norm or sizes.is_megatron:
         size = elements * sizes.stream
         return LayerBlock(size + 2 * FULL * sizes.tokens, size, 2 * elements * FULL)
     normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else sizes.stream
@@ -105,11 +105,11 @@ def attention(sizes: TensorSizes) -> LayerBlock:
     values = shape.value_size if shape.latent else keys
     heads = tokens * (shape.q_size + keys + values) * compute / tp
     output = tokens * shape.value_size * compute / tp
-    kept = sizes.inputs(shape.hidden / sizes.spread, ("q", "k", "v")) + heads
+    kept = sizes.kept_inputs(shape.hidden / sizes.spread, ("q", "k", "v")) + heads
     if shape.qk_norm_per_layer:
         normalised = 0 if sizes.is_lora else FULL if shape.architecture.startswith("gemma") else compute
         kept += tokens * (shape.q_size + keys) / tp * (FULL + normalised)
-    kept += output + (sizes.inputs(shape.value_size / tp, ("o",)) if sizes.is_lora else 0.0)
+    kept += output + (sizes.kept_inputs(shape.value_size / tp, ("o",)) if sizes.is_lora else 0.0)
     forward, backward = heads, heads + output
     if plan.attention == "eager":
         scores = tokens * shape.heads * plan.seq_length / tp
@@ -142,14 +142,14 @@ def mlp(sizes: TensorSizes, width: float) -> LayerBlock:
     shape, tp = sizes.shape, sizes.plan.tp
     inner = sizes.tokens * width * sizes.product / tp
     names = ("mlp", "mlp") if shape.gated_mlp else ("mlp",)
-    inputs = sizes.inputs(shape.hidden / sizes.spread, names) + sizes.inputs(width / tp, ("mlp",))
-    kept = inputs + (_products(shape, sizes.is_fused) - 1) * inner
+    inputs = sizes.kept_inputs(shape.hidden / sizes.spread, names) + sizes.kept_inputs(width / tp, ("mlp",))
+    kept = inputs + (_num_kept_tensors(shape, sizes.is_megatron) - 1) * inner  # the last product's input is in inputs
     return LayerBlock(kept, inner, 2 * inner + sizes.tokens * shape.hidden * sizes.stream)
 
 
-def _products(shape: ModelShape, is_fused: bool) -> int:
-    of_activation = 2 if is_fused else {"relu": 1, "gelu_new": 5}.get(shape.activation, 2)
-    return (3 if is_fused else 4) if shape.gated_mlp else of_activation
+def _num_kept_tensors(shape: ModelShape, is_megatron: bool) -> int:
+    of_activation = 2 if is_megatron else {"relu": 1, "gelu_new": 5}.get(shape.activation, 2)
+    return (3 if is_megatron else 4) if shape.gated_mlp else of_activation
 
 
 def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
@@ -163,7 +163,7 @@ def experts(sizes: TensorSizes, routed: Experts) -> LayerBlock:
     tokens = float(sizes.tokens * routed.active)
     inner = tokens * routed.intermediate * sizes.stream / plan.tp
     gathered = tokens * hidden * sizes.stream
-    kept = _products(sizes.shape, sizes.is_fused) * inner + 2 * gathered
+    kept = _num_kept_tensors(sizes.shape, sizes.is_megatron) * inner + 2 * gathered
     kept += sizes.tokens * (hidden * sizes.stream / sizes.spread + routed.total * 2 * FULL)
     return LayerBlock(kept, 2 * gathered, 2 * inner + 2 * gathered)
 
@@ -176,17 +176,17 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
     """
     sizes = TensorSizes(shape, plan)
     weights = _BlockWeights(sizes, held, stage)
-    layers = _layers(sizes, weights, stage)
+    layers = _layer_blocks(sizes, weights, stage)
     stream = sizes.tokens * shape.hidden * sizes.stream / sizes.spread
-    first = _first(sizes, weights, stream)
+    whole_step = _whole_step_block(sizes, weights, stream)
     is_checkpointed = plan.checkpointing == "full" or plan.keeps_products
-    input_bytes = stream + held_by_products(sizes) + _kept_products(sizes)  # what a checkpointed layer keeps
-    once = 0.0 if is_checkpointed else sum(block.casts for layer in layers for block in layer)
-    stored = sum(input_bytes if is_checkpointed else _kept(layer) for layer in layers) - once
+    input_bytes = stream + held_by_products(sizes) + _kept_product_bytes(sizes)  # what a checkpointed layer keeps
+    shared_casts = 0.0 if is_checkpointed else sum(block.casts for layer in layers for block in layer)
+    micro_batch_bytes = sum(input_bytes if is_checkpointed else _kept_bytes(layer) for layer in layers) - shared_casts
     in_flight = min(plan.pp, plan.accumulation) if stage.is_first else 1
     is_resident = plan.accumulation > 1 or plan.numbers.master == 4 or plan.dp > 1 or plan.pp > 1
     gradients = gradient_bytes(plan, weights.trained) if is_resident else 0.0
-    course = StepCourse(is_resident, stored * (in_flight - 1) + first.kept, gradients)
+    course = StepCourse(is_resident, micro_batch_bytes * (in_flight - 1) + whole_step.kept, gradients)
     for layer in layers:
         before = course.live
         for block in layer:
@@ -201,17 +201,17 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
         course.pass_loss(final, weights.attach(_loss(sizes), Group.HEAD), cached)
     for layer in reversed(layers):
         if is_checkpointed:
-            course.live += _kept(layer) - input_bytes
+            course.live += _kept_bytes(layer) - input_bytes
         for block in reversed(layer):
             course.record(block.backward + (block.largest if is_resident else 0.0))
             course.add_gradients(block.gradients)
             course.live -= block.kept + block.casts
-    course.add_gradients(first.gradients)
-    course.record(first.backward)
+    course.add_gradients(whole_step.gradients)
+    course.record(whole_step.backward)
     return course
 
 
-def _layers(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[list[LayerBlock]]:
+def _layer_blocks(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[list[LayerBlock]]:
     shape, routed = sizes.shape, sizes.shape.experts
     block = attention(sizes)
     if sizes.plan.checkpointing == "selective":  # recomputes the probabilities (Korthikanti et al., section 5)
@@ -229,7 +229,7 @@ def _layers(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[li
     return layers * (stage.layers - count) + [blocks] * count
 
 
-def _kept(layer: Sequence[LayerBlock]) -> float:
+def _kept_bytes(layer: Sequence[LayerBlock]) -> float:
     return sum(block.kept + block.casts for block in layer)
 
 
@@ -246,7 +246,7 @@ def held_by_products(sizes: TensorSizes) -> float:
     return sizes.tokens * sizes.compute * (of_attention + of_mlp)
 
 
-def _kept_products(sizes: TensorSizes) -> float:
+def _kept_product_bytes(sizes: TensorSizes) -> float:
     """Return what selective checkpointing of operations keeps: attention, and every second product, as in torchtitan.
 
     Those of q, v, the gate and the projection to the stream (``torchtitan/distributed/activation_checkpoint.py``).
@@ -270,9 +270,9 @@ class _BlockWeights:
 
     def attach(self, block: LayerBlock, *groups: str) -> LayerBlock:
         plan, numbers, sparse = self.sizes.plan, self.sizes.plan.numbers, self.sparse_layers
-        of_group = {Group.HEAD: 1.0, Group.EMBEDDING: 1.0, Group.EXPERT: sparse, Group.SHARED: sparse}
-        of_group[Group.MLP] = self.stage.layers - sparse
-        layers = max(of_group.get(groups[0], self.stage.layers), 1.0)
+        layers_by_group = {Group.HEAD: 1.0, Group.EMBEDDING: 1.0, Group.EXPERT: sparse, Group.SHARED: sparse}
+        layers_by_group[Group.MLP] = self.stage.layers - sparse
+        layers = max(layers_by_group.get(groups[0], self.stage.layers), 1.0)
         held = [tensor for tensor in self.held if tensor.group in groups]
         trained = [tensor for tensor in self.trained if tensor.group in groups]
         if Group.HEAD in groups and self.sizes.shape.tied and not held:
@@ -299,8 +299,8 @@ class _BlockWeights:
         )
 
 
-def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBlock:
-    """Return what lives during the whole step: the residual stream, tables of rotations and the mask."""
+def _whole_step_block(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBlock:
+    """Return what lives during the whole step (residual stream, rotations, mask), and the embedding's gradient."""
     shape, plan = sizes.shape, sizes.plan
     tables = 0 if shape.positions else 2 * plan.seq_length * shape.qk_head_dim * sizes.stream
     mask = float(plan.micro_batch * plan.seq_length**2 * sizes.stream) if plan.attention == "eager" else 0.0
@@ -311,10 +311,10 @@ def _first(sizes: TensorSizes, weights: _BlockWeights, stream: float) -> LayerBl
     embedding = weights.attach(LayerBlock(0.0), Group.EMBEDDING)
     gradient = 0.0 if shape.tied else embedding.gradients
     # The gradient of the embedding is a tensor of its own before it is added to an existing one.
-    again = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
+    separate_gradient = embedding.gradients if shape.tied or plan.accumulation > 1 else 0.0
     norms = elements([tensor for tensor in weights.trained if tensor.group == Group.NORM])
     gradient += norms * plan.numbers.gradients
-    return LayerBlock(stream + tables + mask, backward=again + stream, gradients=gradient)
+    return LayerBlock(stream + tables + mask, backward=separate_gradient + stream, gradients=gradient)
 
 
 def _loss(sizes: TensorSizes) -> LayerBlock:
@@ -327,15 +327,15 @@ def _loss(sizes: TensorSizes) -> LayerBlock:
     plan, compute = sizes.plan, sizes.compute
     width = sizes.shape.vocab / plan.tp
     if plan.fused_loss:
-        hidden = sizes.tokens * sizes.shape.hidden
+        hidden_elements = sizes.tokens * sizes.shape.hidden
         tile: float = min(sizes.tokens, TILE_TOKENS) * TILE_WORDS * compute
         tile += min(width, TILE_WORDS) * sizes.shape.hidden * compute if plan.casts_weights else 0.0
         converted = plan.numbers.gradients if plan.numbers.gradients != FULL else 0
-        of_head = 0 if plan.lora_rank else width * sizes.shape.hidden * (FULL + converted)
-        kept = hidden * compute + LOSS_STATISTICS * sizes.tokens * FULL
-        return LayerBlock(kept, forward=tile, backward=tile + hidden * FULL + of_head)
+        head_gradient = 0 if plan.lora_rank else width * sizes.shape.hidden * (FULL + converted)
+        kept = hidden_elements * compute + LOSS_STATISTICS * sizes.tokens * FULL
+        return LayerBlock(kept, forward=tile, backward=tile + hidden_elements * FULL + head_gradient)
     logits = sizes.tokens * sizes.shape.vocab / plan.tp
-    if sizes.is_fused:  # the softmax in 32 bits, made in place, and its gradient in the precision of the logits
+    if sizes.is_megatron:  # the softmax in 32 bits, made in place, and its gradient in the precision of the logits
         return LayerBlock(kept=logits * FULL, forward=logits * compute, backward=logits * compute)
     converted = 0 if compute == FULL else compute
     capped = logits * compute if sizes.shape.logit_cap else 0.0
@@ -378,14 +378,14 @@ class StepCourse:
     def add_gradients(self, size: float) -> None:
         self.gradients += 0.0 if self.is_resident else size
 
-    def pass_loss(self, final: LayerBlock, last: LayerBlock, cached: float) -> None:
+    def pass_loss(self, final: LayerBlock, loss: LayerBlock, cached: float) -> None:
         """Pass the last norm and the loss; ``cached`` are the casts of checkpointed layers, which are freed between."""
         self.record(final.kept + final.forward)
         self.live += final.kept
-        self.record(0.0, last.kept + last.casts + last.forward)
+        self.record(0.0, loss.kept + loss.casts + loss.forward)
         self.live -= cached
-        self.record(0.0, last.kept + last.casts + last.backward)
-        self.add_gradients(last.gradients)
-        self.record(last.largest if self.is_resident else 0.0, last.kept / 2)
+        self.record(0.0, loss.kept + loss.casts + loss.backward)
+        self.add_gradients(loss.gradients)
+        self.record(loss.largest if self.is_resident else 0.0, loss.kept / 2)
         self.record(final.backward)
         self.live -= final.kept

@@ -67,26 +67,26 @@ class MemoryBlocks:
     """The minimum of memory in consecutive blocks of measurements: a leak raises the minimum, a long batch does not."""
 
     def __init__(self) -> None:
-        self._done: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
-        self._size = 1
+        self._complete: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
+        self._block_size = 1
         self._open: list[tuple[float, float]] = []
-        self.count = 0  # number of measurements
+        self.num_measurements = 0
 
     def add(self, iteration: float | None, used_bytes: float) -> None:
-        self.count += 1
-        self._open.append((self.count if iteration is None else iteration, used_bytes))
-        if len(self._open) < self._size:
+        self.num_measurements += 1
+        self._open.append((self.num_measurements if iteration is None else iteration, used_bytes))
+        if len(self._open) < self._block_size:
             return
-        self._done.append(_joined(self._open))
+        self._complete.append(_block_of(self._open))
         self._open = []
-        if len(self._done) == MAX_BLOCKS:
-            self._done = [_joined(self._done[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
-            self._size *= 2
+        if len(self._complete) == MAX_BLOCKS:
+            self._complete = [_block_of(self._complete[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
+            self._block_size *= 2
 
     def trend(self) -> MemoryTrend | None:
         """Return the trend of the blocks after the warm-up, in which caches fill; ``None`` for too few blocks."""
         points = self._judged()
-        if len(points) < MIN_BLOCKS or not (slopes := _slopes(points)):
+        if len(points) < MIN_BLOCKS or not (slopes := _sorted_slopes(points)):
             return None
         # Theil-Sen's slope; its interval is Sen's (Journal of the American Statistical Association 63, 1968).
         num = len(points)
@@ -100,24 +100,24 @@ class MemoryBlocks:
         """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown."""
         points = self._judged()
         middle = len(points) // 2
-        slopes = [_slopes(part) for part in (points[: middle + 1], points[middle:])]
+        slopes = [_sorted_slopes(part) for part in (points[: middle + 1], points[middle:])]
         early, late = (1000 * half[len(half) // 2] if half else 0.0 for half in slopes)
         return early, late
 
     def newest_growth(self, iteration: float, used_bytes: float) -> float:
         """Return the growth from the second newest block: the newest one may have ended with this measurement."""
-        at, before = self._done[-2]
+        at, before = self._complete[-2]
         return 1000 * (used_bytes - before) / (iteration - at)
 
     def _judged(self) -> list[tuple[float, float]]:
-        return self._done[math.ceil(len(self._done) * WARM_UP) :]
+        return self._complete[math.ceil(len(self._complete) * WARM_UP) :]
 
 
-def _slopes(points: list[tuple[float, float]]) -> list[float]:
+def _sorted_slopes(points: list[tuple[float, float]]) -> list[float]:
     return sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
 
 
-def _joined(points: list[tuple[float, float]]) -> tuple[float, float]:
+def _block_of(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(at for at, _ in points) / len(points), min(used for _, used in points)
 
 
@@ -146,7 +146,7 @@ class MemoryReading(NamedTuple):
     positions: float  # with padding, of the largest micro-batch of the window so far; 0: not known
 
 
-class MemoryGrowth(NamedTuple):
+class MemoryForecast(NamedTuple):
     """The forecast of a memory that grows: the number of iterations until it is full, with a 95 % interval."""
 
     iterations: float
@@ -159,7 +159,7 @@ class MemoryGrowth(NamedTuple):
     judged: float  # number of iterations that were judged
 
 
-class Warned(NamedTuple):
+class MemoryWarning(NamedTuple):
     """A warning: a kind of event, and its text."""
 
     kind: str
@@ -179,9 +179,9 @@ class LeakWatch:
         self._first, self._last = self._first if self._first >= 0 else iteration, iteration
         self.blocks.add(iteration, used_bytes)
 
-    def warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[Warned]:
+    def new_warnings(self, available: Callable[[], float | None] = lambda: None) -> Iterator[MemoryWarning]:
         """Yield the leak, once; ``available`` returns the bytes by which the memory can grow, for a leak only."""
-        if self._is_reported or self.blocks.count < MIN_LEAK_READINGS:
+        if self._is_reported or self.blocks.num_measurements < MIN_LEAK_READINGS:
             return
         passed = self._last - self._first + 1
         if passed < MIN_LEAK_ITERATIONS or self._last < self._confirmed_from:
@@ -195,11 +195,11 @@ class LeakWatch:
         else:
             self._is_reported = True
             low, middle, high = (growth / 1000 for growth in (trend.low_bytes, trend.growth_bytes, trend.high_bytes))
-            yield Warned(
+            yield MemoryWarning(
                 LEAK,
                 f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
                 f"{_size(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
-                + _until_full((high, middle, low), available()),
+                + _until_full_text((high, middle, low), available()),
             )
 
 
@@ -209,13 +209,13 @@ class DeviceWatch:
     def __init__(self) -> None:
         self._leak = LeakWatch("allocated memory of the GPU")
         self.last: MemoryReading | None = None  # the newest reading
-        self._temporary: dict[str, float] = {}  # largest known temporary bytes by part of the loop
-        self._peaks: dict[str, float] = {}  # largest known peak by part of the loop
+        self._temporary_bytes: dict[str, float] = {}  # largest known temporary bytes by part of the loop
+        self._peak_bytes: dict[str, float] = {}  # largest known peak by part of the loop
         self._steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS)  # positions and temporary bytes
         self._longest = 0.0  # positions of the longest micro-batch so far
         self._reported: set[str] = set()  # causes of the reported forecasts
 
-    def add_reading(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[Warned]:
+    def add_reading(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[MemoryWarning]:
         """Add a reading; yield an event after an out-of-memory error."""
         before, self.last = self.last, reading
         # The script may have reset the peak: then the peaks of the later parts are known again.
@@ -223,17 +223,17 @@ class DeviceWatch:
         temporary = reading.allocated_peak - reading.allocated
         if has_risen:
             # During an evaluation or checkpoint, memory may be allocated that is free again at its end.
-            self._temporary[reading.after] = max(self._temporary.get(reading.after, 0.0), temporary)
-            self._peaks[reading.after] = reading.allocated_peak
+            self._temporary_bytes[reading.after] = max(self._temporary_bytes.get(reading.after, 0.0), temporary)
+            self._peak_bytes[reading.after] = reading.allocated_peak
         if is_window_end:
             self._leak.add(reading.iteration, reading.allocated)
             self._longest = max(self._longest, reading.positions)
             if has_risen and reading.positions > 0:
                 self._steps.append((reading.positions, temporary))
         if before is not None and reading.out_of_memory > before.out_of_memory:
-            yield Warned(OUT_OF_MEMORY, f"GPU out of memory: {self._state(reading, before)}")
+            yield MemoryWarning(OUT_OF_MEMORY, f"GPU out of memory: {self._error_state_text(reading, before)}")
 
-    def growth(self, capacity: float) -> MemoryGrowth | None:
+    def forecast(self, capacity: float) -> MemoryForecast | None:
         """Return the forecast for a capacity of torch's allocator; ``None`` without steady growth."""
         trend, last = self._leak.blocks.trend(), self.last
         if trend is None or last is None or not trend.is_growing or trend.low_bytes <= MIN_CERTAIN * trend.growth_bytes:
@@ -243,7 +243,7 @@ class DeviceWatch:
         if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
             return None
         # The part of the loop with the largest temporary bytes.
-        sizes = {STEPS: 0.0, **self._temporary}
+        sizes = {STEPS: 0.0, **self._temporary_bytes}
         sizes.pop(STARTUP, None)
         place, temporary = max(sizes.items(), key=lambda pair: pair[1])
         # The growth may go on to change as it has changed between the two halves.
@@ -256,13 +256,13 @@ class DeviceWatch:
         least, most = max(room - last.fragmented, 0.0), max(room, 0.0)
         middle, given = trend.growth_bytes / 1000, (trend.low_bytes / 1000, trend.high_bytes / 1000)
         soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
-        return MemoryGrowth((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
+        return MemoryForecast((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
 
-    def is_near(self, growth: MemoryGrowth) -> bool:
+    def is_near(self, forecast: MemoryForecast) -> bool:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
-        return growth.iterations <= MAX_HORIZON * growth.judged
+        return forecast.iterations <= MAX_HORIZON * forecast.judged
 
-    def _longest_step(self, positions: int, capacity: float) -> str:
+    def _longest_step_text(self, positions: int, capacity: float) -> str:
         """Return the forecast for the longest possible micro-batch, if its step needs more than the capacity.
 
         The temporary bytes of a step are taken as linear in the positions; with attention scores they are more.
@@ -282,21 +282,21 @@ class DeviceWatch:
             f"{shortest:,.0f} to {longest:,.0f} positions"
         )
 
-    def warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[Warned]:
+    def new_warnings(self, capacity: float | None, max_positions: int = 0) -> Iterator[MemoryWarning]:
         """Yield the new warnings of a window; ``max_positions`` are those of the largest micro-batch, 0 if unknown."""
-        yield from self._leak.warnings()
+        yield from self._leak.new_warnings()
         if capacity is None or self.last is None:
             return
-        growth = None if "growth" in self._reported else self.growth(capacity)
-        if growth is not None and self.is_near(growth):
+        forecast = None if "growth" in self._reported else self.forecast(capacity)
+        if forecast is not None and self.is_near(forecast):
             self._reported.add("growth")
-            yield Warned(FORECAST, self._of_growth(growth, capacity))
-        step = "" if "length" in self._reported else self._longest_step(max_positions, capacity)
+            yield MemoryWarning(FORECAST, self._forecast_text(forecast, capacity))
+        step = "" if "length" in self._reported else self._longest_step_text(max_positions, capacity)
         if step:
             self._reported.add("length")
-            yield Warned(FORECAST, step)
+            yield MemoryWarning(FORECAST, step)
 
-    def _of_growth(self, rise: MemoryGrowth, capacity: float) -> str:
+    def _forecast_text(self, rise: MemoryForecast, capacity: float) -> str:
         at = "in a step" if rise.place == STEPS else f"at a{'n' if rise.place[:1] in 'aeiou' else ''} {rise.place}"
         last = self.last
         assert last is not None
@@ -307,9 +307,9 @@ class DeviceWatch:
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
         )
 
-    def _state(self, now: MemoryReading, before: MemoryReading) -> str:
+    def _error_state_text(self, now: MemoryReading, before: MemoryReading) -> str:
         """Return the state at an error: the peaks by part of the loop, retries and fragmentation."""
-        parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in self._peaks.items() if name != STARTUP]
+        parts = [f"peak of {name} {size / _GB:.2f} GB" for name, size in self._peak_bytes.items() if name != STARTUP]
         parts += [
             f"before the error {before.allocated / _GB:.2f} GB allocated, {before.reserved / _GB:.2f} GB reserved",
             f"{now.fragmented / _GB:.2f} GB fragmented (free, in partly used segments)",
@@ -319,7 +319,7 @@ class DeviceWatch:
         return "; ".join(parts)
 
 
-def _until_full(growths: tuple[float, ...], available: float | None) -> str:
+def _until_full_text(growths: tuple[float, ...], available: float | None) -> str:
     """Return when the memory is full, for the text of a leak; empty if the available memory is unknown."""
     if available is None:
         return ""

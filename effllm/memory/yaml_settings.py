@@ -17,7 +17,7 @@ import msgspec
 from effllm.memory.plan import MAX_COUNT, WrongModel
 
 Fields = Mapping[str, Any]
-Read = tuple[dict[str, Any], list[str]]
+SettingsAndNotes = tuple[dict[str, Any], list[str]]
 
 #: Keys of a training in Megatron, in a YAML of LLaMA-Factory or ms-swift, beside its sizes.
 _MEGATRON = ("use_distributed_optimizer", "recompute_granularity", "use_mca", "use_megatron_bridge")
@@ -46,21 +46,23 @@ class StatedFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self, system: str, path: str = "") -> Iterator[str]:
-        """Yield the keys that are on, were not read, and may change the memory; a mapping that was not read is one."""
+        """Yield the unread keys that are on, or off by exception, and may change the memory; a mapping is one key."""
         for key, value in self._fields.items():
             named = f"{path}{key}"
             if isinstance(value, StatedFields):
-                inner = [] if _is_off(value._fields.get("enabled", True)) else list(value.unread(system, f"{named}."))
+                inside = [] if _is_off(value._fields.get("enabled", True)) else list(value.unread(system, f"{named}."))
                 if key in self._read:
-                    yield from inner
-                elif inner and not _is_without_effect(system, named, ""):
+                    yield from inside
+                elif inside and not _is_without_effect(system, named, ""):
                     yield named
-            elif key not in self._read and _is_off(value) == (key in training_systems()["on_by_default"]):
-                yield from [] if _is_without_effect(system, named, str(value)) else [named]
+            elif key not in self._read:
+                is_unusual = _is_off(value) == (key in training_systems()["on_by_default"])
+                if is_unusual and not _is_without_effect(system, named, str(value)):
+                    yield named
 
 
-def left_out(unread: Iterable[str]) -> list[str]:
-    """Return the note of the settings that the estimate does not contain, if there are any."""
+def note_of_left_out(unread: Iterable[str]) -> list[str]:
+    """Return a list with the note of the settings that the estimate does not contain; empty without such settings."""
     *names, last = dict.fromkeys(unread) or [""]
     return [f"not in the estimate: {', '.join(names)}{' and ' if names else ''}{last}"] if last else []
 
@@ -71,11 +73,11 @@ def _is_off(value: Any) -> bool:
 
 def _is_without_effect(system: str, path: str, value: str) -> bool:
     named = path.replace("-", "_").lower()
-    return any(_without_effect(system).fullmatch(f"{key}={value.lower()}") for key in (named, named.split(".")[-1]))
+    return any(_no_effect_pattern(system).fullmatch(f"{key}={value.lower()}") for key in (named, named.split(".")[-1]))
 
 
 @cache
-def _without_effect(system: str) -> re.Pattern[str]:
+def _no_effect_pattern(system: str) -> re.Pattern[str]:
     data = training_systems()
     names = [name.lower() for table in data["systems"][system] for name in data["without_effect"][table]]
     return re.compile("|".join(fnmatch.translate(name if "=" in name else f"{name}=*") for name in names))
@@ -86,7 +88,7 @@ def training_systems() -> dict[str, Any]:
     return msgspec.toml.decode(Path(__file__).with_name("training_systems.toml").read_bytes(), type=dict[str, Any])
 
 
-def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
+def _megatron_settings(fields: Fields, has_16_bits: bool) -> dict[str, Any]:
     """Return the settings of a training in Megatron; none if no key states one."""
     sizes = training_systems()["names"]["megatron"]
     if not [key for key in (*(key for key, _ in sizes.values()), *_MEGATRON) if fields.get(key)]:
@@ -95,7 +97,7 @@ def _megatron(fields: Fields, is_short: bool) -> dict[str, Any]:
     granularity = fields.get("recompute_granularity")
     return settings | {
         "implementation": "megatron",
-        "precision": "bf16-master" if is_short else "fp32",
+        "precision": "bf16-master" if has_16_bits else "fp32",
         "zero": 1 if fields.get("use_distributed_optimizer") else 0,
         "checkpointing": {None: "none", "full": "full"}.get(granularity, "selective"),
         "sequence_parallel": settings["tp"] > 1 and bool(fields.get("sequence_parallel")),
@@ -106,7 +108,7 @@ class _Training(NamedTuple):
     """What a YAML states of the kind of a training."""
 
     has_adapters: bool
-    short: str  # bf16, fp16 or "": everything in 32 bits
+    short: str  # the type of 16 bits: bf16 or fp16; "": everything in 32 bits
     is_autocast: bool  # of weights in 32 bits, without adapters
     is_checkpointed: bool
     base_bits: int
@@ -131,14 +133,14 @@ def _llama_factory(fields: Fields) -> _Training:
 def _axolotl(fields: Fields) -> _Training:
     """Read a YAML of axolotl: it loads the model in 16 bits with any ``bf16`` but false, and trains these weights."""
     has_adapters, is_mixed = bool(fields.get("adapter")), bool(fields.get("fp16"))  # the others are without autocast
-    is_short = fields.get("bf16", "auto") or fields.get("bfloat16")
-    short = "fp16" if is_mixed or fields.get("float16") else "bf16" if is_short else ""
+    has_16_bits = fields.get("bf16", "auto") or fields.get("bfloat16")
+    short = "fp16" if is_mixed or fields.get("float16") else "bf16" if has_16_bits else ""
     bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 0
     return _Training(has_adapters, short, is_mixed, bool(fields.get("gradient_checkpointing")), bits, [])
 
 
-def _swift(fields: Fields) -> _Training:
-    usual = "full" if _megatron(fields, True) else "lora"
+def _ms_swift(fields: Fields) -> _Training:
+    usual = "full" if _megatron_settings(fields, True) else "lora"
     kind = str(fields.get("tuner_type", fields.get("train_type", usual)))
     notes = [f"{kind} is estimated as LoRA"] if kind not in ("lora", "full") else []
     if rlhf := fields.get("rlhf_type"):
@@ -151,14 +153,14 @@ def _swift(fields: Fields) -> _Training:
     return _Training(kind != "full", short, False, is_checkpointed, bits, notes)
 
 
-_READERS = {"llama-factory": _llama_factory, "axolotl": _axolotl, "ms-swift": _swift}
+_READERS = {"llama-factory": _llama_factory, "axolotl": _axolotl, "ms-swift": _ms_swift}
 
 
-def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
+def _read_training(system: str, fields: Fields, deepspeed: Fields | None) -> SettingsAndNotes:
     """Read a YAML of a training, with the names of its system for numbers and choices."""
     names, training = training_systems()["names"][system], _READERS[system](fields)
     notes, has_adapters, short = training.notes, training.has_adapters, training.short
-    settings: dict[str, Any] = {name: _first(fields, keys) for name, keys in names["numbers"].items()}
+    settings: dict[str, Any] = {name: _first_number(fields, keys) for name, keys in names["numbers"].items()}
     flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
     attention = str(fields.get(names["attention"]) or flags).lower()
     is_flash, is_eager = "flash" in attention or attention in ("fa2", "fa3"), attention in ("eager", "disabled")
@@ -171,18 +173,18 @@ def _trainer(system: str, fields: Fields, deepspeed: Fields | None) -> Read:
         "attention": "flash" if is_flash else "eager" if is_eager else "sdpa",
         "precision": f"{short}-mixed" if short and training.is_autocast and not has_adapters else short or "fp32",
         "optimizer": optimizer,
-        **_sharded(fields, deepspeed, notes),
+        **_zero_settings(fields, deepspeed, notes),
     }
     if has_adapters:
         is_all = fields.get("lora_target_linear")
-        settings["lora_targets"] = "all" if is_all else _targets(fields, names["lora_targets"], notes)
-        settings |= {"lora_rank": _first(fields, names["lora_rank"]), "base_bits": training.base_bits}
+        settings["lora_targets"] = "all" if is_all else _lora_targets(fields, names["lora_targets"], notes)
+        settings |= {"lora_rank": _first_number(fields, names["lora_rank"]), "base_bits": training.base_bits}
     elif deepspeed is not None and short:
         settings["precision"] = "bf16-zero"
-    return settings | (_megatron(fields, bool(short)) if system != "axolotl" else {}), notes
+    return settings | (_megatron_settings(fields, bool(short)) if system != "axolotl" else {}), notes
 
 
-def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
+def _read_accelerate(fields: Fields, deepspeed: Fields | None) -> SettingsAndNotes:
     values: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
     notes: list[str] = []
     if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16", "no", False):  # YAML reads an unquoted no as false
@@ -197,11 +199,11 @@ def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
         notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
-        values |= _sharded({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
+        values |= _zero_settings({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
     elif kind == "DEEPSPEED":
         config = _mapping(fields, "deepspeed_config")
         stage = _whole(config, "zero_stage", 2, 0)
-        values |= {"zero": stage} if deepspeed is None else _sharded({}, deepspeed, notes)
+        values |= {"zero": stage} if deepspeed is None else _zero_settings({}, deepspeed, notes)
         values["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
         if mixed in ("bf16", "fp16"):
             values["precision"] = "bf16-zero"
@@ -215,7 +217,7 @@ def _accelerate(fields: Fields, deepspeed: Fields | None) -> Read:
     return values, notes
 
 
-def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict[str, Any]:
+def _zero_settings(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict[str, Any]:
     """Return the stage of ZeRO of a config of DeepSpeed, or of ``fsdp`` and ``fsdp_config``, if there is one."""
     stated = fields.get("fsdp")
     words = stated.split() if isinstance(stated, str) else stated if isinstance(stated, list) else []
@@ -223,7 +225,7 @@ def _sharded(fields: Fields, deepspeed: Fields | None, notes: list[str]) -> dict
     if deepspeed is not None:
         zero = _mapping(deepspeed, "zero_optimization")
         stage = _whole(zero, "stage", 0, 0)
-        if stage == 3:  # which overlaps by default
+        if stage == 3:  # which overlaps by default, so the key counts as read
             zero.get("overlap_comm")
         return {"zero": stage}
     if not stated and not config:
@@ -253,15 +255,15 @@ def system_of(fields: Fields) -> tuple[str, str]:
     return "", ""
 
 
-def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> Read:
+def read_yaml(system: str, fields: Fields, deepspeed: Fields | None = None) -> SettingsAndNotes:
     """Return the settings of a plan, and notes: what is estimated as another setting, or not in the estimate."""
     stated, stages = StatedFields(fields), StatedFields(deepspeed or {})
     given = None if deepspeed is None else stages
-    settings, notes = _trainer(system, stated, given) if system in _READERS else _accelerate(stated, given)
-    return settings, [*notes, *left_out([*stated.unread(system), *stages.unread(system)])]
+    settings, notes = _read_training(system, stated, given) if system in _READERS else _read_accelerate(stated, given)
+    return settings, [*notes, *note_of_left_out([*stated.unread(system), *stages.unread(system)])]
 
 
-def _targets(fields: Fields, named: list[str], notes: list[str]) -> str:
+def _lora_targets(fields: Fields, named: list[str], notes: list[str]) -> str:
     stated = fields.get(key := named[0]) or named[1]
     names = {str(name).strip() for name in (stated if isinstance(stated, list) else str(stated).split(","))}
     matrices = {name: set(listed) for name, listed in training_systems()["lora_targets"].items()}
@@ -276,8 +278,8 @@ def _mapping(fields: Fields, key: str) -> Fields:
     return value if isinstance(value, Mapping) else {}
 
 
-def _first(fields: Fields, keys: list[Any]) -> int:
-    """Return the number of the first key that is stated, or the default, which is the last one."""
+def _first_number(fields: Fields, keys: list[Any]) -> int:
+    """Return the number of the first key that is stated, or else the last item of the list, the default."""
     *names, default = keys
     for name in reversed(names):
         default = _whole(fields, name, default)

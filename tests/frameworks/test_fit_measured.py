@@ -18,7 +18,7 @@ from effllm.commands.app import app
 from effllm.commands.fit import CannotMeasure, measure
 from effllm.config.isolated import NoAnswer
 from effllm.memory.estimate import ACTIVATION_LIMITS
-from effllm.memory.measure_child import QuantizedLinear, Storages, measured, quantize
+from effllm.memory.measure_child import QuantizedLinear, Storages, measured_step, quantize
 from effllm.memory.model_count import build_model
 from effllm.memory.plan import MemoryPlan
 
@@ -41,7 +41,7 @@ def fake_step(monkeypatch):
         with monkeypatch.context() as changed:
             changed.setattr(moe, "_grouped_mm", moe._grouped_mm)
             changed.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
-            return measured({"config": fields, "plan": asdict(MemoryPlan(**settings))})
+            return measured_step({"config": fields, "plan": asdict(MemoryPlan(**settings))})
 
     return step
 

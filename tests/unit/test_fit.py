@@ -305,7 +305,7 @@ def test_changes_fit_and_are_ordered_by_their_cost():
     assert verdict(found.total, usable) == DOES_NOT_FIT
     assert changes
     assert all(one.total.high <= usable for one in changes)
-    assert [one.rank for one in changes] == sorted(one.rank for one in changes)
+    assert [one.cost_rank for one in changes] == sorted(one.cost_rank for one in changes)
 
 
 def test_experts_have_adapters_in_megatron_alone():

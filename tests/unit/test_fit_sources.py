@@ -8,11 +8,11 @@ from cases import cases
 from effllm.commands import fit_sources
 from effllm.commands.fit_sources import StatedSizes, UnreadableModel, find_source
 from effllm.config.isolated import NoAnswer
-from effllm.memory.megatron_arguments import ambiguous, read_script, read_settings, read_shape
+from effllm.memory.megatron_arguments import notes_of_ambiguous_sizes, read_script, read_settings, read_shape
 from effllm.memory.model_count import stated_model
 from effllm.memory.plan import WrongModel
 from effllm.memory.states import count_parameters
-from effllm.memory.yaml_settings import left_out, read_yaml
+from effllm.memory.yaml_settings import note_of_left_out, read_yaml
 
 SCRIPT = """#!/bin/bash
 # --num-layers 99 is a comment
@@ -45,7 +45,7 @@ def test_a_launch_script_is_the_model_and_its_plan():
     layout = {"tp": 2, "gpus": 16, "zero": 1, "sequence_parallel": True, "implementation": "megatron"}
     batch = {"seq_length": 8192, "micro_batch": 1, "global_batch": 128, "checkpointing": "full"}
     assert (settings, notes) == ({**layout, **batch, "precision": "bf16-master", "optimizer": "adamw"}, [])
-    assert ambiguous(SCRIPT) == []
+    assert notes_of_ambiguous_sizes(SCRIPT) == []
 
 
 def test_arguments_without_switches_are_the_gpt_of_megatron():
@@ -113,7 +113,7 @@ def test_sums_and_products_of_a_script_are_computed(script, layers):
     arguments = read_script(script)
 
     assert (arguments["num-layers"], arguments["hidden-size"]) == (layers, "8")
-    assert ambiguous("if A; then --num-layers 2; else --num-layers 4; fi --num-layers 4") == [
+    assert notes_of_ambiguous_sizes("if A; then --num-layers 2; else --num-layers 4; fi --num-layers 4") == [
         "--num-layers is 2 and 4 in the script, whose branches are not followed: 4 is taken"
     ]
 
@@ -224,8 +224,8 @@ def test_what_a_yaml_states_and_the_estimate_does_not_contain_is_listed(tmp_path
 
     notes = [note for note in find_source(str(path)).notes if note.startswith("not in the estimate")]
 
-    assert notes == left_out(unread)
-    assert left_out(["plugins", "fp8", "rl"]) == ["not in the estimate: plugins, fp8 and rl"]
+    assert notes == note_of_left_out(unread)
+    assert note_of_left_out(["plugins", "fp8", "rl"]) == ["not in the estimate: plugins, fp8 and rl"]
 
 
 @cases(

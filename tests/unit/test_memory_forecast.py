@@ -20,7 +20,7 @@ def warned(watch, readings, capacity, max_positions=0):
     """Return the iteration, kind and text of each warning; each reading ends a window."""
     found = []
     for one in readings:
-        new = [*watch.add_reading(one, is_window_end=True), *watch.warnings(capacity, max_positions)]
+        new = [*watch.add_reading(one, is_window_end=True), *watch.new_warnings(capacity, max_positions)]
         found += [(one.iteration, each.kind, each.text) for each in new]
     return found
 
@@ -67,7 +67,7 @@ def test_forecast_names_the_evaluation_with_the_largest_peak():
         used = 10 * GB + number * 50 * MB
         peak = max(peak, used + 2 * GB)
         list(watch.add_reading(reading(number, used, peak), is_window_end=True))
-        text += "".join(one.text for one in watch.warnings(32 * GB))
+        text += "".join(one.text for one in watch.new_warnings(32 * GB))
         if number % 20 == 10:
             peak = used + 12 * GB
             list(watch.add_reading(reading(number, used, peak, after="evaluation"), is_window_end=False))
@@ -134,7 +134,7 @@ def test_leak_of_a_process_is_reported_once_with_the_time_until_the_host_is_full
     watch, found = LeakWatch("private memory of the training process"), []
     for at in range(1, 2000):
         watch.add(at, 500 * MB + at * MB + (at % 7) * MB * (available is None))
-        found += watch.warnings(*([lambda: available] if available else []))
+        found += watch.new_warnings(*([lambda: available] if available else []))
 
     assert [(one.kind, text in one.text) for one in found] == [(LEAK, True)]
 
