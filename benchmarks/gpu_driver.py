@@ -56,7 +56,7 @@ def calls(reader: Reader, facts: Facts | None, where: str) -> list[Figure]:
             ("energy reading", getattr(reader, "read_energy", reader.read)),
         )
     ]
-    for call in facts.calls() if facts else []:
+    for call in facts.call_durations() if facts else []:
         detail = {"worst_ms": 1e3 * call.worst_s, "calls": call.calls}
         figures.append(Figure(f"call: {call.name}, {where}", 1e3 * call.median_s, "ms", detail=detail))
     return figures

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.figure import Figure
 from effllm.devices import Reader
 from effllm.sensor_profile.estimates import Load, ratio, ticks_of
-from effllm.sensor_profile.finding import Record, Timer, watch
+from effllm.sensor_profile.finding import Record, Timer, record_readings
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.record import SensorProfile
 
@@ -26,7 +26,7 @@ def waves(reader: Reader, loader: TorchLoad, found: SensorProfile, cycles: int, 
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
         loader.start(stretches)
-        record = watch(reader, clock, lambda _share: None, sum(stretches), loader)
+        record = record_readings(reader, clock, lambda _share: None, sum(stretches), loader)
         figures += _compared(record, Load(record.edges, record.origin_ns), found, period_s)
     return figures
 
@@ -42,7 +42,7 @@ def _compared(record: Record, load: Load, found: SensorProfile, period_s: float)
     for every_s in (0.0, *POLLED_EVERY_S):
         compared = ratio(counted[1], _polled(powers, every_s), _shift_s(found), inside[0], inside[-1])
         if compared is not None:
-            how = f"polled every {every_s:g} s" if every_s else f"read every {1e3 * record.apart_s:.0f} ms"
+            how = f"polled every {every_s:g} s" if every_s else f"read every {1e3 * record.mean_apart_s:.0f} ms"
             name = f"square wave of {period_s:g} s: power {how}, over the counter"
             interval = (1 / compared.high, 1 / compared.low) if compared.low > 0 else None
             detail = {"seconds": compared.seconds}

@@ -158,7 +158,7 @@ def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list
     load = Load(edges, 0)
     spans_s = [(one.end_ns - one.start_ns) / 1e9 for one in made]
     middles_s = np.array([(one.start_ns + one.end_ns) / 2e9 for one in made])
-    on_s = (load.share(middles_s, np.array(spans_s)) * spans_s).tolist()
+    on_s = (load.loaded_share(middles_s, np.array(spans_s)) * spans_s).tolist()
     levels_w = two_levels(spans_s, on_s, [one.joules for one in made])
     if levels_w is None:
         return []

@@ -26,7 +26,7 @@ from effllm.job.power_scope import choose
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, GAUGES, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
-from effllm.sensor_profile import Known, measured_or_cached_sensor
+from effllm.sensor_profile import SensorSummary, measured_or_cached_sensor
 from effllm.trainer.preflight import usable
 
 NUM_READS, READS_APART_S = 15, 0.02
@@ -49,7 +49,7 @@ class DeviceSurvey(NamedTuple):
     device: Device | None = None
     read_ms: float | None = None
     read_cpu_s: float | None = None
-    sensor: Known | None = None
+    sensor: SensorSummary | None = None
 
 
 class Survey(Struct, frozen=True):
@@ -60,7 +60,7 @@ class Survey(Struct, frozen=True):
     metrics: list[Measurable]
     findings: list[Finding]
     cost: Cost
-    sensor: Known | None = None  # calibration of the GPU's sensor
+    sensor: SensorSummary | None = None  # calibration of the GPU's sensor
     hardware: Hardware | None = None  # the row of the hardware table for the GPU
     gpus: list[GpuState] = []  # all GPUs of this machine
 

@@ -147,9 +147,9 @@ def measure_under_load(gpus: Sequence[GpuState]) -> None:
         try:
             child.opened()
             gpu.load = child.name
-            child.measure(LOAD_S)
+            child.start_rates(LOAD_S)
             is_state_read, settled_s = False, time.monotonic() + SETTLED_S
-            while (rates := child.rates()) is None:
+            while (rates := child.take_rates()) is None:
                 time.sleep(0.05)
                 if not is_state_read and time.monotonic() > settled_s:
                     is_state_read = True

@@ -16,8 +16,8 @@ from msgspec import Struct
 from effllm.devices import Reader
 from effllm.energy.calibration import Calibration, calibrate
 from effllm.records.rank import Sensor
-from effllm.sensor_profile.finding import MEASURED, PROFILED, SensorEvidence, Timer, call_costs, watch
-from effllm.sensor_profile.load import LoadUnavailable, TorchLoad, pattern
+from effllm.sensor_profile.finding import MEASURED, PROFILED, SensorEvidence, Timer, call_durations, record_readings
+from effllm.sensor_profile.load import LoadUnavailable, TorchLoad, load_pattern_s
 from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import SensorProfile
 
@@ -45,21 +45,21 @@ def profile(
         progress: called with the name of a stage and with the part of the stage that is done, 0..1.
         clock: the time.
     """
-    others = facts.processes() if facts else None
+    others = facts.num_processes() if facts else None
     idle_s = max(IDLE_SHARE * seconds, MIN_IDLE_S)
-    idle = watch(reader, clock, lambda share: progress("idle", share), idle_s)
+    idle = record_readings(reader, clock, lambda share: progress("idle", share), idle_s)
     progress("calls", 0.0)
-    calls = call_costs(reader, facts, clock)
+    calls = call_durations(reader, facts, clock)
     evidence = SensorEvidence(reader.device, idle, others)
     loader: TorchLoad | None = None
     try:
         progress("load", 0.0)
         loader = open_load()
-        stretches = pattern((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
+        stretches = load_pattern_s((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
         loader.start(stretches)
-        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
+        loaded = record_readings(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
         progress("estimates", 0.0)
-        evidence.under_load(loaded, loader.name)
+        evidence.add_load_record(loaded, loader.name)
     except LoadUnavailable as error:
         evidence.unmeasured.append(f"lag, windows and the loaded GPU: {error}")
     finally:
@@ -75,7 +75,7 @@ def to_calibration(result: SensorProfile) -> Calibration | None:
     return Calibration(result.board.name, result.board.driver, result.date, result.sensor, result.measured_lag)
 
 
-class Known(Struct, frozen=True):
+class SensorSummary(Struct, frozen=True):
     """A GPU's energy sensor, and the source of its values."""
 
     source: str
@@ -91,33 +91,30 @@ class Known(Struct, frozen=True):
     scopes: dict[str, list[str]] = {}  # scopes that the driver supports, by field
 
 
-def measured_or_cached_sensor(reader: Reader, folder: Path) -> Known | None:
-    """Return a GPU's sensor: from the cache, else measured now in two seconds and not cached.
-
-    The result is ``None`` if the device is no GPU, or has no energy sensor.
-    """
+def measured_or_cached_sensor(reader: Reader, folder: Path) -> SensorSummary | None:
+    """Return a GPU's sensor from the cache, else measured in two seconds and not cached; ``None`` without a sensor."""
     device = reader.device
     if not device.is_gpu or device.simulated or device.energy_method is None:
         return None
     read = getattr(reader, "read_energy", reader.read)
     sensor = calibrate(device, lambda: read()[0], folder, keep=False)
-    same = {name: getattr(sensor, name) for name in Known.__struct_fields__ if name in Sensor.__struct_fields__}
-    scopes = _scopes(device.key) if device.kind == "nvml" else {}
-    return Known(**same, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
+    same = {name: getattr(sensor, name) for name in SensorSummary.__struct_fields__ if name in Sensor.__struct_fields__}
+    scopes = _supported_scopes(device.key) if device.kind == "nvml" else {}
+    return SensorSummary(**same, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
 
 
-def _scopes(uuid: str) -> dict[str, list[str]]:
+def _supported_scopes(uuid: str) -> dict[str, list[str]]:
     scopes: dict[str, list[str]] = {}
     with suppress(pynvml.NVMLError):
         facts = Facts(uuid)
-        for field in facts.fields():
+        for field in facts.field_answers():
             if field.answer == "ok":
                 scopes.setdefault(field.name, []).append(field.scope)
         facts.close()
     return scopes
 
 
-def as_text(sensor: Known) -> list[tuple[str, list[str]]]:
+def as_text(sensor: SensorSummary) -> list[tuple[str, list[str]]]:
     """Return the sensor as text: rows, each with a name and its lines."""
     moves = f"a tick every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
     held = "power is held for a tick" if sensor.is_held else "power is not held"

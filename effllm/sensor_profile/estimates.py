@@ -66,19 +66,19 @@ class Load:
         steps = [
             (later - earlier) * is_on for (earlier, later), is_on in zip(pairwise(self.times_s), self._on, strict=False)
         ]
-        self._sums_s = list(accumulate(steps, initial=0.0))
+        self._loaded_until_s = list(accumulate(steps, initial=0.0))
 
-    def share(self, middles_s: np.ndarray, window_s: float | np.ndarray) -> np.ndarray:
+    def loaded_share(self, middles_s: np.ndarray, window_s: float | np.ndarray) -> np.ndarray:
         """Return the share of time under load in windows of one length or of their own, by their middles."""
         start_s, end_s = (
-            np.interp(edges_s, self.times_s, self._sums_s)
+            np.interp(edges_s, self.times_s, self._loaded_until_s)
             + self._on[-1] * np.maximum(edges_s - self.times_s[-1], 0.0)  # a load that is on stays on
             for edges_s in (middles_s - window_s / 2, middles_s + window_s / 2)
         )
         share: np.ndarray = (end_s - start_s) / window_s
         return share
 
-    def longest(self, is_on: bool) -> tuple[float, float] | None:
+    def longest_period(self, is_on: bool) -> tuple[float, float] | None:
         periods = [period for period, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
         return max(periods, key=lambda period: period[1] - period[0], default=None)
 
@@ -87,7 +87,7 @@ class Load:
 
 
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
-    """Return the period and the changes of a reading; ``None`` if the changes are too few or not periodic.
+    """Return the rhythm and the changes of a reading; ``None`` if the changes are too few or not periodic.
 
     The time of a change is a time of a regular grid, limited to the time between the two reads that show the change.
     """
@@ -101,7 +101,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
         changes = [Tick(after[0], number, after[1]) for number, (_, after) in enumerate(moves)]
         return Rhythm(0.0, apart_s, 0.0, len(moves)), changes
     middles = [(before[0] + after[0]) / 2 for before, after in moves]
-    numbers = _numbered(middles)
+    numbers = _period_numbers(middles)
     period_s, first_s = statistics.linear_regression(numbers, middles)
     residuals = [middle - first_s - number * period_s for number, middle in zip(numbers, middles, strict=True)]
     variance_s2 = sum(residual**2 for residual in residuals) / max(len(residuals) - 2, 1)
@@ -117,7 +117,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     return Rhythm(period_s, error_s, math.sqrt(max(variance_s2 - reads_s2, 0.0)), len(moves)), ticks
 
 
-def _numbered(middles: Sequence[float]) -> list[int]:
+def _period_numbers(middles: Sequence[float]) -> list[int]:
     """Return the number of periods from the first change to each change; the period is found from the smallest gaps."""
     gaps = [later - earlier for earlier, later in pairwise(middles)]
     period = sorted(gaps)[len(gaps) // 10]
@@ -137,8 +137,8 @@ def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -
     return near >= 0.9 * len(ones)
 
 
-def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
-    """Return the time and the mean power of each increase of a counter; increases over several ticks are left out."""
+def powers_of_steps(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
+    """Return the time and the mean power of each increase of a counter, in W; those over several ticks are left out."""
     is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
     pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
     if rhythm.period_s > 0:
@@ -165,16 +165,16 @@ def response(load: Load, readings: Readings) -> Response | None:
     if len(readings) < MIN_READINGS or not load.times_s:
         return None
     points = _thinned(np.array(readings), MAX_READINGS)
-    middle_s, window_s = _best(load, points)
-    middle_s, window_s, fit = _refined(load, points, middle_s, window_s)
+    middle_s, window_s = _best_of_grid(load, points)
+    middle_s, window_s, fit = _best_nearby(load, points, middle_s, window_s)
     if fit < MIN_FIT:
         return None
     cuts = [part * len(points) // PARTS for part in range(PARTS + 1)]
     without_part = (np.delete(points, slice(first, last), axis=0) for first, last in pairwise(cuts))
-    spread = [_refined(load, readings, middle_s, window_s, 0.1)[:2] for readings in without_part]
+    spread = [_best_nearby(load, readings, middle_s, window_s, 0.1)[:2] for readings in without_part]
     middle_error_s, window_error_s = (max(_jackknife_95([pair[i] for pair in spread]), MIN_ERROR_S) for i in (0, 1))
     at_s, watts = points.T
-    rise_w, idle_w = statistics.linear_regression(load.share(at_s - middle_s, window_s).tolist(), watts.tolist())
+    rise_w, idle_w = statistics.linear_regression(load.loaded_share(at_s - middle_s, window_s).tolist(), watts.tolist())
     return Response(
         window_s=window_s,
         window_error_s=window_error_s,
@@ -187,34 +187,34 @@ def response(load: Load, readings: Readings) -> Response | None:
     )
 
 
-def _fit(load: Load, readings: np.ndarray, middle_s: float, window_s: float) -> float:
+def _explained_share(load: Load, readings: np.ndarray, middle_s: float, window_s: float) -> float:
     """Return the share of the readings' variance that this window explains; 0 if readings fall when load rises."""
     at_s, values = readings.T
-    shares = load.share(at_s - middle_s, window_s)
+    shares = load.loaded_share(at_s - middle_s, window_s)
     x, y = shares - shares.mean(), values - values.mean()
     both, own, others = float(x @ y), float(x @ x), float(y @ y)
     return both * both / (own * others) if both > 0 and own > 0 and others > 0 else 0.0
 
 
-def _best(load: Load, readings: np.ndarray) -> tuple[float, float]:
+def _best_of_grid(load: Load, readings: np.ndarray) -> tuple[float, float]:
     few = _thinned(readings, MAX_READINGS // 3)
     candidates, window_s = [], MIN_WINDOW_S
     while window_s <= MAX_WINDOW_S:
         step_s = max(window_s, 0.04) / 3
         middle_s = -window_s / 2
         while middle_s <= MAX_DELAY_S + window_s / 2:
-            candidates.append((_fit(load, few, middle_s, window_s), middle_s, window_s))
+            candidates.append((_explained_share(load, few, middle_s, window_s), middle_s, window_s))
             middle_s += step_s
         window_s *= 1.4
     _, middle_s, window_s = max(candidates)
     return middle_s, window_s
 
 
-def _refined(
+def _best_nearby(
     load: Load, readings: np.ndarray, middle_s: float, window_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
     """Search for the best fit near a window; return the middle and length of the best window, and its fit."""
-    best = _fit(load, readings, middle_s, window_s)
+    best = _explained_share(load, readings, middle_s, window_s)
     along_s, wider = step * max(window_s, 0.02), 1 + step
     while along_s > 5e-5 or wider > 1.002:
         around = [
@@ -223,7 +223,7 @@ def _refined(
             (middle_s, min(window_s * wider, MAX_WINDOW_S)),
             (middle_s, max(window_s / wider, MIN_WINDOW_S)),
         ]
-        fits = [_fit(load, readings, *place) for place in around]
+        fits = [_explained_share(load, readings, *place) for place in around]
         if max(fits) > best:
             best = max(fits)
             middle_s, window_s = around[fits.index(best)]

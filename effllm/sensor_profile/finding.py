@@ -19,7 +19,7 @@ from effllm.energy.tick_clock import is_held
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
 from effllm.sensor_profile import estimates
 from effllm.sensor_profile.load import TorchLoad
-from effllm.sensor_profile.nvml_facts import Facts, timed
+from effllm.sensor_profile.nvml_facts import Facts, timed_call
 from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
@@ -36,22 +36,22 @@ DISAGREEMENT = 0.03
 PROFILED, MEASURED = "profiled here", "measured here"
 
 #: The analysed readings by their names in `SensorProfile`: the name of the series, and the words for a user.
-_PARTS = {
+_SERIES = {
     "counter": ("energy_j", "energy counter"),
     "power": ("power_w", "power reading"),
     "average": ("power_average_w", "averaged power"),
 }
-_ENERGY_PARTS = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
+_ENERGY_SERIES = {COUNTER: "counter", AVERAGE: "average"}  # of a method of energy; all others are of the power reading
 READS_APART_S = 0.002
 FULL_READS_APART_S = 0.5
 
 
-class _Reading(NamedTuple):
-    """An analysed reading: the period of its changes, the changes, and the values to compare with the load."""
+class _SeriesAnalysis(NamedTuple):
+    """The changes of a series of readings, and its values that follow the load."""
 
-    rhythm: Rhythm | None
-    ticks: list[estimates.Tick]
-    values: list[tuple[float, float]]
+    rhythm: Rhythm | None  # the period of the changes
+    ticks: list[estimates.Tick]  # the changes
+    load_values: list[tuple[float, float]]  # compared with the load; of a counter, the power of each increase
 
 
 class SensorEvidence:
@@ -61,13 +61,13 @@ class SensorEvidence:
         self._device, self._idle = device, idle
         self.unmeasured: list[str] = []
         self._warnings: list[str] = []
-        self._load, self._edges = "", 0
+        self._load, self._num_edges = "", 0
         self._responses: dict[str, Response] = {}
         self._ratios: dict[str, Ratio] = {}
-        self._shift_s = 0.0  # delay of the power reading relative to the counter
-        self._is_held: bool | None = None
-        self._idle_parts = _analysed(idle)
-        self._parts = dict(self._idle_parts)  # of each reading the analysis with the most changes
+        self._power_delay_s = 0.0  # delay of the power reading relative to the counter
+        self._was_held_under_load: bool | None = None
+        self._idle_analyses = _analysed_record(idle)
+        self._analyses = dict(self._idle_analyses)  # of each reading the analysis with the most changes
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
         busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
         if others:
@@ -80,32 +80,32 @@ class SensorEvidence:
     @property
     def tick_s(self) -> float:
         """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
-        rhythms = (self._parts[part].rhythm for part in ("counter", "power"))
+        rhythms = (self._analyses[part].rhythm for part in ("counter", "power"))
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
-    def under_load(self, record: Record, name: str) -> None:
-        self._load, self._edges = name, len(record.edges)
+    def add_load_record(self, record: Record, name: str) -> None:
+        self._load, self._num_edges = name, len(record.edges)
         load = estimates.Load(record.edges, record.origin_ns)
-        parts = _analysed(record)
+        parts = _analysed_record(record)
         for part, reading in parts.items():
-            before = self._parts[part]
+            before = self._analyses[part]
             if before.rhythm is None or (reading.rhythm and reading.rhythm.changes >= before.rhythm.changes):
-                self._parts[part] = reading
+                self._analyses[part] = reading
         from_s = load.times_s[0] + estimates.MAX_DELAY_S + estimates.MAX_WINDOW_S if record.edges else 0.0
         for part, reading in parts.items():
-            followed = estimates.response(load, [value for value in reading.values if value[0] >= from_s])
+            followed = estimates.response(load, [value for value in reading.load_values if value[0] >= from_s])
             if followed is not None:
                 self._responses[part] = followed
-            elif reading.values:
+            elif reading.load_values:
                 self.unmeasured.append(
-                    f"lag and window of the {_PARTS[part][1]}: this reading does not follow the load"
+                    f"lag and window of the {_SERIES[part][1]}: this reading does not follow the load"
                 )
-        self._is_held = self._find_held(parts["counter"], parts["power"])
-        self._find_ratios(record, parts["counter"], load)
+        self._was_held_under_load = self._is_held_by(parts["counter"], parts["power"])
+        self._add_ratios(record, parts["counter"], load)
 
-    def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
+    def _is_held_by(self, counter: _SeriesAnalysis, power: _SeriesAnalysis) -> bool | None:
         """Return whether power changes only at the counter's ticks, where each reading is the mean of the last tick."""
-        if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
+        if counter.rhythm is None or not counter.rhythm.period_s or not power.load_values:
             return None
         tick_s = counter.rhythm.period_s
         if power.rhythm is None or not estimates.is_together(
@@ -117,32 +117,32 @@ class SensorEvidence:
 
     @property
     def _lag_s(self) -> float | None:
-        """The counter's lag: a tick shows the energy up to a time `_lag_s` before the tick."""
-        followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
+        """The counter's lag: a tick shows the energy up to a time `_lag_s` before the tick; ``None`` if unknown."""
+        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
-    def _find_ratios(self, record: Record, counter: _Reading, load: estimates.Load) -> None:
+    def _add_ratios(self, record: Record, counter: _SeriesAnalysis, load: estimates.Load) -> None:
         power, lag_s = self._responses.get("power"), self._lag_s
         if power is not None and lag_s is not None:
-            rhythm = self._parts["power"].rhythm
-            self._shift_s = power.middle_s + (rhythm.period_s / 2 if rhythm else 0.0) - lag_s
-        long = load.longest(is_on=True)
+            rhythm = self._analyses["power"].rhythm
+            self._power_delay_s = power.middle_s + (rhythm.period_s / 2 if rhythm else 0.0) - lag_s
+        long = load.longest_period(is_on=True)
         if long is not None:
-            self._find_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
-            self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
+            self._add_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
+            self._add_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
 
-    def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
-        ratio = estimates.ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
+    def _add_ratio(self, name: str, record: Record, counter: _SeriesAnalysis, start_s: float, end_s: float) -> None:
+        ratio = estimates.ratio(counter.ticks, record.series("power_w"), self._power_delay_s, start_s, end_s)
         if ratio is not None:
             self._ratios[name] = ratio
 
     # --- the result ---
 
     def profile(self, seconds: float, calls: list[DriverCall], facts: Facts | None) -> SensorProfile:
-        self._find_ratio("idle", self._idle, self._idle_parts["counter"], 0.0, self._idle.end_s)
-        self._warn()
+        self._add_ratio("idle", self._idle, self._idle_analyses["counter"], 0.0, self._idle.end_s)
+        self._add_warnings()
         device, sensor = self._device, self._sensor()
-        parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._parts.items()}
+        parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._analyses.items()}
         parts |= {f"{part}_response": followed for part, followed in self._responses.items()}
         return SensorProfile(
             effllm=__version__,
@@ -158,29 +158,28 @@ class SensorEvidence:
             measured_lag=sensor.source == PROFILED,
             load=self._load,
             **parts,
-            power_is_held=self._held(),
+            power_is_held=self._is_power_held(),
             ratios=self._ratios,
             calls=calls,
-            fields=facts.fields() if facts else [],
-            read_every_s=self._idle.apart_s,
-            edges=self._edges,
+            fields=facts.field_answers() if facts else [],
+            read_every_s=self._idle.mean_apart_s,
+            edges=self._num_edges,
             unmeasured=self.unmeasured,
             warnings=self._warnings,
         )
 
-    def _held(self) -> bool | None:
-        return is_held(self._idle.samples) if self._is_held is None else self._is_held
+    def _is_power_held(self) -> bool | None:
+        return is_held(self._idle.samples) if self._was_held_under_load is None else self._was_held_under_load
 
     def _sensor(self) -> Sensor:
         """Return the sensor for runs on this model and driver; unmeasured values are assumed."""
         # The period of the counter or power reading from which energy is derived.
-        rhythm = self._parts[_ENERGY_PARTS.get(self._device.energy_method or "", "power")].rhythm
+        rhythm = self._analyses[_ENERGY_SERIES.get(self._device.energy_method or "", "power")].rhythm
         tick = None
         if rhythm is not None:
             tick = (rhythm.period_s, max(rhythm.error_s, MIN_TICK_ERROR * rhythm.period_s))
-        sensor = calibration.with_measurement(
-            calibration.assumed_sensor(self._device), SensorMeasurement(self._call_s, tick, self._held())
-        )
+        measured = SensorMeasurement(self._call_s, tick, self._is_power_held())
+        sensor = calibration.with_measurement(calibration.assumed_sensor(self._device), measured)
         average = self._responses.get("average")
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
@@ -202,7 +201,7 @@ class SensorEvidence:
             source=PROFILED,
         )
 
-    def _warn(self) -> None:
+    def _add_warnings(self) -> None:
         off = {
             name: ratio.value - 1
             for name, ratio in self._ratios.items()
@@ -211,26 +210,27 @@ class SensorEvidence:
         if off:
             parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
             self._warnings.append(f"the counter differs from integrated power by {parts}: counter or power is wrong")
-        followed, rhythm = self._responses.get("counter"), self._parts["counter"].rhythm
+        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
 
 
-def _analysed(record: Record) -> dict[str, _Reading]:
-    return {part: _analysed_series(record.series(name), part == "counter") for part, (name, _) in _PARTS.items()}
+def _analysed_record(record: Record) -> dict[str, _SeriesAnalysis]:
+    return {part: _analysed_series(record.series(name), part == "counter") for part, (name, _) in _SERIES.items()}
 
 
-def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Reading:
-    timing = estimates.ticks_of(series)
-    if timing is None:
-        return _Reading(None, [], [] if is_counter else series)
-    rhythm, ticks = timing
+def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _SeriesAnalysis:
+    rhythm_and_ticks = estimates.ticks_of(series)
+    if rhythm_and_ticks is None:
+        return _SeriesAnalysis(None, [], [] if is_counter else series)
+    rhythm, ticks = rhythm_and_ticks
     if is_counter:
-        return _Reading(rhythm, ticks, estimates.steps_w(ticks, rhythm))
-    return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
+        return _SeriesAnalysis(rhythm, ticks, estimates.powers_of_steps(ticks, rhythm))
+    return _SeriesAnalysis(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
 
 
 def _duty(followed: Response, rhythm: Rhythm) -> float:
+    """Return the share of a tick that the counter measures: 1 if its window may be the whole tick."""
     if not rhythm.period_s or followed.window_s + followed.window_error_s >= WHOLE_TICK * rhythm.period_s:
         return 1.0
     return followed.window_s / rhythm.period_s
@@ -262,7 +262,7 @@ class Record(NamedTuple):
         return (self.samples[-1].time_ns - self.origin_ns) * NS if self.samples else 0.0
 
     @property
-    def apart_s(self) -> float:
+    def mean_apart_s(self) -> float:
         return self.end_s / max(len(self.samples) - 1, 1)
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -270,7 +270,7 @@ class Record(NamedTuple):
         return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
 
 
-def watch(
+def record_readings(
     reader: Reader,
     clock: Timer,
     progress: Callable[[float], None],
@@ -279,22 +279,22 @@ def watch(
 ) -> Record:
     """Read for a duration, or until the load ends; then the record has the edges of the load."""
     read_energy = getattr(reader, "read_energy", reader.read)
-    began_ns = full_ns = shown_ns = clock.monotonic_ns()
+    began_ns = next_full_ns = next_progress_ns = clock.monotonic_ns()
     record = Record([], [], [])
     while True:
         now_ns = clock.monotonic_ns()
-        if now_ns >= shown_ns:
+        if now_ns >= next_progress_ns:
             progress(min((now_ns - began_ns) * NS / seconds, 1.0))
-            shown_ns = now_ns + round(0.1 / NS)
+            next_progress_ns = now_ns + round(0.1 / NS)
             if until is not None and (edges := until.take_edges()) is not None:
                 return record._replace(edges=edges)
         if until is None and now_ns >= began_ns + seconds / NS:
             return record
-        is_full = now_ns >= full_ns
+        is_full = now_ns >= next_full_ns
         sample, _ = reader.read() if is_full else read_energy()
         if is_full:
             record.full.append(sample)
-            full_ns = now_ns + round(FULL_READS_APART_S / NS)
+            next_full_ns = now_ns + round(FULL_READS_APART_S / NS)
         else:
             record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
         if not record.samples or sample.time_ns > record.samples[-1].time_ns:
@@ -302,9 +302,9 @@ def watch(
         clock.sleep(READS_APART_S)
 
 
-def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
+def call_durations(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
     asked = [("a sample of the agent", reader.read)]
     if hasattr(reader, "read_energy"):
         asked.append(("a read of the agent at the edge of a window", reader.read_energy))
-    own = [call for name, ask in asked if (call := timed(name, ask, clock.sleep)) is not None]
-    return own + (facts.calls(clock.sleep) if facts else [])
+    own = [call for name, ask in asked if (call := timed_call(name, ask, clock.sleep)) is not None]
+    return own + (facts.call_durations(clock.sleep) if facts else [])

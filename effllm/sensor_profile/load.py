@@ -16,15 +16,15 @@ from effllm.config.switches import process_environ
 from effllm.sensor_profile.record import LoadEdge
 
 #: torch, CUDA and cuBLAS start slowly on a node with many GPUs.
-START_S = 180.0
-END_S = 10.0
+MAX_START_S = 180.0
+MAX_END_S = 10.0
 
 
 class LoadUnavailable(Exception):
     """The GPU cannot be put under load, or the load has ended; the message is one sentence."""
 
 
-def pattern(seconds: float, tick_s: float) -> list[float]:
+def load_pattern_s(seconds: float, tick_s: float) -> list[float]:
     """Return durations of load, pause, load, ...: first long, then short, then medium; never in step with ticks.
 
     Long loads show the state of the loaded GPU.  Short loads, some shorter than a tick, begin at varying phases of the
@@ -57,7 +57,7 @@ class TorchLoad:
         self._process: subprocess.Popen[bytes] | None = None
         self._orders = self._answers = -1
         self._received = b""
-        self._until_s = 0.0
+        self._deadline_s = 0.0
 
     def opened(self) -> TorchLoad:
         """Start the process, prepare the GPU, and return this object.
@@ -78,8 +78,8 @@ class TorchLoad:
         finally:
             os.close(orders)
             os.close(answers)
-        self._until_s = time.monotonic() + START_S
-        while (answer := self._answer()) is None:
+        self._deadline_s = time.monotonic() + MAX_START_S
+        while (answer := self._take_answer()) is None:
             select.select([self._answers], [], [], 0.2)
         self.name = answer["ready"]
         return self
@@ -90,27 +90,27 @@ class TorchLoad:
         Raises:
             LoadUnavailable: the process has ended.
         """
-        self._order(list(stretches_s), sum(stretches_s))
+        self._send_order(list(stretches_s), sum(stretches_s))
 
-    def measure(self, seconds: float) -> None:
-        """Start matrix products and then copies from the host; `rates` has the result.
+    def start_rates(self, seconds: float) -> None:
+        """Start matrix products and then copies from the host; `take_rates` has the result.
 
         Raises:
             LoadUnavailable: the process has ended.
         """
-        self._order(float(seconds), seconds)
+        self._send_order(float(seconds), seconds)
 
-    def rates(self) -> tuple[float, float] | None:
+    def take_rates(self) -> tuple[float, float] | None:
         """Return FLOP/s and bytes/s after the end of the load, else ``None``.
 
         Raises:
             LoadUnavailable: the load failed.
         """
-        answer = self._answer()
+        answer = self._take_answer()
         return None if answer is None else (answer["rates"][0], answer["rates"][1])
 
-    def _order(self, order: list[float] | float, seconds: float) -> None:
-        self._until_s = time.monotonic() + seconds + END_S
+    def _send_order(self, order: list[float] | float, seconds: float) -> None:
+        self._deadline_s = time.monotonic() + seconds + MAX_END_S
         try:
             os.write(self._orders, json.dumps(order).encode() + b"\n")
         except OSError as error:
@@ -122,7 +122,7 @@ class TorchLoad:
         Raises:
             LoadUnavailable: the load failed.
         """
-        answer = self._answer()
+        answer = self._take_answer()
         return None if answer is None else [LoadEdge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
 
     def close(self) -> None:
@@ -133,14 +133,14 @@ class TorchLoad:
         self._orders = self._answers = -1
         if self._process is not None:
             try:
-                self._process.wait(END_S)
+                self._process.wait(MAX_END_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
             self._process = None
 
-    def _answer(self) -> dict[str, Any] | None:
-        """Return an answer of the process, or ``None`` if no answer has arrived.
+    def _take_answer(self) -> dict[str, Any] | None:
+        """Return the next answer of the process, or ``None`` if no answer has arrived.
 
         Raises:
             LoadUnavailable: the process cannot load the GPU, has ended, or does not answer in time.
@@ -151,7 +151,7 @@ class TorchLoad:
                 raise LoadUnavailable("the process that loads the GPU has ended")
             self._received += more
         if b"\n" not in self._received:
-            if time.monotonic() > self._until_s:
+            if time.monotonic() > self._deadline_s:
                 raise LoadUnavailable("the process that loads the GPU does not answer")
             return None
         line, _, self._received = self._received.partition(b"\n")

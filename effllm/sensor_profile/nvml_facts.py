@@ -36,23 +36,23 @@ class Facts:
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
-    def processes(self) -> int | None:
+    def num_processes(self) -> int | None:
         """Return the number of compute processes on the GPU; ``None`` if NVML does not report it."""
         count: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
         return count
 
-    def fields(self) -> list[FieldAnswer]:
+    def field_answers(self) -> list[FieldAnswer]:
         return [
-            FieldAnswer(name, scope, self._answer(number, scope))
+            FieldAnswer(name, scope, self._field_answer(number, scope))
             for name, (number, scopes) in _FIELDS.items()
             for scope in scopes
         ]
 
-    def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
+    def call_durations(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
         """Return the duration of each call; between two calls there is a pause of ``APART_S``."""
-        return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
+        return [call for name, ask in self._named_calls() if (call := timed_call(name, ask, sleep)) is not None]
 
-    def _answer(self, number: int, scope: str) -> str:
+    def _field_answer(self, number: int, scope: str) -> str:
         """Return "ok" if the driver has a field for a scope, else the error."""
         try:
             (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(number, _SCOPES[scope])])
@@ -60,7 +60,7 @@ class Facts:
             return str(error)
         return "ok" if answer.nvmlReturn == pynvml.NVML_SUCCESS else str(pynvml.NVMLError(answer.nvmlReturn))
 
-    def _timed(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def _named_calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         handle = self._handle
         batch = [(number, _SCOPES["gpu"]) for number, _ in _FIELDS.values()]
         yield "energy", lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
@@ -77,7 +77,8 @@ class Facts:
             pynvml.nvmlGpmSampleFree(sample)
 
 
-def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
+def timed_call(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
+    """Return the median and the longest duration of a call; ``None`` if NVML has an error."""
     spent_s = []
     try:
         ask()

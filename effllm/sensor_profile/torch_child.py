@@ -18,7 +18,7 @@ from typing import Any
 SIZE, SMALL = 8192, 2048
 #: Matrix products are queued in parcels of this duration, at most two parcels at a time.
 PARCEL_S = 0.001
-WARM_S = 1.0
+WARM_UP_S = 1.0
 #: Rates: work between two waits for the GPU, which take some 20 us; and a copy, with its rough duration.
 BATCH_S, COPY_BYTES, COPY_S = 0.05, 256 * 2**20, 0.01
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
         while b"\n" in received:
             line, _, received = received.partition(b"\n")
             order = json.loads(line)
-            name, do = ("rates", products.rates) if isinstance(order, float) else ("edges", products.switch)
+            name, do = ("rates", products.measure_rates) if isinstance(order, float) else ("edges", products.alternate)
             try:
                 answer = do(order)
             except RuntimeError as error:  # all CUDA errors have this type
@@ -82,25 +82,25 @@ class _Products:
         for size in (SIZE, SIZE // 2, SMALL):
             self._one, self._other = (torch.randn(size, size, device="cuda", dtype=kind) for _ in range(2))
             self._out = torch.empty(size, size, device="cuda", dtype=kind)
-            each_s = self._warm()
+            each_s = self._warm_up()
             if each_s <= 2 * PARCEL_S or size == SMALL:
                 break
-        self._parcel, self._each_s = max(round(PARCEL_S / each_s), 1), each_s
+        self._parcel_size, self._each_s = max(round(PARCEL_S / each_s), 1), each_s
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
         precision = str(kind).removeprefix("torch.")
         self.name = f"torch {torch.__version__}, {built}: {precision} products of {size} x {size}"
 
-    def _warm(self) -> float:
-        """Compute for `WARM_S` and return the time of one product."""
+    def _warm_up(self) -> float:
+        """Compute for `WARM_UP_S` and return the time of one product."""
         done, began_s = 0, time.monotonic()
-        while (spent_s := time.monotonic() - began_s) < WARM_S or not done:
+        while (spent_s := time.monotonic() - began_s) < WARM_UP_S or not done:
             for _ in range(4):
                 self._torch.mm(self._one, self._other, out=self._out)
             self._torch.cuda.synchronize()
             done += 4
         return spent_s / done
 
-    def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
+    def alternate(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
         """Alternate load and pause; return the edges of the load, or ``None`` if the parent has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
@@ -109,27 +109,27 @@ class _Products:
                 self._torch.cuda.synchronize()
             edges.append((time.monotonic_ns(), int(is_on)))
             end_s = time.monotonic() + stretch_s
-            if not (self._work(end_s) if is_on else self._rest(end_s)):
+            if not (self._compute_until(end_s) if is_on else self._pause_until(end_s)):
                 return None
         return [*edges, (time.monotonic_ns(), int(len(stretches_s) % 2 == 0))]
 
-    def rates(self, seconds: float) -> tuple[float, float] | None:
+    def measure_rates(self, seconds: float) -> tuple[float, float] | None:
         """Return FLOP/s of products, then bytes/s of copies from the host; ``None`` if the parent has ended."""
-        here = self._torch.empty(COPY_BYTES, dtype=self._torch.uint8, pin_memory=True)
-        there = here.cuda()
+        on_host = self._torch.empty(COPY_BYTES, dtype=self._torch.uint8, pin_memory=True)
+        on_gpu = on_host.cuda()
         tasks: tuple[tuple[float, float, Callable[[], Any]], ...] = (
             (
                 2.0 * self._one.shape[0] ** 3,
                 self._each_s,
                 partial(self._torch.mm, self._one, self._other, out=self._out),
             ),
-            (float(COPY_BYTES), COPY_S, partial(there.copy_, here, non_blocking=True)),
+            (float(COPY_BYTES), COPY_S, partial(on_gpu.copy_, on_host, non_blocking=True)),
         )
         rates = []
         for amount, each_s, do in tasks:
             done, began_s = 0, time.monotonic()
             while (spent_s := time.monotonic() - began_s) < seconds / len(tasks):
-                if self._is_alone():
+                if self._has_parent_ended():
                     return None
                 for _ in range(count := max(round(BATCH_S / each_s), 1)):
                     do()
@@ -138,29 +138,31 @@ class _Products:
             rates.append(amount * done / spent_s)
         return rates[0], rates[1]
 
-    def _work(self, end_s: float) -> bool:
+    def _compute_until(self, end_s: float) -> bool:
+        """Compute until a time; return ``False`` at once if the parent has ended."""
         in_flight: deque[Any] = deque()
         while time.monotonic() < end_s:
-            for _ in range(self._parcel):
+            for _ in range(self._parcel_size):
                 self._torch.mm(self._one, self._other, out=self._out)
             event = self._torch.cuda.Event()
             event.record()
             in_flight.append(event)
             if len(in_flight) > 1:
                 in_flight.popleft().synchronize()
-                if self._is_alone():
+                if self._has_parent_ended():
                     return False
         self._torch.cuda.synchronize()
         return True
 
-    def _rest(self, end_s: float) -> bool:
+    def _pause_until(self, end_s: float) -> bool:
+        """Wait until a time; return ``False`` at once if the parent has ended."""
         while (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.1))
-            if self._is_alone():
+            if self._has_parent_ended():
                 return False
         return True
 
-    def _is_alone(self) -> bool:
+    def _has_parent_ended(self) -> bool:
         poll = select.poll()
         poll.register(self._orders, 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))

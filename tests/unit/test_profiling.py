@@ -18,7 +18,7 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import AVERAGE, INSTANT
 from effllm.sensor_profile import profile, to_calibration
 from effllm.sensor_profile.estimates import Load, ticks_of
-from effllm.sensor_profile.load import LoadUnavailable, pattern
+from effllm.sensor_profile.load import LoadUnavailable, load_pattern_s
 from effllm.sensor_profile.record import LoadEdge
 
 LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
@@ -250,9 +250,9 @@ def test_load_of_a_window_is_the_share_of_time_with_load(edges, ends_s, window_s
     """Edges are in seconds; from the origin, the first loads are from 1 to 2 and from 4 to 5."""
     load = Load([LoadEdge(at_s * NS, number % 2 == 0) for number, at_s in enumerate(edges)], origin_ns=NS)
 
-    assert load.share(np.array(ends_s), window_s=window_s) == pytest.approx(shares)
+    assert load.loaded_share(np.array(ends_s), window_s=window_s) == pytest.approx(shares)
     if len(edges) == 4:
-        assert load.longest(is_on=False) == (2.0, 4.0)
+        assert load.longest_period(is_on=False) == (2.0, 4.0)
 
 
 def test_ticks_without_a_change_are_counted():
@@ -278,8 +278,8 @@ def test_no_period_is_found_for_irregular_changes():
 
 @cases("tick_s", [0.0, 0.02, 0.1, 2.0])
 def test_load_pattern_has_the_given_length_and_different_phases(tick_s):
-    stretches = pattern(51.0, tick_s)
+    stretches = load_pattern_s(51.0, tick_s)
 
     assert 51.0 <= sum(stretches) <= 56.0
     assert len({stretch % 0.1 for stretch in stretches}) == len(stretches)
-    assert pattern(51.0, tick_s) == stretches
+    assert load_pattern_s(51.0, tick_s) == stretches
