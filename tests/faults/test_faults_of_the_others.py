@@ -45,7 +45,7 @@ def test_ranks_measure_their_own_gpus_and_call_no_nvml(launch, trace, tmp_path):
     rows, summary = aggregator.ledger.ranks, aggregator.ledger.summary
 
     assert {row.rank: row.device for row in rows} == {0: "GPU-1", 1: "GPU-2"}
-    first_w = {row.rank: row.energy_j / row.wall_s for row in rows if row.take_window == 1}
+    first_w = {row.rank: row.energy_j / row.wall_s for row in rows if row.window == 1}
     assert first_w == pytest.approx({0: 100.0, 1: 250.0}, rel=0.05), "Megatron: no power in the first window"
     assert summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02), "Megatron: 800 W"
     assert set(summary.energy.by_device) == {"GPU-1", "GPU-2"}, "Zeus: an unused GPU was measured too"
