@@ -176,6 +176,7 @@ def _check_options(mode: str, fsdp: bool, zero: int | None, measured: bool) -> N
 
 
 def _fits_and_gpu(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None]:
+    """Return the estimates of all models, and the GPU with which they are compared."""
     sources = [find_source(text, request.sizes) for text in request.models]
     only_settings = [source for source in sources if source.shape is None]
     models = [source for source in sources if source.shape is not None]

@@ -241,7 +241,7 @@ class SimulatedRanks:
     def run(self) -> None:
         """Connect all ranks, wait for the start time, report every window, and leave the job."""
         self._join_all()
-        began_s = self._wait_for_start()
+        began_s = self._wait_for_start_time()
         for peer in self._peers:  # the heartbeats of the ranks are spread over the period
             peer.last_sent_s = began_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
         self._report_windows(began_s)
@@ -272,7 +272,7 @@ class SimulatedRanks:
             time.sleep(0.02)
             self._exit_if_command_ended()
 
-    def _wait_for_start(self) -> float:
+    def _wait_for_start_time(self) -> float:
         while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
             for peer in self._peers:
                 peer.handle_messages()

@@ -214,6 +214,7 @@ class SimulatedRun:
         self._aggregator = OwnAggregator(self._config, folder, output, self._job)
 
     def _run_ranks(self) -> None:
+        """Start the processes of ranks, wait until they have joined, reported and left, and add the results."""
         asked, endpoint = self._plan, self._plan.endpoint
         if self._aggregator:
             endpoint = self._aggregator.endpoint
@@ -287,6 +288,7 @@ class SimulatedRun:
                 raise SimulationError(f"not all ranks have {word} after {timeout_s:.0f} s")
 
     def _listen(self, seconds: float) -> None:
+        """Record the messages of the ranks within some seconds, and sometimes the memory of the aggregator."""
         for descriptor, _ in self._poll.poll(seconds * 1000):
             part = next(part for part in self._parts if part.output == descriptor)
             if part.last_progress is not None:

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     gpus = survey_gpus.read_states()
     if has_load:
         survey_gpus.measure_under_load(gpus)
-    findings += [finding, *_driver_finding(), *survey_gpus.findings(gpus), *node_findings]
+    findings += [finding, _driver_finding(), *survey_gpus.findings(gpus), *node_findings]
     if scope.complaint:
         findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
     elif scope.label:
@@ -237,20 +237,19 @@ def _peak_source(config: Config, device: Device | None) -> InputSource:
     return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to the peak TFLOP/s of one device")
 
 
-def _driver_finding() -> Iterator[Finding]:
+def _driver_finding() -> Finding:
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         reason = f"no NVIDIA driver answers ({error})"
-        yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
-        return
+        return Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
     try:
         versions = (pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetNVMLVersion())
         driver, library = map(text_of, versions)
-        yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
+        return Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
     except pynvml.NVMLError as error:
-        yield Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")
+        return Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")
     finally:
         pynvml.nvmlShutdown()
