@@ -345,7 +345,8 @@ class InstrumentValues:
         self._of_run: dict[str, ValueStatistics] = {}  # statistics of all values so far, by name
         self._publish, self._published_s = publish, -math.inf
         self._num_written = self._num_lost = 0  # values of the training process; the overwritten ones of them
-        self._notices: list[str] | None = None  # lines for the user; None before the first value of an instrument
+        self._notice = ""  # a line for the user
+        self._is_digest_checked = False  # at the first value of an instrument
 
     def add_record(self, slot: ring.Slot, window: int) -> None:
         """Add a record of the kind VALUES."""
@@ -368,8 +369,9 @@ class InstrumentValues:
         values = merged_by_name(
             {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in parts
         )
-        if self._notices is None and not values.keys() <= FIGURES.keys():  # percentiles of these figures are not shown
-            self._notices = [_NO_DIGEST] if digest_type() is None else []
+        has_instruments = not values.keys() <= FIGURES.keys()  # percentiles of figures of the framework are not shown
+        if has_instruments and not self._is_digest_checked:
+            self._is_digest_checked, self._notice = True, _NO_DIGEST if digest_type() is None else ""
         for name, value in values.items():
             if value.centroids:
                 self._of_run[name] = merged([self._of_run[name], value]) if name in self._of_run else value
@@ -389,4 +391,5 @@ class InstrumentValues:
             )
             self._num_lost = 0
             return line
-        return self._notices.pop() if self._notices else ""
+        line, self._notice = self._notice, ""
+        return line
