@@ -166,7 +166,7 @@ def _sources_by_need(device: Device, samples: list[Sample], failures: Mapping[st
     def either(is_given: bool, by: str, why_not: str) -> InputSource:
         return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
 
-    limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
+    limit, throttle_reasons = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
     none = f"not reported by device {device.kind}"
     gpm = f"{none}; NVIDIA GPUs report their activity through GPM, from Hopper on"
     return {
@@ -176,7 +176,7 @@ def _sources_by_need(device: Device, samples: list[Sample], failures: Mapping[st
         "energy": source("energy", _method_text(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
         "power limit": either(bool(limit), f"power limit of {limit or 0:g} W", f"limit: {none}"),
-        "throttling": either(throttles, "reasons for lower clocks", f"throttling: {none}"),
+        "throttling": either(throttle_reasons, "reasons for lower clocks", f"throttling: {none}"),
         "temperature": gauge("temperature", "temperature", none, "temperature_c"),
         "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
         "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),

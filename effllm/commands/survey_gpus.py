@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from effllm.agent.series import FAULTLESS
 from effllm.commands.survey_host import DIFFERS, MISSING, OK, Finding
-from effllm.devices._nvml_chip import throttles
+from effllm.devices._nvml_chip import throttle_reasons
 from effllm.devices._nvml_identity import text_of
 from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
 
@@ -96,7 +96,7 @@ def _update_state(state: GpuState) -> None:
     gpu = pynvml.nvmlDeviceGetHandleByIndex(state.index)
     state.sm_clock_mhz = _query(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
     state.sm_clock_max_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-    state.throttled_by = throttles(_query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
+    state.throttled_by = throttle_reasons(_query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
     state.temperature_c = _query(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
     limits_mw = (
         _query(ask, gpu)

@@ -19,9 +19,8 @@ from msgspec.structs import replace
 from effllm.config.switches import process_environ
 from effllm.records.rank import Device, Sample
 
-#: GPUs in the order in which ``auto`` tries them, each with files of which one exists while the GPU's driver is loaded.
-_GPUS = {"nvml": ("/dev/nvidiactl", "/dev/dxg"), "amd": ("/dev/kfd",)}  # /dev/dxg: WSL2
-
+#: Devices in the order in which ``auto`` tries them -> files of which one exists while the driver is loaded.
+_DRIVER_NODES = {"nvml": ("/dev/nvidiactl", "/dev/dxg"), "amd": ("/dev/kfd",)}  # /dev/dxg: WSL2
 
 _T = TypeVar("_T")
 
@@ -90,7 +89,7 @@ def open_device(name: str, site: Site) -> Reader:
             return open_gpu(name, site)
         except DeviceUnavailable as error:
             host = open_device("host", site)
-            if error.driver_works or any(map(_has_driver, _GPUS)):
+            if error.driver_works or any(map(_has_driver, _DRIVER_NODES)):
                 missing = (*host.device.not_measured, f"GPU: {error}")
                 host.device = replace(host.device, not_measured=missing)
             return host
@@ -104,30 +103,33 @@ def open_device(name: str, site: Site) -> Reader:
     return reader
 
 
-def shown_to_rank(shown: Sequence[_T], num_entries: int, site: Site, source: str, num_here: int) -> _T:
+def choose_for_rank(visible: Sequence[_T], num_entries: int, site: Site, source: str, num_gpus: int) -> _T:
     """Return the rank's device among the devices that are visible in the rank's environment.
 
-    A launcher may make only one GPU visible to each rank (``num_entries`` is 1); this GPU is used for any local rank.
+    A launcher may make only one GPU visible to each rank (``num_entries``, with invalid entries, is 1); this GPU is
+    used for any local rank.  ``source`` and ``num_gpus`` (of the machine) are for the message.
 
     Raises:
         DeviceUnavailable: there is no device for this rank.
     """
     position = 0 if num_entries == 1 else site.local_rank
-    if position < len(shown):
-        return shown[position]
-    raise DeviceUnavailable(f"local rank {site.local_rank} has no GPU: {source} shows {len(shown)} of {num_here} GPUs")
+    if position < len(visible):
+        return visible[position]
+    raise DeviceUnavailable(
+        f"local rank {site.local_rank} has no GPU: {source} shows {len(visible)} of {num_gpus} GPUs"
+    )
 
 
 def open_gpu(name: str, site: Site) -> Reader:
     """Open the device ``name``.  For ``auto``, open a GPU of any vendor, never the host.
 
     Raises:
-        DeviceUnavailable: see `open_device`; for ``auto``, the reason is for the vendor whose driver is loaded.
+        DeviceUnavailable: see `open_device`; for ``auto`` of the vendor whose driver is loaded, else of NVIDIA.
     """
     if name != "auto":
         return open_device(name, site)
     errors = {}
-    for gpu in _GPUS:
+    for gpu in _DRIVER_NODES:
         try:
             return open_device(gpu, site)
         except DeviceUnavailable as error:
@@ -136,4 +138,4 @@ def open_gpu(name: str, site: Site) -> Reader:
 
 
 def _has_driver(gpu: str) -> bool:
-    return any(Path(node).exists() for node in _GPUS[gpu])
+    return any(Path(node).exists() for node in _DRIVER_NODES[gpu])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from effllm.devices import DeviceUnavailable, Site, shown_to_rank
-from effllm.devices._amd_readings import advice, ask, ask_group, errors_of, joules_of, number, power
+from effllm.devices import DeviceUnavailable, Site, choose_for_rank
+from effllm.devices._amd_readings import errors_of, joules_of, number, power, read_or_empty, try_call, why_no_gpu
 
 _FOUR_LINKS_MB_PER_S = 200_000
 
@@ -24,7 +24,7 @@ class Processor:
     serial: str  # 16 hexadecimal digits, the id in ROCm's UUIDs; empty if the GPU has no id
     names: frozenset[str]  # the GPU's UUIDs in environment variables and in torch
     model: str
-    is_half: bool  # one die of an MI250 or MI250X
+    is_one_of_two_dies: bool  # one die of an MI250 or MI250X
     has_cpu: bool  # True for an MI300A, whose power and energy include the CPU in its socket
 
     def key(self, host: str) -> str:
@@ -33,7 +33,7 @@ class Processor:
         return f"GPU-{self.serial}" if self.serial else f"{host}-{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
-def _serial(answer: Any) -> str:
+def _serial_digits(answer: Any) -> str:
     """Return the unique id in 16 digits; empty if the answer means "no id": zero, all bits set, or "N/A"."""
     try:
         number = int(str(answer), 16)
@@ -42,11 +42,11 @@ def _serial(answer: Any) -> str:
     return f"{number:016x}" if 0 < number < 2**64 - 1 else ""
 
 
-def _plain(uuid: str) -> str:
+def _plain_uuid(uuid: str) -> str:
     return uuid.strip().lower().removeprefix("gpu-").replace("-", "")
 
 
-def _without_ascii(plain: str) -> str:
+def _decode_ascii(plain: str) -> str:
     """Return the 16 hexadecimal digits of an id that HIP, and so torch, encodes as 16 ASCII letters."""
     try:
         letters = bytes.fromhex(plain).decode("ascii").lower()
@@ -55,7 +55,7 @@ def _without_ascii(plain: str) -> str:
     return letters if re.fullmatch("[0-9a-f]{16}", letters) else plain
 
 
-def _bus_of(text: str) -> tuple[int, int, int, int] | None:
+def _parse_bus_id(text: str) -> tuple[int, int, int, int] | None:
     match = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+):([0-9a-f]+)\.([0-9a-f]+)", text.strip().lower())
     if match is None:
         return None
@@ -64,19 +64,19 @@ def _bus_of(text: str) -> tuple[int, int, int, int] | None:
 
 
 def _identify(smi: Any, handle: Any) -> Processor:
-    bus = _bus_of(smi.amdsmi_get_gpu_device_bdf(handle))
+    bus = _parse_bus_id(smi.amdsmi_get_gpu_device_bdf(handle))
     if bus is None:
         raise ValueError("AMD SMI gives no PCI bus id")
-    asic = ask(smi, "amdsmi_get_gpu_asic_info", handle)
-    serial = _serial(asic.get("asic_serial"))
+    asic = try_call(smi, "amdsmi_get_gpu_asic_info", handle)
+    serial = _serial_digits(asic.get("asic_serial"))
     names = {serial}
     if serial:  # without a serial number, all GPUs of a model have the same UUID
-        names |= {_plain(str(ask(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
+        names |= {_plain_uuid(str(try_call(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
     device_id = str(asic.get("device_id")).lower()
-    is_half = "MI250" in model or device_id in {"0x7408", "0x740c"}
+    is_one_of_two_dies = "MI250" in model or device_id in {"0x7408", "0x740c"}
     has_cpu = "MI300A" in model or device_id == "0x74a0"
-    return Processor(handle, bus, serial, frozenset(names - {""}), model, is_half, has_cpu)
+    return Processor(handle, bus, serial, frozenset(names - {""}), model, is_one_of_two_dies, has_cpu)
 
 
 def list_processors(smi: Any) -> list[Processor]:
@@ -91,14 +91,14 @@ def list_processors(smi: Any) -> list[Processor]:
             processors.append(_identify(smi, handle))
     processors.sort(key=lambda processor: processor.bus)
     for call, field in (("amdsmi_get_gpu_enumeration_info", "hip_id"), ("amdsmi_get_gpu_kfd_info", "node_id")):
-        answers = [number(ask(smi, call, processor.handle).get(field), (32,)) for processor in processors]
-        places = [place for place in answers if place is not None]
-        if len(places) == len(processors):
-            return [processor for _, processor in sorted(zip(places, processors, strict=True), key=itemgetter(0))]
+        answers = [number(try_call(smi, call, processor.handle).get(field), (32,)) for processor in processors]
+        numbers = [answer for answer in answers if answer is not None]
+        if len(numbers) == len(processors):
+            return [processor for _, processor in sorted(zip(numbers, processors, strict=True), key=itemgetter(0))]
     return processors
 
 
-def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
+def _select(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
     """Return the processors that the entries of ``listed`` (indices or UUIDs) select, and the number of entries.
 
     Entries after the first invalid entry select nothing.
@@ -110,37 +110,37 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
     for entry in entries:
         if entry.isdecimal() and int(entry) < len(processors):
             shown.append(processors[int(entry)])
-        elif named := [processor for processor in processors if _plain(entry) in processor.names]:
+        elif named := [processor for processor in processors if _plain_uuid(entry) in processor.names]:
             shown.append(named[0])
         else:
             break
     return shown, len(entries)
 
 
-def find(site: Site, processors: Sequence[Processor]) -> Processor:
+def find_processor(site: Site, processors: Sequence[Processor]) -> Processor:
     """Return the processor of the rank: torch's current device, or else the processor that visibility variables select.
 
     Raises:
         DeviceUnavailable: there is no processor for this rank.
     """
     if not processors:
-        raise DeviceUnavailable(advice(None))
+        raise DeviceUnavailable(why_no_gpu(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
-        return _find_by_torch(site, processors)
+        return _find_torch_device(site, processors)
     # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the devices that are left.  If
     # HIP_VISIBLE_DEVICES is not set, HIP reads CUDA_VISIBLE_DEVICES.
-    shown, entries = _shown(site.rocr_visible_devices, processors)
+    shown, entries = _select(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:
-        shown, entries = _shown(hip, shown)
+        shown, entries = _select(hip, shown)
     lists = {"ROCR": site.rocr_visible_devices, "HIP": site.hip_visible_devices, "CUDA": site.visible_devices}
     set_to = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
-    return shown_to_rank(shown, entries, site, " and ".join(set_to) or "this machine", len(processors))
+    return choose_for_rank(shown, entries, site, " and ".join(set_to) or "this machine", len(processors))
 
 
-def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
-    bus = _bus_of(site.cuda_pci_bus_id)
-    names = {_plain(site.cuda_uuid), _without_ascii(_plain(site.cuda_uuid))}
+def _find_torch_device(site: Site, processors: Sequence[Processor]) -> Processor:
+    bus = _parse_bus_id(site.cuda_pci_bus_id)
+    names = {_plain_uuid(site.cuda_uuid), _decode_ascii(_plain_uuid(site.cuda_uuid))}
     for matching in (
         [processor for processor in processors if bus is not None and processor.bus[:3] == bus[:3]],
         [processor for processor in processors if processor.names & names],
@@ -151,7 +151,7 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
     raise DeviceUnavailable(f"AMD SMI does not list the GPU {which} that torch uses: is it hidden from this container?")
 
 
-def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
+def whole_gpu(processor: Processor, processors: Sequence[Processor]) -> Processor:
     """Return the GPU of a partition.
 
     The partitions of a GPU share sensors, and their bus ids differ only in the function number.
@@ -164,10 +164,10 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 
     The driver sets the second die's power and energy to 0 (aldebaran_get_gpu_metrics); rocm-smi also tests for 0.
     """
-    if not processor.is_half:
+    if not processor.is_one_of_two_dies:
         return False
-    joules = joules_of(ask(smi, "amdsmi_get_energy_count", processor.handle))
-    return joules == 0 and not any(ask_group(smi, power, processor.handle).values())
+    joules = joules_of(try_call(smi, "amdsmi_get_energy_count", processor.handle))
+    return joules == 0 and not any(read_or_empty(smi, power, processor.handle).values())
 
 
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
@@ -178,11 +178,12 @@ def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> P
     (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  If no bandwidth is reported, the preceding die on the PCI bus is used,
     as on the machines of ml-energy/zeus#203.
     """
-    others = [die for die in processors if die.is_half and die.bus != second.bus]
+    others = [die for die in processors if die.is_one_of_two_dies and die.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"
-    widths = [number(ask(smi, call, second.handle, die.handle).get("max_bandwidth")) for die in others]
-    if any(widths):
-        joined = [die for die, width in zip(others, widths, strict=True) if (width or 0) >= _FOUR_LINKS_MB_PER_S]
+    bandwidths = [number(try_call(smi, call, second.handle, die.handle).get("max_bandwidth")) for die in others]
+    if any(bandwidths):
+        pairs = zip(others, bandwidths, strict=True)
+        linked = [die for die, mb_per_s in pairs if (mb_per_s or 0) >= _FOUR_LINKS_MB_PER_S]
     else:
-        joined = sorted((die for die in others if die.bus < second.bus), key=lambda die: die.bus)[-1:]
-    return joined[0] if joined and not is_second_die(smi, joined[0]) else None
+        linked = sorted((die for die in others if die.bus < second.bus), key=lambda die: die.bus)[-1:]
+    return linked[0] if linked and not is_second_die(smi, linked[0]) else None

@@ -18,7 +18,6 @@ LACKING = (_NOT_SUPPORTED, _NOT_YET_IMPLEMENTED, _NO_PERMISSION)
 _DEVICE_NODES = Path("/dev")
 _NO_ACCESS = "this user may not open the AMD GPUs: grant access to /dev/kfd and /dev/dri (groups render and video)"
 
-
 #: Names of the fields with the total time for which each limit was active, on MI300 and later.
 _RESIDENCIES = {
     "prochot": "prochot_residency_acc",
@@ -47,7 +46,7 @@ def import_library() -> Any:
     return amdsmi
 
 
-def advice(error: Exception | None) -> str:
+def why_no_gpu(error: Exception | None) -> str:
     """Return one sentence with the reason why no GPU can be read, and the remedy."""
     code = getattr(error, "err_code", None)
     nodes = [_DEVICE_NODES / "kfd", *sorted((_DEVICE_NODES / "dri").glob("renderD*"))]
@@ -58,12 +57,12 @@ def advice(error: Exception | None) -> str:
         return "the amdgpu driver is not loaded: load it, or choose another device"
     if error is None:
         return "AMD SMI lists no GPU: give the container /dev/kfd and /dev/dri, or choose another device"
-    return f"AMD SMI does not start: {sentence(error)}"
+    return f"AMD SMI does not start: {text_of_error(error)}"
 
 
 def check_units(smi: Any, handle: Any) -> None:
     """Raise DeviceUnavailable for releases before ROCm 6.2, which have other units."""
-    if "cur_clk" in ask(smi, "amdsmi_get_clock_info", handle, smi.AmdSmiClkType.GFX):
+    if "cur_clk" in try_call(smi, "amdsmi_get_clock_info", handle, smi.AmdSmiClkType.GFX):
         raise DeviceUnavailable("this AMD SMI has other units: install that of ROCm 6.2 or later")
 
 
@@ -76,11 +75,11 @@ def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 
 
-def sentence(error: Exception) -> str:
+def text_of_error(error: Exception) -> str:
     return " ".join(str(getattr(error, "err_info", "") or error).split()) or type(error).__name__
 
 
-def ask(smi: Any, call: str, *arguments: Any) -> Any:
+def try_call(smi: Any, call: str, *arguments: Any) -> Any:
     """Return the answer of a call that some releases or GPUs lack; an empty answer if the call fails."""
     with contextlib.suppress(*errors_of(smi)):
         return getattr(smi, call)(*arguments)
@@ -88,7 +87,7 @@ def ask(smi: Any, call: str, *arguments: Any) -> Any:
 
 
 def driver_of(smi: Any, handle: Any) -> str:
-    info, version = ask(smi, "amdsmi_get_gpu_driver_info", handle), ask(smi, "amdsmi_get_lib_version")
+    info, version = try_call(smi, "amdsmi_get_gpu_driver_info", handle), try_call(smi, "amdsmi_get_lib_version")
     driver = " ".join(part for name in ("driver_name", "driver_version") if (part := info.get(name, "N/A")) != "N/A")
     numbers = [str(version[part]) for part in ("year", "major", "minor", "release") if part in version]
     return ", ".join(part for part in (driver, numbers and f"AMD SMI {'.'.join(numbers)}") if part)
@@ -103,7 +102,7 @@ def number(value: Any, bits: Sequence[int] = (16, 32, 64)) -> float | None:
 
 def _scaled(scale: float, **answers: Any) -> dict[str, float]:
     numbers = {field: number(answer) for field, answer in answers.items()}
-    return {field: number * scale for field, number in numbers.items() if number is not None}
+    return {field: value * scale for field, value in numbers.items() if value is not None}
 
 
 def joules_of(answer: dict[str, Any]) -> float | None:
@@ -121,8 +120,8 @@ def energy(smi: Any, handle: Any) -> dict[str, float]:
 def power(smi: Any, handle: Any) -> dict[str, float]:
     # MI300 and later return "current", earlier GPUs "average"; ROCm 7.0 adds "socket_power", which is one of the two.
     info = smi.amdsmi_get_power_info(handle)
-    named = _scaled(1.0, power_w=info.get("current_socket_power"), power_average_w=info.get("average_socket_power"))
-    return named or _scaled(1.0, power_w=info.get("socket_power"))
+    current, average = info.get("current_socket_power"), info.get("average_socket_power")
+    return _scaled(1.0, power_w=current, power_average_w=average) or _scaled(1.0, power_w=info.get("socket_power"))
 
 
 def _memory(smi: Any, handle: Any) -> dict[str, float]:
@@ -133,7 +132,8 @@ def _memory(smi: Any, handle: Any) -> dict[str, float]:
 
 def activity(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_gpu_activity(handle)
-    ratios = _scaled(0.01, utilization=answer.get("gfx_activity"), dram_activity_ratio=answer.get("umc_activity"))
+    busy, dram = answer.get("gfx_activity"), answer.get("umc_activity")
+    ratios = _scaled(0.01, utilization=busy, dram_activity_ratio=dram)
     return {field: ratio for field, ratio in ratios.items() if 0 <= ratio <= 1}
 
 
@@ -163,17 +163,18 @@ def max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:
-    watts = _watts(smi.amdsmi_get_power_cap_info(handle).get("power_cap"))
+    watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("power_cap"))
     return {} if watts is None else {"power_limit_w": watts}
 
 
 def default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
-    watts = _watts(smi.amdsmi_get_power_cap_info(handle).get("default_power_cap"))
+    watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("default_power_cap"))
     return {} if watts is None else {"power_limit_default_w": watts}
 
 
-def _watts(value: Any) -> float | None:
-    microwatts = number(value, (32, 64))  # the second die of a card reports 0; the first die has the limit of both dies
+def _watts_of_limit(value: Any) -> float | None:
+    # The second die of a card reports 0; the first die has the limit of both dies.
+    microwatts = number(value, (32, 64))
     return microwatts / 1e6 if microwatts else None
 
 
@@ -192,18 +193,19 @@ GROUPS: dict[Group, tuple[str, ...]] = {
 }
 
 
-def ask_group(smi: Any, group: Group, handle: Any) -> dict[str, float]:
+def read_or_empty(smi: Any, group: Group, handle: Any) -> dict[str, float]:
+    """Return the fields of one of the functions above; none if its call fails."""
     with contextlib.suppress(*errors_of(smi)):
         return group(smi, handle)
     return {}
 
 
-def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
+def read_throttling(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
     """Return the total time for which each limit was active; for GPUs before MI300, whether a limit is active now.
 
     amdsmi_get_violation_status is not used: it sleeps for a tenth of a second between two readings.
     """
-    metrics = ask(smi, "amdsmi_get_gpu_metrics_info", handle)
+    metrics = try_call(smi, "amdsmi_get_gpu_metrics_info", handle)
     residencies = {reason: number(metrics.get(field), (64,)) for reason, field in _RESIDENCIES.items()}
     status = metrics.get("indep_throttle_status")
     times = {reason: time for reason, time in residencies.items() if time is not None}

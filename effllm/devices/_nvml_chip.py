@@ -13,12 +13,12 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported
 from effllm.records.rank import Event
 
 #: A critical error often ends the training, so Xids are read often.  The power limit and memory errors rarely change.
 XID_EVERY_S, ERRORS_EVERY_S = 1.0, 10.0
-_MAX_AT_ONCE = 16
+_MAX_XIDS_AT_ONCE = 16
 
 MAX_CLOCK_MHZ = 100_000
 #: Clocks event reasons of a throttled GPU, but not the reasons "idle" and "clock set by the user".
@@ -32,12 +32,12 @@ _THROTTLES = {
     0x200: "board_limit",  # older releases of pynvml have no names for these two
     0x400: "reliability",
 }
-_PROFILE = "NVML_POWER_PROFILE_"
+_PROFILE_PREFIX = "NVML_POWER_PROFILE_"
 #: Names of the workload power profiles by number.
-_PROFILES = {
-    number: name.removeprefix(_PROFILE)
+_PROFILE_NAMES = {
+    number: name.removeprefix(_PROFILE_PREFIX)
     for name, number in vars(pynvml).items()
-    if name.startswith(_PROFILE) and name != f"{_PROFILE}MAX" and "_OPERATION_" not in name
+    if name.startswith(_PROFILE_PREFIX) and name != f"{_PROFILE_PREFIX}MAX" and "_OPERATION_" not in name
 }
 MAX_LETTERS = 255
 
@@ -51,21 +51,21 @@ class Chip:
     """
 
     def __init__(self, own: Any, gpu: Any) -> None:
-        memory = _memory(own)
-        utilization = _utilization(own) if own is gpu else None  # NVML reports no utilization of slices
+        memory = _memory_quantity(own)
+        utilization = _utilization_quantity(own) if own is gpu else None  # NVML reports no utilization of slices
         self._own = Readout(memory, utilization)
         reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
         celsius = partial(Quantity, "temperature_c", buffer=c_uint(), maximum=1000)
         self.gauges = Readout(
-            offered(
+            first_supported(
                 reasons("nvmlDeviceGetCurrentClocksEventReasons", gpu),
                 reasons("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),  # the function's name before driver 535
             ),
-            _clock("sm_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM),
-            _clock("memory_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_MEM),
-            offered(celsius("nvmlDeviceGetTemperature", gpu, c_uint(pynvml.NVML_TEMPERATURE_GPU))),
+            _clock_quantity("sm_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM),
+            _clock_quantity("memory_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_MEM),
+            first_supported(celsius("nvmlDeviceGetTemperature", gpu, c_uint(pynvml.NVML_TEMPERATURE_GPU))),
         )
-        self.has_memory, self.counts_reserve = memory is not None, memory is not None and memory.beside is None
+        self.has_memory, self.memory_includes_reserve = memory is not None, memory is not None and memory.extra is None
         self.has_utilization = utilization is not None
         total_bytes = memory.buffer.total if memory is not None else 0
         self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
@@ -80,17 +80,17 @@ class Chip:
 
 
 @functools.lru_cache(maxsize=64)
-def throttles(reasons: float) -> tuple[str, ...]:
-    return tuple(name for bit, name in _THROTTLES.items() if int(reasons) & bit)
+def throttle_reasons(mask: float) -> tuple[str, ...]:
+    return tuple(name for bit, name in _THROTTLES.items() if int(mask) & bit)
 
 
-def _memory(handle: Any) -> Quantity | None:
-    """Return the reader of the memory in use, and of the memory that the driver reserves."""
+def _memory_quantity(handle: Any) -> Quantity | None:
+    """Return the quantity of the memory in use, where possible with the memory that the driver reserves."""
     memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
-    apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
-    beside = ("memory_reserved_bytes", "reserved")
-    return offered(
-        memory("nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
+    with_reserve = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
+    extra = ("memory_reserved_bytes", "reserved")
+    return first_supported(
+        memory("nvmlDeviceGetMemoryInfo_v2", handle, buffer=with_reserve, extra=extra),
         # Drivers before 510 count the memory that they reserve as used.
         memory("nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
     )
@@ -98,13 +98,13 @@ def _memory(handle: Any) -> Quantity | None:
 
 def max_clock_hz(gpu: Any) -> float | None:
     """Return the maximum SM clock, or ``None`` if NVML does not report it."""
-    return _read(Readout(_clock("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM))) or None
+    return _only_value(Readout(_clock_quantity("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM))) or None
 
 
 def default_limit_w(gpu: Any) -> float | None:
     """Return the default power limit, or ``None`` if NVML does not report it."""
     limit = Quantity("w", "nvmlDeviceGetPowerManagementDefaultLimit", gpu, buffer=c_uint(), divisor=1e3)
-    return _read(Readout(offered(limit))) or None
+    return _only_value(Readout(first_supported(limit))) or None
 
 
 def power_profiles(gpu: Any) -> str | None:
@@ -115,35 +115,35 @@ def power_profiles(gpu: Any) -> str | None:
         pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(gpu, ctypes.byref(profiles))
         words = profiles.enforcedProfilesMask.mask
         enforced = [bit for bit in range(32 * len(words)) if words[bit // 32] >> bit % 32 & 1]
-        return ", ".join(_PROFILES.get(bit, str(bit)) for bit in enforced)[:MAX_LETTERS] or "none"
+        return ", ".join(_PROFILE_NAMES.get(bit, str(bit)) for bit in enforced)[:MAX_LETTERS] or "none"
     return None
 
 
-def _utilization(handle: Any) -> Quantity | None:
+def _utilization_quantity(handle: Any) -> Quantity | None:
     buffer = pynvml.c_nvmlUtilization_t()
     percent = partial(Quantity, "utilization", buffer=buffer, part="gpu", maximum=100, divisor=100)
-    return offered(percent("nvmlDeviceGetUtilizationRates", handle))
+    return first_supported(percent("nvmlDeviceGetUtilizationRates", handle))
 
 
-def _clock(name: str, function: str, handle: Any, clock: int) -> Quantity | None:
+def _clock_quantity(name: str, function: str, handle: Any, clock: int) -> Quantity | None:
     megahertz = partial(Quantity, name, buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
-    return offered(megahertz(function, handle, c_uint(clock)))
+    return first_supported(megahertz(function, handle, c_uint(clock)))
 
 
-class Watch:
+class EventPoller:
     """Polls the events of a GPU."""
 
     def __init__(self, handle: Any, now_s: float) -> None:
         self._handle = handle
         self._events: Any = None
         limit = partial(Quantity, "power_limit_w", buffer=c_uint(), divisor=1e3)
-        self._limit = Readout(offered(limit("nvmlDeviceGetEnforcedPowerLimit", handle)))
+        self._limit_readout = Readout(first_supported(limit("nvmlDeviceGetEnforcedPowerLimit", handle)))
         errors = partial(Quantity, "ecc", buffer=c_ulonglong(), maximum=MAX_VALUE_64)
         kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
-        self._errors = Readout(offered(errors("nvmlDeviceGetTotalEccErrors", handle, kind, since)))
-        self.limit_w = _read(self._limit)
-        self._num_errors = _read(self._errors)
-        self._xid_at_s, self._errors_at_s = now_s, now_s + ERRORS_EVERY_S
+        self._errors_readout = Readout(first_supported(errors("nvmlDeviceGetTotalEccErrors", handle, kind, since)))
+        self.limit_w = _only_value(self._limit_readout)
+        self._num_errors = _only_value(self._errors_readout)
+        self._next_xids_s, self._next_errors_s = now_s, now_s + ERRORS_EVERY_S
         self.open()
 
     def open(self) -> None:
@@ -155,19 +155,19 @@ class Watch:
             self.has_xids = True
 
     def poll(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
-        """Return the events since the last poll.
+        """Return the events since the last poll; only a poll that is due reads.
 
         Args:
             now_s: the current time.
             is_there: False for a lost GPU: then only its last Xids are read, without a delay.
         """
-        if now_s < self._xid_at_s and is_there:
+        if now_s < self._next_xids_s and is_there:
             return ()
-        self._xid_at_s = now_s + XID_EVERY_S
-        events = self._critical()
-        if now_s >= self._errors_at_s and is_there:
-            self._errors_at_s = now_s + ERRORS_EVERY_S
-            events += self._limit_changed() + self._memory_errors()
+        self._next_xids_s = now_s + XID_EVERY_S
+        events = self._read_xids()
+        if now_s >= self._next_errors_s and is_there:
+            self._next_errors_s = now_s + ERRORS_EVERY_S
+            events += self._power_limit_change() + self._new_memory_errors()
         return tuple(events)
 
     def close(self) -> None:
@@ -176,17 +176,15 @@ class Watch:
                 pynvml.nvmlEventSetFree(self._events)
             self._events = None
 
-    def _critical(self) -> list[Event]:
+    def _read_xids(self) -> list[Event]:
         numbers: Counter[int] = Counter()
         with suppress(pynvml.NVMLError):  # a timeout means that there are no more events
-            while self._events is not None and numbers.total() < _MAX_AT_ONCE:
+            while self._events is not None and numbers.total() < _MAX_XIDS_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
-        return [
-            Event(time.time(), "xid", _critical_text(number, times), count=times) for number, times in numbers.items()
-        ]
+        return [Event(time.time(), "xid", _xid_text(number, times), count=times) for number, times in numbers.items()]
 
-    def _limit_changed(self) -> list[Event]:
-        before_w, limit_w = self.limit_w, _read(self._limit)
+    def _power_limit_change(self) -> list[Event]:
+        before_w, limit_w = self.limit_w, _only_value(self._limit_readout)
         if limit_w is None or limit_w == before_w:
             return []
         self.limit_w = limit_w
@@ -194,8 +192,8 @@ class Watch:
             return []
         return [Event(time.time(), "power_limit", f"the power limit was changed from {before_w:g} W to {limit_w:g} W")]
 
-    def _memory_errors(self) -> list[Event]:
-        before, errors = self._num_errors, _read(self._errors)
+    def _new_memory_errors(self) -> list[Event]:
+        before, errors = self._num_errors, _only_value(self._errors_readout)
         if errors is None:
             return []
         self._num_errors = errors  # NVML's count restarts at zero when the driver is loaded again
@@ -203,10 +201,10 @@ class Watch:
         return [Event(time.time(), "ecc", f"{new} uncorrected memory errors", count=new)] if new > 0 else []
 
 
-def _critical_text(number: int, times: int) -> str:
+def _xid_text(number: int, times: int) -> str:
     often = f", {times} times" if times > 1 else ""
     return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
 
 
-def _read(readout: Readout) -> float | None:
+def _only_value(readout: Readout) -> float | None:
     return next(iter(readout.read({}).values()), None)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices import DeviceUnavailable, Site, shown_to_rank
+from effllm.devices import DeviceUnavailable, Site, choose_for_rank
 from effllm.devices._nvml_call import LACKING
 
 #: The smallest slice takes this share of the GPU's memory; with less free memory, no other slice can exist.
-_SMALLEST = 1 / 8
+_MIN_MEMORY_SHARE = 1 / 8
 #: Number of a GPU's compute slices if NVML does not report it; all models have 7, except the A30 with 4.
-_USUAL = 7
+_USUAL_MAX_SLICES = 7
 
 
 def choose_uuid(site: Site, uuids: Sequence[str]) -> str:
@@ -30,10 +30,10 @@ def choose_uuid(site: Site, uuids: Sequence[str]) -> str:
     visible = site.visible_devices
     entries = list(uuids) if visible is None else [entry.strip() for entry in visible.split(",")]
     source = "this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
-    return shown_to_rank(list(_until_invalid(entries, uuids)), len(entries), site, source, len(uuids))
+    return choose_for_rank(list(_uuids_of_entries(entries, uuids)), len(entries), site, source, len(uuids))
 
 
-def _until_invalid(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str]:
+def _uuids_of_entries(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str]:
     for entry in entries:
         if entry.startswith("MIG-"):
             yield entry
@@ -50,7 +50,7 @@ def text_of(answer: str | bytes) -> str:
 
 
 def _given_slices(site: Site) -> list[str]:
-    """Return the slices that a container was given (NVIDIA_VISIBLE_DEVICES)."""
+    """Return the slices that a container was given (NVIDIA_VISIBLE_DEVICES); empty if it was given whole GPUs."""
     given = [name.strip() for name in (site.container_devices or "").split(",")]
     return given if all(name.startswith("MIG-") for name in given) else []
 
@@ -60,7 +60,7 @@ def _uuids_in_bus_order(site: Site) -> list[str]:
     parents = set()
     for name in _given_slices(site):
         with suppress(pynvml.NVMLError):  # a container may not read the GPU of its slice
-            parents.add(text_of(pynvml.nvmlDeviceGetUUID(gpu_of(pynvml.nvmlDeviceGetHandleByUUID(name)))))
+            parents.add(text_of(pynvml.nvmlDeviceGetUUID(gpu_of_slice(pynvml.nvmlDeviceGetHandleByUUID(name)))))
     gpus = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         # GPUs that are broken or hidden by the container are skipped, as in CUDA.
@@ -71,14 +71,14 @@ def _uuids_in_bus_order(site: Site) -> list[str]:
     return [uuid for _, uuid in sorted(gpus) if uuid in parents or not parents]
 
 
-def find(site: Site) -> Any:
+def find_handle(site: Site) -> Any:
     """Return the handle of the GPU that torch uses, or else of the rank's device in CUDA_VISIBLE_DEVICES.
 
     On a GPU in MIG mode, CUDA uses a slice even if no setting names one, so the handle is never that of the whole GPU.
     """
     # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
-        handle = _find_by_torch(site)
+        handle = _find_torch_device(site)
     else:
         uuid = choose_uuid(site, _uuids_in_bus_order(site))
         try:
@@ -109,20 +109,20 @@ def _first_slice(gpu: Any, site: Site) -> Any:
     Raises:
         DeviceUnavailable: no slice is visible.
     """
-    slices, given = _slices(gpu, _capacity(gpu)[0]), _given_slices(site)
+    slices, given = _slices_by_uuid(gpu, _max_slices_and_memory(gpu)[0]), _given_slices(site)
     for name in given if not slices else ():
         with suppress(pynvml.NVMLError):
             slices[name] = pynvml.nvmlDeviceGetHandleByUUID(name)
     uuid = next((uuid for uuid in slices if uuid in given), next(iter(slices), None))
     if uuid is None:
         raise DeviceUnavailable(
-            f"{_named(gpu)} is in MIG mode, or may not be read, and no slice is visible: set "
+            f"{_uuid_or_the_gpu(gpu)} is in MIG mode, or may not be read, and no slice is visible: set "
             "CUDA_VISIBLE_DEVICES=MIG-<uuid> from the list of nvidia-smi -L"
         )
     return slices[uuid]
 
 
-def _find_by_torch(site: Site) -> Any:
+def _find_torch_device(site: Site) -> Any:
     uuid = site.cuda_uuid
     prefixes = ("",) if uuid.startswith(("GPU-", "MIG-")) else ("GPU-", "MIG-")
     for name in [prefix + uuid for prefix in prefixes if uuid]:
@@ -140,7 +140,7 @@ def name_of(handle: Any) -> str:
     return ""
 
 
-def module_of(handle: Any, host: str) -> str:
+def module_key(handle: Any, host: str) -> str:
     """Return the key that all GPUs of a module share, so that the module's energy is counted once.
 
     The GPUs of a module have the serial number of their board, but different module ids (GB200 and GB300 trays,
@@ -164,7 +164,7 @@ class Slice:
     gpu: Any
     share: float
     note: str
-    instance: int | None
+    instance: int | None  # id of its GPU instance, if it may be read
 
 
 def slice_of(handle: Any) -> Slice | None:
@@ -174,20 +174,20 @@ def slice_of(handle: Any) -> Slice | None:
             return None
     except LACKING:
         return None
-    gpu = gpu_of(handle)
-    own, whole, word = _weigh(handle, gpu)
-    note = f"{own}/{whole} of {_named(gpu)}'s energy, by {word}"
+    gpu = gpu_of_slice(handle)
+    own, whole, word = _energy_share(handle, gpu)
+    note = f"{own}/{whole} of {_uuid_or_the_gpu(gpu)}'s energy, by {word}"
     return Slice(gpu, own / whole, note, _instance_of(handle))
 
 
-def _named(gpu: Any) -> str:
+def _uuid_or_the_gpu(gpu: Any) -> str:
     """Return the UUID of a GPU; a container may not be allowed to read that of a slice's GPU."""
     with suppress(pynvml.NVMLError):
         return text_of(pynvml.nvmlDeviceGetUUID(gpu))
     return "the GPU"
 
 
-def gpu_of(handle: Any) -> Any:
+def gpu_of_slice(handle: Any) -> Any:
     return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
 
 
@@ -197,34 +197,37 @@ def _instance_of(handle: Any) -> int | None:
     return None
 
 
-def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
+def _energy_share(handle: Any, gpu: Any) -> tuple[int, int, str]:
     """Return a slice's share of its GPU as numerator, denominator, and the name of the counted parts."""
-    most, total_bytes = _capacity(gpu)
+    max_slices, total_bytes = _max_slices_and_memory(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
-    slices = _slices(gpu, most) | {own: handle}
+    slices = _slices_by_uuid(gpu, max_slices) | {own: handle}
     shapes = {uuid: _shape(part) for uuid, part in slices.items()}
     counts = {uuid: count for uuid, (count, _, _) in shapes.items()}
     if not all(counts.values()):
         return 1, len(slices), "number of slices"
     # The compute instances of a GPU instance share its memory.
     taken_bytes = sum({instance: size for _, instance, size in shapes.values()}.values())
-    is_full = total_bytes - taken_bytes < total_bytes * _SMALLEST
-    whole = sum(counts.values()) if is_full else max(sum(counts.values()), most)
+    is_full = total_bytes - taken_bytes < total_bytes * _MIN_MEMORY_SHARE
+    whole = sum(counts.values()) if is_full else max(sum(counts.values()), max_slices)
     return counts[own], whole, "compute slices"
 
 
-def _capacity(gpu: Any) -> tuple[int, int]:
-    """Return the maximal number of slices of a GPU (equal to its number of compute slices), and its memory in bytes."""
-    most, total_bytes = _USUAL, 2**64
+def _max_slices_and_memory(gpu: Any) -> tuple[int, int]:
+    """Return the maximal number of slices of a GPU (equal to its number of compute slices), and its memory in bytes.
+
+    If the memory may not be read, it is taken as so large that there is room for other slices.
+    """
+    max_slices, total_bytes = _USUAL_MAX_SLICES, 2**64
     with suppress(pynvml.NVMLError):
-        most = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
+        max_slices = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
         total_bytes = pynvml.nvmlDeviceGetMemoryInfo(gpu).total
-    return most, total_bytes
+    return max_slices, total_bytes
 
 
-def _slices(gpu: Any, most: int) -> dict[str, Any]:
+def _slices_by_uuid(gpu: Any, max_slices: int) -> dict[str, Any]:
     slices = {}
-    for index in range(most):
+    for index in range(max_slices):
         with suppress(pynvml.NVMLError):  # no slice has this index
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
             slices[text_of(pynvml.nvmlDeviceGetUUID(handle))] = handle

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered, prepare, why
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported, prepare_call, why
 from effllm.devices.known import hardware
 from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
@@ -36,7 +36,7 @@ _MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("powe
 # No known board has instant power of the memory.
 _MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)
 
-#: Duration and period of the readings in `_counted_scope`.  The counter ticks a few times in PROBE_S; the period is
+#: Duration and period of the readings in `_scope_of_counter`.  The counter ticks a few times in PROBE_S; the period is
 #: short enough to time the ticks to a few percent.
 PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 
@@ -58,7 +58,7 @@ class FieldBatch:
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, field in zip(answers, fields, strict=True):
             answer.fieldId, answer.scopeId = field.id, field.scope
-        self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
+        self._call = prepare_call("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
         # An answer ends with the return code and with the value, which is a C union.
         code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
@@ -75,8 +75,8 @@ class FieldBatch:
         divisor, numbers = self._divisor, self._unpack()  # return code and value of each field
         values = {
             name: raw / divisor
-            for (name, lacking), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True)
-            if code == 0 and raw != lacking
+            for (name, no_value), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True)
+            if code == 0 and raw != no_value
         }
         if len(values) < len(self._fields):
             for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
@@ -96,16 +96,17 @@ class NvmlPower:
     """
 
     def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
-        has = partial(_has, handle)
-        offer = _choose(handle, wanted, filter(has, _POWERS), filter(has, _MODULE_POWERS), has_counter=has(_ENERGY))
+        has = partial(_is_readable, handle)
+        own, of_module = filter(has, _POWERS), filter(has, _MODULE_POWERS)
+        offer = _choose_scope(handle, wanted, own, of_module, has_counter=has(_ENERGY))
         self.scope, self.note = offer.scope, offer.note
         essential = (*offer.counter, *offer.powers[:1])
         required = frozenset(field.name for field in essential)
-        everything = (*offer.counter, *offer.powers, *offer.beside, *filter(has, (_MEMORY_POWER,)))
+        everything = (*offer.counter, *offer.powers, *offer.module_power, *filter(has, (_MEMORY_POWER,)))
         self._essential = FieldBatch(handle, essential, required, share) if essential else None
         self._everything = FieldBatch(handle, everything, required, share) if essential else None
-        singles = [] if offer.counter or offer.note else [_total_energy(handle, share)]
-        singles += [] if offer.powers else [_power_usage(handle, name, share)]
+        singles = [] if offer.counter or offer.note else [_energy_quantity(handle, share)]
+        singles += [] if offer.powers else [_power_quantity(handle, name, share)]
         self._singles = [Readout(quantity) for quantity in singles if quantity is not None]
         self.names = required.union(*(single.names for single in self._singles))
         self.method = next((method for method, name in _METHODS if name in self.names), None)
@@ -131,36 +132,34 @@ class _Offer(NamedTuple):
     scope: str
     counter: tuple[NvmlField, ...]
     powers: tuple[NvmlField, ...]
-    beside: tuple[NvmlField, ...] = ()  # field with the power of the module
+    module_power: tuple[NvmlField, ...] = ()  # with the scope GPU: the power of the module, if the GPU reports it
     note: str = ""
 
 
-def _choose(
+def _choose_scope(
     handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
 ) -> _Offer:
     """Choose the scope: ``wanted`` if the GPU has this scope, else the counter's scope."""
     powers, module_powers = tuple(own), tuple(of_module)
-    counted = GPU
+    counter_scope = GPU
     if has_counter and powers and module_powers:
-        counted = _counted_scope(handle, powers[0], module_powers[0])
-    scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counted
-    note = (
-        f"power is integrated, because the energy counter measures the {counted}"
-        if has_counter and scope != counted
-        else ""
-    )
+        counter_scope = _scope_of_counter(handle, powers[0], module_powers[0])
+    scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counter_scope
+    note = ""
+    if has_counter and scope != counter_scope:
+        note = f"power is integrated, because the energy counter measures the {counter_scope}"
     counter = (_ENERGY,) if has_counter and not note else ()
     if scope == MODULE:
         return _Offer(MODULE, counter, module_powers, note=note)
-    beside = tuple(field._replace(name="module_power_w") for field in module_powers[:1])
-    return _Offer(GPU, counter, powers, beside, note)
+    module_power = tuple(field._replace(name="module_power_w") for field in module_powers[:1])
+    return _Offer(GPU, counter, powers, module_power, note)
 
 
-def _has(handle: Any, field: NvmlField) -> bool:
+def _is_readable(handle: Any, field: NvmlField) -> bool:
     """Whether a field can be read; after any failure an older call is used for the whole run."""
     scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
     # Some boards without this sensor return 0; an older driver may ignore the scope and return the GPU's power, which
-    # may change between the two readings of one call.
+    # may change between the two readings of one call, so they are compared twice.
     for _ in scopes:
         try:
             answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
@@ -172,7 +171,7 @@ def _has(handle: Any, field: NvmlField) -> bool:
     return True
 
 
-def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
+def _scope_of_counter(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     """Return the scope whose power is nearer to the counter's rate: the GPU, or the whole module (Grace-Hopper)."""
     fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
     batch = FieldBatch(handle, fields, frozenset())
@@ -183,26 +182,26 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
         if len(values) == len(fields):
             readings.append((time_ns, values["energy_j"], values["own"], values["module"]))
         time.sleep(_PROBE_EVERY_S)
-    moves = [(first[0] + second[0], second[1]) for first, second in pairwise(readings) if second[1] != first[1]]
-    if len(moves) < 2:
+    ticks = [(first[0] + second[0], second[1]) for first, second in pairwise(readings) if second[1] != first[1]]
+    if len(ticks) < 2:
         return GPU
-    (first_ns, first_j), (last_ns, last_j) = moves[0], moves[-1]
-    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # each time in `moves` is a sum of two readings' times
-    own_w, module_w = (sum(reading[place] for reading in readings) / len(readings) for place in (2, 3))
+    (first_ns, first_j), (last_ns, last_j) = ticks[0], ticks[-1]
+    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # a tick's time is a sum of two readings' times
+    own_w, module_w = (sum(reading[column] for reading in readings) / len(readings) for column in (2, 3))
     return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
 
 
-def _total_energy(handle: Any, share: float) -> Quantity | None:
+def _energy_quantity(handle: Any, share: float) -> Quantity | None:
     millijoules = partial(Quantity, buffer=c_ulonglong(), maximum=MAX_VALUE_64, divisor=1e3 / share)
-    return offered(millijoules("energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
+    return first_supported(millijoules("energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
 
 
-def _power_usage(handle: Any, name: str, share: float) -> Quantity | None:
-    meaning = "power_average_w" if _is_mean(handle, name) else "power_w"
-    return offered(Quantity(meaning, "nvmlDeviceGetPowerUsage", handle, buffer=c_uint(), divisor=1e3 / share))
+def _power_quantity(handle: Any, name: str, share: float) -> Quantity | None:
+    meaning = "power_average_w" if _is_power_usage_mean(handle, name) else "power_w"
+    return first_supported(Quantity(meaning, "nvmlDeviceGetPowerUsage", handle, buffer=c_uint(), divisor=1e3 / share))
 
 
-def _is_mean(handle: Any, name: str) -> bool:
+def _is_power_usage_mean(handle: Any, name: str) -> bool:
     """Whether nvmlDeviceGetPowerUsage is a mean over 1 s; up to Turing, and on GA100, it is the instant power."""
     row = hardware.find_by_driver_name(name)
     if row is not None and row.sensor.power_usage is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices import _amd_readings as calls
-from effllm.devices._amd_identity import Processor, find, first_die, is_second_die, list_processors, whole
+from effllm.devices._amd_identity import Processor, find_processor, first_die, is_second_die, list_processors, whole_gpu
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
 #: Duration and period of the comparison when a device is opened.
@@ -30,7 +30,7 @@ COUNTER_TOLERANCE = 0.25
 _SENSOR = Sensor(lag_error_s=0.1, average_s=0.1)
 
 
-class _Source(NamedTuple):
+class _EnergySource(NamedTuple):
     """The source of a device's energy; the fields have the meaning of the fields of `Device`."""
 
     method: str | None
@@ -54,15 +54,15 @@ class AmdReader:
         self._smi, self._errors = smi, calls.errors_of(smi)
         self._handle, self._host = processor.handle, host
         self._clock, self._sleep = clock, sleep
-        self._offered = self._try_all(processor)
-        residencies, status = calls.throttle(self._smi, self._handle)
+        self._fields_by_group = self._supported_fields(processor)
+        residencies, status = calls.read_throttling(self._smi, self._handle)
         self._has_throttling = bool(residencies) or status is not None
         self._residencies: dict[str, float] | None = None
         self.device = self._describe(processor, self._choose_source(processor, processors))
-        self._open = True
+        self._is_open = True
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        time_ns, values, failures = self._read_offered(calls.GROUPS)
+        time_ns, values, failures = self._read_groups(calls.GROUPS)
         sample = Sample(
             time_ns=time_ns,
             memory_bytes=values.get("memory_bytes"),
@@ -77,99 +77,94 @@ class AmdReader:
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return only energy and power: two calls instead of nine."""
-        time_ns, values, failures = self._read_offered((calls.energy, calls.power))
+        time_ns, values, failures = self._read_groups((calls.energy, calls.power))
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
         sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
         return sample, failures
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        if self._is_open:
+            self._is_open = False
             with contextlib.suppress(*self._errors):
                 self._smi.amdsmi_shut_down()
 
-    # --- once, when the GPU is opened ---
-
-    def _try_all(self, processor: Processor) -> dict[calls.Group, tuple[str, ...]]:
+    def _supported_fields(self, processor: Processor) -> dict[calls.Group, tuple[str, ...]]:
         """Return the supported fields by group, including fields whose read fails only at the moment."""
-        offered = {}
+        supported = {}
         for group, fields in calls.GROUPS.items():
             try:
                 answer = group(self._smi, self._handle)
             except self._errors as error:
                 is_lacking = getattr(error, "err_code", None) in calls.LACKING or isinstance(error, AttributeError)
-                offered[group] = () if is_lacking else fields
+                supported[group] = () if is_lacking else fields
             else:
-                offered[group] = tuple(field for field in fields if field in answer)
+                supported[group] = tuple(field for field in fields if field in answer)
         if "MI3" not in processor.model:
             # On MI300 the field is the used share of the DRAM bandwidth (DramBandwidthUtilization); on older GPUs it is
             # the busy share of the memory clock domain.
-            offered[calls.activity] = tuple(
-                field for field in offered[calls.activity] if field != "dram_activity_ratio"
-            )
-        return offered
+            activities = supported[calls.activity]
+            supported[calls.activity] = tuple(field for field in activities if field != "dram_activity_ratio")
+        return supported
 
     def _has(self, *fields: str) -> bool:
-        return any(field in offered for offered in self._offered.values() for field in fields)
+        return any(field in supported for supported in self._fields_by_group.values() for field in fields)
 
-    def _choose_source(self, processor: Processor, processors: Sequence[Processor]) -> _Source:
+    def _choose_source(self, processor: Processor, processors: Sequence[Processor]) -> _EnergySource:
+        """Choose the source of energy; calls of sources that are not used are not made again."""
         if is_second_die(self._smi, processor):
-            self._offered[calls.energy] = self._offered[calls.power] = ()
+            self._fields_by_group[calls.energy] = self._fields_by_group[calls.power] = ()
             first = first_die(self._smi, processor, processors)
             where = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
             missing = f"energy: this is the second die of its card; {where} reports the energy of both dies"
-            return _Source(None, missing=missing, key=first.key(self._host) if first else "")
+            return _EnergySource(None, missing=missing, key=first.key(self._host) if first else "")
         source = self._counter_or_power()
-        if processor.is_half and source.method:
+        if processor.is_one_of_two_dies and source.method:
             note = "; ".join(part for part in ("energy of both dies of the card", source.note) if part)
             return source._replace(note=note, key=processor.key(self._host))
         return source
 
-    def _counter_or_power(self) -> _Source:
+    def _counter_or_power(self) -> _EnergySource:
+        has_counter = bool(self._fields_by_group[calls.energy])
         verdict = (
-            judge_counter(self._read_counter())
-            if self._offered[calls.energy]
-            else CounterJudgement(False, "no counter found")
+            judge_counter(self._read_for_comparison()) if has_counter else CounterJudgement(False, "no counter found")
         )
         if verdict.is_good:
             note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
-            return _Source(COUNTER, note)
-        self._offered[calls.energy] = ()
+            return _EnergySource(COUNTER, note)
+        self._fields_by_group[calls.energy] = ()
         method = INSTANT if self._has("power_w") else AVERAGE if self._has("power_average_w") else None
         if method is None:
             missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {verdict.reason}"
-            return _Source(None, missing=missing)
-        return _Source(method, f"power is integrated, because the energy counter is not used: {verdict.reason}")
+            return _EnergySource(None, missing=missing)
+        return _EnergySource(method, f"power is integrated, because the energy counter is not used: {verdict.reason}")
 
-    def _read_counter(self) -> list[CounterReading]:
+    def _read_for_comparison(self) -> list[CounterReading]:
         readings: list[CounterReading] = []
         while not readings or readings[-1].time_s + CHECK_EVERY_S < readings[0].time_s + CHECK_S:
             if readings:
                 self._sleep(CHECK_EVERY_S)
             before_s = self._clock()
-            answer = calls.ask(self._smi, "amdsmi_get_energy_count", self._handle)
+            answer = calls.try_call(self._smi, "amdsmi_get_energy_count", self._handle)
             time_s = (before_s + self._clock()) / 2
-            with_power = calls.ask_group(self._smi, calls.power, self._handle)
+            with_power = calls.read_or_empty(self._smi, calls.power, self._handle)
             power_w = with_power.get("power_w", with_power.get("power_average_w"))
             readings.append(CounterReading(time_s, calls.joules_of(answer), power_w))
         return readings
 
-    def _describe(self, processor: Processor, source: _Source) -> Device:
+    def _describe(self, processor: Processor, source: _EnergySource) -> Device:
         smi, handle = self._smi, processor.handle
-        sentences = {
-            "memory": ("memory_bytes",),
-            "utilization": ("utilization",),
-            "power": ("power_w", "power_average_w"),
-        }
-        missing = [f"{what}: not reported by AMD SMI" for what in sentences if not self._has(*sentences[what])]
-        max_hz = calls.ask_group(smi, calls.max_gfx_clock, handle).get("sm_clock_max_hz")
-        total = calls.number(calls.ask(smi, "amdsmi_get_gpu_memory_total", handle, smi.AmdSmiMemoryType.VRAM), (64,))
+        fields = {"memory": ("memory_bytes",), "utilization": ("utilization",), "power": ("power_w", "power_average_w")}
+        missing = [f"{what}: not reported by AMD SMI" for what in fields if not self._has(*fields[what])]
+        default_w = calls.read_or_empty(smi, calls.default_power_limit, handle).get("power_limit_default_w")
+        max_hz = calls.read_or_empty(smi, calls.max_gfx_clock, handle).get("sm_clock_max_hz")
+        vram = smi.AmdSmiMemoryType.VRAM
+        total_bytes = calls.number(calls.try_call(smi, "amdsmi_get_gpu_memory_total", handle, vram), (64,))
         return Device(
             key=processor.key(self._host),
             kind="amd",
             name=processor.model,
-            memory_total_bytes=int(total) if total else None,
-            power_limit_w=calls.ask_group(smi, calls.power_limit, handle).get("power_limit_w"),
+            memory_total_bytes=int(total_bytes) if total_bytes else None,
+            power_limit_w=calls.read_or_empty(smi, calls.power_limit, handle).get("power_limit_w"),
             energy_method=source.method,
             power_scope=None if source.method is None else MODULE if processor.has_cpu else GPU,
             not_measured=(*missing, *((source.missing,) if source.missing else ())),
@@ -180,25 +175,23 @@ class AmdReader:
             # The published peaks of these GPUs are rates at the maximum clock.
             sm_clock_max_hz=max_hz,
             sm_clock_reference_hz=max_hz,
-            power_limit_default_w=calls.ask_group(smi, calls.default_power_limit, handle).get("power_limit_default_w"),
+            power_limit_default_w=default_w,
         )
 
-    # --- at every reading ---
-
-    def _read_offered(self, groups: Iterable[calls.Group]) -> tuple[int, dict[str, float], dict[str, str]]:
+    def _read_groups(self, groups: Iterable[calls.Group]) -> tuple[int, dict[str, float], dict[str, str]]:
         """Return the time of the first call, the values, and the reasons for missing values."""
         values: dict[str, float] = {}
         failures: dict[str, str] = {}
         began_s = self._clock()
         middle_s: float | None = None
         for group in groups:
-            fields = self._offered[group]
+            fields = self._fields_by_group[group]
             if not fields:
                 continue
             try:
                 answer = group(self._smi, self._handle)
             except self._errors as error:
-                failures |= dict.fromkeys(fields, calls.sentence(error))
+                failures |= dict.fromkeys(fields, calls.text_of_error(error))
             else:
                 values |= {field: answer[field] for field in fields if field in answer}
                 failures |= {field: "AMD SMI gave no value" for field in fields if field not in answer}
@@ -207,9 +200,9 @@ class AmdReader:
         return round((began_s if middle_s is None else middle_s) * 1e9), values, failures
 
     def _throttled_by(self, failures: dict[str, str]) -> tuple[str, ...] | None:
-        """Return the limits that were active at any time since the last reading."""
+        """Return the limits that were active since the last reading, ``None`` at the first; before MI300, now."""
         before = self._residencies
-        self._residencies, status = calls.throttle(self._smi, self._handle)
+        self._residencies, status = calls.read_throttling(self._smi, self._handle)
         if self._residencies:
             if before is None:
                 return None
@@ -233,10 +226,10 @@ def open_device(
     try:
         smi.amdsmi_init(smi.AmdSmiInitFlags.INIT_AMD_GPUS)
     except errors as error:
-        raise DeviceUnavailable(calls.advice(error)) from error
+        raise DeviceUnavailable(calls.why_no_gpu(error)) from error
     try:
         processors = list_processors(smi)
-        processor = whole(find(site, processors), processors)
+        processor = whole_gpu(find_processor(site, processors), processors)
         calls.check_units(smi, processor.handle)
         return AmdReader(smi, processor, processors, site.host, clock, sleep)
     except Exception as error:
@@ -245,7 +238,7 @@ def open_device(
         if not isinstance(error, errors):
             raise
         raise DeviceUnavailable(
-            f"AMD SMI finds no readable GPU for local rank {site.local_rank}: {calls.sentence(error)}"
+            f"AMD SMI finds no readable GPU for local rank {site.local_rank}: {calls.text_of_error(error)}"
         ) from error
 
 
@@ -277,12 +270,12 @@ def judge_counter(readings: Sequence[CounterReading]) -> CounterJudgement:
     span_s = counted[-1].time_s - counted[0].time_s
     if min(steps) < 0:
         return CounterJudgement(False, f"a decrease of {-min(steps):.3g} J")
-    moves = [index for index, step in enumerate(steps, 1) if step > 0]
-    if len(moves) < 2:
-        return CounterJudgement(False, f"{'one change' if moves else 'no change'} in {span_s:.1f} s")
+    rises = [index for index, step in enumerate(steps, 1) if step > 0]
+    if len(rises) < 2:
+        return CounterJudgement(False, f"{'one change' if rises else 'no change'} in {span_s:.1f} s")
     # Energy is compared between two changes of the counter, because the counter changes at an unknown time between two
     # readings.
-    first, last = moves[0], moves[-1]
+    first, last = rises[0], rises[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])
     if not power_j:

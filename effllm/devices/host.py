@@ -16,8 +16,8 @@ from effllm.devices import DeviceUnavailable, Site
 from effllm.devices.node.rapl import POWERCAP, SENSOR, Rapl, open_rapl
 from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
-_REFRESH_S = 10.0
-_CHILDREN_OF_THIS_THREAD = Path("/proc/thread-self/children")
+_LIST_EVERY_S = 10.0
+_THREAD_CHILDREN = Path("/proc/thread-self/children")
 
 
 class Usage(NamedTuple):
@@ -42,9 +42,9 @@ def usage_of(process: psutil.Process) -> Usage | None:
     return Usage(has_ended, times.user + times.system, reaped_s, memory.rss, memory.shared)
 
 
-def _children(pid: int) -> list[int]:
+def _child_pids(pid: int) -> list[int]:
     # psutil would read the stat file of every process of the host: thousands of files, 16 microseconds each.
-    if not _CHILDREN_OF_THIS_THREAD.exists():  # a kernel without CONFIG_PROC_CHILDREN
+    if not _THREAD_CHILDREN.exists():  # a kernel without CONFIG_PROC_CHILDREN
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children()]
     children: list[int] = []
@@ -54,11 +54,11 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
-    for child in _children(pid):
+def _descendant_pids(pid: int, excluded: frozenset[int]) -> Iterator[int]:
+    for child in _child_pids(pid):
         if child not in excluded:
             yield child
-            yield from _descendants(child, excluded)
+            yield from _descendant_pids(child, excluded)
 
 
 def _inherited_bytes(process: psutil.Process, usage: Usage) -> int:
@@ -86,8 +86,8 @@ class ProcessTree:
         self._clock = clock
         self._processes: dict[int, psutil.Process] = {}  # in this order: trainer, children, grandchildren of each child
         self._inherited_bytes: dict[int, int] = {}
-        self._refresh_at_s = clock()
-        self._last: dict[int, Usage] = {}
+        self._next_list_s = clock()
+        self._last_usages: dict[int, Usage] = {}
         with suppress(psutil.NoSuchProcess):
             self._processes[pid] = psutil.Process(pid)
 
@@ -97,15 +97,15 @@ class ProcessTree:
         Raises:
             ProcessLookupError: the trainer has ended.
         """
-        if self._pid in self._processes and self._clock() >= self._refresh_at_s:
-            self._refresh()
+        if self._pid in self._processes and self._clock() >= self._next_list_s:
+            self._list_processes()
         now = self._usages()
         if self._pid not in now or now[self._pid].has_ended:
             raise ProcessLookupError("the trainer has ended")
         memory_bytes = float(now[self._pid].rss_bytes)
         memory_bytes += sum(self._own_bytes(pid, usage) for pid, usage in now.items() if pid != self._pid)
-        last, self._last = self._last, now
-        return memory_bytes, _cpu_s(last, now) if last else None
+        last, self._last_usages = self._last_usages, now
+        return memory_bytes, _cpu_s_between(last, now) if last else None
 
     def _own_bytes(self, pid: int, usage: Usage) -> int:
         """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
@@ -124,9 +124,9 @@ class ProcessTree:
             for pid in usages.keys() - present.keys():
                 del self._processes[pid]
 
-    def _refresh(self) -> None:
-        self._refresh_at_s = self._clock() + _REFRESH_S
-        pids = [self._pid, *_descendants(self._pid, self._excluded)]
+    def _list_processes(self) -> None:
+        self._next_list_s = self._clock() + _LIST_EVERY_S
+        pids = [self._pid, *_descendant_pids(self._pid, self._excluded)]
         before, self._processes = self._processes, {}
         for pid in pids:
             with suppress(psutil.NoSuchProcess):
@@ -135,7 +135,7 @@ class ProcessTree:
                     self._inherited_bytes[pid] = _inherited_bytes(process, usage)
 
 
-def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
+def _cpu_s_between(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds that a process tree used between two reads.
 
     The CPU time of an ended child moves to the parent that waits for the child: the sum over the tree stays complete.
@@ -144,8 +144,8 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
-    living = sum(usage.cpu_s - last[pid].cpu_s for pid, usage in now.items() if pid in last)
-    return max(total - total_before, living, 0.0)
+    running_s = sum(usage.cpu_s - last[pid].cpu_s for pid, usage in now.items() if pid in last)
+    return max(total - total_before, running_s, 0.0)
 
 
 def _cpu_name() -> str:

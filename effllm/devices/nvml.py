@@ -11,8 +11,8 @@ import pynvml
 
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
-from effllm.devices._nvml_chip import Chip, Watch, default_limit_w, max_clock_hz, power_profiles, throttles
-from effllm.devices._nvml_identity import Slice, find, gpu_of, module_of, name_of, slice_of, text_of
+from effllm.devices._nvml_chip import Chip, EventPoller, default_limit_w, max_clock_hz, power_profiles, throttle_reasons
+from effllm.devices._nvml_identity import Slice, find_handle, gpu_of_slice, module_key, name_of, slice_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices.known.hardware import peak_clock_hz
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
@@ -51,7 +51,7 @@ class NvmlReader:
         self._clock = clock
         self._retry_at_s = clock()
         self._retry_delay_s = _FIRST_RETRY_S
-        self._open = True
+        self._is_open = True
         self._handle = handle
         self._slice = slice_of(handle)
         self._gpu = self._slice.gpu if self._slice else handle
@@ -61,7 +61,7 @@ class NvmlReader:
         wanted = GPU if self._slice else site.power_scope
         self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), wanted, self._share)
         self._gpm = open_gpm(self._gpu, self._slice)
-        self._watch = Watch(self._gpu, clock())
+        self._event_poller = EventPoller(self._gpu, clock())
         self.device = self._describe(site)
 
     def read(self) -> tuple[Sample, dict[str, str]]:
@@ -81,14 +81,12 @@ class NvmlReader:
         return sample, failures
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        if self._is_open:
+            self._is_open = False
             self._shut_down()
 
-    # --- description ---
-
     def _describe(self, site: Site) -> Device:
-        power, limit_w = self._power, self._watch.limit_w
+        power, limit_w = self._power, self._event_poller.limit_w
         is_module = power.scope == MODULE
         name, max_hz = name_of(self._handle), max_clock_hz(self._gpu)
         default_w = default_limit_w(self._gpu)
@@ -103,7 +101,7 @@ class NvmlReader:
             energy_method=power.method,
             power_scope=power.scope if power.method else None,
             not_measured=self._not_measured(),
-            energy_key=module_of(self._gpu, site.host) if is_module else "",
+            energy_key=module_key(self._gpu, site.host) if is_module else "",
             energy_note="; ".join(note for note in notes if note),
             driver=text_of(pynvml.nvmlSystemGetDriverVersion()),
             sm_clock_max_hz=max_hz,
@@ -116,7 +114,7 @@ class NvmlReader:
         sentences = []
         if not self._chip.has_memory:
             sentences.append("memory: not reported by NVML for this GPU")
-        elif self._chip.counts_reserve:
+        elif self._chip.memory_includes_reserve:
             sentences.append("memory apart from the driver's reserve: nvmlDeviceGetMemoryInfo_v2 does not work here")
         if self._slice:
             sentences.append("utilization: not reported by NVML for a MIG slice")
@@ -126,13 +124,12 @@ class NvmlReader:
             sentences.append("power: not reported by NVML for this GPU")
         if self._power.method is None:
             sentences.append("energy: NVML gives neither an energy counter nor the power of this GPU")
-        if not self._watch.has_xids:
+        if not self._event_poller.has_xids:
             sentences.append("Xid errors: NVML does not report them here")
         return tuple(sentences)
 
-    # --- reading ---
-
     def _read_all(self, events: tuple[Event, ...] = ()) -> tuple[Sample, dict[str, str], bool]:
+        """Return a sample that also has the given events, the failures, and whether the GPU answers."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures)
         power_w = values.get("power_w")
@@ -140,7 +137,7 @@ class NvmlReader:
         is_there = bool(values) or not failures
         if is_there:  # a lost GPU has no further readings
             values |= self._chip.gauges.read(failures)
-            self._enter_gauges(values, power_w, failures, time_ns)
+            self._add_gauges(values, power_w, failures, time_ns)
         reasons = values.pop("throttled_by", None)
         sample = Sample(
             time_ns=time_ns,
@@ -150,27 +147,25 @@ class NvmlReader:
             energy_j=values.pop("energy_j", None),
             power_average_w=values.pop("power_average_w", None),
             gauges=values,  # all remaining values
-            throttled_by=None if reasons is None else throttles(reasons),
-            events=events + self._watch.poll(self._clock(), is_there),
+            throttled_by=None if reasons is None else throttle_reasons(reasons),
+            events=events + self._event_poller.poll(self._clock(), is_there),
         )
         return sample, failures, is_there
 
-    def _enter_gauges(
+    def _add_gauges(
         self, gauges: dict[str, float], power_w: float | None, failures: dict[str, str], time_ns: int
     ) -> None:
         if self._power.scope == MODULE and power_w is not None:
             gauges["module_power_w"] = power_w
-        if self._watch.limit_w is not None:
-            gauges["power_limit_w"] = self._watch.limit_w * self._share
+        if self._event_poller.limit_w is not None:
+            gauges["power_limit_w"] = self._event_poller.limit_w * self._share
         if self._gpm:
-            self._gpm.enter(gauges, failures, time_ns)
-
-    # --- a lost GPU ---
+            self._gpm.add_activities(gauges, failures, time_ns)
 
     def _reopen(self) -> bool:
         """Initialise NVML again when a retry is due: the handle of a lost GPU never works again."""
         now_s = self._clock()
-        if not self._open or now_s < self._retry_at_s:
+        if not self._is_open or now_s < self._retry_at_s:
             return False
         self._retry_at_s = now_s + self._retry_delay_s
         self._retry_delay_s = min(2 * self._retry_delay_s, _LAST_RETRY_S)
@@ -178,14 +173,14 @@ class NvmlReader:
         try:
             pynvml.nvmlInit()
             handle = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
-            gpu = gpu_of(handle) if self._slice else handle
+            gpu = gpu_of_slice(handle) if self._slice else handle
         except pynvml.NVMLError:
             self._shut_down()  # the old handle is invalid after nvmlShutdown: no call may use it
             return False  # the caller reports the failures of the reading
         # The quantities found at the first opening are kept, because a restarting driver first rejects many calls.
         repoint(self._handle, handle)
         repoint(self._gpu, gpu)
-        self._watch.open()
+        self._event_poller.open()
         if self._gpm:
             self._gpm.open()
         return True
@@ -193,7 +188,7 @@ class NvmlReader:
     def _shut_down(self) -> None:
         if self._gpm:
             self._gpm.close()
-        self._watch.close()
+        self._event_poller.close()
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
@@ -209,7 +204,7 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> N
     except pynvml.NVMLError as error:
         raise DeviceUnavailable(_ADVICE.get(error.value, f"NVML does not start: {error}")) from error
     try:
-        return NvmlReader(find(site), site, clock)
+        return NvmlReader(find_handle(site), site, clock)
     except (pynvml.NVMLError, DeviceUnavailable) as error:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -234,24 +229,24 @@ class Gpm:
         self._handle, self._instance = handle, instance
         self._samples: list[Any] = []
         self._last_s: float | None = None
-        self._asked = pynvml.c_nvmlGpmMetricsGet_t(
+        self._request = pynvml.c_nvmlGpmMetricsGet_t(
             version=pynvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=len(_GPM_METRICS)
         )
         for place, metric in enumerate(_GPM_METRICS):
-            self._asked.metrics[place].metricId = metric
-        self._answers = [(self._asked.metrics[place], name) for place, name in enumerate(_GPM_METRICS.values())]
+            self._request.metrics[place].metricId = metric
+        self._answers = [(self._request.metrics[place], name) for place, name in enumerate(_GPM_METRICS.values())]
 
     def open(self) -> None:
         self._last_s = None
         with suppress(pynvml.NVMLError):
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
 
-    def enter(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
+    def add_activities(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
         """Add the activities since the last read to ``gauges``; the first read, and a read too soon, add nothing."""
         now_s = time_ns * NS
         if not self._samples or (self._last_s is not None and now_s - self._last_s < MIN_GPM_APART_S):
             return
-        before, now = self._samples
+        before, now = self._samples  # the older sample is overwritten
         try:
             if self._instance is None:
                 pynvml.nvmlGpmSampleGet(self._handle, now)
@@ -260,8 +255,8 @@ class Gpm:
             is_first, self._last_s = self._last_s is None, now_s
             self._samples = [now, before]
             if not is_first:
-                self._asked.sample1, self._asked.sample2 = before, now
-                pynvml.nvmlGpmMetricsGet(self._asked)
+                self._request.sample1, self._request.sample2 = before, now
+                pynvml.nvmlGpmMetricsGet(self._request)
                 for answer, name in self._answers:
                     percent = answer.value
                     if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= MAX_GPM_PERCENT:  # false for nan
@@ -276,13 +271,13 @@ class Gpm:
         self._samples = []
 
 
-def open_gpm(gpu: Any, part: Slice | None) -> Gpm | None:
+def open_gpm(gpu: Any, mig_slice: Slice | None) -> Gpm | None:
     """Open the activities of a GPU or slice; ``None`` if NVML reports none, or not the GPU instance of the slice."""
-    if part is not None and part.instance is None:
+    if mig_slice is not None and mig_slice.instance is None:
         return None
     with suppress(pynvml.NVMLError):
         if pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
-            gpm = Gpm(gpu, part.instance if part is not None else None)
+            gpm = Gpm(gpu, mig_slice.instance if mig_slice is not None else None)
             gpm.open()
             return gpm
     return None

@@ -37,19 +37,19 @@ class Waveform:
         return self.power_mean_w + self.power_amplitude_w * self._sine(t)
 
     def energy_j(self, t0: float, t1: float) -> float:
-        return self.power_mean_w * (t1 - t0) + self.power_amplitude_w * self._sine_seconds(t0, t1)
+        return self.power_mean_w * (t1 - t0) + self.power_amplitude_w * self._sine_integral_s(t0, t1)
 
     def memory_bytes(self, t: float) -> float:
         return self.memory_mean_bytes + self.memory_amplitude_bytes * self._sine(t)
 
     def memory_byte_seconds(self, t0: float, t1: float) -> float:
-        return self.memory_mean_bytes * (t1 - t0) + self.memory_amplitude_bytes * self._sine_seconds(t0, t1)
+        return self.memory_mean_bytes * (t1 - t0) + self.memory_amplitude_bytes * self._sine_integral_s(t0, t1)
 
     def utilization(self, t: float) -> float:
         return self.utilization_mean + self.utilization_amplitude * self._sine(t, 0.0)
 
     def utilization_seconds(self, t0: float, t1: float) -> float:
-        return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1, 0.0)
+        return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_integral_s(t0, t1, 0.0)
 
     def clock_hz(self, t: float) -> float:
         return self.clock_mean_hz + self.clock_amplitude_hz * self._sine(t, 0.0)
@@ -57,7 +57,7 @@ class Waveform:
     def _sine(self, t: float, phase: float | None = None) -> float:
         return math.sin(2 * math.pi * t / self.period_s + (self.phase if phase is None else phase))
 
-    def _sine_seconds(self, t0: float, t1: float, phase: float | None = None) -> float:
+    def _sine_integral_s(self, t0: float, t1: float, phase: float | None = None) -> float:
         # A product is used because the difference of two cosines loses precision for short times.
         middle, half_turn = (t0 + t1) / 2, math.pi * (t1 - t0) / self.period_s
         return self.period_s / math.pi * self._sine(middle, phase) * math.sin(half_turn)

@@ -17,7 +17,7 @@ from effllm.config.settings import (
 )
 from effllm.config.switches import ATTACH, PREFIX, invalid_switch_error
 from effllm.devices import device_names
-from effllm.devices.node import missing
+from effllm.devices.node import missing_package
 from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
 
 
@@ -99,7 +99,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
                 read_options(name, options)
             except SinkUnavailable as error:
                 yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), str(error))
-    if reason := missing(config.node_power):
+    if reason := missing_package(config.node_power):
         yield ConfigError(f"{PREFIX}NODE_POWER", config.node_power, reason)
     if config.endpoint:
         from effllm.network import discovery, secret  # imported only if needed, as above

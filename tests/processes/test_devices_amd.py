@@ -669,7 +669,7 @@ def no_nvidia(monkeypatch):
         raise DeviceUnavailable("libnvidia-ml.so.1 is missing")
 
     monkeypatch.setattr(nvml, "open_device", open_device)
-    monkeypatch.setattr(devices, "_GPUS", {"nvml": ("/nonexistent",), "amd": ("/nonexistent",)})
+    monkeypatch.setattr(devices, "_DRIVER_NODES", {"nvml": ("/nonexistent",), "amd": ("/nonexistent",)})
 
 
 def test_device_auto_finds_an_amd_gpu(library, no_nvidia):
@@ -682,7 +682,7 @@ def test_device_auto_finds_an_amd_gpu(library, no_nvidia):
 def test_device_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvidia, tmp_path):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     without_driver = open_named("auto", Site()).device
-    monkeypatch.setitem(devices._GPUS, "amd", (tmp_path,))  # the driver is loaded
+    monkeypatch.setitem(devices._DRIVER_NODES, "amd", (tmp_path,))  # the driver is loaded
     with_driver = open_named("auto", Site()).device
 
     assert (without_driver.kind, with_driver.kind) == ("host", "host")

@@ -56,12 +56,12 @@ class Tools:
     def which(self, name):
         return str(self.folder / name) if (self.folder / name).exists() else None
 
-    def open(self, limit_s=5.0):
-        return open_reader("node1", [self.device], self.which, limit_s)
+    def open(self, timeout_s=5.0):
+        return open_reader("node1", [self.device], self.which, timeout_s)
 
-    def why_not(self, limit_s=5.0):
+    def why_not(self, timeout_s=5.0):
         with pytest.raises(DeviceUnavailable) as caught:
-            self.open(limit_s)
+            self.open(timeout_s)
         return str(caught.value)
 
 
@@ -152,7 +152,7 @@ def test_failure_of_a_tool_affects_only_one_reading(tools):
 def test_hanging_tool_and_its_children_are_killed_at_the_timeout(tools):
     tools.put("ipmi-dcmi", "sleep 600 & sleep 600")
     began_s = time.monotonic()
-    why_not = tools.why_not(limit_s=0.3)
+    why_not = tools.why_not(timeout_s=0.3)
 
     assert why_not == "node power: ipmi-dcmi did not answer within 0.3 s"
     assert time.monotonic() - began_s < 20.0
@@ -165,7 +165,7 @@ def test_hanging_tool_and_its_children_are_killed_at_the_timeout(tools):
 def test_process_of_a_tool_that_remains_does_not_block(tools, body):
     tools.put("ipmi-dcmi", body)
 
-    assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
+    assert "did not answer within 0.3 s" in tools.why_not(timeout_s=0.3)
 
 
 def test_missing_device_is_reported_with_advice(tools):

@@ -51,8 +51,8 @@ def opened(serve, credentials):
     """Open readers; they are closed at the end of the test."""
     readers = []
 
-    def open_it(service, path="", limit_s=5.0, host="node1.example", file=None):
-        readers.append(open_reader(host, service.url + path, file or credentials(), limit_s))
+    def open_it(service, path="", timeout_s=5.0, host="node1.example", file=None):
+        readers.append(open_reader(host, service.url + path, file or credentials(), timeout_s))
         return readers[-1]
 
     yield open_it
@@ -60,9 +60,9 @@ def opened(serve, credentials):
         reader.close()
 
 
-def why_not(url, file, limit_s=5.0):
+def why_not(url, file, timeout_s=5.0):
     with pytest.raises(DeviceUnavailable) as caught:
-        open_reader("node1", url, file, limit_s)
+        open_reader("node1", url, file, timeout_s)
     assert PASSWORD not in str(caught.value)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -275,7 +275,7 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
     service = serve(TWO_SUPPLIES)
     # A controller on the network: its address means the same machine on every node.
-    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _, link_local=True: not link_local)
+    monkeypatch.setattr("effllm.devices.node.redfish.is_local_address", lambda _, link_local=True: not link_local)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 
     assert keys == {f"psu:127.0.0.1:{service.port}/redfish/v1"}
@@ -383,7 +383,7 @@ def test_missing_ca_file_is_reported_before_sending(serve, credentials, tmp_path
     ],
 )
 def test_invalid_url_is_reported_without_its_password(credentials, url, reason):
-    text = why_not(url, credentials(), limit_s=0.5)
+    text = why_not(url, credentials(), timeout_s=0.5)
 
     assert text.startswith("node power: ")
     assert reason in text
@@ -406,7 +406,7 @@ def raw(handler, body, status="200 OK"):
 
 def test_read_of_a_hanging_service_ends_at_the_timeout(serve, opened):
     service = serve({**TWO_SUPPLIES})
-    reader = opened(service, limit_s=0.4)
+    reader = opened(service, timeout_s=0.4)
     metrics = service.resources[f"{SECOND}/Metrics"]
     service.resources[f"{SECOND}/Metrics"] = lambda handler: service.release.wait(20)
     began_s = time.monotonic()
@@ -429,7 +429,7 @@ def test_slow_body_over_tls_ends_at_the_timeout(serve, credentials, certificate)
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": drip}, certificate=certificate)
     file = credentials(ca_file=certificate.parent / "certificate.pem")
 
-    assert why_not(service.url, file, limit_s=1.0).endswith("exceeds 1 s, the limit for an answer")
+    assert why_not(service.url, file, timeout_s=1.0).endswith("exceeds 1 s, the limit for an answer")
 
 
 def test_missing_urllib3_is_reported_with_the_pip_command(monkeypatch):
@@ -480,7 +480,7 @@ def drip_without_length(handler):
 
 
 @pytest.mark.parametrize(
-    ("path", "answer", "limit_s", "reason"),
+    ("path", "answer", "timeout_s", "reason"),
     [
         ("/", drip, 0.4, "exceeds 0.4 s, the limit for an answer"),
         ("/", drip_without_length, 0.4, "exceeds 0.4 s, the limit for an answer"),
@@ -490,11 +490,11 @@ def drip_without_length(handler):
     ],
     ids=["slow", "slow without a length", "cut", "not HTTP", "no privilege"],
 )
-def test_faulty_answer_is_reported_within_the_timeout(serve, credentials, path, answer, limit_s, reason):
+def test_faulty_answer_is_reported_within_the_timeout(serve, credentials, path, answer, timeout_s, reason):
     service = serve({**TWO_SUPPLIES, f"/redfish/v1{path}": answer})
     began_s = time.monotonic()
 
-    assert reason in why_not(service.url, credentials(), limit_s)
+    assert reason in why_not(service.url, credentials(), timeout_s)
     assert time.monotonic() - began_s < 10.0
 
 

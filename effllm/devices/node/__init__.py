@@ -22,7 +22,6 @@ NO_HWMON = "energy: no hwmon sensor reports the power of the CPUs (ACPI power me
 AUTO, NONE, IPMI = "auto", "none", "ipmi"
 ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} becomes the node's name)"
 
-
 #: Seconds between readings of the CPUs, and between readings of the power supplies.  The controller of the power
 #: supplies is slow and shared.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
@@ -101,10 +100,10 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
 
     def open_node() -> NodeReader:
         if choice in (AUTO, IPMI):
-            return _open("ipmi", host)
-        if reason := missing(choice):
+            return _open_sensor("ipmi", host)
+        if reason := missing_package(choice):
             raise DeviceUnavailable(f"node power: {reason}")
-        return _open("redfish", host, choice, credentials)
+        return _open_sensor("redfish", host, choice, credentials)
 
     return [
         Opener("cpu", CPU_INTERVAL_S, lambda: open_cpu(host)),
@@ -112,7 +111,7 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
     ]
 
 
-def missing(choice: str) -> str:
+def missing_package(choice: str) -> str:
     """Return a sentence with the missing package and the command that installs it; empty if none is missing."""
     if choice.startswith(("https://", "http://")):
         try:
@@ -129,15 +128,15 @@ def open_cpu(host: str) -> NodeReader:
         DeviceUnavailable: RAPL and hwmon both fail; the reason is hwmon's if hwmon has a sensor, else RAPL's.
     """
     try:
-        return _open("rapl", host)
+        return _open_sensor("rapl", host)
     except DeviceUnavailable as by_rapl:
         try:
-            return _open("hwmon", host)
+            return _open_sensor("hwmon", host)
         except DeviceUnavailable as by_hwmon:
             raise (by_rapl if str(by_hwmon) == NO_HWMON else by_hwmon) from None
 
 
-def _open(name: str, *arguments: object) -> NodeReader:
+def _open_sensor(name: str, *arguments: object) -> NodeReader:
     # The module is imported on demand, because TLS takes as much memory as a small process.
     sensor: NodeReader = importlib.import_module(f"{__name__}.{name}").open_reader(*arguments)
     return sensor

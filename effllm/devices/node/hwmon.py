@@ -59,16 +59,16 @@ def grace_meters(root: Path) -> tuple[list[Meter], bool]:
     """Return the meter of each socket, and whether there is also a meter of a module."""
     meters: dict[tuple[bool, int], Meter] = {}
     for path in sorted([*root.glob("hwmon*/device/power*_average"), *root.glob("hwmon*/power*_average")]):
-        label = _text(path, "oem_info") or _text(path, "label")
+        label = _read_attribute(path, "oem_info") or _read_attribute(path, "label")
         if (named := _METER.fullmatch(label.lower())) is not None:
-            interval_ms = _text(path, "average_interval")
+            interval_ms = _read_attribute(path, "average_interval")
             average_s = int(interval_ms) / 1e3 if interval_ms.isdecimal() else None
             meters.setdefault((named["module"] is not None, int(named["socket"])), Meter(path, label, average_s))
     sockets = [meter for (is_module, _), meter in meters.items() if not is_module]
     return sockets, len(sockets) < len(meters)
 
 
-def _text(path: Path, suffix: str) -> str:
+def _read_attribute(path: Path, suffix: str) -> str:
     try:
         return path.with_name(path.name.removesuffix("average") + suffix).read_text().strip()
     except OSError:
@@ -82,19 +82,19 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
         DeviceUnavailable: no sensor reports the power of the CPUs, or the sensor cannot be read.
     """
     try:
-        meters, in_module = grace_meters(root)
+        meters, has_module_meter = grace_meters(root)
     except (OSError, ValueError) as error:
         raise DeviceUnavailable(f"energy: hwmon cannot be read: {error}") from error
     if not meters:
         raise DeviceUnavailable(NO_HWMON)
-    reader = _reader(host, meters, in_module)
+    reader = _make_reader(host, meters, has_module_meter)
     _, failures = reader.read()
     if failures:
         raise DeviceUnavailable(f"energy: {next(iter(failures.values()))}")
     return reader
 
 
-def _reader(host: str, meters: Sequence[Meter], in_module: bool) -> NodeReader:
+def _make_reader(host: str, meters: Sequence[Meter], has_module_meter: bool) -> NodeReader:
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
     average = "the averaging interval is assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
@@ -107,7 +107,7 @@ def _reader(host: str, meters: Sequence[Meter], in_module: bool) -> NodeReader:
         energy_note=f"{', '.join(meter.label for meter in meters)}: the whole CPU side of the socket",
         sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
         driver="acpi_power_meter",
-        energy_key=f"module-cpu:{host}" if in_module else "",
+        energy_key=f"module-cpu:{host}" if has_module_meter else "",
     )
     interval_s = max(CPU_INTERVAL_S, average_s)
     return NodeReader(device, interval_s, lambda: sum(meter.watts() for meter in meters))

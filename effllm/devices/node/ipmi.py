@@ -26,7 +26,7 @@ from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
-LIMIT_S = 5.0
+TIMEOUT_S = 5.0
 _ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not in the PATH of ordinary users
 
 SENSOR = Sensor(
@@ -76,7 +76,7 @@ TOOLS = (
 )
 
 
-def watts(tool: Tool, text: str) -> float:
+def parse_watts(tool: Tool, text: str) -> float:
     """Return the power in the output of a tool.
 
     Raises:
@@ -92,7 +92,7 @@ def watts(tool: Tool, text: str) -> float:
     return float(reading[1])
 
 
-def output_of(arguments: Sequence[str], limit_s: float = LIMIT_S) -> str:
+def run_tool(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
     """Run an executable and return its output, including error messages.
 
     Raises:
@@ -103,11 +103,11 @@ def output_of(arguments: Sequence[str], limit_s: float = LIMIT_S) -> str:
         arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=limit_s)
+            output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its children
-            raise TimeoutError(f"{name} did not answer within {limit_s:g} s") from None
+            raise TimeoutError(f"{name} did not answer within {timeout_s:g} s") from None
     text = output.decode(errors="replace")
     if process.returncode:
         raise OSError(f"{name} failed ({process.returncode}): {_last_line(text)}")
@@ -123,7 +123,7 @@ def open_reader(
     host: str,
     devices: Sequence[Path] = DEVICES,
     which: Callable[[str], str | None] = lambda name: shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS),
-    limit_s: float = LIMIT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> NodeReader:
     """Open the node's power with the first tool that prints it.
 
@@ -140,21 +140,21 @@ def open_reader(
         executable = which(tool.name)
         if executable is None:
             continue
-        measure, began_s = partial(_measure, tool, executable, limit_s), time.monotonic()
+        measure, began_s = partial(_measure, tool, executable, timeout_s), time.monotonic()
         try:
             measure()
         except (OSError, ValueError) as error:
             why_not.append(str(error))
             continue
-        return _reader(host, tool, measure, time.monotonic() - began_s)
+        return _make_reader(host, tool, measure, time.monotonic() - began_s)
     raise DeviceUnavailable(f"node power: {'; '.join(why_not)}" if why_not else NO_TOOL)
 
 
-def _measure(tool: Tool, executable: str, limit_s: float) -> float:
-    return watts(tool, output_of([executable, *tool.arguments], limit_s))
+def _measure(tool: Tool, executable: str, timeout_s: float) -> float:
+    return parse_watts(tool, run_tool([executable, *tool.arguments], timeout_s))
 
 
-def _reader(host: str, tool: Tool, measure: Callable[[], float], call_s: float) -> NodeReader:
+def _make_reader(host: str, tool: Tool, measure: Callable[[], float], call_s: float) -> NodeReader:
     device = node_device(
         host,
         NODE_PSU,

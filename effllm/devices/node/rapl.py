@@ -62,12 +62,12 @@ class Counter(NamedTuple):
         return int(self.path.read_text())
 
 
-def powercap_zones(root: Path) -> list[Counter]:
-    """Return the packages and their DRAM.
+def powercap_counters(root: Path) -> list[Counter]:
+    """Return the counters of the packages and of their DRAM.
 
     The zones psys and cores are left out: psys contains the packages, and cores is a part of a package.
     """
-    zones = []
+    counters = []
     for path in sorted(root.glob("intel-rapl:*")):  # AMD has the same names; intel-rapl-mmio repeats a package
         try:
             name = (path / "name").read_text().strip()
@@ -75,8 +75,8 @@ def powercap_zones(root: Path) -> list[Counter]:
             continue
         if name.startswith("package") or name == "dram":
             range_uj = int((path / "max_energy_range_uj").read_text())
-            zones.append(Counter(name != "dram", range_uj, path / "energy_uj"))
-    return zones
+            counters.append(Counter(name != "dram", range_uj, path / "energy_uj"))
+    return counters
 
 
 class Rapl:
@@ -89,7 +89,7 @@ class Rapl:
         self._last = [counter.microjoules() for counter in counters]
         self._last_s = clock()
         self._start_j = self._total_j = _START_J
-        self._shortest_j = min(counter.range_uj for counter in counters) / 1e6
+        self._smallest_range_j = min(counter.range_uj for counter in counters) / 1e6
 
     def energy_j(self) -> float:
         """Return the total energy; only differences of totals have a meaning.
@@ -108,30 +108,27 @@ class Rapl:
         ]
         limit_j = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0)
         self._last, self._last_s = counts, now_s
-        if limit_j > self._shortest_j:
-            self._go_back()
+        if limit_j > self._smallest_range_j:
+            self._lower_total()
             raise ValueError("the counters were not read for so long that they may have wrapped more than once")
         if max(spent_j) > limit_j:
-            self._go_back()
+            self._lower_total()
             raise ValueError("a counter was reset")
         self._total_j += sum(spent_j)
         return self._total_j
 
-    def _go_back(self) -> None:
+    def _lower_total(self) -> None:
         self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
 
 
 class _TwoReads(NamedTuple):
-    """Two reads of all counters, one after the other.
-
-    At the moment between the two reads, mirrored counters have the same value.
-    """
+    """Two reads of all counters; at the moment between them, mirrored counters have the same value."""
 
     first: list[int]
     second: list[int]
 
 
-def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
+def mirrored_packages(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
     """Return the indices of the packages that repeat the counter of an earlier package.
 
     Linux lists one package per die.  On some AMD processors every die has the counter of the whole socket: the sum
@@ -139,29 +136,31 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
     and 8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
-    pairs = {
+    pairs = {  # of packages that may be mirrors -> number of comparisons in which the counter has changed
         (one, other): 0
         for place, one in enumerate(packages)
         for other in packages[place + 1 :]
         if counters[one].range_uj == counters[other].range_uj
     }
-    last = _read_twice(counters) if pairs else None
+    before = _read_twice(counters) if pairs else None
     for _ in range(_COMPARISONS):
-        if not pairs or last is None:
+        if not pairs or before is None:
             break
         pause(_PAUSE_S)
-        now = _read_twice(counters)
-        for (one, other), moves in list(pairs.items()):
-            size = counters[one].range_uj
-            least = now.first[one] - last.second[one]  # `one` increased by `least` to `least + width`
-            width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
-            counted = (now.first[other] - last.first[other]) % size
-            if (counted - least) % size <= width:
-                pairs[one, other] = moves + (counted > 0)
+        after = _read_twice(counters)
+        for (one, other), num_moves in list(pairs.items()):
+            range_uj = counters[one].range_uj
+            # Each first read of `other` lies between the two reads of `one`, so a mirror of `one` has increased by
+            # `least` to `least + slack` between its first reads.
+            least = after.first[one] - before.second[one]
+            slack = sum((reads.second[one] - reads.first[one]) % range_uj for reads in (before, after))
+            other_rose = (after.first[other] - before.first[other]) % range_uj
+            if (other_rose - least) % range_uj <= slack:
+                pairs[one, other] = num_moves + (other_rose > 0)
             else:
                 del pairs[one, other]
-        last = now
-    return {other for (_, other), moves in pairs.items() if moves >= _MIN_MOVES}
+        before = after
+    return {other for (_, other), num_moves in pairs.items() if num_moves >= _MIN_MOVES}
 
 
 def _read_twice(counters: Sequence[Counter]) -> _TwoReads:
@@ -179,11 +178,11 @@ def open_rapl(
         DeviceUnavailable: the counters do not exist, or are not readable.
     """
     try:
-        counters = powercap_zones(powercap)
-        copies = mirrors(counters, pause)
-        kept = [counter for index, counter in enumerate(counters) if index not in copies]
+        counters = powercap_counters(powercap)
+        mirrored = mirrored_packages(counters, pause)
+        kept = [counter for index, counter in enumerate(counters) if index not in mirrored]
         if kept:
-            return Rapl(kept, clock, _note(kept, len(copies)))
+            return Rapl(kept, clock, _note(kept, len(mirrored)))
     except PermissionError as error:  # readable only for root since Linux 5.10, because of CVE-2020-8694
         raise DeviceUnavailable(RAPL_UNREADABLE) from error
     except (OSError, ValueError) as error:
@@ -191,13 +190,13 @@ def open_rapl(
     raise DeviceUnavailable(NO_RAPL)
 
 
-def _note(counters: Sequence[Counter], num_copies: int) -> str:
+def _note(counters: Sequence[Counter], num_mirrored: int) -> str:
     num_packages = sum(counter.is_package for counter in counters)
     packages = f"{num_packages} CPU package{'s' if num_packages > 1 else ''}"
     dram = "with DRAM" if num_packages < len(counters) else "without DRAM, which has no counter"
     note = f"RAPL through powercap: {packages} {dram}"
-    if num_copies:
-        note += f"; {num_copies} more packages repeat these counters and are not counted again"
+    if num_mirrored:
+        note += f"; {num_mirrored} more packages repeat these counters and are not counted again"
     return note
 
 

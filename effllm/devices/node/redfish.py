@@ -32,12 +32,12 @@ from effllm.records.plain_text import one_line
 from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 from effllm.store import own_files
 
-LIMIT_S = 5.0  # timeout of one request
+TIMEOUT_S = 5.0  # timeout of one request
 MAX_BYTES = 1024 * 1024  # of an answer
 #: Pause after a rejected password: controllers lock accounts after several attempts.
 LOCKED_OUT_S = 600.0
-READ_LIMIT_S = 10.0  # timeout of all requests of one reading
-SEARCH_LIMIT_S = 120.0  # timeout of the search through all chassis, which runs once
+READING_TIMEOUT_S = 10.0  # timeout of all requests of one reading
+SEARCH_TIMEOUT_S = 120.0  # timeout of the search through all chassis, which runs once
 MAX_CHASSIS, MAX_SUPPLIES = 128, 64
 
 #: Relative error of a supply's meter above a fifth of the full load; at a lower load 15 % are allowed.
@@ -108,12 +108,12 @@ def parse_url(url: str) -> SplitResult:
         raise ValueError("the URL of the Redfish service contains a user: write the user into the credentials file")
     if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is no URL of a Redfish service, such as https://bmc.example/redfish/v1")
-    if parts.scheme == "http" and not is_own(host, link_local=False):
+    if parts.scheme == "http" and not is_local_address(host, link_local=False):
         raise ValueError(f"{url!r} would send the password in the clear: use https; http is for loopback addresses")
     return parts
 
 
-def is_own(host: str, link_local: bool = True) -> bool:
+def is_local_address(host: str, link_local: bool = True) -> bool:
     """Whether an address means a different machine on every node: loopback, or link-local if ``link_local`` is set."""
     try:
         address = ipaddress.ip_address(host)
@@ -128,14 +128,14 @@ class Service:
     Args:
         url: the URL of the service.
         credentials: user and password; ``None`` for requests without a user.
-        limit_s: timeout of one request; for the resolution of the host's name the system's timeout applies.
+        timeout_s: timeout of one request; for the resolution of the host's name the system's timeout applies.
 
     Raises:
         ValueError: the file with the certificate authorities is not usable.
     """
 
-    def __init__(self, url: SplitResult, credentials: Credentials | None, limit_s: float = LIMIT_S) -> None:
-        self._limit_s, self._until_s, self._locked_out_until_s = limit_s, 0.0, 0.0
+    def __init__(self, url: SplitResult, credentials: Credentials | None, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s, self._deadline_s, self._locked_out_until_s = timeout_s, 0.0, 0.0
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "OData-Version": "4.0"}
         if credentials is not None:
             pair = f"{credentials.user}:{credentials.password}".encode()
@@ -155,9 +155,9 @@ class Service:
         options |= {"ssl_context": tls, "assert_fingerprint": pinned}
         self._pool = urllib3.HTTPSConnectionPool(url.hostname or "", url.port, **options)
 
-    def begin(self, limit_s: float) -> None:
+    def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of all following requests together."""
-        self._until_s = time.monotonic() + limit_s
+        self._deadline_s = time.monotonic() + timeout_s
 
     def get(self, path: str) -> Document | None:
         """Return a resource; ``None`` if it does not exist, or for an empty path.
@@ -170,19 +170,19 @@ class Service:
         now_s = time.monotonic()
         if now_s < self._locked_out_until_s:
             raise PermissionError("the service rejected the user (401): the next login is in ten minutes")
-        until_s = min(self._until_s, now_s + self._limit_s)
-        if until_s <= now_s:
+        deadline_s = min(self._deadline_s, now_s + self._timeout_s)
+        if deadline_s <= now_s:
             raise OSError("the service took too long for all its answers")
-        timeout = urllib3.Timeout(total=until_s - now_s)
+        timeout = urllib3.Timeout(total=deadline_s - now_s)
         try:
             answer = self._pool.urlopen("GET", path, redirect=False, preload_content=False, timeout=timeout)
-            content = self._content(answer, path, until_s)
+            content = self._read_content(answer, path, deadline_s)
         except HTTPError as error:
-            raise OSError(self._reason(error)) from None
+            raise OSError(self._reason_of(error)) from None
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise self._rejection(answer.status, path)
+            raise self._error_of_status(answer.status, path)
         try:
             return msgspec.json.decode(content, type=Document)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -192,20 +192,21 @@ class Service:
         """Close the connection; may be called twice."""
         self._pool.close()
 
-    def _content(self, answer: urllib3.BaseHTTPResponse, path: str, until_s: float) -> bytes:
+    def _read_content(self, answer: urllib3.BaseHTTPResponse, path: str, deadline_s: float) -> bytes:
         """Read an answer in parts, because the timeout of a socket applies to each part."""
         content, is_late = b"", False
         while not is_late and len(content) <= MAX_BYTES and (part := answer.read1(64 * 1024, decode_content=False)):
             content += part
-            is_late = time.monotonic() > until_s
+            is_late = time.monotonic() > deadline_s
         if is_late or len(content) > MAX_BYTES:
             answer.close()
-            limit = f"{self._limit_s:g} s" if is_late else f"{MAX_BYTES >> 10} KiB"
+            limit = f"{self._timeout_s:g} s" if is_late else f"{MAX_BYTES >> 10} KiB"
             raise OSError(f"the answer to {path} exceeds {limit}, the limit for an answer")
         answer.release_conn()
         return content
 
-    def _rejection(self, status: int, path: str) -> OSError:
+    def _error_of_status(self, status: int, path: str) -> OSError:
+        """Return the error for a rejection; after a rejected password no login is tried for `LOCKED_OUT_S`."""
         if status == 401 and "Authorization" not in self._pool.headers:
             return PermissionError("the service requires a user (401): set NODE_POWER_CREDENTIALS to a file")
         if status == 401:
@@ -215,13 +216,13 @@ class Service:
             return PermissionError(f"the user may not read {path} (403): it needs the privilege Login (role ReadOnly)")
         return OSError(f"the answer to {path} has the status {status}")
 
-    def _reason(self, error: HTTPError) -> str:
+    def _reason_of(self, error: HTTPError) -> str:
         reason = getattr(error, "reason", None) or error
         text = one_line(str(reason))[:200]
         if isinstance(reason, SSLError):
             return f"certificate is not trusted ({text}): set ca_file or fingerprint in the credentials file"
         is_late = isinstance(reason, HTTPTimeout) and not isinstance(reason, NewConnectionError)
-        return f"no answer within {self._limit_s:g} s" if is_late else text
+        return f"no answer within {self._timeout_s:g} s" if is_late else text
 
 
 class Source(NamedTuple):
@@ -243,15 +244,19 @@ def find_source(service: Service, path: str) -> tuple[Source, str]:
     Raises:
         OSError, ValueError: the service has no source, or more than one source.
     """
-    links = _members(service, _path(service.get("/redfish/v1/") or {}, "Chassis"))[:MAX_CHASSIS]
+    links = _member_paths(service, _linked_path(service.get("/redfish/v1/") or {}, "Chassis"))[:MAX_CHASSIS]
     if is_named := path not in ("", "/redfish", "/redfish/v1", "/redfish/v1/Chassis"):
         links = [link for link in links if link.rstrip("/") == path]
         if not links:
             raise ValueError(f"{path} is neither the root of the service nor one of its chassis")
     every = [(link, chassis) for link in links if (chassis := service.get(link)) is not None]
-    top = [pair for pair in every if is_named or not _path(_object(pair[1].get("Links")), "ContainedBy")] or every
+    outer = (
+        every
+        if is_named
+        else [pair for pair in every if not _linked_path(_as_object(pair[1].get("Links")), "ContainedBy")] or every
+    )
     why_not: list[str] = []
-    sources = [(*pair, source) for pair in top if (source := _best_source(service, pair[1], why_not)) is not None]
+    sources = [(*pair, source) for pair in outer if (source := _best_source(service, pair[1], why_not)) is not None]
     if not sources:
         raise ValueError("; ".join(["the service shows no power of a whole chassis", *why_not]))
     link, chassis, source = sources[0]
@@ -262,8 +267,8 @@ def find_source(service: Service, path: str) -> tuple[Source, str]:
 
 
 def _best_source(service: Service, chassis: Document, why_not: list[str]) -> Source | None:
-    """Return the best source of a chassis' power; reasons why a better one is not used are added to ``why_not``."""
-    for source in _sources(service, chassis):
+    """Return the best source that can be read; the reasons why a better one is not used are added to ``why_not``."""
+    for source in _possible_sources(service, chassis):
         try:
             source.read_w()
         except ValueError as error:
@@ -273,17 +278,17 @@ def _best_source(service: Service, chassis: Document, why_not: list[str]) -> Sou
     return None
 
 
-def _sources(service: Service, chassis: Document) -> Iterator[Source]:
-    subsystem = service.get(_path(chassis, "PowerSubsystem")) or {}
-    links = _members(service, _path(subsystem, "PowerSupplies"))[:MAX_SUPPLIES]
+def _possible_sources(service: Service, chassis: Document) -> Iterator[Source]:
+    subsystem = service.get(_linked_path(chassis, "PowerSubsystem")) or {}
+    links = _member_paths(service, _linked_path(subsystem, "PowerSupplies"))[:MAX_SUPPLIES]
     if links:
-        supplies = {link: _path(service.get(link) or {}, "Metrics") for link in links}
+        supplies = {link: _linked_path(service.get(link) or {}, "Metrics") for link in links}
         note = f"sum of the inputs of {len(supplies)} power supplies"
-        if (systems := len(_objects(_object(chassis.get("Links")).get("ComputerSystems")))) > 1:
+        if (systems := len(_objects_in(_as_object(chassis.get("Links")).get("ComputerSystems")))) > 1:
             note += f"; the supplies feed {systems} computer systems, as stated by the service"
         yield Source(note, SUPPLY_ERROR, _SUPPLY_SOURCE, partial(_supplies_w, service, supplies))
     for name, read_w in (("EnvironmentMetrics", _environment_w), ("Power", _control_w)):
-        if path := _path(chassis, name):
+        if path := _linked_path(chassis, name):
             note = f"{name} of chassis {chassis.get('Id')}: the vendor chooses the measured parts"
             yield Source(note, CHASSIS_ERROR, _CHASSIS_SOURCE, partial(read_w, service, path))
 
@@ -292,29 +297,29 @@ def _supplies_w(service: Service, supplies: dict[str, str]) -> float:
     """Return the sum of the inputs, from the metrics by supply; a removed or unplugged supply draws nothing."""
     total_w = 0.0
     for path, metrics in supplies.items():
-        watts = _watts(_object((service.get(metrics) or {}).get("InputPowerWatts")).get("Reading"))
+        watts = _valid_watts(_as_object((service.get(metrics) or {}).get("InputPowerWatts")).get("Reading"))
         if watts is not None:
             total_w += watts
         elif (supply := service.get(path)) is not None:
-            is_absent = _object(supply.get("Status")).get("State") == "Absent"
+            is_absent = _as_object(supply.get("Status")).get("State") == "Absent"
             if not is_absent and supply.get("LineInputStatus") != "LossOfInput":
                 raise ValueError(f"power supply {supply.get('Id')} is present but reports no input power")
-    return _drawn(total_w)
+    return _above_zero(total_w)
 
 
 def _environment_w(service: Service, path: str) -> float:
-    return _drawn(_watts(_object((service.get(path) or {}).get("PowerWatts")).get("Reading")))
+    return _above_zero(_valid_watts(_as_object((service.get(path) or {}).get("PowerWatts")).get("Reading")))
 
 
 def _control_w(service: Service, path: str) -> float:
     """Return the largest power: some services list the chassis and also its parts, such as CPUs and memory."""
-    controls = _objects((service.get(path) or {}).get("PowerControl"))
+    controls = _objects_in((service.get(path) or {}).get("PowerControl"))
     whole = [control for control in controls if control.get("PhysicalContext") == "Chassis"] or controls
-    powers_w = [watts for control in whole if (watts := _watts(control.get("PowerConsumedWatts"))) is not None]
-    return _drawn(max(powers_w, default=None))
+    powers_w = [watts for control in whole if (watts := _valid_watts(control.get("PowerConsumedWatts"))) is not None]
+    return _above_zero(max(powers_w, default=None))
 
 
-def _watts(value: Any) -> float | None:
+def _valid_watts(value: Any) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < _MAX_W:  # also a number that is not finite
@@ -322,33 +327,33 @@ def _watts(value: Any) -> float | None:
     return float(value)
 
 
-def _drawn(watts: float | None) -> float:
+def _above_zero(watts: float | None) -> float:
     if not watts:
         raise ValueError("the service shows no power, or 0 W, which a running node cannot draw")
     return watts
 
 
-def _members(service: Service, path: str) -> list[str]:
+def _member_paths(service: Service, path: str) -> list[str]:
     """Return the paths of the members of a collection."""
-    members = _objects((service.get(path) or {}).get("Members"))
+    members = _objects_in((service.get(path) or {}).get("Members"))
     return [member["@odata.id"] for member in members if isinstance(member.get("@odata.id"), str)]
 
 
-def _path(document: Document, name: str) -> str:
+def _linked_path(document: Document, name: str) -> str:
     """Return the path of a linked resource; empty if there is no link."""
-    path = _object(document.get(name)).get("@odata.id")
+    path = _as_object(document.get(name)).get("@odata.id")
     return path if isinstance(path, str) else ""
 
 
-def _object(value: Any) -> Document:
+def _as_object(value: Any) -> Document:
     return value if isinstance(value, dict) else {}
 
 
-def _objects(value: Any) -> list[Document]:
+def _objects_in(value: Any) -> list[Document]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def open_reader(host: str, url: str, credentials_file: Path | None = None, limit_s: float = LIMIT_S) -> NodeReader:
+def open_reader(host: str, url: str, credentials_file: Path | None = None, timeout_s: float = TIMEOUT_S) -> NodeReader:
     """Open the power of a node; ``{host}`` in the URL is replaced by the node's name up to its first dot.
 
     Raises:
@@ -357,10 +362,10 @@ def open_reader(host: str, url: str, credentials_file: Path | None = None, limit
     try:
         address = parse_url(url.replace("{host}", host.partition(".")[0]))
         credentials = read_credentials(credentials_file.expanduser()) if credentials_file is not None else None
-        service = Service(address, credentials, limit_s)
+        service = Service(address, credentials, timeout_s)
     except ValueError as error:
         raise DeviceUnavailable(f"node power: {error}") from error
-    service.begin(SEARCH_LIMIT_S)
+    service.set_timeout(SEARCH_TIMEOUT_S)
     try:
         source, name = find_source(service, address.path.rstrip("/"))
         began_s = time.monotonic()
@@ -384,11 +389,11 @@ def open_reader(host: str, url: str, credentials_file: Path | None = None, limit
             source=f"{source.error_source}; a period of {_TICK_S:g} s is assumed",
         ),
         driver="Redfish",
-        energy_key="" if is_own(address.hostname or "") else f"psu:{address.netloc}{address.path}",
+        energy_key="" if is_local_address(address.hostname or "") else f"psu:{address.netloc}{address.path}",
     )
 
     def measure() -> float:
-        service.begin(READ_LIMIT_S)
+        service.set_timeout(READING_TIMEOUT_S)
         return source.read_w()
 
     return NodeReader(device, PSU_INTERVAL_S, measure, service.close)
