@@ -48,7 +48,7 @@ from effllm.server.job_end import JobEnd
 from effllm.server.messages import Acknowledgement, Messages, Sequences
 from effllm.server.outputs import Outputs
 from effllm.server.run_facts import RunFacts, SlowFacts
-from effllm.sinks import WITH_DEVICES, RunInfo, no_such_sink, sink_names
+from effllm.sinks import SINKS_WITH_DEVICES, RunInfo, no_such_sink, sink_names
 from effllm.store.provenance import boot_id
 
 Item = TypeVar("Item")
@@ -162,7 +162,7 @@ class Server:
         facts = self._facts.begin(folder)
         charts = _event_files(config, folder, facts)
         run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
-        devices = DeviceFeed(not WITH_DEVICES.isdisjoint(config.sink_options()))
+        devices = DeviceFeed(not SINKS_WITH_DEVICES.isdisjoint(config.sink_options()))
         run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=devices)
         self._outputs = Outputs(run, self._write_new_ranks, partial(device_states, aggregator))
         self._end = JobEnd(aggregator, orders, lambda rank: self._messages.reaches(rank))

@@ -30,8 +30,7 @@ from effllm.records.job import ClusterReport, Summary
 from effllm.records.plain_text import one_line, without_user
 
 #: Sinks that use `RunInfo.devices`, which is filled from the first window on, before the sink is open.
-WITH_DEVICES = frozenset({"otlp"})
-
+SINKS_WITH_DEVICES = frozenset({"otlp"})
 
 _ADDRESS = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>:? ?")  # differs in each text
 
@@ -46,8 +45,8 @@ class WriteFailed(Exception):
     lost = 0  # number of earlier windows whose values are lost too
 
 
-class Failures:
-    """Gives all failures since the last success the text of the first one, because each different text is an event.
+class FirstFailure:
+    """The text of all failures since the last success: that of the first one, because each different text is an event.
 
     The texts of libraries may contain the address of a server with a password, which is removed.
     """
@@ -55,14 +54,14 @@ class Failures:
     def __init__(self) -> None:
         self._text = ""
 
-    def failed(self, text: str, lost: int = 0) -> WriteFailed:
-        """Return the exception for a failure; ``lost`` is the number of earlier windows whose values are lost too."""
+    def error_of(self, text: str, lost: int = 0) -> WriteFailed:
+        """Return the exception of a failure, with the first one's text; ``lost`` earlier windows are lost with it."""
         self._text = self._text or _ADDRESS.sub("", one_line(without_user(text)))
         error = WriteFailed(self._text)
         error.lost = lost
         return error
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         self._text = ""
 
 
@@ -87,7 +86,7 @@ class RunInfo:
     log: Callable[[str], None] = lambda _: None  # reports an event about the sink
     summary: Callable[[], Summary | None] = lambda: None  # summary of the ended job; available before sinks are closed
     identity: Callable[[], Identity] = Identity  # newest identity of the run; any thread may call this
-    devices: DeviceFeed = field(default_factory=DeviceFeed)  # newest states, if a sink is in WITH_DEVICES
+    devices: DeviceFeed = field(default_factory=DeviceFeed)  # newest states, if a sink is in SINKS_WITH_DEVICES
     fact: Callable[[str], Any] = lambda _: None  # newest fact of the run by its name, or None; any thread may call this
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the sink, with defaults; see `open_sink`
 
@@ -152,7 +151,7 @@ def job_values(report: ClusterReport) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-class InTraining:
+class WrittenByTraining:
     """A sink whose values are written by the training process, in its own calls of a tracker."""
 
     def write(self, report: ClusterReport) -> None:

@@ -27,9 +27,9 @@ OPTIONS = {
     ),
 }
 
-#: Maximum number of different lines per kind of events; kinds of level ALWAYS have no limit.
+#: Maximum number of different lines per kind of events, before a last one; kinds of level ALWAYS have no limit.
 MAX_EVENTS = 20
-MAX_LINE = 200  # of a window's line in a file
+MAX_LINE_LETTERS = 200  # of a window's line in a file
 
 _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
 _ASCII = str.maketrans({"·": "|", "…": "...", "±": "+-", "µ": "u"})
@@ -46,61 +46,60 @@ class Console:
         self._run = run
         self._out = run.stdout
         environment = process_environ()
-        self._terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
-        self._colour = self._terminal and not environment.get("NO_COLOR")
+        self._is_terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
+        self._has_colour = self._is_terminal and not environment.get("NO_COLOR")
         form = run.options["format"]
-        self._is_line = self._terminal if form == "auto" else form == "line"
-        self._shown: dict[str, set[str]] = {}  # texts of printed events, by kind
+        self._prints_line = self._is_terminal if form == "auto" else form == "line"
+        self._printed: dict[str, set[str]] = {}  # texts of printed events, by kind
         self._is_closed = False
 
     def write(self, report: ClusterReport) -> None:
         """Print a window, except corrections and windows without an iteration."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
-        width = _width(self._out) if self._terminal else 0
-        lines = [console_line(report, width or MAX_LINE)] if self._is_line else block_lines(report, width)
-        self._put([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
+        width = _terminal_width(self._out) if self._is_terminal else 0
+        lines = [console_line(report, width or MAX_LINE_LETTERS)] if self._prints_line else block_lines(report, width)
+        self._print([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
 
     def event(self, event: Event) -> None:
         """Print an event, according to the level of its kind."""
         level = level_of(event.kind)
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
         if level != ALWAYS:
-            shown = self._shown.setdefault(event.kind, set())
-            if level == FILE or text in shown or len(shown) > MAX_EVENTS:
+            printed = self._printed.setdefault(event.kind, set())
+            if level == FILE or text in printed or len(printed) > MAX_EVENTS:
                 return
-            shown.add(text)
-            if len(shown) > MAX_EVENTS:
+            printed.add(text)
+            if len(printed) > MAX_EVENTS:
                 text = f"more events of kind {event.kind} are in events.jsonl of the run folder"
         line = f"[EfficientLLM] {text}" + (f" ({event.count} events)" if event.count > 1 else "")
-        self._put([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
+        self._print([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
 
     def close(self) -> None:
         """Print the closing table; the stream stays open for the training."""
         summary = None if self._is_closed else self._run.summary()
         self._is_closed = True
         if summary is not None:
-            self._put(
-                closing_text(summary, self._run.folder, self._run.tensorboard_dir, is_cut=self._terminal).splitlines()
-            )
+            text = closing_text(summary, self._run.folder, self._run.tensorboard_dir, is_cut=self._is_terminal)
+            self._print(text.splitlines())
 
     def _coloured(self, colour: str, line: str) -> str:
-        return f"{colour}{line}{_PLAIN}" if self._colour else line
+        return f"{colour}{line}{_PLAIN}" if self._has_colour else line
 
-    def _put(self, lines: Sequence[str]) -> None:
+    def _print(self, lines: Sequence[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
-        if self._terminal:
+        if self._is_terminal:
             # A progress bar of the training may have left the cursor inside a line. One space per column of the
             # terminal moves the cursor from inside a line to the next line, but not from the start of a line (zsh's
             # PROMPT_SP).
-            text = " " * _width(self._out) + _ERASE + text
+            text = " " * _terminal_width(self._out) + _ERASE + text
         elif _is_inside_line(self._out, bool(self._run.fact(PROGRESS_BARS))):
             text = f"\n{text}"
         self._out.write(_encodable(text, self._out))
         self._out.flush()
 
 
-def _width(stream: TextIO) -> int:
+def _terminal_width(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):

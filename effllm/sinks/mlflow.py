@@ -18,7 +18,7 @@ from effllm.records.board import DOUBTFUL, TRACKED
 from effllm.records.forecast import foretold_values
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import without_user
-from effllm.sinks import Failures, Option, RunInfo
+from effllm.sinks import FirstFailure, Option, RunInfo
 
 OPTIONS = {
     "every": Option("5", number(0, unit="seconds"), "Minimum time between two calls of the server, in seconds."),
@@ -66,11 +66,11 @@ class Mlflow:
 
     def __init__(self, run: RunInfo, connect: Callable[[str | None], Any], make_metric: Callable[..., Any]) -> None:
         self._run, self._connect, self._make_metric = run, connect, make_metric
-        self._failures = Failures()
+        self._first_failure = FirstFailure()
         self._client: Any = None
         self._run_id = ""
-        self._waiting: list[Any] = []
-        self._windows = 0  # number of windows in `_waiting`, besides the window that is being written
+        self._waiting_values: list[Any] = []
+        self._num_waiting_windows = 0  # in `_waiting_values`, besides the window that is being written
         self._began_s = self._sent_s = time.monotonic()
         self._has_warned = False
 
@@ -89,53 +89,54 @@ class Mlflow:
         if report.doubtful:
             values[TRACKED[DOUBTFUL][0]] = len(report.doubtful)
         time_ms = int(report.time_s * 1000)
-        self._waiting += [
+        self._waiting_values += [
             self._make_metric(key, value, time_ms, report.iteration)
             for key, value in values.items()
             if math.isfinite(value)
         ]
-        del self._waiting[:-MAX_WAITING]
+        del self._waiting_values[:-MAX_WAITING]
         if report.final or time.monotonic() - self._sent_s >= self._run.options["every"]:
             self._send()
-        self._windows += 1 if self._waiting else 0
+        self._num_waiting_windows += bool(self._waiting_values)
 
     def close(self) -> None:
         """Write the kept values; report it if there was no run. May be called twice."""
         self._send()
-        if self._waiting:
-            self._warn()
+        if self._waiting_values:
+            self._warn_of_no_run()
 
     def _send(self) -> None:
-        if not self._waiting or not self._find_run():
+        if not self._waiting_values or not self._find_run():
             return
         self._sent_s = time.monotonic()
-        (waiting, self._waiting), (windows, self._windows) = (self._waiting, []), (self._windows, 0)
+        waiting, self._waiting_values = self._waiting_values, []
+        num_windows, self._num_waiting_windows = self._num_waiting_windows, 0
         try:
             for at in range(0, len(waiting), MAX_IN_CALL):
                 self._client.log_batch(self._run_id, metrics=waiting[at : at + MAX_IN_CALL])
         except Exception as error:
-            raise self._failures.failed(f"{type(error).__name__}: {error}", windows) from error
-        self._failures.succeeded()
+            raise self._first_failure.error_of(f"{type(error).__name__}: {error}", num_windows) from error
+        self._first_failure.note_success()
 
     def _find_run(self) -> bool:
-        """Return whether the run is known; it stays the same, so that there is only one run."""
+        """Return whether the run is known, and connect when it is; it stays the same, so that there is only one run."""
         if not self._run_id:
             environ = process_environ()
             self._run_id = str(self._run.fact(RUN_ID) or environ.get("MLFLOW_RUN_ID") or "")
             if self._run_id:
                 self._client = self._connect(_tracking_uri(self._run.fact(TRACKING_URI), environ))
             elif time.monotonic() - self._began_s > NO_RUN_S:
-                self._warn()
+                self._warn_of_no_run()
         return bool(self._run_id)
 
-    def _warn(self) -> None:
+    def _warn_of_no_run(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             self._run.log(NO_RUN)
 
 
 def _tracking_uri(of_training: Any, environ: Mapping[str, str]) -> str | None:
-    """Return the training's tracking URI, with the user and the password of the environment's URI if they match."""
+    """Return the training's tracking URI, or that of the environment if it is the same with a user, or the only one."""
     own = environ.get("MLFLOW_TRACKING_URI")
     if not isinstance(of_training, str) or (own and without_user(own) == of_training):
         return own

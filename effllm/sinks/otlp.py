@@ -35,7 +35,7 @@ from effllm.config.switches import process_environ
 from effllm.metrics.output_names import base_unit_name, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
-from effllm.sinks import JOB_VALUES, Failures, Option, RunInfo, SinkUnavailable, job_values
+from effllm.sinks import JOB_VALUES, FirstFailure, Option, RunInfo, SinkUnavailable, job_values
 
 OPTIONS = {
     "endpoint": Option(
@@ -49,10 +49,10 @@ OPTIONS = {
 
 COUNTER, GAUGE = "counter", "gauge"
 VARIABLES = "OTEL_EXPORTER_OTLP_"
-OVER = "effllm.over"  # attribute for the base of a value: run, window or job
+BASE_ATTRIBUTE = "effllm.over"  # attribute for the base of a value: run, window or job
 NS = 10**9
 #: Kind of a device -> value of `hw.type`. The conventions have no type for a module of GPU, CPU and memory.
-TYPES = {GPU_KIND: "gpu", CPU_KIND: "cpu", MODULE_KIND: "enclosure"}
+HW_TYPES = {GPU_KIND: "gpu", CPU_KIND: "cpu", MODULE_KIND: "enclosure"}
 SCOPE = InstrumentationScope("effllm", __version__)
 
 
@@ -65,9 +65,9 @@ class Instrument(NamedTuple):
 
 
 #: The metrics of hardware, as in OpenTelemetry's model/hardware/*.yaml.
-HARDWARE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Instrument])
+DEVICE_INSTRUMENTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Instrument])
 
-TRAINING = {entry.otlp[0]: Instrument(*entry.otlp[1:], entry.text) for entry in JOB_VALUES.values() if entry.otlp}
+JOB_INSTRUMENTS = {row.otlp[0]: Instrument(*row.otlp[1:], row.text) for row in JOB_VALUES.values() if row.otlp}
 
 #: A value of a metric with its attributes.
 Value = tuple[str, Mapping[str, str], float]
@@ -94,13 +94,13 @@ class Otlp:
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._reason = _LastError()
+        self._last_error = _LastError()
         self._exporter = OTLPMetricExporter(endpoint=run.options["endpoint"] or None)
         self._resource = _resource(run.identity().run_id or "")
         self._sent_j: dict[str, float] = {}  # energy by device: a late report must not lower a counter
-        self._waiting: ClusterReport | None = None
+        self._unsent: ClusterReport | None = None
         self._sent_s = -math.inf
-        self._failures = Failures()
+        self._first_failure = FirstFailure()
 
     def write(self, report: ClusterReport) -> None:
         """Send a report, or keep it until the next export is due.
@@ -108,47 +108,49 @@ class Otlp:
         Raises:
             WriteFailed: the values were not received.
         """
-        self._waiting = report
+        self._unsent = report
         if report.final or abs(report.time_s - self._sent_s) >= self._run.options["every"]:
             self._send(report)
 
     def close(self) -> None:
         """Send the last report, and close the connection. May be called twice."""
-        if self._waiting is not None:
-            self._send(self._waiting)
+        if self._unsent is not None:
+            self._send(self._unsent)
         self._exporter.shutdown()
 
     def _send(self, report: ClusterReport) -> None:
-        self._waiting, self._sent_s = None, report.time_s  # after a failure the next report is sent, not this one again
+        self._unsent, self._sent_s = None, report.time_s  # after a failure the next report is sent, not this one again
         start_ns = int((self._run.identity().started_time_s or report.time_s) * NS)
         times_ns = min(start_ns, int(report.time_s * NS)), int(report.time_s * NS)
         by_host: dict[str, list[DeviceState]] = {}
         for device in self._run.devices.newest:
             by_host.setdefault(device.host, []).append(device)
-        groups = [(self._resource, _metrics({**TRAINING, **_TABLE}, _of_job(report), times_ns))]
+        groups = [
+            (self._resource, _metrics({**JOB_INSTRUMENTS, **_METRIC_INSTRUMENTS}, _values_of_job(report), times_ns))
+        ]
         for host, devices in sorted(by_host.items()):
             resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
-            groups.append((resource, _metrics(HARDWARE, self._of_devices(devices), times_ns)))
+            groups.append((resource, _metrics(DEVICE_INSTRUMENTS, self._values_of_devices(devices), times_ns)))
         data = MetricsData([ResourceMetrics(of, [ScopeMetrics(SCOPE, some, "")], "") for of, some in groups if some])
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:
-            raise self._failures.failed(self._reason.take_text())
-        self._failures.succeeded()
+            raise self._first_failure.error_of(self._last_error.take_text())
+        self._first_failure.note_success()
 
-    def _of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
+    def _values_of_devices(self, devices: Sequence[DeviceState]) -> Iterator[Value]:
         for device in devices:
-            about = _attributes(device)
+            attributes = _attributes(device)
             if device.joules is not None:
                 joules = self._sent_j[device.key] = max(device.joules, self._sent_j.get(device.key, 0.0))
                 # Energy of a whole host has its own metric, so that a sum over hw.energy counts no joule twice.
-                yield ("hw.host.energy", about, joules) if device.kind == NODE_KIND else ("hw.energy", about, joules)
+                yield ("hw.host.energy" if device.kind == NODE_KIND else "hw.energy"), attributes, joules
             if device.power_w is not None:
-                yield ("hw.host.power" if device.kind == NODE_KIND else "hw.power"), about, device.power_w
+                yield ("hw.host.power" if device.kind == NODE_KIND else "hw.power"), attributes, device.power_w
             if device.kind == GPU_KIND:
-                yield from _of_gpu(device, about)
+                yield from _values_of_gpu(device, attributes)
 
 
-def _of_gpu(device: DeviceState, about: Mapping[str, str]) -> Iterator[Value]:
-    plain = {name: text for name, text in about.items() if name != "hw.type"}
+def _values_of_gpu(device: DeviceState, attributes: Mapping[str, str]) -> Iterator[Value]:
+    plain = {name: text for name, text in attributes.items() if name != "hw.type"}
     model = {"hw.model": device.name, "hw.driver_version": device.driver}
     gpu = {**plain, **{name: text for name, text in model.items() if text}}
     if device.utilization is not None:
@@ -166,26 +168,27 @@ def _of_gpu(device: DeviceState, about: Mapping[str, str]) -> Iterator[Value]:
 
 def _attributes(device: DeviceState) -> dict[str, str]:
     named = {"hw.id": device.key} | ({"hw.name": device.name} if device.name else {})
-    return named if device.kind == NODE_KIND else {**named, "hw.type": TYPES[device.kind]}
+    return named if device.kind == NODE_KIND else {**named, "hw.type": HW_TYPES[device.kind]}
 
 
-def _of_job(report: ClusterReport) -> Iterator[Value]:
+def _values_of_job(report: ClusterReport) -> Iterator[Value]:
     yield from ((of[0], {}, value) for name, value in job_values(report).items() if (of := JOB_VALUES[name].otlp))
     for entry in metrics.METRICS.values():
-        name, factor = _name(entry)
-        for base in entry.bases if name in _TABLE else ():
+        name, factor = _name_and_factor(entry)
+        for base in entry.bases if name in _METRIC_INSTRUMENTS else ():
             if (value := report.values.get(entry.tag(base))) is not None:
-                yield name, {OVER: base}, value * factor
+                yield name, {BASE_ATTRIBUTE: base}, value * factor
 
 
-def _name(entry: metrics.Metric) -> tuple[str, float]:
+def _name_and_factor(entry: metrics.Metric) -> tuple[str, float]:
+    """Return the name of a metric, ``effllm.GROUP.NAME``, and the factor of its values."""
     name, factor = base_unit_name(entry)
     rest = name.removeprefix(f"{entry.group}_") if entry.group else name
     return ".".join(part for part in ("effllm", entry.group, rest) if part), factor
 
 
-_TABLE = {
-    _name(entry)[0]: Instrument(GAUGE, unit_of(entry).ucum, entry.help)
+_METRIC_INSTRUMENTS = {
+    _name_and_factor(entry)[0]: Instrument(GAUGE, unit_of(entry).ucum, entry.help)
     for entry in metrics.METRICS.values()
     if entry.chart
 }

@@ -40,7 +40,7 @@ OPTIONS = {
 SUFFIX = "efficientllm"
 
 #: Values in addition to the metrics: tag -> (unit, help).
-BESIDE: dict[str, tuple[str, str]] = {
+OTHER_VALUES: dict[str, tuple[str, str]] = {
     **{entry.tensorboard[0]: (entry.tensorboard[1], entry.text) for entry in JOB_VALUES.values() if entry.tensorboard},
     "training/loss": ("", "Loss of the window."),
     "straggler/p50_step_seconds": ("s/iteration", "Median over ranks of the mean step time in the window."),
@@ -78,7 +78,7 @@ class TensorBoard:
     def __init__(self, file: _EventFile) -> None:
         self._file = file
         self._records = RecordWriter(file)
-        self._described: set[str] = set()
+        self._described_tags: set[str] = set()
         self._step: int | None = None
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -86,7 +86,7 @@ class TensorBoard:
         if not report.values:
             return
         shown = {tag: value for tag, value in report.values.items() if has_chart(tag)}
-        values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
+        values = {tag: value for tag, value in {**shown, **_other_values(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
             # With this mark, TensorBoard drops points of the previous attempt at this and later steps.
@@ -96,13 +96,13 @@ class TensorBoard:
             # At a step before the last step, TensorBoard would drop all later points.
             step = max(step, self._step)
             values = {tag: value for tag, value in values.items() if _is_cumulative(tag)}
-        new = {tag: value for tag, value in values.items() if tag not in self._described}
+        new = {tag: value for tag, value in values.items() if tag not in self._described_tags}
         if new:
             # TensorBoard reads a tag's name and help only from tensors, but most scripts read only plain values. So the
             # first point of each tag is written as a tensor and as a plain value.
-            described = [_described(tag, value, simulated=report.simulated) for tag, value in new.items()]
-            self._add_summary(report.time_s, step, [*described, _layout(self._described | new.keys())])
-            self._described |= new.keys()
+            described = [_described_value(tag, value, simulated=report.simulated) for tag, value in new.items()]
+            self._add_summary(report.time_s, step, [*described, _layout_value(self._described_tags | new.keys())])
+            self._described_tags |= new.keys()
         plain = [summary_pb2.Summary.Value(tag=chart_tag(tag), simple_value=value) for tag, value in values.items()]
         self._add_summary(report.time_s, step, plain)
         self._step = step
@@ -131,18 +131,18 @@ class _EventFile:
         # In a framework's folder, the event file has the permissions of the framework's files.
         mode = 0o600 if is_private else 0o644
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode)
-        self._closed = False
+        self._is_closed = False
 
     def write(self, record: bytes) -> None:
         regular_file.append(self._descriptor, record)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             os.close(self._descriptor)
 
 
-def _beside(report: ClusterReport) -> dict[str, float]:
+def _other_values(report: ClusterReport) -> dict[str, float]:
     values = {tag[0]: value for name, value in job_values(report).items() if (tag := JOB_VALUES[name].tensorboard)}
     if report.loss is not None:
         values["training/loss"] = report.loss
@@ -155,11 +155,11 @@ def _beside(report: ClusterReport) -> dict[str, float]:
     return values
 
 
-def _known(tag: str) -> tuple[str, str]:
+def _unit_and_help(tag: str) -> tuple[str, str]:
     """Return unit and help of a tag; empty for an unknown tag."""
     entry = metric_of_tag(tag)
     if entry is None:
-        return BESIDE.get(tag, ("", ""))
+        return OTHER_VALUES.get(tag, ("", ""))
     return entry.unit, f"{_BASES[_base_of(tag)]}. {entry.help}"
 
 
@@ -171,14 +171,14 @@ def _base_of(tag: str) -> str:
 
 def _is_cumulative(tag: str) -> bool:
     """Whether a tag is a total of the run or the job; late reports correct its newest point."""
-    if tag in BESIDE:
+    if tag in OTHER_VALUES:
         return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
     entry = metric_of_tag(tag)
     return entry is not None and tag in {entry.tag(base) for base in entry.bases if base != "window"}
 
 
-def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
-    unit, text = _known(tag)
+def _described_value(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
+    unit, text = _unit_and_help(tag)
     words = [word for word in (unit, _base_of(tag)) if word]
     name = f"{chart_tag(tag)} ({', '.join(words)})" if words else chart_tag(tag)
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
@@ -186,7 +186,7 @@ def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summar
     return summary_pb2.Summary.Value(tag=chart_tag(tag), tensor=tensor, metadata=metadata)
 
 
-def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
+def _layout_value(tags: set[str]) -> summary_pb2.Summary.Value:
     """Return the page of the Custom Scalars tab with these tags, as a summary value."""
     page = layout_pb2.Layout(category=[layout_pb2.Category(title=t, chart=c) for t, c in _categories(tags)])
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[page.SerializeToString()])
@@ -197,7 +197,7 @@ def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
 
 def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     """Yield titles and charts; TensorBoard merges the charts of several runs only if they are identical."""
-    glance = {f"{name} ({_known(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
+    glance = {f"{name} ({_unit_and_help(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
     if first := _charts(glance, tags):
         yield "at a glance", first
     contract = {f"{entry.name} ({entry.unit})": [entry.tag("run")] for entry in contract_metrics()}
@@ -205,7 +205,7 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
         yield "efficiency: run to date", shown
     groups: dict[str, dict[str, list[str]]] = {}
     units = {entry.tag(entry.bases[0]): entry.unit for entry in metrics.METRICS.values() if entry.group}
-    units |= {tag: unit for tag, (unit, _) in BESIDE.items()}
+    units |= {tag: unit for tag, (unit, _) in OTHER_VALUES.items()}
     for tag, unit in units.items():
         if tag in AT_A_GLANCE:
             continue

@@ -6,8 +6,8 @@ effllm/trainer/trackers.py. A second writer would need W&B's shared mode and a s
 
 from __future__ import annotations
 
-from effllm.sinks import InTraining, RunInfo
+from effllm.sinks import RunInfo, WrittenByTraining
 
 
-def open_sink(_run: RunInfo) -> InTraining:
-    return InTraining()
+def open_sink(_run: RunInfo) -> WrittenByTraining:
+    return WrittenByTraining()

@@ -57,7 +57,7 @@ def test_hardware_metrics_are_those_of_the_registry(receiver):
     opened(receiver).write(complete_report())
 
     hardware = [point for point in receiver.points if point.name.startswith("hw.")]
-    assert {point.name for point in hardware} == set(otlp.HARDWARE)
+    assert {point.name for point in hardware} == set(otlp.DEVICE_INSTRUMENTS)
     for point in hardware:
         known = REGISTRY["metrics"][point.name]
         assert (point.instrument, point.unit) == (known["instrument"], known["unit"]), point.name

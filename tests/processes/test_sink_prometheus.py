@@ -41,7 +41,7 @@ class Values:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = self.values.set_report
-        self.event = lambda event: self.values.count(event.kind, event.count)
+        self.event = lambda event: self.values.count_events(event.kind, event.count)
 
     def page(self):
         return generate_latest(self.registry).decode()
@@ -269,7 +269,7 @@ def test_slow_connections_do_not_stop_a_scrape(serve, first):
                 one.sendall(first)
         for _ in range(3):
             assert "efficientllm_fresh" in scrape(sink)
-        jobs.until(lambda: threads() <= prometheus.web_server.MAX_OF_ADDRESS)
+        jobs.until(lambda: threads() <= prometheus.web_server.MAX_PER_ADDRESS)
     finally:
         for one in slow:
             one.close()

@@ -14,7 +14,7 @@ import pytest
 from prometheus_server import pages
 
 from effllm.sinks.prometheus import target_file
-from effllm.sinks.prometheus.target_file import EXPIRES_S, TargetFile, instance_of
+from effllm.sinks.prometheus.target_file import EXPIRES_S, TargetFile, instance_name
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
@@ -177,16 +177,16 @@ def test_folder_in_which_others_replace_files_is_not_used(folder, announce, mode
 
 def test_instance_is_a_safe_name_and_differs_by_user_and_folder():
     names = [
-        instance_of("alice", "mine", Path("/a/mine")),
-        instance_of("bob", "mine", Path("/a/mine")),
-        instance_of("alice", "mine", Path("/b/mine")),
-        instance_of('../"<b>\n', "../../etc/" + "x" * 500, Path("/b/mine")),
-        instance_of("alice", "", None),
-        instance_of("alice", "", None),
+        instance_name("alice", "mine", Path("/a/mine")),
+        instance_name("bob", "mine", Path("/a/mine")),
+        instance_name("alice", "mine", Path("/b/mine")),
+        instance_name('../"<b>\n', "../../etc/" + "x" * 500, Path("/b/mine")),
+        instance_name("alice", "", None),
+        instance_name("alice", "", None),
     ]
 
     assert len(set(names)) == len(names)
-    assert names[0] == instance_of("alice", "mine", Path("/a/mine"))
+    assert names[0] == instance_name("alice", "mine", Path("/a/mine"))
     for name in names:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
         assert len(name) < 200 and not name.startswith(".")

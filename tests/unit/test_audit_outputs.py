@@ -81,7 +81,7 @@ def test_window_names_the_number_of_values_in_doubt():
 def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
     report = replace(make_report(100), doubtful=doubtful)
     assert published(report).get("health/doubtful_values") == value  # W&B and Trackio, in the training process
-    assert tensorboard._beside(report).get("health/doubtful_values") == value
+    assert tensorboard._other_values(report).get("health/doubtful_values") == value
     assert job_values(report).get("doubtful_values") == value  # of the sinks prometheus and otlp
 
 

@@ -25,7 +25,7 @@ from effllm.records.identity import Identity
 from effllm.records.job import SPREADS, ClusterReport
 from effllm.records.rank import Event
 from effllm.sinks import JOB_VALUES, Option, RunInfo, job_values
-from effllm.sinks.prometheus.target_file import TargetFile, instance_of
+from effllm.sinks.prometheus.target_file import TargetFile, instance_name
 from effllm.sinks.prometheus.web_server import Access, listen, read_access
 from effllm.store.own_files import user_name
 
@@ -46,13 +46,13 @@ OPTIONS = {
 
 POLL_S = 0.1
 PREFIX = "efficientllm"
-BASE = "over"  # label for the base of a value: run, window or job
+BASE_LABEL = "over"  # label for the base of a value: run, window or job
 #: A report is shown for FRESH_WINDOWS times the duration of its window, or for FRESH_S if that is longer.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
-QUANTILE = "quantile"  # label for a part of a `Spread`
+QUANTILE_LABEL = "quantile"  # label for a part of a `Spread`
 #: Fields of a `Spread` over ranks or GPUs: name -> value of the label.
-PARTS = {"least": "0", "p5": "0.05", "median": "0.5", "p95": "0.95", "most": "1"}
+QUANTILES = {"least": "0", "p5": "0.05", "median": "0.5", "p95": "0.95", "most": "1"}
 #: Metrics without a chart that operators need: money, and stragglers with their cost.
 SERVED_TOO = ("electricity_cost", "gpu_cost", "named_ranks", "waiting_gpu_seconds")
 MAX_LABEL_LETTERS = 1000
@@ -81,14 +81,14 @@ def open_sink(run: RunInfo) -> Prometheus:
         run.log(f"{in_use}metrics for Prometheus are at {address}")
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="sink-prometheus-http", daemon=True)
     thread.start()
-    return Prometheus(page, server, thread, _announce(run, access, server.server_port))
+    return Prometheus(page, server, thread, _write_target_file(run, access, server.server_port))
 
 
-def _announce(run: RunInfo, access: Access, port: int) -> TargetFile | None:
+def _write_target_file(run: RunInfo, access: Access, port: int) -> TargetFile | None:
     """Write the file of the job in the discovery folder; without the file the page is served all the same."""
     if not (folder := run.options["discovery_dir"]):
         return None
-    instance = instance_of(user_name(), run.identity().run_id or "", run.folder)
+    instance = instance_name(user_name(), run.identity().run_id or "", run.folder)
     try:
         return TargetFile(Path(folder), instance, access.target(port), {"__scheme__": access.scheme})
     except OSError as error:
@@ -103,18 +103,15 @@ class Prometheus:
     """Serves the newest report."""
 
     def __init__(self, page: MetricsPage, server: Any, thread: threading.Thread, target: TargetFile | None) -> None:
-        self._page = page
-        self._server = server
-        self._thread = thread
-        self._target = target
+        self._page, self._server, self._thread, self._target = page, server, thread, target
         self.port: int = server.server_port
 
     def write(self, report: ClusterReport) -> None:
         self._page.set_report(report)
 
     def event(self, event: Event) -> None:
-        """Count an event, with the number of events in its line."""
-        self._page.count(event.kind, event.count)
+        """Count the events that a line represents."""
+        self._page.count_events(event.kind, event.count)
 
     def close(self) -> None:
         """Stop the server. Prometheus then marks the values as stale."""
@@ -141,30 +138,30 @@ class MetricsPage(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
-        self._since_s = 0.0
+        self._received_s = 0.0
         self._is_stalled = False
-        self._events = dict.fromkeys(ALERTED, 0)  # 0 from the start, so that increase() includes the first event
+        self._num_events = dict.fromkeys(ALERTED, 0)  # 0 from the start, so that increase() includes the first event
 
     def set_report(self, report: ClusterReport) -> None:
         with self._lock:
-            self._report, self._since_s = report, self._clock()
+            self._report, self._received_s = report, self._clock()
 
-    def count(self, kind: str, count: int) -> None:
+    def count_events(self, kind: str, count: int) -> None:
         with self._lock:
-            kind = kind if kind in self._events or len(self._events) < MAX_KINDS else "other"
-            self._events[kind] = self._events.get(kind, 0) + count
+            kind = kind if kind in self._num_events or len(self._num_events) < MAX_KINDS else "other"
+            self._num_events[kind] = self._num_events.get(kind, 0) + count
             if kind in ("stalled", "resumed"):
                 self._is_stalled = kind == "stalled"
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
+            report, age_s, events = self._report, self._clock() - self._received_s, dict(self._num_events)
             is_stalled = self._is_stalled
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
         yield self._family("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
         yield self._family("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
-        info = _labels(self._identity()) | ({"runbook_url": self._runbook_url} if self._runbook_url else {})
+        info = _identity_labels(self._identity()) | ({"runbook_url": self._runbook_url} if self._runbook_url else {})
         text = "Number of events by kind; their texts are in events.jsonl."
         yield self._family("events", text, counted, CounterMetricFamily)
         yield self._family("run_info", "1: the labels are the identity of the run.", [(info, 1.0)])
@@ -179,21 +176,21 @@ class MetricsPage(Collector):
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
         yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
-            yield from self._measured(report)
+            yield from self._metrics_and_spreads(report)
 
-    def _measured(self, report: ClusterReport) -> Iterator[Metric]:
+    def _metrics_and_spreads(self, report: ClusterReport) -> Iterator[Metric]:
         for entry in metrics.METRICS.values():
             name, factor = base_unit_name(entry)
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
-            samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
+            samples = [({BASE_LABEL: base}, value * factor) for base, value in values if value is not None]
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
                 yield self._family(name, entry.help, [sample for sample in samples if math.isfinite(sample[1])])
         for name, spread in report.spread.items():
-            parts = [({QUANTILE: value}, float(getattr(spread, part))) for part, value in PARTS.items()]
+            parts = [({QUANTILE_LABEL: value}, float(getattr(spread, part))) for part, value in QUANTILES.items()]
             yield self._family(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
 
     def _family(self, name: str, text: str, samples: Samples | float, kind: Family = GaugeMetricFamily) -> Metric:
-        """Return a metric; a number is a sample without further labels."""
+        """Return a metric; its samples have the same labels, and a number is a sample without further labels."""
         rows = [({}, float(samples))] if isinstance(samples, (int, float)) else samples
         family = kind(f"{PREFIX}_{name}", text, labels=[*self._labels, *(rows[0][0] if rows else ())])
         for labels, value in rows:
@@ -201,7 +198,7 @@ class MetricsPage(Collector):
         return family
 
 
-def _labels(identity: Identity) -> dict[str, str]:
+def _identity_labels(identity: Identity) -> dict[str, str]:
     """Return the labels of the info series; an unknown value is empty, and a long one is cut."""
     tags = dict(tag.partition("=")[::2] for tag in identity.tags)
     # The page ends before the run, so its identity has no end.

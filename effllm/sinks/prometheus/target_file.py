@@ -26,12 +26,12 @@ from effllm.store import own_files
 BEAT_S, EXPIRES_S = 60.0, 300.0
 MODE = 0o640  # Prometheus reads the file as a member of the folder's group
 PREFIX, SUFFIX = "effllm.", ".json"
-#: The names of files of jobs, from `instance_of`, and of files that are being written. No other file is ever removed.
+#: The names of files of jobs, from `instance_name`, and of files that are being written. No other file is ever removed.
 _NAMES = re.compile(r"effllm\.[\w-]+\.[\w-]*\.[0-9a-f]{8}\.json|\.effllm\..+\.json\.[0-9a-f]{8}", re.ASCII)
 MAX_NAME_LETTERS = 80  # of the user's name and of the run's name
 
 
-def instance_of(user: str, run_id: str, folder: Path | None) -> str:
+def instance_name(user: str, run_id: str, folder: Path | None) -> str:
     """Return the name of a run among the runs of all users, the same in all attempts."""
     where = str(folder.absolute()) if folder is not None else secrets.token_hex(8)
     words = (re.sub(r"[^A-Za-z0-9_-]", "_", word)[:MAX_NAME_LETTERS] for word in (user, run_id))
@@ -39,11 +39,11 @@ def instance_of(user: str, run_id: str, folder: Path | None) -> str:
 
 
 class TargetFile:
-    """The file of one job, from `__init__` to `close`, with a thread that keeps its time new.
+    """The file of one job, from `__init__` to `close`; its thread keeps its time new, and removes expired files.
 
     Args:
         folder: the discovery folder, which must exist.
-        instance: the name of the job, from `instance_of`.
+        instance: the name of the job, from `instance_name`.
         target: address and port of the page.
         labels: further labels of the target.
 
@@ -54,17 +54,17 @@ class TargetFile:
     def __init__(self, folder: Path, instance: str, target: str, labels: Mapping[str, str]) -> None:
         self._name = f"{PREFIX}{instance}{SUFFIX}"
         self._content = msgspec.json.encode([{"targets": [target], "labels": {"instance": instance, **labels}}])
-        self._at = own_files.open_folder(folder)
-        self._file = -1
+        self._folder_fd = own_files.open_folder(folder)
+        self._file_fd = -1
         try:
             self._check_folder(folder)
             self._write()
         except OSError as error:
-            os.close(self._at)
+            os.close(self._folder_fd)
             error.filename = str(folder)
             raise
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="sink-prometheus-target", daemon=True)
+        self._thread = threading.Thread(target=self._beat_until_closed, name="sink-prometheus-target", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -76,32 +76,32 @@ class TargetFile:
         if self._thread.is_alive():  # the folder's file system does not answer
             return
         with contextlib.suppress(OSError):
-            if self._is_own():
-                os.unlink(self._name, dir_fd=self._at)
-        os.close(self._file)
-        os.close(self._at)
+            if self._is_this_file():
+                os.unlink(self._name, dir_fd=self._folder_fd)
+        os.close(self._file_fd)
+        os.close(self._folder_fd)
 
     def _check_folder(self, folder: Path) -> None:
-        about = os.fstat(self._at)
-        if not stat.S_ISDIR(about.st_mode):
+        status = os.fstat(self._folder_fd)
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX:
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
             raise PermissionError(errno.EPERM, f"other users can replace files of this folder: chmod +t {folder}")
 
     def _write(self) -> None:
         """Write the file under a new name, and give it its name in one step."""
         scratch = f".{self._name}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(scratch, flags, 0o600, dir_fd=self._at)
+        file = os.open(scratch, flags, 0o600, dir_fd=self._folder_fd)
         try:
             os.write(file, self._content)
             os.fchmod(file, MODE)  # with any umask
-            there = self._look(self._name)
-            if there is None:
+            status = self._stat(self._name)
+            if status is None:
                 # Unlike a rename, a link cannot replace a file that another user has made in the meantime.
-                os.link(scratch, self._name, src_dir_fd=self._at, dst_dir_fd=self._at)
-            elif _is_ours(there):  # of an earlier attempt; the folder is sticky, so no other user can exchange it now
-                os.replace(scratch, self._name, src_dir_fd=self._at, dst_dir_fd=self._at)
+                os.link(scratch, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+            elif _is_of_this_user(status):  # of an earlier attempt; in a sticky folder no other user can exchange it
+                os.replace(scratch, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
             else:
                 raise PermissionError(errno.EPERM, f"{self._name} is not a file of this user")
         except OSError:
@@ -109,22 +109,22 @@ class TargetFile:
             raise
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(scratch, dir_fd=self._at)
-        self._file, old = file, self._file
+                os.unlink(scratch, dir_fd=self._folder_fd)
+        self._file_fd, old = file, self._file_fd
         if old >= 0:
             os.close(old)
 
-    def _look(self, name: str) -> os.stat_result | None:
+    def _stat(self, name: str) -> os.stat_result | None:
         try:
-            return os.stat(name, dir_fd=self._at, follow_symlinks=False)
+            return os.stat(name, dir_fd=self._folder_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
-    def _is_own(self) -> bool:
-        there, own = self._look(self._name), os.fstat(self._file)
-        return there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+    def _is_this_file(self) -> bool:
+        status, own = self._stat(self._name), os.fstat(self._file_fd)
+        return status is not None and (status.st_dev, status.st_ino) == (own.st_dev, own.st_ino)
 
-    def _keep(self) -> None:
+    def _beat_until_closed(self) -> None:
         while True:
             with contextlib.suppress(OSError):
                 self._beat()
@@ -133,22 +133,22 @@ class TargetFile:
 
     def _beat(self) -> None:
         """Set the time of the file, and remove expired files of this user's other jobs."""
-        if self._look(self._name) is None:  # removed while the job was suspended
+        if self._stat(self._name) is None:  # removed while the job was suspended
             self._write()
-        os.utime(self._file)
+        os.utime(self._file_fd)
         # The clock of the file system, which sets all these times, and not the clock of this host.
-        now_s = os.fstat(self._file).st_mtime
-        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._at)
+        now_s = os.fstat(self._file_fd).st_mtime
+        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder_fd)
         try:
             with os.scandir(listed) as entries:
                 names = [entry.name for entry in entries if entry.name != self._name and _NAMES.fullmatch(entry.name)]
         finally:
             os.close(listed)
         for name in names:
-            there = self._look(name)
-            if there is not None and _is_ours(there) and now_s - there.st_mtime > EXPIRES_S:
-                os.unlink(name, dir_fd=self._at)
+            status = self._stat(name)
+            if status is not None and _is_of_this_user(status) and now_s - status.st_mtime > EXPIRES_S:
+                os.unlink(name, dir_fd=self._folder_fd)
 
 
-def _is_ours(about: os.stat_result) -> bool:
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+def _is_of_this_user(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

@@ -22,7 +22,7 @@ from effllm.store import own_files
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-MAX_AT_ONCE, MAX_OF_ADDRESS = 16, 8  # concurrent connections, of all addresses and of one
+MAX_AT_ONCE, MAX_PER_ADDRESS = 16, 8  # concurrent connections, of all addresses and of one
 DEADLINE_S = 10.0  # from the connection to the last byte of the answer: Prometheus's default scrape_timeout
 MIN_TOKEN_LETTERS, MAX_TOKEN_LETTERS = 16, 1000
 MAX_FILE_BYTES = 1 << 16
@@ -40,7 +40,7 @@ class Access(NamedTuple):
         return "http" if self.tls is None else "https"
 
     def target(self, port: int) -> str:
-        """Return the address and the port as in a target of Prometheus."""
+        """Return address and port as in a target of Prometheus; an IPv6 address is in brackets."""
         return f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
 
 
@@ -61,7 +61,7 @@ def read_access(options: Mapping[str, Any]) -> Access:
             f"on {address} the page needs TLS and a token: set the options tls_cert, tls_key and token_file, or leave "
             "out the option interface"
         )
-    return Access(address, _tls(cert, key) if cert else None, _read_token(token_file) if token_file else b"")
+    return Access(address, _tls_context(cert, key) if cert else None, _read_token(token_file) if token_file else b"")
 
 
 def _read_token(path: str) -> bytes:
@@ -74,7 +74,7 @@ def _read_token(path: str) -> bytes:
     return token
 
 
-def _tls(cert: str, key: str) -> ssl.SSLContext:
+def _tls_context(cert: str, key: str) -> ssl.SSLContext:
     _read_private(key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -92,8 +92,8 @@ def _read_private(path: str) -> bytes:
         raise SinkUnavailable(f"{path}: {error.strerror}" if error.strerror else str(error)) from error
 
 
-def _protected(token: bytes, page: Application) -> Application:
-    """Return an application that answers 401, and nothing else, to a request without the token.
+def _with_token(token: bytes, page: Application) -> Application:
+    """Return an application that answers with the page, or with 401 and nothing else to a request without the token.
 
     Its answers do not contain the version of Python.
     """
@@ -166,8 +166,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         address = client_address[0]
         current = self.connections.copy()  # threads remove theirs
-        of_address = {number: connection for number, connection in current.items() if connection.address == address}
-        if len(of_address) >= MAX_OF_ADDRESS:
+        of_address = {other: connection for other, connection in current.items() if connection.address == address}
+        if len(of_address) >= MAX_PER_ADDRESS:
             self._drop_oldest(of_address)
         elif len(current) >= MAX_AT_ONCE:
             self._drop_oldest(current)
@@ -189,7 +189,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _drop_oldest(self, connections: dict[Any, _Connection]) -> None:
         """Close the oldest connection without a complete request, or else the oldest one."""
-        self._drop(min(connections, key=lambda number: (connections[number].is_complete, connections[number].since_s)))
+        self._drop(min(connections, key=lambda each: (connections[each].is_complete, connections[each].since_s)))
 
     def _drop(self, request: Any) -> None:
         self.connections.pop(request, None)
@@ -218,5 +218,5 @@ def listen(access: Access, port: int, page: Application) -> _Server:
             f"the sink cannot listen on port {port} of {access.address}: {error.strerror or error}; "
             "set another port with prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any free port"
         ) from error
-    server.set_app(_protected(access.token, page))
+    server.set_app(_with_token(access.token, page))
     return server
