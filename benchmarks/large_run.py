@@ -48,7 +48,7 @@ class LargeRun:
         for rank in self._ranks:
             hello = rank.hello()
             assert not self._aggregator.hello(hello, self._now(0.0))
-            self._facts.learn(hello)
+            self._facts.add_hello(hello)
         self._facts.add_times(began_s)
         facts = self._facts.take_changed(1e9, 0.0, lambda: None) or {}
         self._store = RunFolder(folder, {**facts, "run_id": folder.name, "user": "alice"})

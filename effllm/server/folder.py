@@ -76,6 +76,7 @@ class _Predecessor:
         self._link: Link | None = None
 
     def ask_to_end(self, holder: run_lock.Holder) -> None:
+        """Send the holder of the lock a request to end, without waiting for an answer."""
         address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
         if holder.host != platform.node() and is_loopback(address):
             return  # the loopback address of another host cannot be reached
@@ -96,7 +97,7 @@ class _Predecessor:
 
 
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
-    """Return the state of an earlier aggregator, or ``None``; if its job id differs, start the next attempt.
+    """Return the state of an earlier aggregator, or ``None``; if its job id differs, begin the next attempt in it.
 
     Args:
         folder: the run folder.

@@ -33,9 +33,9 @@ class JobEnd:
         self._aggregator, self._presence = aggregator, aggregator.presence
         self._orders = orders
         self._reaches = reaches
-        self._gone_s: dict[int, float] = {}  # rank without a connection -> since when
+        self._gone_since_s: dict[int, float] = {}  # rank without a connection -> since when
         self._trainer_ended_s: float | None = None
-        self._agent = os.getppid() if orders.by_agent else -1
+        self._agent_pid = os.getppid() if orders.by_agent else -1
 
     def has_trainer_ended(self) -> bool:
         """Whether rank 0's trainer has ended; ``False`` without a trainer."""
@@ -43,7 +43,7 @@ class JobEnd:
         return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
 
     def must_end_for(self, message: Supersede) -> bool:
-        """Whether the next attempt replaces this aggregator: only if its trainer has ended, or it has no trainer."""
+        """Whether the next attempt replaces this aggregator: only if the trainer of this one has ended or is absent."""
         own = self._orders
         is_next_attempt = bool(own.restart_id) and message.restart_id == own.restart_id and message.job != own.job
         return is_next_attempt and (own.trainer_descriptor < 0 or self.has_trainer_ended())
@@ -55,8 +55,9 @@ class JobEnd:
         """
         if self._presence.num_left > 0 or self._trainer_ended_s is not None:
             awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
-            self._gone_s = {rank: self._gone_s.get(rank, now_s) for rank in awaited if not self._reaches(rank)}
-            for rank in [rank for rank, since_s in self._gone_s.items() if now_s - since_s >= GONE_AFTER_S]:
+            gone = [rank for rank in awaited if not self._reaches(rank)]
+            self._gone_since_s = since_s = {rank: self._gone_since_s.get(rank, now_s) for rank in gone}
+            for rank in [rank for rank in gone if now_s - since_s[rank] >= GONE_AFTER_S]:
                 self._aggregator.give_up(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:
@@ -71,8 +72,8 @@ class JobEnd:
             return False
         if self._presence.is_deserted and not self._presence.num_left:
             return True  # all ranks are lost
-        is_long = now_s - self._trainer_ended_s > LOST_AFTER_S or os.getppid() != self._agent
-        return is_long and self._presence.all_lost(now_s)
+        has_waited = now_s - self._trainer_ended_s > LOST_AFTER_S or os.getppid() != self._agent_pid
+        return has_waited and self._presence.all_lost(now_s)
 
     def wait_for_disconnections(self, reaches_rejected: Callable[[], bool]) -> None:
         """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process.
@@ -81,7 +82,7 @@ class JobEnd:
             reaches_rejected: returns whether the agent of a rejected job is connected; it disconnects when it has read
                 the reason.
         """
-        connected = self._presence.gone - {0 if self._orders.by_agent else -1}
+        connected = self._presence.gone - ({0} if self._orders.by_agent else set())
         until_s = time.monotonic() + DISCONNECT_S
         while time.monotonic() < until_s:
             connected = {rank for rank in connected if self._reaches(rank)}

@@ -38,7 +38,7 @@ class Messages:
         aggregator: receives accepted messages.
         folder: the run folder, sent to agents.
         end: returns whether rank 0's trainer has ended, and whether the next attempt's aggregator replaces this one.
-        learn: handles the HELLO of an admitted rank.
+        on_hello: handles the HELLO of an admitted rank.
         warn: reports an event with a text and a kind.
     """
 
@@ -49,13 +49,13 @@ class Messages:
         aggregator: Aggregator,
         folder: str,
         end: JobEnd,
-        learn: Callable[[wire.Hello], None],
+        on_hello: Callable[[wire.Hello], None],
         warn: Callable[[str, str], None],
     ) -> None:
         self._socket, self._peers, self._aggregator, self._folder = socket, peers, aggregator, folder
-        self._end, self._learn, self._warn = end, learn, warn
+        self._end, self._on_hello, self._warn = end, on_hello, warn
         self.is_superseded = False  # whether the aggregator of the next attempt replaces this one
-        self._has_room_for = 0  # number of ranks that the limit of open files allows
+        self._max_ranks = 0  # number of ranks that the limit of open files allows
         self.has_shortage = False  # whether the job was rejected for lack of descriptors
         self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
         self.is_flooded = False  # True: the last complete read of the socket ended with rejected frames
@@ -63,21 +63,21 @@ class Messages:
     def receive(self) -> bool:
         """Receive at most `MAX_FRAMES` messages; return whether all messages of peers below their rate were read."""
         receive, admits, max_rejected = self._socket.receive, self._peers.admit_frame, MAX_REJECTED + len(self._peers)
-        in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
+        num_rejected, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MAX_FRAMES):
             # The socket reads frames of all peers in turn: after so many rejected frames no other peer has a frame.
-            if in_a_row > max_rejected or (received := receive()) is None:
-                self.is_flooded = in_a_row > 0
+            if num_rejected > max_rejected or (received := receive()) is None:
+                self.is_flooded = num_rejected > 0
                 return True
             peer, frame = received
             now_s = time.monotonic()
             if not admits(peer, len(frame), now_s, is_hello(frame)):  # rejected without decoding
-                in_a_row += 1
-                self._ask_again(peer, now_s)
+                num_rejected += 1
+                self._request_hello(peer, now_s)
                 continue
-            in_a_row = 0
+            num_rejected = 0
             try:
-                self._take(peer, decode_from_agent(frame), now_s, len(frame))
+                self._handle(peer, decode_from_agent(frame), now_s, len(frame))
             except FrameError as error:
                 self._aggregator.reject(time.time(), self._peers.count_undecodable(peer, str(error)))
             if now_s > until_s:
@@ -85,9 +85,9 @@ class Messages:
         return False
 
     def acknowledge(self, sequences: Sequences) -> None:
-        """Send to each rank the sequence up to which its reports are saved, and the newest values."""
+        """Send to each connected rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed.last_report
-        values = published(report) if report else {}
+        values = published_values(report) if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
@@ -108,19 +108,19 @@ class Messages:
             if (peer := self._peers.peer_of_rank(rank)) is not None:
                 self._socket.send(peer, request)
 
-    def reaches(self, rank: int) -> bool:
-        """Send an empty acknowledgement to a rank; return whether this was possible."""
-        return (peer := self._peers.peer_of_rank(rank)) is not None and self.reaches_peer(peer)
+    def probe(self, rank: int) -> bool:
+        """Send an empty acknowledgement to a rank; return whether it could be sent."""
+        return (peer := self._peers.peer_of_rank(rank)) is not None and self.probe_peer(peer)
 
-    def reaches_peer(self, peer: bytes) -> bool:
+    def probe_peer(self, peer: bytes) -> bool:
         return self._socket.send(peer, wire.Ack(0))
 
-    def _ask_again(self, peer: bytes, now_s: float) -> None:
+    def _request_hello(self, peer: bytes, now_s: float) -> None:
         """Request a new HELLO from a peer whose frames were dropped, when its rate permits."""
         if self._peers.claim_resend_request(peer, now_s):
             self._socket.send(peer, wire.Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
-    def _take(self, peer: bytes, message: wire.FromAgent, now_s: float, num_bytes: int) -> None:
+    def _handle(self, peer: bytes, message: wire.FromAgent, now_s: float, num_bytes: int) -> None:
         aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.check_sender(peer, message)
         if isinstance(message, wire.Reports) and not objection:  # checked first: ten thousand reports arrive per second
@@ -130,16 +130,16 @@ class Messages:
         if isinstance(message, wire.Supersede):
             self.is_superseded = self.is_superseded or self._end.must_end_for(message)
         elif isinstance(message, wire.Hello):
-            if (refused := self._refusal(peer, message, objection, now)) is not None:
+            if (refused := self._admit(peer, message, objection, now)) is not None:
                 self._peers.count_rejected_hello()
                 self._socket.send(peer, refused)
                 return
             self._peers.register_hello(peer, message, now_s)
-            self._learn(message)
+            self._on_hello(message)
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, wire.Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
         elif objection:
-            self._ask_again(peer, now_s)
+            self._request_hello(peer, now_s)
         elif isinstance(message, wire.Heartbeat):
             aggregator.heartbeat(message, now)
         elif isinstance(message, wire.AgentEvent):
@@ -151,12 +151,12 @@ class Messages:
         elif isinstance(message, wire.Bye) and aggregator.bye(message, now):
             self._socket.send(peer, wire.ByeSeen(message.rank))
 
-    def _refusal(self, peer: bytes, hello: wire.Hello, objection: str, now: Now) -> wire.Rejected | None:
-        """Handle a HELLO, with the objection of `Peers`; return the answer if the HELLO is rejected."""
+    def _admit(self, peer: bytes, hello: wire.Hello, objection: str, now: Now) -> wire.Rejected | None:
+        """Admit the rank of a HELLO to the job, or return the rejection; ``objection`` is the reason of `Peers`."""
         reason, is_trainer_gone = objection, self._end.has_trainer_ended()
         if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(hello):
             reason = "this attempt is over"
-        if not reason and (shortage := self._shortage(hello, now.mono_s)):
+        if not reason and (shortage := self._raise_file_limit(hello, now.mono_s)):
             # In a larger job other agents would continue to search for an aggregator.
             if hello.world_size == 1:
                 self.rejected_job = peer
@@ -164,21 +164,21 @@ class Messages:
         reason = reason or self._aggregator.hello(hello, now)
         return wire.Rejected(reason, again=is_trainer_gone) if reason else None
 
-    def _shortage(self, hello: wire.Hello, now_s: float) -> str:
+    def _raise_file_limit(self, hello: wire.Hello, now_s: float) -> str:
         """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
         world_size = hello.world_size
-        if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
+        if world_size <= self._max_ranks or self._aggregator.roster.objection(hello, now_s):
             return ""
         shortage = raise_open_files_limit(num_open_files_needed(world_size))
         if not shortage:
-            self._has_room_for = world_size
+            self._max_ranks = world_size
         elif not self.has_shortage:
             self.has_shortage = True
             self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
         return shortage
 
 
-def published(report: ClusterReport) -> dict[str, float]:
+def published_values(report: ClusterReport) -> dict[str, float]:
     """Return the values for the training processes: those of the contract, and those for trackers."""
     values = {tag: value for tag, value in report.values.items() if "/" not in tag or tag in TRACKED}
     values |= foretold_values(report.forecast, "forecast/")
@@ -196,8 +196,8 @@ class Acknowledgement:
         aggregator: the source of windows and states.
         history_size: number of unacknowledged reports that an agent can store.
         write: writes closed windows, oldest first.
-        save: writes a state after all earlier windows, then calls `saved` with the given sequences; ``None`` without a
-            store, so that reports are acknowledged at once.
+        save: writes a state after all earlier windows, then calls `acknowledge_saved` with the given sequences;
+            ``None`` without a store, so that reports are acknowledged at once.
         send: sends acknowledgements.
     """
 
@@ -216,16 +216,17 @@ class Acknowledgement:
         self._unsaved: list[Sequences] = []  # sequences of states that are queued for writing, oldest first
         self._acknowledged: Sequences = {}
 
-    def hand_out(self, now: Now) -> None:
+    def write_due(self, now: Now) -> None:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
-        has_closed, is_slow = self._put(aggregator.closed.take_windows()), is_large(aggregator.ledger.world_size)
-        if has_closed and (is_slow or len(self._unsaved) > 1):  # the newest values are sent before the acknowledgement
+        has_closed = self._write_closed(aggregator.closed.take_windows())
+        # The next acknowledgement will be late, so the newest values are sent before it.
+        if has_closed and (is_large(aggregator.ledger.world_size) or len(self._unsaved) > 1):
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
         aggregator.settle(now)
-        self._put(aggregator.closed.take_windows())
+        self._write_closed(aggregator.closed.take_windows())
         self._pace.note_saved(now.mono_s)
         self.save_state()
 
@@ -235,10 +236,10 @@ class Acknowledgement:
             self._acknowledge(sequences)
             return
         self._unsaved.append(sequences)
-        self._relieve()
+        self._acknowledge_if_stalled()
         self._save(self._aggregator.snapshot(sequences), sequences)
 
-    def saved(self, sequences: Sequences) -> None:
+    def acknowledge_saved(self, sequences: Sequences) -> None:
         """Acknowledge the reports in a state that was written."""
         for i, unsaved in enumerate(self._unsaved):
             if unsaved is sequences:
@@ -246,7 +247,8 @@ class Acknowledgement:
                 break
         self._acknowledge(sequences)
 
-    def _put(self, closed: Sequence[Closed]) -> bool:
+    def _write_closed(self, closed: Sequence[Closed]) -> bool:
+        """Write windows; return whether there are any."""
         if closed:
             self._write(closed)
             self._pace.count_closed(len(closed))
@@ -258,16 +260,16 @@ class Acknowledgement:
 
     def _send_values(self) -> None:
         """Send the newest values, without a new acknowledgement, to the ranks whose loops show values."""
-        shown = {0, self._aggregator.ledger.world_size - 1}
-        self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
+        ranks = {0, self._aggregator.ledger.world_size - 1}
+        self._send({rank: self._acknowledged.get(rank, 0) for rank in ranks})
 
-    def _relieve(self) -> None:
+    def _acknowledge_if_stalled(self) -> None:
         """Acknowledge the reports in unwritten states if an agent's buffer is half full because of a stalled disk."""
         while len(self._unsaved) > 1:
             oldest, newest = self._unsaved[0], self._unsaved[-1]
             waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
             if waiting <= self._history_size // 2:
                 break
-            self.saved(oldest)
+            self.acknowledge_saved(oldest)
         if len(self._unsaved) > MAX_UNSAVED:
-            del self._unsaved[1:-1:2]
+            del self._unsaved[1:-1:2]  # every second one: a later state includes it

@@ -33,7 +33,7 @@ class Outputs:
 
     Args:
         run: the run; its ``log`` receives warnings.
-        prepare: is called before windows are written.
+        prepare: called before windows are written.
         device_states: returns the newest states of the devices from the reports of the newest window.
     """
 
@@ -93,19 +93,19 @@ class Outputs:
             for report, _ in kept_of:
                 sink.write(report)
 
-        self._to_store(store_all, len(closed))
-        self._to_sinks(write_all, len(closed))
+        self._put_to_store(store_all, len(closed))
+        self._put_to_sinks(write_all, len(closed))
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Write events as one item: events of ten thousand ranks that join at once would fill a queue."""
-        self._to_store(lambda store: store.write_events(events))
-        self._to_sinks(lambda sink: _send_events(sink, events))
+        self._put_to_store(lambda store: store.write_events(events))
+        self._put_to_sinks(lambda sink: _send_events(sink, events))
 
     def update_facts(self, facts: dict[str, Any]) -> None:
-        self._to_store(lambda store: store.update_facts(facts))
+        self._put_to_store(lambda store: store.update_facts(facts))
 
     def write_summary(self, summary: Summary) -> None:
-        self._to_store(lambda store: store.write_summary(summary))
+        self._put_to_store(lambda store: store.write_summary(summary))
         if self._ledger is not None and summary.elapsed_s >= self._next_line_s:
             # A killed job leaves at least half of its time in the ledger, or all of it but an hour.
             self._next_line_s = min(2 * summary.elapsed_s, summary.elapsed_s + LINE_AFTER_S)
@@ -113,15 +113,14 @@ class Outputs:
             self._ledger.put(lambda ledger: ledger.append(line))
 
     def write_stacks(self, files: Sequence[StackFile]) -> None:
-
         def write(store: RunFolder) -> None:
             for file in files:
                 store.write_file(f"stacks/{file.name}", file.text)
 
-        self._to_store(write)
+        self._put_to_store(write)
 
     def write_recorded_stacks(self, recorded: Sequence[RecordedStacks]) -> None:
-        self._to_store(lambda store: store.write_recorded_stacks(recorded))
+        self._put_to_store(lambda store: store.write_recorded_stacks(recorded))
 
     def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
         """Write a state after all earlier items, then call `on_saved` in the store's thread."""
@@ -130,7 +129,7 @@ class Outputs:
             if store.save_state(state):  # without a written state, reports are not acknowledged
                 on_saved()
 
-        self._to_store(save)
+        self._put_to_store(save)
 
     def left_out(self, is_over: bool) -> dict[str, int]:
         """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
@@ -160,28 +159,28 @@ class Outputs:
         """Wait for the store; return whether it has ended."""
         return self._store is None or self._store.join(timeout_s)
 
-    def discard(self, timeout_s: float) -> None:
-        """Stop without a summary, because no rank has joined."""
+    def stop_unused(self, timeout_s: float) -> None:
+        """Stop all outputs without a summary, because no rank has joined."""
         _stop(self._writers(), timeout_s)
 
     def _writers(self) -> list[Writer[Any]]:
         return [*self._sinks.values(), *(sink for sink in (self._store, self._ledger) if sink is not None)]
 
-    def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
+    def _put_to_sinks(self, work: Callable[[Sink], None], num_windows: int = 0) -> None:
         for sink in self._sinks.values():
-            sink.put(work, windows)
+            sink.put(work, num_windows)
 
-    def _to_store(self, work: Callable[[RunFolder], None], windows: int = 0) -> None:
+    def _put_to_store(self, work: Callable[[RunFolder], None], num_windows: int = 0) -> None:
         if self._store is not None:
-            self._store.put(work, windows)
+            self._store.put(work, num_windows)
 
 
-def _stop(writers: Sequence[Writer[Any]], timeout_s: float, stopped: Sequence[Writer[Any]] = ()) -> None:
+def _stop(writers: Sequence[Writer[Any]], timeout_s: float, already_stopped: Sequence[Writer[Any]] = ()) -> None:
     """Stop writers and wait for them, and for the writers that were stopped before."""
     deadline_s = time.monotonic() + timeout_s
     for writer in writers:
         writer.stop()
-    for writer in (*writers, *stopped):
+    for writer in (*writers, *already_stopped):
         writer.join(deadline_s - time.monotonic())
 
 
@@ -221,18 +220,18 @@ class Writer(Generic[Target]):
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.opened = threading.Event()  # also set if opening has failed
         self._warnings: set[str] = set()
-        self._dropped = self._failed = self._at_work = 0  # numbers of windows
+        self._num_dropped = self._num_failed = self._num_at_work = 0  # numbers of windows
 
     def start(self) -> None:
         """Start the thread, which first opens the target."""
         self._thread.start()
 
-    def put(self, work: Callable[[Target], None], windows: int = 0) -> None:
+    def put(self, work: Callable[[Target], None], num_windows: int = 0) -> None:
         """Queue work that writes this number of windows; if the queue is full, drop the work and count its windows."""
         try:
-            self._work.put_nowait((windows, work))
+            self._work.put_nowait((num_windows, work))
         except queue.Full:
-            self._dropped += windows
+            self._num_dropped += num_windows
             self._warn_once(f"{self._name} is too slow: reports are dropped")
 
     def stop(self, last: Callable[[Target], None] = lambda _: None) -> None:
@@ -244,7 +243,7 @@ class Writer(Generic[Target]):
                     break
                 except queue.Full:
                     with contextlib.suppress(queue.Empty):
-                        self._dropped += self._windows(self._work.get_nowait())
+                        self._num_dropped += self._num_windows(self._work.get_nowait())
 
     def join(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` seconds for the end of the thread after `stop`; return whether it has ended."""
@@ -254,30 +253,30 @@ class Writer(Generic[Target]):
     @property
     def left_out(self) -> int:
         """Number of windows that were dropped or could not be written."""
-        return self._dropped + self._failed
+        return self._num_dropped + self._num_failed
 
     @property
     def unfinished(self) -> int:
         """Number of windows that are queued or being written."""
-        return self._at_work + sum(map(self._windows, list(self._work.queue)))
+        return self._num_at_work + sum(map(self._num_windows, list(self._work.queue)))
 
     @staticmethod
-    def _windows(item: tuple[int, Callable[[Target], None]] | None) -> int:
+    def _num_windows(item: tuple[int, Callable[[Target], None]] | None) -> int:
         return item[0] if item else 0
 
     def _loop(self) -> None:
-        target = self._open()
+        target = self._try_open()
         self.opened.set()
         while (item := self._work.get()) is not None:
             if target is not None:
-                self._at_work, work = item
-                if not self._do(target, work):
-                    self._failed += self._at_work
-                self._at_work = 0
+                self._num_at_work, work = item
+                if not self._try_work(target, work):
+                    self._num_failed += self._num_at_work
+                self._num_at_work = 0
         if target is not None:
-            self._do(target, lambda opened: opened.close())
+            self._try_work(target, lambda opened: opened.close())
 
-    def _open(self) -> Target | None:
+    def _try_open(self) -> Target | None:
         try:
             return self._open_target()
         except (SinkUnavailable, StoreUnavailable) as error:
@@ -286,11 +285,12 @@ class Writer(Generic[Target]):
             self._warn_once(f"{self._name} failed to open: {type(error).__name__}: {error}")
         return None
 
-    def _do(self, target: Target, work: Callable[[Target], None]) -> bool:
+    def _try_work(self, target: Target, work: Callable[[Target], None]) -> bool:
+        """Do the work; return whether it succeeded; count earlier windows that are lost with it."""
         try:
             work(target)
         except Exception as error:  # noqa: BLE001 - a sink is a plug-in: its errors must not end the thread
-            self._failed += error.lost if isinstance(error, WriteFailed) else 0
+            self._num_failed += error.lost if isinstance(error, WriteFailed) else 0
             self._warn_once(f"{self._name} failed: {type(error).__name__}: {error}")
             return False
         return True

@@ -92,14 +92,14 @@ class Server:
     def __init__(self, orders: Orders, stdout: TextIO) -> None:
         self._orders, self._config, self._stdout = orders, orders.config, stdout
         self._is_stopping = False
-        self._killed_until_s = 0.0
+        self._may_be_killed_until_s = 0.0
         self.address = ""  # set by `run`
         self._inbox: Inbox[Event | Sequences | SlowFacts] = Inbox()
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
-        self._heard_until_s = time.monotonic()
-        self._has_learned = False
+        self._heard_until_s = time.monotonic()  # all messages up to this time have been received
+        self._has_new_hellos = False
         self.has_begun = False  #: whether a rank has joined
         self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
@@ -138,7 +138,7 @@ class Server:
         if status == UNUSED and folder is not None and not was_there:
             shutil.rmtree(folder, ignore_errors=True)
         rejected = self._messages.rejected_job
-        self._end.wait_for_disconnections(lambda: bool(rejected) and self._messages.reaches_peer(rejected))
+        self._end.wait_for_disconnections(lambda: bool(rejected) and self._messages.probe_peer(rejected))
         self._peer_admission.close()
         self._socket.close()
         context.destroy(linger=500)
@@ -150,9 +150,7 @@ class Server:
 
     def warn_of_kill(self, *_: object) -> None:
         """Handle a scheduler's warning: all processes of the job may be killed soon."""
-        self._killed_until_s = time.monotonic() + KILLED_WITHIN_S
-
-    # --- start ---
+        self._may_be_killed_until_s = time.monotonic() + KILLED_WITHIN_S
 
     def _start(self, folder: Path | None) -> None:
         self._folder, orders, config = folder, self._orders, self._config
@@ -160,14 +158,14 @@ class Server:
         attempt = state.attempt if state else 1
         self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
         facts = self._facts.begin(folder)
-        charts = _event_files(config, folder, facts)
+        charts = _event_file_folder(config, folder, facts)
         run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
         devices = DeviceFeed(not SINKS_WITH_DEVICES.isdisjoint(config.sink_options()))
         run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=devices)
         self._outputs = Outputs(run, self._write_new_ranks, partial(device_states, aggregator))
-        self._end = JobEnd(aggregator, orders, lambda rank: self._messages.reaches(rank))
+        self._end = JobEnd(aggregator, orders, lambda rank: self._messages.probe(rank))
         self._messages = Messages(
-            self._socket, self._peers, aggregator, str(folder or ""), self._end, self._learn, self._warn
+            self._socket, self._peers, aggregator, str(folder or ""), self._end, self._on_hello, self._warn
         )
         self._acknowledgement = Acknowledgement(
             aggregator,
@@ -183,9 +181,7 @@ class Server:
             sys.stderr.flush()
         if unknown := unknown_variables(process_environ()):
             self._warn("; ".join(unknown), "warning")
-        threading.Thread(target=self._facts.ask, args=(self._inbox.put,), name="slow facts", daemon=True).start()
-
-    # --- loop ---
+        threading.Thread(target=self._facts.put_slow, args=(self._inbox.put,), name="slow facts", daemon=True).start()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -212,10 +208,10 @@ class Server:
             if now_s >= next_summary_s or self._aggregator.stalls.is_status != self._was_stalled:
                 next_summary_s = now_s + until_summary_s
                 until_summary_s = min(2 * until_summary_s, SUMMARY_EVERY_S)
-                self._collect()
+                self._collect_garbage()
                 self._was_stalled = self._aggregator.stalls.is_status
                 self._outputs.write_summary(self._summary(ended=False))
-            self._hand_out()
+            self._write_results()
             if self._aggregator.finished(now_s):
                 return
 
@@ -227,22 +223,22 @@ class Server:
             if seconds := max(pause_s(self._aggregator.ledger.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
                 time.sleep(seconds)
 
-    def _learn(self, message: Hello) -> None:
-        self._has_learned = True
+    def _on_hello(self, message: Hello) -> None:
+        self._has_new_hellos = True
         # In a large world, garbage is collected before the first windows.
-        if self._facts.learn(message):  # all ranks have joined
+        if self._facts.add_hello(message):  # all ranks have joined
             self._warn(self._facts.start_line(self._folder), "started")
             if is_large(message.world_size):
-                self._collect()
+                self._collect_garbage()
         if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
             self.has_begun = True
             self._acknowledgement.save_state()
 
-    def _collect(self) -> None:
+    def _collect_garbage(self) -> None:
         """Collect cycles, but search the objects of ten thousand HELLOs only once, because the search takes 0.25 s."""
         gc.collect()
-        if self._has_learned:
-            self._has_learned = False
+        if self._has_new_hellos:
+            self._has_new_hellos = False
             gc.freeze()
 
     def _tick(self, now: Now) -> None:
@@ -253,25 +249,27 @@ class Server:
         self._aggregator.tick(now, self._heard_until_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
         self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
-        if now.mono_s < self._killed_until_s:  # this status is correct if a kill comes before the next tick
+        if now.mono_s < self._may_be_killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:
+        """Write changed facts to run.json, at most once in ``every_s`` seconds."""
         ledger = self._aggregator.ledger
         self._facts.add_times(first_start_s(ledger), ledger.goodput.end_time_s if is_over else None)
         facts = self._facts.take_changed(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.update_facts(facts)
 
-    def _hand_out(self) -> None:
+    def _write_results(self) -> None:
+        """Handle the items of other threads, then write and send what is due."""
         for item in self._inbox.take_items():
             if isinstance(item, Event):
                 self._aggregator.events.record(item)
             elif isinstance(item, SlowFacts):
                 self._facts.add_slow(item)
             else:
-                self._acknowledgement.saved(item)
-        self._acknowledgement.hand_out(Now.read())
+                self._acknowledgement.acknowledge_saved(item)
+        self._acknowledgement.write_due(Now.read())
         if events := self._aggregator.events.take_events():
             self._outputs.write_events(events)
         self._messages.request_stacks()
@@ -281,7 +279,7 @@ class Server:
             self._outputs.write_recorded_stacks(recorded)
 
     def _write_new_ranks(self) -> None:
-        # The rows of a rank contain its host, which the run folder reads from the rank's facts.
+        """Write the facts before a window: its rows contain the hosts of ranks, which the run folder reads there."""
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
 
     def _save_state(self, state: bytes, sequences: Sequences) -> None:
@@ -291,14 +289,12 @@ class Server:
         """Record an event; any thread may call this."""
         self._inbox.put(Event(time.time(), kind, text))
 
-    # --- end ---
-
     def _summary(self, ended: bool) -> Summary:
         self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
         is_refused = ended and self._messages.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(
-            self._facts.identify(summary),
+            self._facts.with_identity(summary),
             events={**summary.events, **self._peers.rejected, **self._peer_admission.counts},
             left_out=self._outputs.left_out(ended),
             status="refused" if is_refused else summary.status,
@@ -307,17 +303,17 @@ class Server:
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(Now.read())
-        self._hand_out()
+        self._write_results()
         self._facts.stop_git()
         has_heard = self._aggregator.ledger.world_size or self._messages.has_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
-            self._outputs.discard(STORE_STOP_S)
+            self._outputs.stop_unused(STORE_STOP_S)
             return UNUSED
         self._update_facts()
         deadline_s = time.monotonic() + STORE_STOP_S
         # The store is stopped last, because its summary counts the windows that the sinks have not written.
         self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
-        self._hand_out()
+        self._write_results()
         self._update_facts(is_over=True)
         summary = self._summary(ended=True)
         # The state includes the BYEs, from which the next attempt computes the status of this attempt.
@@ -325,7 +321,7 @@ class Server:
         if not self._outputs.join_store(deadline_s - time.monotonic()):
             _release_output(self._orders)
             self._outputs.join_store(DISK_WAIT_S)
-        self._hand_out()
+        self._write_results()
         if summary.status == "completed" and self._folder is not None:
             remove_state(self._folder)
         return summary.status
@@ -340,7 +336,7 @@ def _release_output(orders: Orders) -> None:
         os.close(null)
 
 
-def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
+def _event_file_folder(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
     """Return the folder of TensorBoard's event file; ``None`` without the sink.
 
     This is a folder of the run in the configured folder, or a folder below the framework's folder, or the run folder:

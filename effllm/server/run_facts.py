@@ -51,8 +51,8 @@ class RunFacts:
         self.identity = Identity(run_id=self._name)
         command = orders.facts.get("command")
         self._git = Git(Path.cwd(), command[0] if isinstance(command, list) and command else "")
-        self._is_of_job = orders.by_agent  # the folder of `effllm serve` is not that of the training
-        self._has_git = self._is_changed = False
+        self._is_in_job_folder = orders.by_agent  # the folder of `effllm serve` is not that of the training
+        self._has_slow_facts = self._is_changed = False
         self.has_new_rank = False  # whether a rank has joined since the last `take_changed`
         self._num_bytes = 0  # size of the facts sent by ranks
         self._taken_s = float("-inf")
@@ -62,7 +62,7 @@ class RunFacts:
         earlier = identity_of(folder) if folder is not None else Identity()
         name = folder.name if folder is not None else self._name
         self.identity = replace(earlier, run_id=name, ended_time_s=None, tags=self._tags or earlier.tags)
-        self._identify()
+        self._update_identity()
         return {**self.values, **asdict(self.identity)}
 
     def newest(self, name: str) -> Any:
@@ -75,24 +75,24 @@ class RunFacts:
         if any(getattr(self.identity, name) != time_s for name, time_s in times.items()):
             self.identity, self._is_changed = replace(self.identity, **times), True
 
-    def identify(self, summary: Summary) -> Summary:
+    def with_identity(self, summary: Summary) -> Summary:
         """Return the summary with the identity of the run, and the source of its tokens; it has the newer times."""
         fields = {name: value for name, value in asdict(self.identity).items() if not name.endswith("_time_s")}
         return replace(summary, **fields, token_source=one_line(str(self.values.get("token_source", "")))[:MAX_LETTERS])
 
-    def _identify(self) -> None:
+    def _update_identity(self) -> None:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
 
-    def ask(self, put: Callable[[SlowFacts], None]) -> None:
+    def put_slow(self, put: Callable[[SlowFacts], None]) -> None:
         """Pass facts of git and of the system to ``put``; must run in a separate thread."""
-        for ask in (self.ask_git, self.ask_user):
-            put(ask())
+        for read in (self.git_facts, self.user_facts):
+            put(read())
 
-    def ask_git(self) -> SlowFacts:
+    def git_facts(self) -> SlowFacts:
         """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
-        return SlowFacts(self._git.facts() if self._is_of_job else {})
+        return SlowFacts(self._git.facts() if self._is_in_job_folder else {})
 
-    def ask_user(self) -> SlowFacts:
+    def user_facts(self) -> SlowFacts:
         """Return the user of this process; must run in a separate thread, because a directory service may hang."""
         try:
             return SlowFacts({"user": pwd.getpwuid(os.getuid()).pw_name})
@@ -101,14 +101,14 @@ class RunFacts:
 
     def add_slow(self, answer: SlowFacts) -> None:
         """Add facts without a change of existing facts; git's facts are the first."""
-        self.values, self._is_changed, self._has_git = {**answer.facts, **self.values}, True, True
+        self.values, self._is_changed, self._has_slow_facts = {**answer.facts, **self.values}, True, True
 
     def stop_git(self) -> None:
         self._git.stop()
-        if not self._has_git:
+        if not self._has_slow_facts:
             self.values["git_dirty"], self._is_changed = "unknown", True
 
-    def learn(self, hello: Hello) -> bool:
+    def add_hello(self, hello: Hello) -> bool:
         """Add the facts in a rank's HELLO; return ``True`` only for the last missing rank of the job."""
         ranks = self.values.setdefault("ranks", {})
         is_new = str(hello.rank) not in ranks
@@ -149,6 +149,6 @@ class RunFacts:
         if not self._is_changed or now_s - self._taken_s < every_s:
             return None
         self._is_changed, self.has_new_rank, self._taken_s = False, False, now_s
-        self._identify()
+        self._update_identity()
         ranks = dict(self.values.get("ranks", {}))
         return {**self.values, "ranks": ranks, "parameters": parameters(), **asdict(self.identity)}

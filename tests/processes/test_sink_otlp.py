@@ -101,7 +101,7 @@ def test_every_charted_metric_is_sent_with_its_base(receiver):
 
     shown = {(one.name, one.attributes.get("effllm.over")): one for one in receiver.points}
     for entry in metrics.METRICS.values():
-        name, factor = otlp._name(entry)
+        name, factor = otlp._name_and_factor(entry)
         for base in entry.bases if entry.chart else ():
             assert shown[name, base].value == pytest.approx(report.values[entry.tag(base)] * factor)
             assert re.fullmatch(r"(\{[a-z]+\}|[A-Za-z1]+)([./](\{[a-z]+\}|[a-z]+))*", shown[name, base].unit)

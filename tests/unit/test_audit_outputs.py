@@ -9,7 +9,7 @@ from sink_examples import make_report, make_summary
 
 from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
 from effllm.records.verdict import Audit, ComparedFigure
-from effllm.server.messages import published
+from effllm.server.messages import published_values
 from effllm.sinks import job_values, tensorboard
 from effllm.store.closing_text import closing_text, facts_of
 from effllm.store.summary_text import summary_text
@@ -80,7 +80,7 @@ def test_window_names_the_number_of_values_in_doubt():
 @pytest.mark.parametrize(("doubtful", "value"), [((), None), ((TAG,), 1)])
 def test_charts_have_the_number_of_values_in_doubt(doubtful, value):
     report = replace(make_report(100), doubtful=doubtful)
-    assert published(report).get("health/doubtful_values") == value  # W&B and Trackio, in the training process
+    assert published_values(report).get("health/doubtful_values") == value  # W&B and Trackio, in the training process
     assert tensorboard._other_values(report).get("health/doubtful_values") == value
     assert job_values(report).get("doubtful_values") == value  # of the sinks prometheus and otlp
 

@@ -115,8 +115,8 @@ def test_blocked_sink_drops_and_counts_reports(plug_in):
     thread = Writer("sink stalled", partial(open_sink, "stalled", make_run()), texts.append, max_queued=4)
     thread.start()
     for iteration in range(1, 11):
-        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)), windows=1)
-        while iteration == 1 and thread.unfinished and not thread._at_work:
+        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)), num_windows=1)
+        while iteration == 1 and thread.unfinished and not thread._num_at_work:
             time.sleep(0.001)
     assert (thread.left_out, thread.unfinished) == (5, 5)  # one report is being written, four reports wait in the queue
     thread.stop()  # stop() adds two items to the queue; these items replace the two oldest reports

@@ -85,8 +85,8 @@ def test_no_other_variable_is_read():
 def test_identity_comes_from_rank_0_and_hosts_and_gpus_from_all_ranks():
     facts = facts_of(model="llama-7b")
     facts.begin(None)
-    facts.learn(hello(1, host="node1", devices=(gpu("GPU-0", name="H100"),), submission=Submission(user="mallory")))
-    facts.learn(
+    facts.add_hello(hello(1, host="node1", devices=(gpu("GPU-0", name="H100"),), submission=Submission(user="mallory")))
+    facts.add_hello(
         hello(0, devices=(gpu("GPU-0", name="H100"),), submission=msgspec.structs.replace(ALICE, tags=("a=1",)))
     )
 
@@ -105,7 +105,7 @@ def test_identity_comes_from_rank_0_and_hosts_and_gpus_from_all_ranks():
 def test_long_list_of_hosts_is_cut_and_counted():
     facts = facts_of()
     for rank in range(100):
-        facts.learn(hello(rank, 100, host=f"node{rank:02}"))
+        facts.add_hello(hello(rank, 100, host=f"node{rank:02}"))
     taken(facts)
 
     assert facts.identity.hosts == tuple(f"node{rank:02}" for rank in range(32))
@@ -114,7 +114,7 @@ def test_long_list_of_hosts_is_cut_and_counted():
 
 def test_facts_of_the_script_fill_only_missing_fields():
     facts = facts_of(user="script", account="budget", partition=7, hosts="not hosts")
-    facts.learn(hello(0, submission=Submission(user="alice")))
+    facts.add_hello(hello(0, submission=Submission(user="alice")))
     document = taken(facts)
 
     assert (document["user"], document["account"], document["partition"]) == ("alice", "budget", "7")
@@ -123,12 +123,12 @@ def test_facts_of_the_script_fill_only_missing_fields():
 
 def test_user_is_the_process_owner_if_the_environment_has_no_name():
     facts = facts_of()
-    facts.learn(hello(0, submission=Submission()))
-    facts.add_slow(facts.ask_user())
+    facts.add_hello(hello(0, submission=Submission()))
+    facts.add_slow(facts.user_facts())
 
     user = taken(facts)["user"]
     assert user is None or (isinstance(user, str) and user)
-    assert user == facts.ask_user().facts.get("user")
+    assert user == facts.user_facts().facts.get("user")
 
 
 def test_tags_of_the_settings_are_used_without_an_agent_of_rank_0():

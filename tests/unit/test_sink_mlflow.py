@@ -117,7 +117,7 @@ def test_failures_have_one_text_and_count_all_lost_windows(client):
     writer.start()
     for iteration in (10, 20, 30, 40):
         report = make_report(iteration, final=iteration == 40)
-        writer.put(lambda one, report=report: one.write(report), windows=1)
+        writer.put(lambda one, report=report: one.write(report), num_windows=1)
     writer.stop()
 
     assert writer.join(20.0)
