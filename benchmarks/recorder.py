@@ -78,7 +78,7 @@ def _reading_ns() -> float:
 
     def read() -> None:
         if (values := memory.read()) is not None:
-            writer.values(1, AFTER_STEPS, indices, values, MEMORY)
+            writer.write_values(1, AFTER_STEPS, indices, values, MEMORY)
 
     spent = median([_median_ns(read) for _ in range(10)])
     writer.close()

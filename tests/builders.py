@@ -74,7 +74,7 @@ class Loop:
         self.recorder.phase_end()
 
     def slots(self, kind=None):
-        return [slot for slot in self.reader.read() if kind in (None, slot.kind)]
+        return [slot for slot in self.reader.read_new() if kind in (None, slot.kind)]
 
     def iterations(self):
         return self.slots(ring.ITERATION)

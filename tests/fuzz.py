@@ -166,17 +166,17 @@ def _records_of(data: bytes) -> bytes:
 def _read_ring(reader: RingReader) -> None:
     cutter = WindowCutter(agent="a", rank=0, log_interval=10, offset=0, origin_ns=0, unix_minus_monotonic_s=0.0)
     for _ in range(3):
-        for slot in reader.read():
+        for slot in reader.read_new():
             assert slot.kind in ring._WHAT
             assert min(slot.ordinal, slot.step_ns, slot.generation_ns, *slot.phases_ns, *slot.counts) >= 0
             cutter.add_record(slot)
         reader.skip_torn()
-    state, ordinal, _, what = reader.state()
+    state, ordinal, _, what = reader.read_state()
     assert ring.STATE_NAMES[state]
     assert MARKED_PHASES[what]
     assert ordinal >= 0
-    assert isinstance(reader.facts(), RankFacts | None)
-    assert isinstance(reader.address(), FoundAddress | None)
+    assert isinstance(reader.take_facts(), RankFacts | None)
+    assert isinstance(reader.take_address(), FoundAddress | None)
     reader.close()
 
 

@@ -214,7 +214,7 @@ class Children:
 
     def inspect(self, run_folder: str) -> None:
         """Start an inspection of the agent's own trainer, after a stall of the job."""
-        iteration = self._trainer.ring.state().ordinal + self._trainer.facts.first_iteration
+        iteration = self._trainer.ring.read_state().ordinal + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
             rank=self._trainer.rank,

@@ -254,7 +254,7 @@ class Conversation:
                 break
             self._events.remove_oldest()
         if (result := self._children.inspection_result) is not None:
-            ordinal = self._trainer.ring.state().ordinal
+            ordinal = self._trainer.ring.read_state().ordinal
             if link.send(wire.Stack(agent, rank, ordinal, result.text, result.top[:MAX_TEXT])):
                 self._children.inspection_result = None
         samples = self._children.host_samples
@@ -371,7 +371,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
 
 def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> wire.Heartbeat:
     """Return the state of a rank; ``now_s``: the current monotonic time."""
-    state, ordinal, since_ns, phase = trainer.ring.state()
+    state, ordinal, since_ns, phase = trainer.ring.read_state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
     if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:
         name = WAITING

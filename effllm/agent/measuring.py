@@ -97,9 +97,9 @@ class Measuring:
 
     def read_ring_and_samples(self, *, is_trainer_gone: bool) -> None:
         self.devices.take_samples()
-        self._add_records(self._trainer.ring.read())
+        self._add_records(self._trainer.ring.read_new())
         if is_trainer_gone and self.status is None:
-            self._add_records(self._trainer.ring.read())
+            self._add_records(self._trainer.ring.read_new())
             self.status, self.end_ns = self._trainer.exit_status.final_status(), time.monotonic_ns()
         self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0 or self._has_spans)
         self.memory.read_at_window_end(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
@@ -113,7 +113,7 @@ class Measuring:
         self._spans.answer_requests(self.devices, now_s)
         while (ended := self.cutter.oldest_ended) is not None:
             is_settled = self.devices.is_settled(ended.end_ns)
-            ordinal = self._trainer.ring.state().ordinal
+            ordinal = self._trainer.ring.read_state().ordinal
             # A loss is not awaited after a later iteration or the end of the trainer.
             is_loss_due = max(ordinal, self.cutter.last_ordinal) <= ended.ordinal and self.status is None
             waited_s = now_s - ended.end_ns * 1e-9
@@ -149,8 +149,8 @@ class Measuring:
         if not any(max(samples.num_kept, len(samples.energy.readings)) > FOLD_FROM for samples in series):
             return
         until_ns = time.monotonic_ns()
-        self._add_records(self._trainer.ring.read())
-        since_ns = self._trainer.ring.state().since_ns
+        self._add_records(self._trainer.ring.read_new())
+        since_ns = self._trainer.ring.read_state().since_ns
         edges_ns = [*self.cutter.possible_bounds_ns, *self._spans.possible_bounds_ns, since_ns]
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
@@ -166,7 +166,7 @@ class Measuring:
     def finish(self) -> None:
         """Queue the remaining reports, after the trainer's end."""
         self._trainer.ring.skip_torn()
-        self._add_records(self._trainer.ring.read())
+        self._add_records(self._trainer.ring.read_new())
         self._spans.answer_requests(self.devices, time.monotonic(), is_end=True)
         while (report := self.cutter.take_report(self.devices.series)) is not None:
             self._queue_report(report)
@@ -188,9 +188,9 @@ class Measuring:
         series = self.devices.series
         if series and series[0].newest_ns:
             origin_ns = max(samples.oldest_ns for samples in series)  # the first time at which all devices have samples
-        slots = self._trainer.ring.read()
+        slots = self._trainer.ring.read_new()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
-        state, ordinal, since_ns, _ = self._trainer.ring.state()
+        state, ordinal, since_ns, _ = self._trainer.ring.read_state()
         if state == STEP and ordinal == 1:
             begun.append(since_ns)
         return slots, min([origin_ns, *begun])

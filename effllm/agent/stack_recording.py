@@ -159,7 +159,7 @@ class StackRecording:
         if is_worker:
             return self._host_samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), num_torn)
         self._folder = script_folder(stacks) or self._folder
-        state, _, since_ns, _ = self._trainer.ring.state()
+        state, _, since_ns, _ = self._trainer.ring.read_state()
         running = [(since_ns, time.monotonic_ns())] if state == STEP else []
         long_iterations = LongIterations.long_among([*iterations_ns(), *running], self._began_ns)
         in_long = stacks_of(recording, self._trainer.facts.thread_id, long_iterations.within_us)

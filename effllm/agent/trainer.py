@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self, ring: RingReader, board: Board, descriptor: int) -> None:
         self.ring, self.board, self.descriptor = ring, board, descriptor
-        facts = ring.facts()
+        facts = ring.take_facts()
         if facts is None or facts.place is None:
             raise RingError("the ring has no facts of its rank")
         self.facts = facts
@@ -50,7 +50,7 @@ class Trainer:
 
     def take_address(self) -> FoundAddress:
         """Return a new result of the address search, or an empty record."""
-        address = self.ring.address() or FoundAddress()
+        address = self.ring.take_address() or FoundAddress()
         if address.endpoint:
             self._address = address
             self.facts = self._with_address(self.facts)
@@ -58,7 +58,7 @@ class Trainer:
 
     def take_facts(self) -> tuple[str, ...] | None:
         """Read the facts; return the new warnings of the trainer, or ``None`` if the facts have not changed."""
-        facts = self.ring.facts()
+        facts = self.ring.take_facts()
         if facts is None:
             return None
         num_known = len(self.facts.warnings)

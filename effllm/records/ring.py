@@ -136,7 +136,7 @@ _PLAIN = _ABOUT.pack(ITERATION, 0, 0, 0.0)  # an iteration without a sync point
 
 
 class RingWriter:
-    """Writes the ring, in the training process; `state` and `iteration` are called in every iteration."""
+    """Writes the ring, in the training process; `write_state` and `write_iteration` are called in every iteration."""
 
     __slots__ = (
         "_address",
@@ -172,7 +172,7 @@ class RingWriter:
         self._rare_checksum = zlib.crc32(self._rare)
         self._plain_checksum = zlib.crc32(_PLAIN, self._rare_checksum)
 
-    def iteration(
+    def write_iteration(
         self,
         ordinal: int,
         start_ns: int,
@@ -182,7 +182,7 @@ class RingWriter:
         counters: Counters,
         own_ns: int = 0,
     ) -> None:
-        """Write the record of an iteration, like `put`, and the state after it."""
+        """Write the record of an iteration, like `write_record`, and the state after it."""
         self._sequence = sequence = self._sequence + 1
         often = _pack_often(
             sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
@@ -196,7 +196,7 @@ class RingWriter:
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _publish(self._map, _STATUS_AT, BETWEEN, ordinal, end_ns, 0, sequence)
 
-    def put(
+    def write_record(
         self,
         kind: int,
         what: int,
@@ -220,7 +220,7 @@ class RingWriter:
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
-    def values(
+    def write_values(
         self, ordinal: int, number: int, indices: Sequence[int], values: Sequence[float], kind: int = VALUES
     ) -> None:
         """Write a record of at most `MAX_VALUES` values.
@@ -242,7 +242,7 @@ class RingWriter:
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, rest, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
-    def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
+    def write_state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
         """Publish the position of the training loop; the agent detects stalls from this position."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
@@ -277,24 +277,24 @@ class RingReader:
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         self._valid_state = RingState(STARTUP, 0, 0, 0)
-        self.overrun = 0  # number of records that were overwritten before they were read, or are not valid
+        self.num_overrun = 0  # number of records that were overwritten before they were read, or are not valid
 
-    def read(self) -> list[Slot]:
+    def read_new(self) -> list[Slot]:
         """Return the records since the last call, oldest first.
 
-        Records that were overwritten before this call are counted in `overrun`; later records include their totals.
+        Records that were overwritten before this call are counted in `num_overrun`; later records include their totals.
         """
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if newest - self._next >= self._slots:
-            self.overrun += newest - self._slots + 1 - self._next
+            self.num_overrun += newest - self._slots + 1 - self._next
             self._next = newest - self._slots + 1
         records = []
         while self._next <= newest:
-            slot = self._slot(self._next)
+            slot = self._read_slot(self._next)
             if slot is None or slot.sequence < self._next:
                 break  # not complete yet: read it at the next call
             if slot.sequence > self._next or not _is_valid(slot):  # overwritten meanwhile, or not valid
-                self.overrun += 1
+                self.num_overrun += 1
             else:
                 records.append(slot)
             self._next += 1
@@ -303,11 +303,11 @@ class RingReader:
     def skip_torn(self) -> None:
         """Skip a record that will never be complete, because the training process died during the write."""
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
-        if self._next <= newest and self._slot(self._next) is None:
-            self.overrun += 1
+        if self._next <= newest and self._read_slot(self._next) is None:
+            self.num_overrun += 1
             self._next += 1
 
-    def _slot(self, sequence: int) -> Slot | None:
+    def _read_slot(self, sequence: int) -> Slot | None:
         at = _SLOTS_AT + sequence % self._slots * _SLOT_BYTES
         often, about, rare, checksum = _SEALED.unpack_from(self._map, at)
         if zlib.crc32(often, zlib.crc32(about, zlib.crc32(rare))) != checksum:
@@ -324,25 +324,25 @@ class RingReader:
             totals[:_PHASES], totals[_PHASES], (*frequent, *totals[_PHASES + 1 :]),
         )  # fmt: skip
 
-    def state(self) -> RingState:
+    def read_state(self) -> RingState:
         """Return the last valid state, from two equal consecutive reads or from the last of four reads."""
-        look = RingState(*_STATUS.unpack_from(self._map, _STATUS_AT))
+        state = RingState(*_STATUS.unpack_from(self._map, _STATUS_AT))
         for _ in range(3):
             again = RingState(*_STATUS.unpack_from(self._map, _STATUS_AT))
-            if again == look:
+            if again == state:
                 break
-            look = again
-        is_state = 0 <= look.state < len(STATE_NAMES) and 0 <= look.phase < _PHASES
-        if is_state and look.ordinal >= 0 and look.since_ns >= 0:
-            self._valid_state = look
+            state = again
+        is_state = 0 <= state.state < len(STATE_NAMES) and 0 <= state.phase < _PHASES
+        if is_state and state.ordinal >= 0 and state.since_ns >= 0:
+            self._valid_state = state
         return self._valid_state
 
-    def facts(self) -> RankFacts | None:
+    def take_facts(self) -> RankFacts | None:
         """Return the facts if they are complete and have changed since the last call, else ``None``."""
         document = self._facts.take()
         return None if document is None else from_document(RankFacts, document)
 
-    def address(self) -> FoundAddress | None:
+    def take_address(self) -> FoundAddress | None:
         """Return the aggregator's address if it has changed since the last call, else ``None``."""
         document = self._address.take()
         return None if document is None else from_document(FoundAddress, document)

@@ -65,7 +65,7 @@ class Recorder:
         self._losses, self._values = Losses(self._once), values or ValueBuffer()
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
         self._values.connect(self._values_due, writer, wake, index_of_value, warn)
-        writer.state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
+        writer.write_state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
         _live.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
@@ -76,7 +76,7 @@ class Recorder:
             return
         self._start_ns, self._own_ns = start_ns, 0
         self._values.limit = MAX_TOGETHER
-        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        self._writer.write_state(ring.STEP, self.ordinal + 1, start_ns)
 
     def _start_specially(self, start_ns: int) -> None:
         if not self.is_on:
@@ -87,7 +87,7 @@ class Recorder:
         self._start_ns, self._own_ns = start_ns, 0
         self._values.begin()
         phases.start_iteration()
-        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        self._writer.write_state(ring.STEP, self.ordinal + 1, start_ns)
         self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
         if self._boundary:
             self._boundary = False
@@ -138,10 +138,10 @@ class Recorder:
         if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
             self._values_at_ns = self._values.write(ordinal, end_ns)
         if self._own_ns:
-            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns)
+            self._writer.write_iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns)
             self._own_ns = self._again_ns = 0
         else:
-            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
+            self._writer.write_iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
         if ordinal == self._boundary_ordinal:
             self._boundary_ordinal += self._log_interval
             self._boundary = self._is_special = True
@@ -206,7 +206,7 @@ class Recorder:
         self._values_due()  # a phase may be long
         self._is_special, now_ns = True, time.monotonic_ns()
         if self._phases.begin(name, now_ns):
-            self._writer.state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
+            self._writer.write_state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
 
     def phase_end(self) -> None:
         """End the phase that the last `phase_start` began."""
@@ -218,9 +218,9 @@ class Recorder:
         end_ns = time.monotonic_ns()
         self._cut_phase(end_ns)
         if self._start_ns:
-            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+            self._writer.write_state(ring.STEP, self.ordinal + 1, self._start_ns)
         else:
-            self._writer.state(ring.BETWEEN, self.ordinal, end_ns)
+            self._writer.write_state(ring.BETWEEN, self.ordinal, end_ns)
 
     def _cut_phase(self, at_ns: int) -> None:
         start_ns = self._phases.cut(at_ns, is_inside=self._start_ns > 0)
@@ -242,12 +242,12 @@ class Recorder:
         if self.is_on and not self._phases.depth:
             is_inside = bool(self._start_ns)
             state = ring.STEP if is_inside else ring.BETWEEN if self._end_ns else ring.STARTUP
-            self._writer.state(state, self.ordinal + is_inside, time.monotonic_ns())
+            self._writer.write_state(state, self.ordinal + is_inside, time.monotonic_ns())
 
     def publish_evaluation(self) -> None:
         """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
         if self.is_on and not self._phases.depth:
-            self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
+            self._writer.write_state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int, index: int = 0) -> None:
         """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait.
@@ -255,7 +255,7 @@ class Recorder:
         ``index`` is that of another phase in `PHASES`.
         """
         if self.is_on and self._start_ns and not self._phases.depth:
-            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+            self._writer.write_state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
             self._phases.add_time(index, end_ns - start_ns, is_inside=True)
             self._write_totals()
@@ -317,7 +317,7 @@ class Recorder:
         now_ns = time.monotonic_ns()
         is_status = isinstance(status, str) and status in ring.STATUSES
         self.put(ring.END, ring.STATUSES.index(status if is_status else "failed"), 0, now_ns, now_ns, 0.0)
-        self._writer.state(ring.FINISHED, self.ordinal, now_ns)
+        self._writer.write_state(ring.FINISHED, self.ordinal, now_ns)
         self.disable()
         self.wake()
 
@@ -332,7 +332,7 @@ class Recorder:
         """Write a record with the totals so far; by default, the record is of the last completed iteration."""
         if self.is_on:
             totals = (self._step_ns, self._wait_ns, self._counters)
-            self._writer.put(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
+            self._writer.write_record(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
 
 
 def pair_s() -> float | None:

@@ -134,7 +134,7 @@ class ValueBuffer:
             return
         self._num_values += len(values)
         # If this number is above the number of values that the agent has read, the agent reports missing values.
-        self._writer.values(ordinal, self._num_values + self._num_dropped, indices, values)
+        self._writer.write_values(ordinal, self._num_values + self._num_dropped, indices, values)
         self._num_records += 1
         if self._num_records % WAKE_RECORDS == 0:
             self._wake()

@@ -315,7 +315,7 @@ class WatchedRecorder(Recorder):
             self._look()
         try:
             if self.is_on and (values := self._memory.read()) is not None:
-                self._writer.values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
+                self._writer.write_values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
         except Exception as error:  # noqa: BLE001 - an allocator without statistics; no exception may end a training step
             self._memory.is_off = True
             self._warn(f"the memory of torch's allocator is not measured: {type(error).__name__}: {error}")

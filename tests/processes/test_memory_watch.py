@@ -85,7 +85,7 @@ class Recorded:
     def memory(self):
         """Return what has run before each reading, its ordinal, and its values by name."""
         found = []
-        for slot in self.reader.read():
+        for slot in self.reader.read_new():
             if slot.kind == MEMORY:
                 values = [value for _, value in slot.values]
                 found.append((slot.number, slot.ordinal, dict(zip(ring.MEMORY_FIELDS, values, strict=True))))
@@ -177,7 +177,7 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     allocator.use(3 * GB, 8 * GB)
     recorded.recorder.phase_end()
     recorded.iterate(5)
-    for slot in recorded.reader.read():
+    for slot in recorded.reader.read_new():
         if slot.kind == MEMORY:
             memory.add_record(slot)
     (first, of_first), (second, of_second) = (memory.take_values(window, is_last=False) for window in (1, 2))
@@ -202,10 +202,10 @@ def test_reading_of_a_window_has_the_largest_micro_batch(allocator, recorded):
 
 def test_forged_record_of_memory_is_not_valid(recorded):
     for number, values in [(9, [0.0] * 8), (4, [-1.0] * 8), (4, [float("nan")] * 8), (4, [1e300] * 8)]:
-        recorded.writer.values(1, number, range(8), values, MEMORY)
+        recorded.writer.write_values(1, number, range(8), values, MEMORY)
 
-    assert recorded.reader.read() == []
-    assert recorded.reader.overrun == 4
+    assert recorded.reader.read_new() == []
+    assert recorded.reader.num_overrun == 4
 
 
 def test_private_memory_of_a_process_that_has_ended_is_unknown():

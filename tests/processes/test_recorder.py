@@ -324,11 +324,11 @@ def test_agent_is_woken_at_a_window_end_and_in_the_next_iteration():
 
 
 def test_state_changes_with_the_calls_of_the_loop(loop):
-    assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
+    assert loop.reader.read_state() == (ring.STARTUP, 0, MADE_NS, 0)
     states = []
     for call in ("2000 start", "2000 phase_start checkpoint", "2000 phase_end", "2100 end", "2100 finish"):
         play(loop, call)
-        states.append(loop.reader.state())
+        states.append(loop.reader.read_state())
 
     assert [state[0] for state in states] == [ring.STEP, ring.PHASE_STATE, ring.STEP, ring.BETWEEN, ring.FINISHED]
     assert [state[1] for state in states] == [1, 0, 1, 1, 1]
@@ -370,9 +370,9 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 reader = RingReader(writer.descriptor)
-print([(slot.ordinal, slot.counts[0]) for slot in reader.read()], reader.state()[:2])
+print([(slot.ordinal, slot.counts[0]) for slot in reader.read_new()], reader.read_state()[:2])
 recorder.start(); recorder.end(5, 1)
-print([(slot.ordinal, slot.counts[0]) for slot in reader.read()], reader.state()[:2])
+print([(slot.ordinal, slot.counts[0]) for slot in reader.read_new()], reader.read_state()[:2])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 

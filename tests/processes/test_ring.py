@@ -45,7 +45,7 @@ def counters(*values):
 
 
 def put(writer, ordinal, tokens=0):
-    writer.iteration(ordinal, ordinal * 10, ordinal * 10 + 5, 0, 0, counters(tokens, tokens, 0, 0))
+    writer.write_iteration(ordinal, ordinal * 10, ordinal * 10 + 5, 0, 0, counters(tokens, tokens, 0, 0))
 
 
 def slot_at(sequence, slots=16):
@@ -55,7 +55,7 @@ def slot_at(sequence, slots=16):
 @pytest.fixture
 def ordinals(reader):
     """Return a function that reads the ring, and returns the ordinals of the records."""
-    return lambda: [slot.ordinal for slot in reader.read()]
+    return lambda: [slot.ordinal for slot in reader.read_new()]
 
 
 def test_records_are_read_once_and_in_order(writer, reader, ordinals):
@@ -66,19 +66,19 @@ def test_records_are_read_once_and_in_order(writer, reader, ordinals):
     assert ordinals() == []
     put(writer, 4)
     assert ordinals() == [4]
-    assert reader.overrun == 0
+    assert reader.num_overrun == 0
     for ordinal in range(5, 28):  # 23 records into 16 slots
         put(writer, ordinal)
     assert ordinals() == list(range(12, 28))
-    assert reader.overrun == 7
+    assert reader.num_overrun == 7
 
 
 def test_every_field_of_a_record_is_read(writer, reader):
     counts = (6, 7, 8, 2**62, *range(10, 6 + len(FIELDS)))
     writer.replace_totals((3, 4, 5, 9), 11, counters(*counts))
-    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
+    writer.write_record(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
 
-    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts, ())]
+    assert reader.read_new() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts, ())]
 
 
 LONGS = st.integers(0, 2**62)
@@ -102,11 +102,11 @@ def test_methods_iteration_and_put_write_equal_records(often, rare, own_ns):
     with ring_of() as (writer, reader):
         writer.replace_totals(rare[:4], rare[4], counted)
 
-        writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counted, own_ns)
-        assert reader.state() == (ring.BETWEEN, ordinal, end_ns, 0)
-        writer.put(ring.ITERATION, 0, ordinal, own_ns, start_ns, end_ns, 0.0, step_ns, wait_ns, counted)
+        writer.write_iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counted, own_ns)
+        assert reader.read_state() == (ring.BETWEEN, ordinal, end_ns, 0)
+        writer.write_record(ring.ITERATION, 0, ordinal, own_ns, start_ns, end_ns, 0.0, step_ns, wait_ns, counted)
 
-        short, long = reader.read()
+        short, long = reader.read_new()
         assert short[1:] == long[1:]
 
 
@@ -118,12 +118,12 @@ def test_overrun_of_the_ring_loses_records_but_no_tokens(bursts):
             for _ in range(burst):
                 written += 1
                 put(writer, written, tokens=100 * written)
-            slots = reader.read()
+            slots = reader.read_new()
             seen += len(slots)
             newest = slots[-1] if slots else newest
 
             # Overwritten records are counted, and the newest record includes the tokens of all earlier records.
-            assert seen + reader.overrun == written
+            assert seen + reader.num_overrun == written
             assert newest is None or newest.counts[0] == 100 * written
 
 
@@ -131,21 +131,21 @@ def test_overrun_of_the_ring_loses_records_but_no_tokens(bursts):
 def test_record_of_values_is_read_with_every_value(writer, reader, num):
     given = [*(float(number) for number in range(num - 1)), float("-inf")]
     put(writer, 1, 10)
-    writer.values(2, 40, range(num), given)
+    writer.write_values(2, 40, range(num), given)
     put(writer, 2, 20)
 
-    before, slot, after = reader.read()
+    before, slot, after = reader.read_new()
     assert (slot.kind, slot.what, slot.ordinal, slot.number) == (ring.VALUES, num, 2, 40)
     assert slot.values == tuple(enumerate(given))
-    assert (before.counts[0], after.counts[0], reader.overrun) == (10, 20, 0)
+    assert (before.counts[0], after.counts[0], reader.num_overrun) == (10, 20, 0)
 
 
 @pytest.mark.parametrize("index", [-1, ring.MAX_VALUE_NAMES])
 def test_value_without_a_possible_name_is_skipped_and_counted(writer, reader, ordinals, index):
-    writer.values(1, 1, [index], [1.0])
+    writer.write_values(1, 1, [index], [1.0])
     put(writer, 2, 20)
 
-    assert (ordinals(), reader.overrun) == ([2], 1)
+    assert (ordinals(), reader.num_overrun) == ([2], 1)
 
 
 def test_incomplete_record_is_not_read_until_it_is_complete(writer, reader, ordinals):
@@ -169,7 +169,7 @@ def test_mixture_of_two_records_is_never_read(totals, own_ns, is_stored):
         before = os.pread(writer.descriptor, 176, slot_at(1))
         for ordinal in range(2, 17):
             put(writer, ordinal)
-        writer.iteration(17, start_ns, end_ns, step_ns, wait_ns, counters(*counts), own_ns)  # replaces the first
+        writer.write_iteration(17, start_ns, end_ns, step_ns, wait_ns, counters(*counts), own_ns)  # replaces the first
         after = os.pread(writer.descriptor, 176, slot_at(1))
         words = [(after if is_stored[at // 8] & 1 else before)[at : at + 8] for at in range(0, 176, 8)]
         os.pwrite(writer.descriptor, b"".join(words), slot_at(1))
@@ -185,7 +185,7 @@ def test_record_that_remains_incomplete_is_skipped_and_counted(writer, reader, o
 
     assert ordinals() == []
     reader.skip_torn()
-    assert (ordinals(), reader.overrun) == ([2], 1)
+    assert (ordinals(), reader.num_overrun) == ([2], 1)
 
 
 def test_record_that_is_overwritten_during_a_read_is_counted(writer, reader, ordinals):
@@ -194,7 +194,7 @@ def test_record_that_is_overwritten_during_a_read_is_counted(writer, reader, ord
     # The test writes 16 as the newest number, as if the reader had read this number before record 17 was published.
     os.pwrite(writer.descriptor, (16).to_bytes(8, "little"), ring._NEWEST_AT)
 
-    assert (ordinals(), reader.overrun) == (list(range(2, 17)), 1)
+    assert (ordinals(), reader.num_overrun) == (list(range(2, 17)), 1)
 
 
 def test_reader_of_a_busy_writer_reads_increasing_totals(writer, reader):
@@ -208,21 +208,21 @@ def test_reader_of_a_busy_writer_reads_increasing_totals(writer, reader):
     thread.start()
     seen = []
     while not seen or seen[-1].ordinal < last:
-        seen += reader.read()
+        seen += reader.read_new()
     thread.join()
 
     assert all(slot.counts[0] == slot.ordinal == slot.sequence for slot in seen)
     assert sorted({slot.ordinal for slot in seen}) == [slot.ordinal for slot in seen]
-    assert len(seen) + reader.overrun == last
+    assert len(seen) + reader.num_overrun == last
 
 
 def test_facts_are_read_once_for_each_change(writer, reader):
     facts = RankFacts(parameters=DeclaredParameters(total=7_000_000_000), host="Größe \udc80", warnings=("a", "b"))
 
-    assert reader.facts() is None
+    assert reader.take_facts() is None
     assert writer.write_facts(facts)
-    assert reader.facts() == facts
-    assert reader.facts() is None
+    assert reader.take_facts() == facts
+    assert reader.take_facts() is None
 
 
 def test_largest_facts_do_not_overwrite_address_and_records(writer, reader, ordinals):
@@ -234,7 +234,7 @@ def test_largest_facts_do_not_overwrite_address_and_records(writer, reader, ordi
 
     assert writer.write_facts(largest)
     assert not writer.write_facts(RankFacts(host=largest.host + "x"))
-    assert (reader.facts(), reader.address()) == (largest, address)
+    assert (reader.take_facts(), reader.take_address()) == (largest, address)
     assert ordinals() == [1]
 
 
@@ -317,19 +317,19 @@ def test_index_limits_of_the_ring_equal_the_lengths_of_its_tables():
 def test_impossible_record_is_skipped_and_counted(
     writer, reader, ordinals, kind, what, ordinal, number, start_ns, end_ns, value, tokens
 ):
-    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, 0, 0, counters(tokens))
+    writer.write_record(kind, what, ordinal, number, start_ns, end_ns, value, 0, 0, counters(tokens))
     put(writer, 2, 20)
 
-    assert (ordinals(), reader.overrun) == ([2], 1)
+    assert (ordinals(), reader.num_overrun) == ([2], 1)
 
 
 @pytest.mark.parametrize("look", [(5, 1, 1, 0), (-1, 1, 1, 0), (ring.PHASE_STATE, 1, 1, 4), (2, -1, 1, 0)])
 def test_impossible_state_does_not_replace_the_last_state(writer, reader, look):
-    writer.state(ring.PHASE_STATE, 12, 345, 1)
-    assert reader.state() == (ring.PHASE_STATE, 12, 345, 1)
+    writer.write_state(ring.PHASE_STATE, 12, 345, 1)
+    assert reader.read_state() == (ring.PHASE_STATE, 12, 345, 1)
     ring._STATUS.pack_into(writer._map, ring._STATUS_AT, *look)
 
-    assert reader.state() == (ring.PHASE_STATE, 12, 345, 1)
+    assert reader.read_state() == (ring.PHASE_STATE, 12, 345, 1)
 
 
 @pytest.mark.parametrize("resize", [0, ring.ring_bytes(16) - 1, ring.ring_bytes(16) + 4096])

@@ -175,7 +175,7 @@ SPLIT = Split(100 * MS, 40 * MS, 25 * MS, 60 * MS, 15 * MS, {"tp": (30 * MS, 20 
 def test_profiled_iterations_are_summed_in_their_window():
     with recording({2: SPLIT, 3: SPLIT, 4: SPLIT}) as made:
         iterate(made.recorder, 5)
-        slots = made.reader.read()
+        slots = made.reader.read_new()
     first, second, rest = rows(slots)
 
     once = {"tp": (approx(0.03), approx(0.02)), "all_gather": (approx(0.01), approx(0.005))}
@@ -204,7 +204,7 @@ def test_data_wait_before_a_profiled_step_is_not_idle_time():
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)
-        first = rows(made.reader.read())[0].profile
+        first = rows(made.reader.read_new())[0].profile
 
     assert first.time_s == approx(0.090 + 0.140)
 
@@ -214,7 +214,7 @@ def test_device_times_belong_to_the_window_of_their_reading(cuda, synchronizes):
     with recording(cuda=cuda) as made:
         iterate(made.recorder, 5, cuda, synchronizes)
         made.recorder.finish()
-        found = rows(made.reader.read())
+        found = rows(made.reader.read_new())
 
     # Iteration n takes 100 + n ms and is read at the end of iteration n + 1.  So the windows have the iterations (1),
     # (2, 3), (4).
@@ -297,7 +297,7 @@ def test_failing_device_is_disabled_with_one_warning(cuda, fails_at_sync_point):
             made.recorder.end(8, 1, _now=lambda: 3 * MS)
         cuda.fails = True
         iterate(made.recorder, 4 - made.recorder.ordinal, cuda)
-        slots = made.reader.read()
+        slots = made.reader.read_new()
 
     (line,) = made.warned
     assert "illegal memory access" in line
