@@ -159,7 +159,7 @@ class DeviceSums(Table):
         "utilization_covered_s",
         "memory_peak_bytes",  # largest peak; nan if not measured
     )
-    EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
+    NEW_ROW = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
 class Account(GpuReadings):
@@ -195,7 +195,7 @@ class Account(GpuReadings):
         numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
-        at = self.ranks.find(rows.ranks)
+        at = self.ranks.find_or_add(rows.ranks)
         self.ranks.values[at[:, None], _COLUMNS_OF_ROWS] += added
         add_to(self.counts, rows.counts)
         if not has_hang:
@@ -204,7 +204,7 @@ class Account(GpuReadings):
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; with a sign of -1 subtract them."""
         levels = (merged.wall if self.wall else merged.iterations).levels
-        at = self.devices.find(merged.names)
+        at = self.devices.find_or_add(merged.names)
         values = self.devices.values
         values[at, :4] += sign * np.nan_to_num(levels)
         values[at, 4] = np.fmax(values[at, 4], merged.peaks)
@@ -229,7 +229,7 @@ class Account(GpuReadings):
         self.energy.add_window(window, (_JOB,), structs_of([amount], EnergyAmount), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
-        at = self.ranks.find(rows.ranks)
+        at = self.ranks.find_or_add(rows.ranks)
         self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
         add_to(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
 

@@ -122,7 +122,7 @@ class CountSums(Table):
     def add_reports(self, rows: Rows) -> None:
         """Add reports; each report may be added only once."""
         counts = np.array([rows.token_counts[name] for name in TOKEN_COUNTS], np.float64)
-        at = self.find(rows.ranks)
+        at = self.find_or_add(rows.ranks)
         self.values[at] += np.vstack((counts, rows.numbers["iterations"])).T
 
 
@@ -274,7 +274,7 @@ def broken_counts(sums: CountSums, rows: Rows, job: KnownJob, *, has_gaps: bool)
         job: the constants of the job.
         has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
     """
-    values = sums.values[sums.find(rows.ranks)]
+    values = sums.values[sums.find_or_add(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
     spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
     checks = [(column[small], column[large], text) for small, large, text in _ORDERED_COUNTS]

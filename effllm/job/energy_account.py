@@ -166,7 +166,7 @@ class EnergyTotals(Table):
             amounts: energy of each device; columns: `AMOUNT`.
             sign: 1 or -1.
         """
-        rows = self.find(keys)
+        rows = self.find_or_add(keys)
         self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED_COLUMNS])
         self._set_edge(window - 1, 1, rows, amounts[:, START_J2], sign)
         self._set_edge(window, 0, rows, amounts[:, END_J2], sign)

@@ -65,7 +65,7 @@ class Tiles(Table):
         "is_broken",  # reports before the first received report were lost, or the rank left and rejoined
         "is_over",  # `end_s` is the end of the rank
     )
-    EMPTY = (0.0, *[np.nan] * 6, 0.0, 0.0, 0.0)
+    NEW_ROW = (0.0, *[np.nan] * 6, 0.0, 0.0, 0.0)
 
     def append(self, ranks: Sequence[int], columns: Mapping[str, Array], seconds: Array, at_s: float) -> float:
         """Append one report of each rank; return the earliest start position of these ranks.
@@ -76,7 +76,7 @@ class Tiles(Table):
             seconds: seconds that each report covers.
             at_s: latest possible position of the receipt.
         """
-        at = self.find(ranks)
+        at = self.find_or_add(ranks)
         covered_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over = self.values[at].T
         is_first = np.isnan(end_s)
         broken = np.maximum(broken, is_first & (columns["sequence"] > 1) & np.isnan(start_s))
@@ -94,7 +94,7 @@ class Tiles(Table):
 
     def hear(self, rank: int, at_s: float, time_s: float | None) -> None:
         """Record a message of a rank: position of its receipt, and time of sending on the agent's clock."""
-        at, clock_s, heard_s = self.position(rank), self.column("clock_s"), self.column("heard_s")
+        at, clock_s, heard_s = self.find_or_add_one(rank), self.column("clock_s"), self.column("heard_s")
         if time_s is not None:
             clock_s[at] = np.fmin(clock_s[at], at_s - time_s)
             at_s = time_s + clock_s[at]
@@ -102,7 +102,7 @@ class Tiles(Table):
 
     def begin(self, rank: int, start_s: float | None) -> float:
         """Record the start of a rank's first report on its agent's clock; return its position, or nan if unknown."""
-        at = self.position(rank)
+        at = self.find_or_add_one(rank)
         start_s = math.nan if start_s is None else start_s
         if not self.column("is_broken")[at] and math.isnan(self.column("start_s")[at]):
             self.column("start_s")[at] = start_s
@@ -114,7 +114,7 @@ class Tiles(Table):
 
     def leave(self, rank: int, at_s: float, end_s: float | None = None) -> None:
         """Record a rank's BYE at a position, with the end of the rank on its agent's clock."""
-        at = self.position(rank)
+        at = self.find_or_add_one(rank)
         left_s = self.column("left_s")
         if math.isnan(left_s[at]):
             left_s[at] = at_s
@@ -125,7 +125,7 @@ class Tiles(Table):
 
     def come_back(self, rank: int, at_s: float) -> None:
         """Record the first message of a rank's next agent, which has another clock."""
-        at = self.position(rank)
+        at = self.find_or_add_one(rank)
         if np.isfinite(self.column("end_s")[at]):
             self.column("away_s")[at] += max(np.nan_to_num(at_s - self.ends_s[at]), 0.0)
             self.column("is_broken")[at], self.column("is_over")[at] = 1.0, 0.0

@@ -56,12 +56,12 @@ class Table:
     """Numbers by key (row) and name (column); a new key adds a row."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()
-    EMPTY: ClassVar[tuple[float, ...]] = ()  # values of a new row; zeros if empty
+    NEW_ROW: ClassVar[tuple[float, ...]] = ()  # values of a new row; zeros if empty
 
     def __init__(self) -> None:
         self._positions: dict[Key, int] = {}
         self._values: Array = np.zeros((0, len(self.NAMES)))
-        self._found: tuple[Sequence[Key], Positions] = (), np.zeros(0, np.intp)
+        self._last_found: tuple[Sequence[Key], Positions] = (), np.zeros(0, np.intp)
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -79,9 +79,9 @@ class Table:
     def column(self, name: str) -> Array:
         return self.values[:, self.NAMES.index(name)]
 
-    def find(self, keys: Sequence[Key]) -> Positions:
+    def find_or_add(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; a new key gets a row."""
-        asked, positions = self._found  # the keys are usually the same in every window
+        asked, positions = self._last_found  # the keys are usually the same in every window
         if asked is keys or asked == keys:
             return positions
         try:
@@ -91,11 +91,11 @@ class Table:
                 self._positions.setdefault(key, len(self._positions))
             self._grow(len(self._positions))
             positions = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
-        self._found = keys, positions
+        self._last_found = keys, positions
         return positions
 
-    def position(self, key: Key) -> int:
-        """Return the row of one key; a new key gets a row.  No row moves, so the cache of `find` stays valid."""
+    def find_or_add_one(self, key: Key) -> int:
+        """Return the row of one key; a new key gets a row.  No row moves, so the cache of `find_or_add` stays valid."""
         at = self._positions.get(key)
         if at is None:
             at = self._positions[key] = len(self._positions)
@@ -105,8 +105,8 @@ class Table:
     def _grow(self, count: int) -> None:
         if count > len(self._values):
             more = np.zeros((max(count, 2 * len(self._values)) - len(self._values), len(self.NAMES)))
-            if self.EMPTY:
-                more[:] = self.EMPTY
+            if self.NEW_ROW:
+                more[:] = self.NEW_ROW
             self._values = np.concatenate((self._values, more))
 
     def packed(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Table:
         """
         table = cls()
         try:
-            table.find(stored["keys"])
+            table.find_or_add(stored["keys"])
             table.values[:] = array_of(stored["values"]).reshape(len(table), len(cls.NAMES))
         except (KeyError, TypeError) as error:
             raise ValueError(f"the stored values are not a table: {error}") from error
