@@ -139,7 +139,7 @@ def first_attempt(folder):
     """Write the run folder of an attempt of 60 s; return its facts."""
     first = facts_of(folder=str(folder))
     store = RunFolder(folder, first.begin(folder))
-    first.learn(hello(0, submission=ALICE))
+    first.add_hello(hello(0, submission=ALICE))
     first.add_times(1000.0)
     first.add_times(1000.0, 1060.0)
     store.update_facts(taken(first))
@@ -161,7 +161,7 @@ def test_next_attempt_in_another_scheduler_job_has_its_job_id(tmp_path):
     first_attempt(tmp_path)
     second = facts_of(folder=str(tmp_path))
     second.begin(tmp_path)
-    second.learn(hello(0, submission=Submission("alice", job_id="4712")))
+    second.add_hello(hello(0, submission=Submission("alice", job_id="4712")))
     taken(second)
 
     assert (second.identity.job_id, second.identity.account) == ("4712", None)
