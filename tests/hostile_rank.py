@@ -18,11 +18,11 @@ from effllm.config.settings import Config
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
-from effllm.records.rank import NUM_POWER_BARS
+from effllm.records.rank import NUM_POWER_BINS
 from effllm.records.wire import FromAgent, Hello
 
 MAX_S = 120.0
-DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BARS), 0.01))
+DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BINS), 0.01))
 
 
 def last_ranks_hello(world_size: int, **changes: object) -> Hello:

@@ -91,7 +91,7 @@ class AgentEvents:
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
             self._add_due_counts(time.monotonic())
-            if self._limit.admits(event):
+            if self._limit.admit(event):
                 self._log_and_queue(event)
 
     def oldest_unsent(self) -> Event | None:
@@ -111,7 +111,7 @@ class AgentEvents:
             self._add_due_counts(math.inf, 2 * MAX_UNSENT)
 
     def _add_due_counts(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
-        for event in self._limit.roll(now_s):
+        for event in self._limit.take_left_out(now_s):
             self._log_and_queue(event, max_unsent)
 
     def _log_and_queue(self, event: Event, max_unsent: int = MAX_UNSENT) -> None:

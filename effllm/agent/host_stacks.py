@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.records.host_lines import COMPUTE, MAX_LINES, MAX_STACKS, CodeLine
-from effllm.records.iteration_times import long_ones
+from effllm.records.iteration_times import which_are_long
 from effllm.store.regular_file import read_regular
 
 RATE_HZ = 50
@@ -159,7 +159,7 @@ class LongIterations(NamedTuple):
             began_ns: start of the recording.
         """
         spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
-        are_long = long_ones([end - start for start, end in spans])
+        are_long = which_are_long([end - start for start, end in spans])
         during = [(span, is_long) for span, is_long in zip(spans, are_long, strict=True) if span[1] > 0]
         long = [span for span, is_long in during if is_long]
         return cls(long, len(long) / max(len(during) - len(long), 1))

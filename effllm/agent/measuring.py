@@ -40,7 +40,7 @@ from effllm.records.rank import (
 )
 from effllm.records.ring import END as END_RECORD
 from effllm.records.ring import ITERATION, MEMORY, SPAN, STATUSES, STEP, VALUES, Slot
-from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merged, merged_by_name, percentiles
+from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merge_by_name, merge_statistics, percentiles
 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 CALIBRATION_CHECK_S = 0.05  # seconds between two checks of a sensor that is being calibrated
@@ -366,7 +366,7 @@ class InstrumentValues:
         """Remove and return the statistics of values up to a window, or of all if ``is_last``; publish the run's."""
         windows = sorted(number for number in self._windows if is_last or number <= window)
         parts = [self._windows.pop(number) for number in windows]
-        values = merged_by_name(
+        values = merge_by_name(
             {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in parts
         )
         has_instruments = not values.keys() <= FIGURES.keys()  # percentiles of figures of the framework are not shown
@@ -374,7 +374,7 @@ class InstrumentValues:
             self._is_digest_checked, self._notice = True, _NO_DIGEST if digest_type() is None else ""
         for name, value in values.items():
             if value.centroids:
-                self._of_run[name] = merged([self._of_run[name], value]) if name in self._of_run else value
+                self._of_run[name] = merge_statistics([self._of_run[name], value]) if name in self._of_run else value
         if is_last or now_s - self._published_s >= PUBLISH_EVERY_S:
             self._published_s = now_s
             rows = {name: [value.count, *percentiles(value.centroids).values()] for name, value in self._of_run.items()}

@@ -18,7 +18,7 @@ from effllm.job.joining import join_devices
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.rank import (
     CLOCK_RATIO,
-    NUM_POWER_BARS,
+    NUM_POWER_BINS,
     POWER_STEP_W,
     TENSOR_CLOCK,
     Device,
@@ -28,7 +28,7 @@ from effllm.records.rank import (
     Integrals,
     Sample,
 )
-from effllm.records.timeline import overlap, union
+from effllm.records.timeline import overlap_ns, union
 
 #: Reasons of a lower clock that are no fault: the power limit of a busy GPU, the common clock of a sync group, and the
 #: highest voltage, which limits every GPU without another limit.
@@ -230,7 +230,7 @@ class Series:
                 for reason in (*reasons, *([] if reasons <= FAULTLESS else ["any"])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
-                step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)
+                step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BINS - 1)
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
         for block, share, _ in self._folded_blocks(start_ns, end_ns):
             for name, gauge in block.gauges.items():
@@ -333,7 +333,7 @@ def _gaps_between(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) 
 
 def _overlap_s(from_ns: int, to_ns: int, outside: Sequence[tuple[int, int]]) -> float:
     """Return the seconds of a period that lie in one of the intervals."""
-    return overlap([(from_ns, to_ns)], outside) * NS
+    return overlap_ns([(from_ns, to_ns)], outside) * NS
 
 
 def _mean_inside(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:

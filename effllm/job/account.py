@@ -18,7 +18,7 @@ from effllm.records.counters import FIELDS
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
 from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
 from effllm.records.rank import CLOCK_RATIO, TENSOR_CLOCK, Allocator, Profile, RankReport, ValueStatistics, add_profiles
-from effllm.records.values import merged_by_name
+from effllm.records.values import merge_by_name
 
 _JOB = "job"  # key of the energy of all devices
 ALLOCATOR = Allocator.__struct_fields__
@@ -88,7 +88,7 @@ class Rows(list[RankReport]):
     @cached_property
     def values(self) -> dict[str, ValueStatistics]:
         """Statistics of the values of instruments over all ranks, by name; also of the allocator's memory."""
-        values = merged_by_name(filter(None, map(attrgetter("values"), self)))
+        values = merge_by_name(filter(None, map(attrgetter("values"), self)))
         allocators = [allocator for allocator in map(attrgetter("allocator"), self) if allocator is not None]
         for name, sizes in zip(ALLOCATOR, structs_of(allocators, Allocator).T, strict=True) if allocators else ():
             squares = float(np.square(sizes - sizes.mean()).sum())
@@ -115,7 +115,7 @@ class Rows(list[RankReport]):
         both.iterations = max(self.iterations, more.iterations)
         both.loss = more.loss if self.loss is None else self.loss
         both.profile = add_profiles(self.profile, more.profile)
-        both.values = merged_by_name((self.values, more.values))
+        both.values = merge_by_name((self.values, more.values))
         both.phases_s = summed((self.phases_s, more.phases_s))
         both.is_final = self.is_final or more.is_final
         return both

@@ -33,7 +33,7 @@ from effllm.records.events import KINDS, EventLimit
 from effllm.records.job import ClusterReport
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
-from effllm.records.values import merged_by_name
+from effllm.records.values import merge_by_name
 from effllm.store.run_folder import KeptReports
 
 MIN_DEADLINE_S = 5.0
@@ -265,7 +265,7 @@ def count_rows(ledger: Ledger, window: int, rows: Rows) -> None:
     attempt.count_rows(window, rows)
     ledger.audit.counts.add_reports(rows)
     if rows.values:
-        ledger.values = merged_by_name((ledger.values, rows.values))
+        ledger.values = merge_by_name((ledger.values, rows.values))
 
 
 def count_devices(ledger: Ledger, window: Window, min_coverage: float, sign: int = 1) -> None:
@@ -305,7 +305,7 @@ class EventLog:
         if rank is not None and not 0 <= rank < self._ledger.world_size:
             rank = None  # a peer may send any number as its rank
         event = replace(event, kind=kind, text=one_line(event.text), rank=rank, attempt=self._ledger.attempt)
-        if self._limit.admits(event):
+        if self._limit.admit(event):
             self._events.append(event)
 
     def record_once(self, event: Event, key: str = "") -> None:
@@ -317,7 +317,7 @@ class EventLog:
 
     def roll(self, now_s: float = math.inf) -> None:
         """Add events with the counts of suppressed events, once a minute and at the end."""
-        self._events += self._limit.roll(now_s)
+        self._events += self._limit.take_left_out(now_s)
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call, oldest first."""

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.records.columns import Array, Positions
-from effllm.records.iteration_times import LONG, seconds_of_code
+from effllm.records.iteration_times import LONG_RATIO, seconds_of_code
 from effllm.records.rank import CHECKPOINT, EVALUATION, OTHER, RankReport
 from effllm.records.verdict import SlowIterations
 
@@ -74,7 +74,11 @@ class IterationMatrix(NamedTuple):
         times = list(map(_TIMES, timed))
         sizes = set(zip(*(map(len, map(codes, times)) for codes in _CODES), strict=True))
         if len(spans) > 1 or not sizes <= {(size, waits, own) for waits in (0, size) for own in (0, size)}:
-            timed = [row for row in timed if _SPAN(row) == span and row.times is not None and row.times.is_of(count)]
+            timed = [
+                row
+                for row in timed
+                if _SPAN(row) == span and row.times is not None and row.times.is_complete_for(count)
+            ]
             times = list(map(_TIMES, timed))
         if not times or count < 1:
             return None
@@ -230,7 +234,7 @@ class IterationLosses(Struct):
         weights = window.weights or [1] * len(window.times_s)
         self.iterations += round(sum(weights))
         self.wait_s += sum(map(mul, window.waits_s, weights))
-        is_long = tuple(time_s > LONG * usual_s for time_s in window.times_s)
+        is_long = tuple(time_s > LONG_RATIO * usual_s for time_s in window.times_s)
         before = accumulate(weights, initial=0)
         for at, weight, time_s, wait_s, is_one in zip(
             map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False

@@ -16,7 +16,7 @@ from msgspec.structs import astuple, replace
 from effllm.records.counters import FIELDS
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.rank import METHODS, Allocator, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
-from effllm.records.values import merged_by_name
+from effllm.records.values import merge_by_name
 
 MAX_WAIT_S = 2.5  # timeout of a joined window; until most ranks have reported, the timeout is twice as long
 MAX_ENDS = 1024  # maximum number of stored ends of joined windows, which late reports need
@@ -209,7 +209,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         final=any(row.final for row in rows),
         reset=any(row.reset for row in rows),
         profile=add_profiles(*(row.profile for row in rows)),
-        values=merged_by_name(row.values for row in rows if row.values) or None,
+        values=merge_by_name(row.values for row in rows if row.values) or None,
         times=IterationTimes.join([(row.times, row.iterations) for row in rows]),
         allocator=_largest_sizes([row.allocator for row in rows if row.allocator is not None]),
     )

@@ -297,7 +297,7 @@ def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_F
     counted_s = seconds / _devices_per_rank(summary, waterfall)
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
-        rank, count = last.most
+        rank, count = last.most_often_last
         text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
     factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
     yield "uneven_ranks", seconds, text, _source("uneven_ranks"), factor

@@ -91,7 +91,7 @@ class Board:
 
     def read(self) -> JobState:
         """Return the newest complete state, without waiting."""
-        if (document := self._document.take()) is not None:
+        if (document := self._document.take_new()) is not None:
             self._state = from_document(JobState, document)
         return self._state
 

@@ -1,5 +1,4 @@
-"""The counters of a training loop.  The training process imports this module, so the module uses only the
-standard library.
+"""The counters of a training loop.  Standard library only, because the training process imports this module.
 
 To add a counter, append a field to `Counters` and increment it in the recorder.  The ring, the reports, the totals and
 the files have the fields of this class.

@@ -41,11 +41,11 @@ class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
 
     def __add__(self, later: EnergyAmount) -> EnergyAmount:
         """Return the energy of this period and a later period; the periods share no edge."""
-        return self._and(later, is_shared=False)
+        return self._combine(later, is_shared=False)
 
     def then(self, later: EnergyAmount) -> EnergyAmount:
         """Return the energy of this period and the next period; the periods share an edge."""
-        return self._and(later, is_shared=self.joules is not None and later.joules is not None)
+        return self._combine(later, is_shared=self.joules is not None and later.joules is not None)
 
     def __sub__(self, part: EnergyAmount) -> EnergyAmount:
         """Return the energy without a part inside this period; the edges of the part become edges of the rest."""
@@ -64,7 +64,7 @@ class EnergyAmount(Struct, frozen=True, array_like=True, gc=False):
             estimated_j=max(self.estimated_j - part.estimated_j, 0.0),
         )
 
-    def _and(self, later: EnergyAmount, is_shared: bool) -> EnergyAmount:
+    def _combine(self, later: EnergyAmount, is_shared: bool) -> EnergyAmount:
         is_measured = self.joules is not None or later.joules is not None
         return EnergyAmount(
             joules=(self.joules or 0.0) + (later.joules or 0.0) if is_measured else None,

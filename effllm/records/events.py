@@ -124,20 +124,20 @@ class EventLimit:
     """
 
     def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
-        self._left: dict[str, int] = {}  # number of lines that a kind may still have
+        self._minute_start_s: float | None = None
+        self._lines_this_minute: dict[tuple[str, int | None], int] = {}
+        self._lines_left: dict[str, int] = {}  # of a kind, for the whole job
         self._left_out: dict[tuple[str, int | None], Event] = {}  # the total of the events without a line
 
-    def admits(self, event: Event) -> bool:
+    def admit(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
-        used, left = self._lines.get(key, 0), self._left.get(event.kind, MAX_OF_KIND)
-        if used + 1 > MAX_PER_MINUTE or left < 1:
+        used, left = self._lines_this_minute.get(key, 0), self._lines_left.get(event.kind, MAX_OF_KIND)
+        if used + 1 > MAX_PER_MINUTE or left < 1:  # a long text may exceed a limit by its own lines
             self.leave_out(event, of_all_ranks=left < 1)
             return False
-        self._lines[key] = used + lines
-        self._left[event.kind] = left - lines
+        self._lines_this_minute[key] = used + lines
+        self._lines_left[event.kind] = left - lines
         return True
 
     def leave_out(self, event: Event, *, of_all_ranks: bool = False) -> None:
@@ -149,17 +149,17 @@ class EventLimit:
             text = f"rank {key[1]}: {text}"
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
-    def roll(self, now_s: float) -> list[Event]:
+    def take_left_out(self, now_s: float) -> list[Event]:
         """Return, once a minute, one line for each kind and rank that has events without a line.
 
         Args:
             now_s: monotonic time; ``math.inf`` at the end.
         """
-        if self._since_s is None:
-            self._since_s = now_s if math.isfinite(now_s) else 0.0
-        if now_s - self._since_s < MINUTE_S:
+        if self._minute_start_s is None:
+            self._minute_start_s = now_s if math.isfinite(now_s) else 0.0
+        if now_s - self._minute_start_s < MINUTE_S:
             return []
-        self._since_s = now_s if math.isfinite(now_s) else self._since_s
-        left_out, self._left_out, self._lines = list(self._left_out.values()), {}, {}
-        self._left = {kind: min(left + MORE_OF_KIND, MAX_OF_KIND) for kind, left in self._left.items()}
+        self._minute_start_s = now_s if math.isfinite(now_s) else self._minute_start_s
+        left_out, self._left_out, self._lines_this_minute = list(self._left_out.values()), {}, {}
+        self._lines_left = {kind: min(left + MORE_OF_KIND, MAX_OF_KIND) for kind, left in self._lines_left.items()}
         return left_out

@@ -128,7 +128,7 @@ def object_or_none(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _floats(value: Any) -> dict[str, float] | None:
+def _floats_or_none(value: Any) -> dict[str, float] | None:
     numbers = object_or_none(value)
     return None if numbers is None or None in map(float_or_none, numbers.values()) else numbers
 
@@ -147,14 +147,14 @@ def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | N
 _strs = _tuple_of(text_or_none)
 
 
-def _facts(value: Any) -> dict[str, Fact] | None:
+def _facts_or_none(value: Any) -> dict[str, Fact] | None:
     facts = object_or_none(value)
     return None if facts is None else {name: fact for name, fact in facts.items() if _is_fact(fact)}
 
 
 def _is_fact(value: Any) -> bool:
-    is_one = value is None or isinstance(value, (bool, float, str))
-    return is_one or int_or_none(value) is not None or _strs(value) is not None
+    is_single = value is None or isinstance(value, (bool, float, str))
+    return is_single or int_or_none(value) is not None or _strs(value) is not None
 
 
 #: Annotation of a field -> function that returns a value of this type, or ``None`` for a value of another type.
@@ -165,8 +165,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "str": text_or_none,
     "tuple[int, ...]": _tuple_of(int_or_none),
     "tuple[str, ...]": _strs,
-    "Mapping[str, Fact]": _facts,
-    "Mapping[str, float]": _floats,
+    "Mapping[str, Fact]": _facts_or_none,
+    "Mapping[str, float]": _floats_or_none,
     "Config": _record_of(Config),
     "Place": _record_of(Place),
     "DeclaredParameters": _record_of(DeclaredParameters),

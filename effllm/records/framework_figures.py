@@ -1,5 +1,4 @@
-"""The figures that frameworks log themselves, as names of instruments' values.  This module uses only the standard
-library.
+"""The figures that frameworks log themselves, as names of instruments' values.  Standard library only.
 
 A hook records a framework's figure under a name of `FIGURES`, as a mean since the framework's last log; a hook converts
 a mean since the start of the training.  The aggregator compares each figure with the counts of all ranks.

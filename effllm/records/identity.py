@@ -67,9 +67,9 @@ _DECLARABLE = ("user", "account", "job_id", "job_name", "partition", "model", "g
 def read_submission(environ: Mapping[str, str], tags: str) -> Submission:
     """Return the facts in the environment of a job; also in a shell or under torchrun inside the scheduler's job."""
     names = next((names for names in _SCHEDULERS.values() if environ.get(names["job_id"], "").strip()), {})
-    texts = {field: _clean(environ.get(name)) for field, name in names.items()}
+    texts = {field: _line(environ.get(name)) for field, name in names.items()}
     if texts.get("user") is None:
-        texts["user"] = next((user for name in _USERS if (user := _clean(environ.get(name)))), None)
+        texts["user"] = next((user for name in _USERS if (user := _line(environ.get(name)))), None)
     return Submission(**texts, tags=read_tags(tags))
 
 
@@ -80,8 +80,8 @@ def read_tags(text: str) -> tuple[str, ...]:
 
 def cleaned(submission: Submission, tags: tuple[str, ...]) -> Submission:
     """Return a received record without control characters and long texts; ``tags`` replace missing tags."""
-    texts = {field: _clean(getattr(submission, field)) for field in Submission.__struct_fields__ if field != "tags"}
-    return Submission(**texts, tags=tuple(tag for text in submission.tags if (tag := _clean(text))) or tags)
+    texts = {field: _line(getattr(submission, field)) for field in Submission.__struct_fields__ if field != "tags"}
+    return Submission(**texts, tags=tuple(tag for text in submission.tags if (tag := _line(text))) or tags)
 
 
 def with_facts(
@@ -98,20 +98,22 @@ def with_facts(
     submitted = asdict(submission) if submission is not None else {}
     if not submitted.get("tags"):
         submitted.pop("tags", None)  # an attempt without tags keeps the tags of the earlier attempt
-    declared = {name: text for name in _DECLARABLE if not submitted.get(name) and (text := _clean(facts.get(name)))}
-    hosts = _names(about["host"] for about in ranks.values())
-    models = _names(device["name"] for about in ranks.values() for device in about["devices"] if device["is_gpu"])
+    declared = {name: text for name in _DECLARABLE if not submitted.get(name) and (text := _line(facts.get(name)))}
+    hosts = _sorted_names(about["host"] for about in ranks.values())
+    models = _sorted_names(
+        device["name"] for about in ranks.values() for device in about["devices"] if device["is_gpu"]
+    )
     if hosts:
         submitted |= {"hosts": tuple(hosts[:MAX_HOSTS]), "host_count": len(hosts)}
         submitted |= {"gpu_models": tuple(models[:MAX_GPU_MODELS]), "gpu_model_count": len(models)}
     return replace(identity, **{**submitted, **declared})
 
 
-def _names(names: Iterable[str]) -> list[str]:
-    return sorted({name for text in set(names) if (name := _clean(text))})
+def _sorted_names(names: Iterable[str]) -> list[str]:
+    return sorted({name for text in set(names) if (name := _line(text))})
 
 
-def _clean(value: object) -> str | None:
+def _line(value: object) -> str | None:
     """Return a text or a whole number as a short line; ``None`` for any other value."""
     if type(value) is int:  # a script may declare job_id=4711
         value = str(value) if abs(value) < MAX_WHOLE else ""

@@ -18,23 +18,23 @@ from msgspec import Meta, Struct
 MAX_ITERATIONS = 4096
 MAX_JOINED = 16 * MAX_ITERATIONS  # joined reports of more iterations have no times
 _MIN_S, _MAX_S, _CODES = 1e-6, 1e6, 65535
-_EACH = (_CODES - 1) / math.log(_MAX_S / _MIN_S)  # codes per e-fold
-MAX_ERROR = 0.5 / _EACH
+_CODES_PER_E_FOLD = (_CODES - 1) / math.log(_MAX_S / _MIN_S)
+MAX_ERROR = 0.5 / _CODES_PER_E_FOLD
 
 #: An iteration is long if it takes more than this multiple of the median.  Iterations of a healthy job differ by a
 #: standard deviation of up to 0.4 (log-normal), with which 1 % of them are longer.
-LONG = 2.5
+LONG_RATIO = 2.5
 
 Codes = Annotated[bytes, Meta(max_length=2 * MAX_ITERATIONS)]
 
 
-def long_ones(times: Sequence[float]) -> list[bool]:
+def which_are_long(times: Sequence[float]) -> list[bool]:
     """Return which iterations are long.
 
-    >>> long_ones([1, 1, 9])
+    >>> which_are_long([1, 1, 9])
     [False, False, True]
     """
-    limit = LONG * statistics.median(times) if times else 0.0
+    limit = LONG_RATIO * statistics.median(times) if times else 0.0
     return [time > limit for time in times]
 
 
@@ -49,7 +49,7 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
     def __len__(self) -> int:
         return len(self.steps) // 2
 
-    def is_of(self, iterations: int) -> bool:
+    def is_complete_for(self, iterations: int) -> bool:
         """Whether there is a step for each iteration, and a wait and an own time for each or for no iteration."""
         size = 2 * -(-iterations // self.each)
         return len(self.steps) == size and len(self.waits) in (0, size) and len(self.own) in (0, size)
@@ -71,8 +71,9 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
         """Return the times of consecutive reports, with their numbers of iterations; ``None`` if one has no times."""
         pairs = [(part, iterations) for part, iterations in parts if part is not None and iterations]
         total = sum(iterations for _, iterations in parts)
-        whole = all(part.is_of(iterations) for part, iterations in pairs)
-        if not whole or not sum(iterations for _, iterations in pairs) == total <= MAX_JOINED or not total:
+        has_all = sum(iterations for _, iterations in pairs) == total
+        has_all = has_all and all(part.is_complete_for(iterations) for part, iterations in pairs)
+        if not has_all or not 0 < total <= MAX_JOINED:
             return None
         has_own = all(part.own for part, _ in pairs)
         if total <= MAX_ITERATIONS and all(part.each == 1 for part, _ in pairs):  # 45 times as fast as with seconds
@@ -80,7 +81,7 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
             own_codes = b"".join(part.own for part, _ in pairs) if has_own else b""
             return cls(b"".join(part.steps for part, _ in pairs), waits if any(waits) else b"", own_codes)
         steps_s, waits_s, own_s = (
-            [value for part, iterations in pairs for value in _values(getattr(part, name), iterations, part.each)]
+            [time_s for part, count in pairs for time_s in _times_of(getattr(part, name), count, part.each)]
             for name in ("steps", "waits", "own")
         )
         return cls.of(steps_s, waits_s, own_s if has_own else ())
@@ -93,26 +94,28 @@ def _means(seconds: Sequence[float], each: int) -> Sequence[float]:
     return [math.fsum(part) / len(part) for part in parts]
 
 
-def _values(codes: bytes, iterations: int, each: int) -> Sequence[float]:
+def _times_of(codes: bytes, iterations: int, each: int) -> Sequence[float]:
     """Return a time for each iteration; 0 without codes."""
     values = array("H", codes)
     if sys.byteorder == "big":
         values.byteswap()
-    seconds = list(map(seconds_of_code, values)) or [0.0] * iterations
-    return seconds if each == 1 else [seconds[at // each] for at in range(iterations)] if values else seconds
+    if not values:
+        return [0.0] * iterations
+    seconds = list(map(seconds_of_code, values))
+    return [seconds[at // each] for at in range(iterations)]
 
 
 def codes_of(seconds: Iterable[float]) -> bytes:
     """Return the codes of times: 0 below a microsecond, else a logarithm."""
-    codes = array("H", map(_code, seconds))
+    codes = array("H", map(_code_of, seconds))
     if sys.byteorder == "big":
         codes.byteswap()
     return codes.tobytes()
 
 
 def seconds_of_code(code: int) -> float:
-    return _MIN_S * math.exp((code - 1) / _EACH) if code else 0.0
+    return _MIN_S * math.exp((code - 1) / _CODES_PER_E_FOLD) if code else 0.0
 
 
-def _code(seconds: float) -> int:
-    return 1 + round(_EACH * math.log(min(seconds, _MAX_S) / _MIN_S)) if seconds >= _MIN_S else 0
+def _code_of(seconds: float) -> int:
+    return 1 + round(_CODES_PER_E_FOLD * math.log(min(seconds, _MAX_S) / _MIN_S)) if seconds >= _MIN_S else 0

@@ -104,7 +104,7 @@ class JobEnergy(SummedEnergy, frozen=True, array_like=False, kw_only=True):
     time_s: float = 0.0  # T of the windows with sufficient coverage
     counts: Counts = Counts()  # counts of the windows with sufficient coverage
     is_complete: bool = False  # whether all windows are included, so joules is the total
-    measured_j: float | None = None  # measured energy of all windows, also without sufficient coverage; not a total
+    measured_j: float | None = None  # energy in the time with readings, also estimated; without a gap it is the total
     gpus_j: float | None = None  # energy of the GPUs without other devices, in the same windows
 
 

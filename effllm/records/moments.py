@@ -1,7 +1,4 @@
-"""Count, sum, deviation and range of a series of numbers, for both processes of a rank.
-
-This module uses only the standard library.
-"""
+"""Count, sum, deviation and range of a series of numbers, for both processes of a rank.  Standard library only."""
 
 from __future__ import annotations
 
@@ -50,10 +47,10 @@ class Moments:
         if not math.isfinite(total):
             return [value for value in values if self.add(value)]
         if values:
-            self._merge(len(values), total, values)
+            self._add_finite(len(values), total, values)
         return list(values)
 
-    def _merge(self, count: int, total: float, values: Sequence[float]) -> None:
+    def _add_finite(self, count: int, total: float, values: Sequence[float]) -> None:
         """Add finite values; Chan, Golub and LeVeque (1979) have the formula for the deviation of two parts."""
         mean = total / count
         differences = [value - mean for value in values]

@@ -12,7 +12,7 @@ _SECRET = re.compile(r"(?i)([?&](?:password|passwd|pwd|sslpassword|token|secret)
 
 
 def one_line(text: str) -> str:
-    r"""Return a text without control characters, escape sequences, line breaks and marks of writing direction.
+    r"""Return a text of at most `MAX_SHOWN` letters, without control characters, line breaks and writing directions.
 
     >>> one_line("node\x1b[2J7\n[EfficientLLM] all is well")
     'node [2J7 [EfficientLLM] all is well'

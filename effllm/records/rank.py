@@ -188,34 +188,36 @@ class Integrals(Struct, frozen=True, array_like=True, gc=False):
 
     def __add__(self, later: Integrals) -> Integrals:
         """Return the integrals over this period and a later period; the periods share no edge."""
-        return Integrals(self.energy + later.energy, *self._levels_with(later))
+        return Integrals(self.energy + later.energy, *self._memory_and_utilization_with(later))
 
     def then(self, later: Integrals) -> Integrals:
         """Return the integrals over this period and the next period; the periods share an edge."""
-        return Integrals(self.energy.then(later.energy), *self._levels_with(later))
+        return Integrals(self.energy.then(later.energy), *self._memory_and_utilization_with(later))
 
     def __sub__(self, part: Integrals) -> Integrals:
         """Return the integrals over this period without a part inside it."""
-        memory = _left(self.memory_byte_seconds, self.memory_covered_s, part.memory_byte_seconds, part.memory_covered_s)
-        utilization = _left(
+        memory = _rest(self.memory_byte_seconds, self.memory_covered_s, part.memory_byte_seconds, part.memory_covered_s)
+        utilization = _rest(
             self.utilization_seconds, self.utilization_covered_s, part.utilization_seconds, part.utilization_covered_s
         )
         return Integrals(self.energy - part.energy, *memory, *utilization)
 
-    def _levels_with(self, later: Integrals) -> tuple[float | None, float, float | None, float]:
+    def _memory_and_utilization_with(self, later: Integrals) -> tuple[float | None, float, float | None, float]:
         return (
-            _sum(self.memory_byte_seconds, later.memory_byte_seconds),
+            _sum_of_measured(self.memory_byte_seconds, later.memory_byte_seconds),
             self.memory_covered_s + later.memory_covered_s,
-            _sum(self.utilization_seconds, later.utilization_seconds),
+            _sum_of_measured(self.utilization_seconds, later.utilization_seconds),
             self.utilization_covered_s + later.utilization_covered_s,
         )
 
 
-def _sum(value: float | None, other: float | None) -> float | None:
-    return other if value is None else value if other is None else value + other
+def _sum_of_measured(value: float | None, other: float | None) -> float | None:
+    if value is None or other is None:
+        return other if value is None else value
+    return value + other
 
 
-def _left(whole: float | None, whole_s: float, part: float | None, part_s: float) -> tuple[float | None, float]:
+def _rest(whole: float | None, whole_s: float, part: float | None, part_s: float) -> tuple[float | None, float]:
     if whole is None or part is None:
         return whole, whole_s
     covered_s = whole_s - part_s
@@ -238,8 +240,8 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
 
 #: Bins of the power histogram, from which percentiles are computed: their width and their number; the last bin also has
 #: all higher powers (no GPU draws 4 kW).
-POWER_STEP_W, NUM_POWER_BARS = 10.0, 400
-PowerBar = Annotated[int, Meta(ge=0, lt=NUM_POWER_BARS)]
+POWER_STEP_W, NUM_POWER_BINS = 10.0, 400
+PowerBin = Annotated[int, Meta(ge=0, lt=NUM_POWER_BINS)]
 
 
 class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
@@ -255,7 +257,7 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     throttled_s: Amounts = {}  # reason -> seconds; reasons may overlap; "any": at least one heat or board reason
     throttle_covered_s: Amount = 0.0
     # Bin of the power histogram -> seconds; a bin is POWER_STEP_W wide.
-    power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
+    power_histogram_s: Annotated[dict[PowerBin, Amount], Meta(max_length=NUM_POWER_BINS)] = {}
 
     @property
     def iterations(self) -> Integrals:

@@ -339,12 +339,12 @@ class RingReader:
 
     def take_facts(self) -> RankFacts | None:
         """Return the facts if they are complete and have changed since the last call, else ``None``."""
-        document = self._facts.take()
+        document = self._facts.take_new()
         return None if document is None else from_document(RankFacts, document)
 
     def take_address(self) -> FoundAddress | None:
         """Return the aggregator's address if it has changed since the last call, else ``None``."""
-        document = self._address.take()
+        document = self._address.take_new()
         return None if document is None else from_document(FoundAddress, document)
 
     def close(self) -> None:

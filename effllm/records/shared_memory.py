@@ -1,6 +1,4 @@
-"""Memory that a training process shares with its agent, and documents in this memory.
-
-This module uses only the standard library.
+"""Memory that a training process shares with its agent, and documents in this memory.  Standard library only.
 
 The memory is a memfd that the agent inherits: it has no name and leaves no file. Neither process waits for the other
 process. A half-written document has a wrong checksum, and is read again later. Without a checksum, a half-written
@@ -81,7 +79,7 @@ class SharedDocument:
 
     def __init__(self, memory: memoryview | mmap.mmap, at: int, room: int) -> None:
         self._memory, self._at, self._room = memory, at, room
-        self._version = 0  # version of the newest document that `take` has returned
+        self._version = 0  # version of the newest document that `take_new` has returned
 
     def write(self, document: Mapping[str, Any]) -> bool:
         """Replace the document; if the new document is too large, keep the old document and return ``False``."""
@@ -94,7 +92,7 @@ class SharedDocument:
         DOCUMENT_HEADER.pack_into(self._memory, self._at, version, len(payload), checksum(version, payload))
         return True
 
-    def take(self) -> dict[str, Any] | None:
+    def take_new(self) -> dict[str, Any] | None:
         """Return the document if it is complete and has changed since the last call, else ``None``."""
         version, document = self._read(self._version)
         if document is not None:

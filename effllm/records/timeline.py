@@ -76,8 +76,8 @@ def split(
         by_kind.setdefault(kind, []).append((begin, end))
     merged = {kind: union(clipped(intervals, start_ns, end_ns)) for kind, intervals in by_kind.items()}
     communicated = union(interval for intervals in merged.values() for interval in intervals)
-    communication_ns, computing_ns = length(communicated), length(computed)
-    exposed_ns = communication_ns - overlap(communicated, computed)
+    communication_ns, computing_ns = total_ns(communicated), total_ns(computed)
+    exposed_ns = communication_ns - overlap_ns(communicated, computed)
     duration_ns = max(end_ns - start_ns, 0)
     return Split(
         duration_ns=duration_ns,
@@ -86,7 +86,7 @@ def split(
         computing_ns=computing_ns,
         idle_ns=duration_ns - computing_ns - exposed_ns,
         kinds={
-            kind: (length(merged[kind]), length(merged[kind]) - overlap(merged[kind], computed))
+            kind: (total_ns(merged[kind]), total_ns(merged[kind]) - overlap_ns(merged[kind], computed))
             for kind in KINDS
             if merged.get(kind)
         },
@@ -119,12 +119,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def length(merged: Sequence[Interval]) -> int:
+def total_ns(merged: Sequence[Interval]) -> int:
     """Return the sum of the lengths of intervals that do not overlap."""
     return sum(end - begin for begin, end in merged)
 
 
-def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+def overlap_ns(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     """Return the length of the intersection of two unions."""
     total_ns, i, j = 0, 0, 0
     while i < len(first) and j < len(second):
@@ -139,7 +139,7 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
 def device_kind(name: str) -> str:
     """Return the kind of a device's record: one of `KINDS`, or "" for computation and copies."""
     lowered = name.lower()
-    return _operation(lowered) if any(part in lowered for part in _DEVICE_COMMUNICATION) else ""
+    return _kind_of_operation(lowered) if any(part in lowered for part in _DEVICE_COMMUNICATION) else ""
 
 
 def host_kind(name: str) -> str | None:
@@ -148,7 +148,7 @@ def host_kind(name: str) -> str | None:
     Python functions, annotations, and operators that only call other operators have no kind, because some of them wait.
     """
     if name.startswith(_BACKENDS):
-        return _operation(name.lower())
+        return _kind_of_operation(name.lower())
     return "" if "::" in name and not name.startswith(_NOT_COMPUTING) else None
 
 
@@ -158,6 +158,6 @@ def group_kind(description: str) -> str | None:
     return next((kind for part, kind in _GROUPS if part in lowered), None)
 
 
-def _operation(lowered: str) -> str:
+def _kind_of_operation(lowered: str) -> str:
     plain = lowered.replace("_", "")
     return next((kind for part, kind in _OPERATIONS if part in plain), "other")

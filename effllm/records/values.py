@@ -49,7 +49,7 @@ def centroids_of(digest: Any) -> tuple[tuple[float, int], ...]:
     return tuple((mean, round(weight)) for mean, weight in digest.centroids)
 
 
-def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
+def merge_statistics(parts: Sequence[ValueStatistics]) -> ValueStatistics:
     """Return the statistics of all values of the parts."""
     if len(parts) == 1:
         return parts[0]
@@ -62,8 +62,8 @@ def merged(parts: Sequence[ValueStatistics]) -> ValueStatistics:
         squares, total, count = squares + part.squares, total + part.total, count + part.count
     return ValueStatistics(
         count=min(count, MAX_COUNT),
-        total=_limited(total),
-        squares=_limited(squares),
+        total=_clamped(total),
+        squares=_clamped(squares),
         least=min((part.least for part in filled), default=0.0),
         most=max((part.most for part in filled), default=0.0),
         not_finite=tuple(
@@ -80,18 +80,18 @@ def _merged_centroids(parts: Sequence[ValueStatistics]) -> tuple[tuple[float, in
     centroids = [centroid for part in parts for centroid in part.centroids]
     if len(centroids) <= SUM_CENTROIDS:
         return tuple(centroids)
-    digest = _digest(centroids)
+    digest = _make_digest(centroids)
     return centroids_of(digest) if digest is not None else ()
 
 
-def _digest(centroids: Sequence[tuple[float, int]]) -> Any:
-    if (made := digest_type()) is None or not centroids:
+def _make_digest(centroids: Sequence[tuple[float, int]]) -> Any:
+    if (digest_class := digest_type()) is None or not centroids:
         return None
     means, weights = zip(*centroids, strict=True)
-    return made.from_values(means, [float(weight) for weight in weights], max_centroids=SUM_CENTROIDS)
+    return digest_class.from_values(means, [float(weight) for weight in weights], max_centroids=SUM_CENTROIDS)
 
 
-def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, ValueStatistics]:
+def merge_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, ValueStatistics]:
     """Return the statistics of all values by name, for the first `MAX_NAMES` names."""
     by_name: dict[str, list[ValueStatistics]] = {}
     for part in parts:
@@ -100,24 +100,24 @@ def merged_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, 
                 by_name[name].append(statistics)
             elif len(by_name) < MAX_NAMES:
                 by_name[name] = [statistics]
-    return {name: merged(ones) for name, ones in by_name.items()}
+    return {name: merge_statistics(ones) for name, ones in by_name.items()}
 
 
 def summaries(values: Mapping[str, ValueStatistics]) -> dict[str, ValueSummary]:
     """Return the statistics in the form of the files of a run."""
-    return {name: _summary(name, statistics) for name, statistics in sorted(values.items())}
+    return {name: _summary_of(name, statistics) for name, statistics in sorted(values.items())}
 
 
 def percentiles(centroids: Sequence[tuple[float, int]]) -> dict[str, float]:
     """Return estimates of the `PERCENTILES`; empty without centroids or without the library."""
-    digest = _digest(centroids)
+    digest = _make_digest(centroids)
     return {} if digest is None else {f"p{percent}": digest.percentile(percent) for percent in PERCENTILES}
 
 
-def _summary(name: str, statistics: ValueStatistics) -> ValueSummary:
+def _summary_of(name: str, statistics: ValueStatistics) -> ValueSummary:
     numbers = zip(("nan", "inf", "-inf"), statistics.not_finite, strict=True)
     not_finite = {kind: number for kind, number in numbers if number}
-    unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+    unit = next((unit for end, unit in UNITS_BY_SUFFIX.items() if name.endswith(end)), "")
     if not statistics.count:
         return ValueSummary(0, unit, not_finite=not_finite)
     return ValueSummary(
@@ -134,8 +134,8 @@ def _summary(name: str, statistics: ValueStatistics) -> ValueSummary:
 
 
 #: End of a value's name -> unit of the value.
-UNITS = {"_seconds": "s", "_bytes": "bytes", "_joules": "J"}
+UNITS_BY_SUFFIX = {"_seconds": "s", "_bytes": "bytes", "_joules": "J"}
 
 
-def _limited(value: float) -> float:
+def _clamped(value: float) -> float:
     return min(max(value, -_MAX_FINITE), _MAX_FINITE)

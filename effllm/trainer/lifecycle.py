@@ -166,7 +166,7 @@ class Lifecycle:
         return int(row[0]), row[1:]
 
     def _read_percentiles(self) -> None:
-        if self._session is not None and (document := self._session.board.values.take()) is not None:
+        if self._session is not None and (document := self._session.board.values.take_new()) is not None:
             self._percentiles = document
 
     @property

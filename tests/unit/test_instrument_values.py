@@ -13,7 +13,7 @@ from effllm.agent import measuring
 from effllm.agent.measuring import InstrumentValues
 from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
-from effllm.records.values import merged, merged_by_name, summaries
+from effllm.records.values import merge_by_name, merge_statistics, summaries
 from effllm.store.summary_text import summary_text
 from effllm.trainer.declared import Declared
 
@@ -38,7 +38,7 @@ def test_merged_statistics_of_parts_equal_statistics_of_all_values():
     randoms = random.Random(7)
     parts = [[randoms.gauss(5, 2) for _ in range(size)] for size in (500, 1, 3000)]
     everything = [number for part in parts for number in part]
-    whole = summaries({"loss": merged([statistics_of(part) for part in parts])})["loss"]
+    whole = summaries({"loss": merge_statistics([statistics_of(part) for part in parts])})["loss"]
 
     assert (whole.count, whole.least, whole.most) == (3501, min(everything), max(everything))
     assert whole.mean == pytest.approx(statistics.fmean(everything))
@@ -130,7 +130,7 @@ def test_published_percentiles_cover_the_whole_run():
 
 def test_merged_names_above_the_limit_are_not_kept():
     one = statistics_of([1.0])
-    many = merged_by_name({str(number): one} for number in range(values.MAX_NAMES + 5))
+    many = merge_by_name({str(number): one} for number in range(values.MAX_NAMES + 5))
 
     assert list(many) == [str(number) for number in range(values.MAX_NAMES)]
 
@@ -143,7 +143,9 @@ def test_restarted_aggregator_keeps_the_values_of_instruments():
 
 
 def test_sums_of_the_largest_numbers_stay_finite():
-    huge = merged([values.ValueStatistics(1, number, 0.0, number, number) for number in (1.7e308, -1.7e308, 1.7e308)])
+    huge = merge_statistics(
+        [values.ValueStatistics(1, number, 0.0, number, number) for number in (1.7e308, -1.7e308, 1.7e308)]
+    )
 
     assert all(map(math.isfinite, (huge.total, huge.squares)))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from effllm.job.health.own_times import CountedWaits, Waits, by_iteration
 from effllm.job.iteration_losses import MIN_RECENT, IterationLosses, IterationMatrix
-from effllm.records.iteration_times import LONG, IterationTimes, codes_of
+from effllm.records.iteration_times import LONG_RATIO, IterationTimes, codes_of
 from effllm.records.verdict import MAX_LAST, LastRanks
 
 
@@ -229,7 +229,7 @@ def test_iterations_are_judged_when_enough_are_known_and_each_attempt_for_itself
     assert own.window == 2 and [round(one.slow_s, 1) for one in judged] == [0.9, 0.0]
     losses.begin_attempt()
     assert losses.usual_s == []
-    assert LONG == 2.5
+    assert LONG_RATIO == 2.5
 
 
 def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):

@@ -40,7 +40,7 @@ def test_many_iterations_have_means():
     times = IterationTimes.of([0.1 * (at + 1) for at in range(count)], [0.0] * (count - 1) + [0.3], [0.05] * count)
 
     assert (times.each, len(times)) == (3, count // 3)
-    assert times.is_of(count) and not times.is_of(count - 3)
+    assert times.is_complete_for(count) and not times.is_complete_for(count - 3)
     assert decoded(times.steps)[:2] == pytest.approx([0.2, 0.5], rel=1e-3)
     assert (decoded(times.waits)[0], decoded(times.waits)[-1]) == (0.0, pytest.approx(0.1, rel=1e-3))
     assert decoded(times.own)[-1] == pytest.approx(0.05, rel=1e-3)
@@ -53,7 +53,7 @@ def test_joined_reports_have_the_time_of_all_their_iterations(counts):
 
     joined = IterationTimes.join(parts)
 
-    assert joined.is_of(sum(counts))
+    assert joined.is_complete_for(sum(counts))
     rest = sum(counts) - joined.each * (len(joined) - 1)
     weights = [joined.each] * (len(joined) - 1) + [rest]
     whole_s = sum(weight * one for weight, one in zip(weights, decoded(joined.steps), strict=True))

@@ -23,10 +23,10 @@ def document(memory):
 @pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
 def test_document_with_a_half_written_header_is_not_read(memory, document, header):
     document.write({"a": 1})
-    document.take()
+    document.take_new()
     DOCUMENT_HEADER.pack_into(memory, 64, *header)  # pack_into clears all fields and then stores each one
 
-    assert document.take() is None
+    assert document.take_new() is None
 
 
 def test_half_written_document_is_not_read(memory, document):
@@ -34,10 +34,10 @@ def test_half_written_document_is_not_read(memory, document):
     payload = slice(64 + HEADER, 64 + HEADER + 6)
     memory[payload] = b'{"a":2'  # the payload is written, but the checksum is not
 
-    assert document.take() is document.read() is None
+    assert document.take_new() is document.read() is None
     memory[payload] = b'{"a":1'
-    assert document.read() == document.take() == document.read() == {"a": 1}
-    assert document.take() is None
+    assert document.read() == document.take_new() == document.read() == {"a": 1}
+    assert document.take_new() is None
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 40])
@@ -45,7 +45,7 @@ def test_payload_that_is_no_json_object_is_not_read(memory, document, payload):
     memory[64 + HEADER : 64 + HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 
-    assert document.take() is None
+    assert document.take_new() is None
 
 
 def test_json_with_too_many_levels_is_not_read():
@@ -53,14 +53,14 @@ def test_json_with_too_many_levels_is_not_read():
     memory[HEADER : HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 0, 1, len(payload), checksum(1, payload))
 
-    assert SharedDocument(memory, 0, len(memory)).take() is None
+    assert SharedDocument(memory, 0, len(memory)).take_new() is None
 
 
 def test_document_longer_than_its_memory_is_not_read(memory, document):
     payload = bytes(memory[64 + HEADER :])
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 
-    assert document.take() is None
+    assert document.take_new() is None
 
 
 def test_board_returns_the_newest_complete_state():

@@ -7,7 +7,7 @@ import random
 
 from cases import cases
 
-from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
+from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap_ns, split, union
 
 
 @cases(
@@ -55,7 +55,7 @@ def test_split_equals_a_count_of_nanoseconds_for_any_intervals(seed):
 
 def test_touching_intervals_are_merged():
     assert union([(10, 20), (0, 10), (4, 6)]) == [(0, 20)]
-    assert overlap([(0, 10), (20, 30)], [(5, 25), (29, 40)]) == 5 + 5 + 1
+    assert overlap_ns([(0, 10), (20, 30)], [(5, 25), (29, 40)]) == 5 + 5 + 1
 
 
 def test_kernels_are_classified_by_name():

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from effllm.job.iteration_losses import IterationMatrix, Lost
 from effllm.records.columns import Array, Positions, fields_of
-from effllm.records.iteration_times import LONG
+from effllm.records.iteration_times import LONG_RATIO
 from effllm.records.rank import RankReport
 from effllm.records.verdict import LastRanks
 
@@ -155,7 +155,7 @@ class CountedWaits:
         """
         counts = [row.profile.iterations for row in rows if row.profile is not None]
         usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
-        if has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG * usual_s:
+        if has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG_RATIO * usual_s:
             return
         named, iterations = _places(profiled.ranks, slow), sum(counts)
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
