@@ -16,9 +16,9 @@ from effllm.hooks import _energy_keys
 from effllm.hooks import transformers as trainer_hook
 from effllm.hooks._wrap import Guard, say_once
 from effllm.instruments import energy_report
-from effllm.instruments._energy import amounts, checked
+from effllm.instruments._energy import checked, energy_amounts
 from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
-from effllm.instruments.energy_report import Block
+from effllm.instruments.energy_report import StepBlock
 from effllm.records.plain_text import one_line
 
 MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest entries are dropped and counted
@@ -75,7 +75,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         log: Callable[[dict[str, float]], Any] | None = None,
     ) -> None:
         self._interval_s = checked(sync_interval_s, "sync_interval_s", lambda s: s > 0, "a number above 0")
-        self._carbon = energy_report.intensity(carbon_intensity_kg_per_kwh, carbon_intensity)
+        self._carbon = energy_report.checked_intensity(carbon_intensity_kg_per_kwh, carbon_intensity)
         if language not in energy_report.LANGUAGES:
             raise ValueError(f"language={language!r} must be one of {', '.join(energy_report.LANGUAGES)}")
         if gpu_monitor is not None and not isinstance(gpu_monitor, RobustGPUMonitor):
@@ -96,7 +96,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._first_epoch = self._last_epoch = 0.0  # before the first measured step, and after the last
         self._has_started = self._owns_monitoring = False
         self._final: dict[str, float] | None = None
-        self.total, self._since_log, self._interval = Block(), Block(), Block()
+        self.total, self._since_log, self._interval = StepBlock(), StepBlock(), StepBlock()
         self._new_logs: dict[str, float] = {}
         self.step_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)  #: entries of the answered steps
         self.interval_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)
@@ -172,18 +172,18 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             for block in (self.total, self._since_log, self._interval):
                 block.add_span(readings, span.start_ns, span.end_ns)
             metrics = self.monitor.metrics(readings, span.start_ns, span.end_ns, step, epoch)
-            done = Block(readings, 1, span.start_ns, span.end_ns)
+            done = StepBlock(readings, 1, span.start_ns, span.end_ns)
             self._num_steps += 1
-            self.step_history.append(energy_report.entry(metrics, done, self.monitor.baseline))
+            self.step_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
             self._new_logs |= energy_report.step_logs(self._since_log, step)
             if self._interval.duration_s >= self._interval_s:
                 self._end_interval(step, epoch)
 
     def _end_interval(self, step: int, epoch: float) -> None:
-        done, self._interval = self._interval, Block()
+        done, self._interval = self._interval, StepBlock()
         metrics = self.monitor.metrics(done.readings, done.start_ns, done.end_ns, step, epoch)
         self._num_intervals += 1
-        self.interval_history.append(energy_report.entry(metrics, done, self.monitor.baseline))
+        self.interval_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
         self._new_logs |= energy_report.interval_logs(done, step)
 
     def _log(self, state: Any, logs: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
         if state.is_world_process_zero and not self._was_sent(self._new_logs):
             logs.update(self._new_logs)
-        self._new_logs, self._since_log = {}, Block()
+        self._new_logs, self._since_log = {}, StepBlock()
 
     def _was_sent(self, values: dict[str, float]) -> bool:
         if self._send is None:
@@ -243,7 +243,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             "temperature_avg_c": self.total.readings.temperature_c,
             "utilization_avg_percent": self.total.readings.utilization * 100.0,
             "baseline_power_w": self.monitor.baseline.power_w,
-            **amounts(self.total.readings, self.monitor.baseline),
+            **energy_amounts(self.total.readings, self.monitor.baseline),
             "steps_in_history": len(self.step_history),
             "steps_left_out_of_history": self._num_steps - len(self.step_history),
             "intervals_left_out_of_history": self._num_intervals - len(self.interval_history),

@@ -26,7 +26,7 @@ def cuda_index(device: Any) -> int | None:
     Raises:
         UnknownDevice: the argument has another form, CUDA has fewer devices, or torch cannot use CUDA in this process.
     """
-    is_cpu, index = read_device(device)
+    is_cpu, index = parse_device(device)
     cuda = torch_cuda()
     if is_cpu or cuda is None:
         return None
@@ -54,7 +54,7 @@ def torch_cuda() -> Any:
     return cuda if cuda is not None and cuda.is_available() else None
 
 
-def read_device(device: Any) -> tuple[bool, int | None]:
+def parse_device(device: Any) -> tuple[bool, int | None]:
     """Return whether the argument names the CPU, and the index of the CUDA device; ``None`` for the current device.
 
     Raises:
@@ -78,8 +78,8 @@ def first_line(error: Exception) -> str:
 _warned_devices: set[tuple[int, int]] = set()
 
 
-def is_checked(index: int) -> bool:
-    """Warn if torch has memory on its current device and had none on the measured device; whether this is now decided.
+def warn_of_other_device(index: int) -> bool:
+    """Warn if torch has memory on its current device and had none on the measured device; return if this is decided.
 
     Such a measured device is usually a mistake: each rank of a node was given ``device=0``. A script may also measure
     several devices in one process, so the current device alone is no reason for a warning.

@@ -36,7 +36,7 @@ class SpanReadings:
     @property
     def joules(self) -> float:
         """Energy of all devices."""
-        return _total(part.joules for part in self.parts.values())
+        return _sum_or_nan(part.joules for part in self.parts.values())
 
     @property
     def covered_s(self) -> float:
@@ -60,21 +60,21 @@ class SpanReadings:
     @property
     def power_w(self) -> float:
         """Mean power over the covered seconds, summed over the devices."""
-        return _total(_ratio(part.joules, part.covered_s) for part in self.parts.values())
+        return _sum_or_nan(_ratio(part.joules, part.covered_s) for part in self.parts.values())
 
     @property
     def power_max_w(self) -> float:
         """Largest power; with several devices, the sum of their largest powers."""
-        return _total(part.power_max_w for part in self.parts.values())
+        return _sum_or_nan(part.power_max_w for part in self.parts.values())
 
     @property
     def power_min_w(self) -> float:
-        return _total(part.power_min_w for part in self.parts.values())
+        return _sum_or_nan(part.power_min_w for part in self.parts.values())
 
     @property
     def temperature_c(self) -> float:
         """Mean temperature over time and devices."""
-        return self._mean("temperature_c_seconds", "temperature_covered_s")
+        return self._mean_over_time("temperature_c_seconds", "temperature_covered_s")
 
     @property
     def temperature_max_c(self) -> float:
@@ -83,18 +83,18 @@ class SpanReadings:
     @property
     def utilization(self) -> float:
         """Mean utilization over time and devices, 0..1."""
-        return self._mean("utilization_seconds", "utilization_covered_s")
+        return self._mean_over_time("utilization_seconds", "utilization_covered_s")
 
     @property
     def memory_bytes(self) -> float:
         """Mean memory in use, summed over the devices."""
-        return _total(_ratio(part.memory_byte_seconds, part.memory_covered_s) for part in self.parts.values())
+        return _sum_or_nan(_ratio(part.memory_byte_seconds, part.memory_covered_s) for part in self.parts.values())
 
     @property
     def num_readings(self) -> int:
         return int(sum(part.num_readings for part in self.parts.values()))
 
-    def _mean(self, name: str, covered: str) -> float:
+    def _mean_over_time(self, name: str, covered: str) -> float:
         measured = [part for part in self.parts.values() if getattr(part, name) == getattr(part, name)]
         return _ratio(sum(getattr(part, name) for part in measured), sum(getattr(part, covered) for part in measured))
 
@@ -125,7 +125,7 @@ def above_baseline_j(readings: SpanReadings, baseline: Baseline) -> tuple[float,
     return (NAN, NAN) if math.isnan(above_j) else (max(above_j, 0.0), error_j)
 
 
-def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
+def energy_amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
     """Return the energy, total and above the baseline, with errors and covered seconds."""
     above_j, above_error_j = above_baseline_j(readings, baseline)
     return {
@@ -138,7 +138,7 @@ def amounts(readings: SpanReadings, baseline: Baseline) -> dict[str, float]:
     }
 
 
-def _total(values: Iterable[float]) -> float:
+def _sum_or_nan(values: Iterable[float]) -> float:
     """Return the sum; ``nan`` without values, or if one value is ``nan``, because a part is not shown as the whole."""
     numbers = list(values)
     return sum(numbers) if numbers else NAN

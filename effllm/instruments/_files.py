@@ -17,7 +17,7 @@ def write_json(path: str | Path, body: Any) -> Path:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_finite(body), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(_with_null(body), indent=2, allow_nan=False) + "\n"
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         new.write_text(text, encoding="utf-8")
@@ -27,9 +27,9 @@ def write_json(path: str | Path, body: Any) -> Path:
     return target
 
 
-def _finite(value: Any) -> Any:
+def _with_null(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _finite(member) for name, member in value.items()}
+        return {str(name): _with_null(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(member) for member in value]
+        return [_with_null(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -54,13 +54,13 @@ def number(value: Any) -> float | None:
         return None
 
 
-def whole(value: Any) -> int | None:
+def to_count(value: Any) -> int | None:
     """Return a count of at least 0; ``None`` for everything else."""
     count = number(value)
     return int(count) if count is not None and 0 <= count < MAX_WHOLE and count == int(count) else None
 
 
-def each(values: Any) -> list[Any]:
+def members_of(values: Any) -> list[Any]:
     """Return the members of a list, a tensor or another iterable; a single value is its only member."""
     if isinstance(values, list):
         return values

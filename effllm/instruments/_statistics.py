@@ -23,7 +23,7 @@ MAX_RECENT = 10_000
 
 #: Number of new values that are added to the moments together.  A larger number makes a longer pause of one iteration.
 ADD_TOGETHER = 32
-_adding = threading.Lock()  # it is never waited for
+_adding_lock = threading.Lock()  # it is never waited for
 
 
 class Statistics:
@@ -52,14 +52,14 @@ class Statistics:
             self._add_new()
 
     def _add_new(self) -> None:
-        if not _adding.acquire(blocking=False):
+        if not _adding_lock.acquire(blocking=False):
             return  # the other thread's values are added at the next call
         try:
             values = self._new[:]
             del self._new[: len(values)]  # another thread may have appended meanwhile
             self._recent.extend(self._moments.add_all(values))
         finally:
-            _adding.release()
+            _adding_lock.release()
 
     @property
     def moments(self) -> Moments:
@@ -88,13 +88,13 @@ class Statistics:
         return list(islice(recent, max(len(recent) - window, 0), None))
 
 
-def _without_lock() -> None:
+def _renew_lock() -> None:
     """In a forked child, no other thread can release the lock."""
-    global _adding
-    _adding = threading.Lock()
+    global _adding_lock
+    _adding_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_without_lock)
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def moments_of(values: Sequence[float]) -> Moments:
@@ -125,7 +125,7 @@ def percentiles_of(statistics: Statistics, name: str) -> dict[str, Any]:
     run = percentiles_of_run(name) if count > len(recent) else None
     # If the run has more values than this instrument, another instrument of this process uses the same name.
     if run is not None and len(recent) < run[0] <= count:
-        return _summary(run[1], run[0], "estimated")
+        return _named_percentiles(run[1], run[0], "estimated")
     return exact_percentiles(recent, "exact" if count == len(recent) else "newest")
 
 
@@ -139,9 +139,9 @@ def percentiles_of_run(name: str) -> tuple[int, list[float]] | None:
 def exact_percentiles(values: Iterable[float], kind: str = "exact") -> dict[str, Any]:
     """Return the percentiles of values for a summary; NaN without values."""
     ordered = sorted(values)
-    return _summary([percentile(ordered, percent) for percent in PERCENTILES], len(ordered), kind)
+    return _named_percentiles([percentile(ordered, percent) for percent in PERCENTILES], len(ordered), kind)
 
 
-def _summary(percentiles: Sequence[float], num_values: int, kind: str) -> dict[str, Any]:
+def _named_percentiles(percentiles: Sequence[float], num_values: int, kind: str) -> dict[str, Any]:
     named = {f"p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
     return {**named, "percentiles_of": num_values, "percentiles_are": kind}

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from effllm.instruments._device import cuda_index, read_device, torch_cuda
-from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, amounts, checked
+from effllm.instruments._device import cuda_index, parse_device, torch_cuda
+from effllm.instruments._energy import BYTES_PER_MB, J_PER_WH, Baseline, SpanReadings, checked, energy_amounts
 from effllm.instruments._number import UserWarnings
 from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
@@ -44,7 +44,7 @@ class MonitoredDevices:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._is_cpu, self._index = read_device(device)
+        self._is_cpu, self._index = parse_device(device)
         self._shares_gpu = False  # whether torch has one GPU, which several ranks may share
         if self._index is not None:  # without an index, torch would start CUDA to return its current device
             cuda_index(device)
@@ -62,7 +62,7 @@ class MonitoredDevices:
         if self._device is None:
             return own
         if self._is_cpu or not gpus:
-            is_hidden = not self._is_cpu and any(_about_gpus(facts[n]) for n in own)
+            is_hidden = not self._is_cpu and any(_reasons_about_gpus(facts[n]) for n in own)
             return [] if is_hidden else [n for n in own if n not in gpus]
         if self._index is None or self._shares_gpu:
             return gpus
@@ -79,23 +79,23 @@ class MonitoredDevices:
         if not chosen and not own:
             return one_line("; ".join(unavailable)) or "this rank has no device that effllm can read"
         if not chosen:
-            hidden = [text for device in own for text in _about_gpus(device)]
-            names = ", ".join(dict.fromkeys(_named(device) for device in own))
+            hidden = [text for device in own for text in _reasons_about_gpus(device)]
+            names = ", ".join(dict.fromkeys(_name_with_index(device) for device in own))
             return one_line(hidden[0] if hidden else f"device={self._device!r} was requested; the agent reads {names}")
         reasons = [str(text) for n in chosen for text in facts[n].get("not_measured", ())]
         # A reason about the GPU comes first, because it explains why the sensors of the host were read.
-        about = [text for n in chosen for text in _about_gpus(facts[n])]
+        about = [text for n in chosen for text in _reasons_about_gpus(facts[n])]
         about += [text for text in reasons if "energy" in text]
         first = about[0].removeprefix("energy: ") if about else f"{self.names(facts)} has no reading of energy here"
         return one_line(first)
 
 
-def _about_gpus(device: Mapping[str, Any]) -> list[str]:
+def _reasons_about_gpus(device: Mapping[str, Any]) -> list[str]:
     """Return the reasons why the agent reads this device in place of a GPU."""
     return [str(text) for text in device.get("not_measured", ()) if str(text).startswith("GPU")]
 
 
-def _named(device: Mapping[str, Any]) -> str:
+def _name_with_index(device: Mapping[str, Any]) -> str:
     index = device.get("torch_index")
     return f"{device.get('name')} (cuda:{index})" if index is not None else str(device.get("name"))
 
@@ -159,10 +159,10 @@ class RobustGPUMonitor:
         self.is_monitoring = False  #: whether the monitor was started and not stopped
         self._owns_agent = False
         self._begin_ns = 0
-        self._baseline_numbers: set[int] = set()
+        self._baseline_spans: set[int] = set()
         self._spans: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._new: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._warn = UserWarnings()
+        self._untaken: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._warn_once = UserWarnings()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
         self.markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
@@ -186,12 +186,12 @@ class RobustGPUMonitor:
             time.sleep(self._baseline_wait_s)
         chain = SpanChain(self._collector.lifecycle)
         if not chain.begin():
-            self._warn("energy is not measured: no agent of effllm runs in this process")
+            self._warn_once("energy is not measured: no agent of effllm runs in this process")
             return False
         self._chain, self.is_monitoring = chain, True
         self._spans.clear()
-        self._new.clear()
-        self._baseline_numbers.clear()
+        self._untaken.clear()
+        self._baseline_spans.clear()
         self.markers.clear()
         self.total, self.baseline = SpanReadings(), Baseline()
         self._begin_ns = chain.edge_ns
@@ -210,7 +210,7 @@ class RobustGPUMonitor:
         self.wait(wait_s)
         if self._owns_agent:
             self._collector.stop_collection()
-            self._read()
+            self._read_answers()
             self._owns_agent = False
         self.warn_if_unmeasured()
         self.is_monitoring = False
@@ -224,22 +224,22 @@ class RobustGPUMonitor:
 
     def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
         """Return the newly answered spans with their readings, oldest first, without waiting."""
-        self._read()
-        answered = list(self._new)
-        self._new.clear()
+        self._read_answers()
+        answered = list(self._untaken)
+        self._untaken.clear()
         return answered
 
-    def _read(self) -> None:
+    def _read_answers(self) -> None:
         spans = self._chain.take() if self._chain is not None else []
         chosen = self._devices.positions(self._device_facts) if spans else []
         for span in spans:
             readings = SpanReadings.of(part for part in span.parts if part.device in chosen)
-            if span.number in self._baseline_numbers:
+            if span.number in self._baseline_spans:
                 self.baseline = Baseline.of(readings, MIN_BASELINE_S)
                 continue
             self.total = self.total.then(readings)
             self._spans.append((span, readings))
-            self._new.append((span, readings))
+            self._untaken.append((span, readings))
         if len(self._spans) > FEW_SPANS:
             self.warn_if_unmeasured()
 
@@ -247,13 +247,13 @@ class RobustGPUMonitor:
         """Request the mean power in the last 5 s, from the samples that exist; nothing waits."""
         if self._chain is not None and self._has_baseline:
             end_ns = time.monotonic_ns()
-            self._baseline_numbers.add(self._chain.cut_alone(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
+            self._baseline_spans.add(self._chain.cut_alone(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
 
     def wait(self, wait_s: float) -> None:
         """Wait for the answers of all requested spans, at most ``wait_s``; for use after the training."""
         steps = int(wait_s / WAIT_STEP_S)  # counted, because a frozen clock (freezegun) reaches no deadline
         while self._chain is not None and self._collector.is_collecting:
-            self._read()
+            self._read_answers()
             if not self._chain.waiting or steps <= 0:
                 return
             time.sleep(WAIT_STEP_S)
@@ -279,7 +279,7 @@ class RobustGPUMonitor:
         self.cut()
         if wait_s > 0:
             self.wait(wait_s)
-        self._read()
+        self._read_answers()
         since_ns = int(timestamp * 1e9) - unix_minus_monotonic_ns() - _NEAR_NS
         later = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
         whole = SpanReadings()
@@ -319,7 +319,7 @@ class RobustGPUMonitor:
         """Return the total, the baseline, the devices and the markers, for a JSON file."""
         return {
             "devices": [self._device_facts[n] for n in self._devices.positions(self._device_facts)],
-            **amounts(self.total, self.baseline),
+            **energy_amounts(self.total, self.baseline),
             "baseline_power_w": self.baseline.power_w,
             "baseline_error_w": self.baseline.error_w,
             "baseline_covered_s": self.baseline.covered_s,
@@ -335,7 +335,7 @@ class RobustGPUMonitor:
         """Warn once with the reason, if spans were answered and no energy was measured."""
         if self._spans and not self.total.is_measured:
             unavailable = self._chain.unavailable if self._chain is not None else []
-            self._warn(f"energy is not measured: {self._devices.reason(self._device_facts, unavailable)}")
+            self._warn_once(f"energy is not measured: {self._devices.reason(self._device_facts, unavailable)}")
 
 
 def unix_s(monotonic_ns: int) -> float:

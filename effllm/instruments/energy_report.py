@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from effllm.instruments._energy import J_PER_WH, Baseline, SpanReadings, amounts
+from effllm.instruments._energy import J_PER_WH, Baseline, SpanReadings, energy_amounts
 from effllm.instruments._files import write_json
 from effllm.instruments._number import number
 from effllm.instruments.energy import EnergyMetrics
@@ -33,7 +33,7 @@ LANGUAGES = tuple(_LABELS)
 
 
 @dataclasses.dataclass
-class Block:
+class StepBlock:
     """The steps of one interval, or of the whole training."""
 
     readings: SpanReadings = dataclasses.field(default_factory=SpanReadings)
@@ -65,7 +65,7 @@ class Block:
         )  # of nan and a number, max returns nan
 
 
-def step_logs(block: Block, step: int) -> dict[str, float]:
+def step_logs(block: StepBlock, step: int) -> dict[str, float]:
     """Return the values of the steps since the last log; ``step`` is the last of these steps."""
     return _measured(
         {
@@ -79,7 +79,7 @@ def step_logs(block: Block, step: int) -> dict[str, float]:
     )
 
 
-def interval_logs(block: Block, step: int) -> dict[str, float]:
+def interval_logs(block: StepBlock, step: int) -> dict[str, float]:
     """Return the values of an interval; ``step`` is its last step."""
     return _measured(
         {
@@ -99,7 +99,7 @@ def _measured(values: dict[str, float], step_key: str, step: int) -> dict[str, f
     return {**measured, step_key: step} if measured else {}
 
 
-def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
+def final_values(block: StepBlock, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
     """Return the final values; ``nan`` for an unmeasured value, and for CO2 without a carbon intensity."""
     kwh = block.readings.joules / J_PER_WH / 1000.0
     return {
@@ -113,37 +113,37 @@ def final_values(block: Block, epochs: float, intensity_kg_per_kwh: float | None
     }
 
 
-def entry(metrics: EnergyMetrics, block: Block, baseline: Baseline) -> dict[str, Any]:
+def history_entry(metrics: EnergyMetrics, block: StepBlock, baseline: Baseline) -> dict[str, Any]:
     """Return an entry of a history: the fields of the metrics, the amounts of energy, the number of steps."""
     about = {"steps": block.steps, "energy_efficiency": block.efficiency}
-    return {**dataclasses.asdict(metrics), **amounts(block.readings, baseline), **about}
+    return {**dataclasses.asdict(metrics), **energy_amounts(block.readings, baseline), **about}
 
 
-def report(block: Block, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
+def report(block: StepBlock, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
     """Return the final report; a quantity that was not measured has a line without a number."""
     title, *labels, missing = _LABELS[language]
     final = final_values(block, epochs, intensity_kg_per_kwh)
     values = [
         f"{block.duration_s:.0f}s ({block.duration_s / 3600.0:.2f}h)",
         f"{block.steps}",
-        _text(epochs, "{:.2f}", missing),
-        _text(final["final_energy/total_energy_consumed_kwh"], "{:.4f} kWh", missing),
-        _text(block.readings.power_w, "{:.1f}W", missing),
-        _text(final["final_energy/energy_per_step_wh"], "{:.4f}Wh", missing),
-        _text(final["final_energy/energy_per_epoch_kwh"], "{:.4f}kWh", missing),
-        _text(final["final_energy/energy_efficiency_score"], "{:.4f}", missing),
-        _text(final["final_energy/carbon_footprint_estimate_kg"], "{:.6f}kg CO2", missing),
+        _format_measured(epochs, "{:.2f}", missing),
+        _format_measured(final["final_energy/total_energy_consumed_kwh"], "{:.4f} kWh", missing),
+        _format_measured(block.readings.power_w, "{:.1f}W", missing),
+        _format_measured(final["final_energy/energy_per_step_wh"], "{:.4f}Wh", missing),
+        _format_measured(final["final_energy/energy_per_epoch_kwh"], "{:.4f}kWh", missing),
+        _format_measured(final["final_energy/energy_efficiency_score"], "{:.4f}", missing),
+        _format_measured(final["final_energy/carbon_footprint_estimate_kg"], "{:.6f}kg CO2", missing),
     ]
     if intensity_kg_per_kwh is None:  # without an intensity there is no estimate, and no line
         labels, values = labels[:-1], values[:-1]
     return "\n".join([f"{title}:", *(f"• {label}: {value}" for label, value in zip(labels, values, strict=True))])
 
 
-def _text(value: float, shape: str, missing: str) -> str:
+def _format_measured(value: float, shape: str, missing: str) -> str:
     return missing if math.isnan(value) else shape.format(value)
 
 
-def intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
+def checked_intensity(kg_per_kwh: float | None, name: str | None) -> float | None:
     """Return the carbon intensity; without an argument return ``None``, which means no estimate.
 
     Raises:

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from effllm.instruments._number import each, number, record
+from effllm.instruments._number import members_of, number, record
 from effllm.instruments._statistics import Statistics, moments_of
 from effllm.instruments.tracker import MetricTracker
 
 #: Maximum number of positions in a group, from the best reward, whose mean rewards are stored.
-MAX_RANKS = 256
+MAX_PLACES = 256
 
 
 class GRPOMetricsTracker(MetricTracker):
@@ -22,8 +22,8 @@ class GRPOMetricsTracker(MetricTracker):
         super().__init__()
         self._rewards = Statistics(max_recent=1)
         self._group_std = Statistics(max_recent=1)
-        self._by_rank: list[Statistics] = []
-        self._groups = self._empty = self._equal = self._missing = 0
+        self._by_place: list[Statistics] = []
+        self._num_groups = self._num_empty = self._num_equal = self._num_missing = 0
 
     def update_grpo_step(
         self,
@@ -58,10 +58,10 @@ class GRPOMetricsTracker(MetricTracker):
         counts as empty.
         """
         group = []
-        for given in each(rewards):
+        for given in members_of(rewards):
             reward = given if type(given) is float else number(given)
             if reward is None:
-                self._missing += 1
+                self._num_missing += 1
                 if given is not None:
                     self._warn_once(f"a reward of type {type(given).__name__} is not a number in CPU memory", "rewards")
                 continue
@@ -70,17 +70,17 @@ class GRPOMetricsTracker(MetricTracker):
                 group.append(reward)
             record("group/reward", reward)
         if not group:
-            self._empty += 1
+            self._num_empty += 1
             return
-        self._groups += 1
+        self._num_groups += 1
         if len(group) > 1:
-            self._equal += min(group) == max(group)
+            self._num_equal += min(group) == max(group)
             self._group_std.add(deviation := moments_of(group).std)
             record("group/reward_std", deviation)
-        for rank, reward in enumerate(sorted(group, reverse=True)[:MAX_RANKS]):
-            if rank == len(self._by_rank):
-                self._by_rank.append(Statistics(max_recent=1))
-            self._by_rank[rank].add(reward)
+        for place, reward in enumerate(sorted(group, reverse=True)[:MAX_PLACES]):
+            if place == len(self._by_place):
+                self._by_place.append(Statistics(max_recent=1))
+            self._by_place[place].add(reward)
 
     def get_reward_distribution(self) -> dict[str, Any]:
         """Return the distribution of rewards over all groups; NaN without rewards.
@@ -94,12 +94,12 @@ class GRPOMetricsTracker(MetricTracker):
             "reward_mean": rewards.mean,
             "reward_std": rewards.std,
             "group_std_mean": self._group_std.moments.mean,
-            "groups": self._groups,
-            "empty_groups": self._empty,
-            "equal_groups": self._equal,
-            "missing_rewards": self._missing,
+            "groups": self._num_groups,
+            "empty_groups": self._num_empty,
+            "equal_groups": self._num_equal,
+            "missing_rewards": self._num_missing,
             "not_finite": dict(rewards.not_finite),
-            "rank_distribution": {str(rank): rewards.moments.mean for rank, rewards in enumerate(self._by_rank, 1)},
+            "rank_distribution": {str(place): rewards.moments.mean for place, rewards in enumerate(self._by_place, 1)},
         }
 
 
@@ -118,9 +118,9 @@ def grpo_tracker() -> GRPOMetricsTracker:
 
 
 def tracker_of(trainer: Any) -> GRPOMetricsTracker:
-    """Return the tracker of a trainer; a trainer other than the last one gets a new tracker."""
+    """Return the tracker of a trainer; a trainer other than the last one gets a new one, also in `grpo_tracker`."""
     global _tracker, _trainer
     if _trainer is None or _trainer() is not trainer:
-        _tracker = None if _trainer is not None else _tracker
+        _tracker = None if _trainer is not None else _tracker  # the first trainer gets a tracker that exists
         _trainer = weakref.ref(trainer)
     return grpo_tracker()

@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any
 
-from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
+from effllm.instruments._device import cuda_index, first_line, has_context, warn_of_other_device
 from effllm.instruments._number import UserWarnings, number, record
 from effllm.instruments._statistics import NAN, Statistics
 from effllm.memory.watch import MemoryBlocks, MemoryTrend
@@ -20,7 +20,7 @@ MAX_TAGS = 32
 #: Number of measurements of a tag before its trend is judged. With 128, and a quarter of the blocks ignored, caches
 #: that grew to 400 MB in 100 iterations were reported as leaks: tests/processes/test_memory_leaks.py has such loops.
 MIN_MEASUREMENTS = 192
-_CHECKS = "detect_leak"  # tag of the rare measurements of `GPUMemoryProfiler.detect_leak`
+_LEAK_CHECKS = "detect_leak"  # tag of the rare measurements of `GPUMemoryProfiler.detect_leak`
 
 
 class GPUMemoryProfiler:
@@ -59,7 +59,7 @@ class GPUMemoryProfiler:
             tag: name of the place in the loop; a trend compares only measurements with the same tag.
             iteration: number of the iteration; by default, the number of measurements with this tag.
         """
-        allocated, reserved, max_allocated, max_reserved = self._read()
+        allocated, reserved, max_allocated, max_reserved = self._read_bytes()
         self._allocated.add(allocated)
         if math.isnan(allocated):  # a system without /proc, or a device without statistics
             return dict.fromkeys(("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"), NAN)
@@ -77,7 +77,7 @@ class GPUMemoryProfiler:
 
     def set_baseline(self) -> float:
         """Take the memory in use now as the baseline, and drop the trend so far; return the baseline in GB."""
-        self._baseline_bytes = self._read()[0]
+        self._baseline_bytes = self._read_bytes()[0]
         self._trends = {}
         return self._baseline_bytes / GB
 
@@ -104,7 +104,7 @@ class GPUMemoryProfiler:
         """
         if method not in ("trend", "baseline"):
             raise ValueError(f"method={method!r} is neither 'trend' nor 'baseline'")
-        used_bytes = self.measure(_CHECKS)["allocated_gb"] * GB
+        used_bytes = self.measure(_LEAK_CHECKS)["allocated_gb"] * GB
         if method == "baseline":
             if self._baseline_bytes is None:
                 raise ValueError("detect_leak(method='baseline') needs set_baseline() before")
@@ -129,13 +129,13 @@ class GPUMemoryProfiler:
             summary["is_growing"] = trend.is_growing
         return summary
 
-    def _read(self) -> tuple[float, float, float, float]:
+    def _read_bytes(self) -> tuple[float, float, float, float]:
         """Return allocated and reserved bytes and their peaks."""
         if self._index is None:
             return _process_memory()
         cuda: Any = sys.modules["torch"].cuda
         if not self._is_checked:
-            self._is_checked = is_checked(self._index)
+            self._is_checked = warn_of_other_device(self._index)
         if not has_context(self._index):
             return NAN, NAN, NAN, NAN
         try:
@@ -152,7 +152,7 @@ class GPUMemoryProfiler:
 
 
 #: Lines of /proc/self/status.
-_MEMORY = re.compile(rb"^(RssAnon|VmRSS|VmHWM):\s*(\d+) kB$", re.MULTILINE)
+_STATUS_LINES = re.compile(rb"^(RssAnon|VmRSS|VmHWM):\s*(\d+) kB$", re.MULTILINE)
 
 
 def _process_memory() -> tuple[float, float, float, float]:
@@ -162,7 +162,7 @@ def _process_memory() -> tuple[float, float, float, float]:
         # With cold caches this takes 75 us, and `Path.read_bytes` takes 166 us.
         status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            sizes = {name: float(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(os.read(status, 8192))}
+            sizes = {name: float(kilobytes) * 1024 for name, kilobytes in _STATUS_LINES.findall(os.read(status, 8192))}
         finally:
             os.close(status)
     resident = sizes.get(b"VmRSS", NAN)

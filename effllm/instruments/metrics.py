@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from effllm.instruments._files import write_json
-from effllm.instruments._number import UserWarnings, each, number, record
+from effllm.instruments._number import UserWarnings, members_of, number, record
 from effllm.instruments._statistics import Statistics
 from effllm.instruments.grpo import GRPOMetricsTracker, grpo_tracker
 from effllm.instruments.tracker import MetricTracker
@@ -104,31 +104,31 @@ class ScoreDistributionTracker:
             raise ValueError(f"minimum={minimum} must be below maximum={maximum}")
         self._minimum, self._maximum = minimum, maximum
         self._valid = Statistics(max_recent=1)
-        self._counts: dict[float, int] = {}  # number of each valid score
-        self._missing = self._not_finite = self._out_of_range = 0
+        self._count_by_score: dict[float, int] = {}  # number of each valid score
+        self._num_missing = self._num_not_finite = self._num_out_of_range = 0
         self._warn_once = UserWarnings()
 
     def update(self, scores: Iterable[Any]) -> None:
         """Count a batch of scores."""
-        for given in each(scores):
+        for given in members_of(scores):
             score = given if type(given) is float else number(given)
             if score is None:
-                self._missing += 1
+                self._num_missing += 1
                 if given is not None:
                     line = f"a score of type {type(given).__name__} is not a number in CPU memory; it counts as missing"
                     self._warn_once(line, "score")
                 record("scores/missing", 1.0)
             elif self._minimum <= score <= self._maximum:
                 self._valid.add(score)
-                if score in self._counts or len(self._counts) < MAX_SCORES:
+                if score in self._count_by_score or len(self._count_by_score) < MAX_SCORES:
                     # -0.0 becomes 0.0, so that both have one text.
-                    self._counts[score + 0.0] = self._counts.get(score, 0) + 1
+                    self._count_by_score[score + 0.0] = self._count_by_score.get(score, 0) + 1
                 record("scores/valid", score)
             elif math.isfinite(score):
-                self._out_of_range += 1
+                self._num_out_of_range += 1
                 record("scores/out_of_range", score)
             else:
-                self._not_finite += 1
+                self._num_not_finite += 1
                 record("scores/valid", score)
 
     def get_distribution(self) -> dict[str, Any]:
@@ -139,18 +139,18 @@ class ScoreDistributionTracker:
         """
         scores = self._valid.moments
         valid = scores.count
-        invalid = self._missing + self._not_finite + self._out_of_range
+        invalid = self._num_missing + self._num_not_finite + self._num_out_of_range
         total = valid + invalid
         distribution = {
             "total": total,
             "valid_count": valid,
             "invalid_count": invalid,
             "invalid_rate": invalid / total if total else math.nan,
-            "missing_count": self._missing,
-            "not_finite_count": self._not_finite,
-            "out_of_range_count": self._out_of_range,
-            "score_counts": {str(score): count for score, count in sorted(self._counts.items())},
+            "missing_count": self._num_missing,
+            "not_finite_count": self._num_not_finite,
+            "out_of_range_count": self._num_out_of_range,
+            "score_counts": {str(score): count for score, count in sorted(self._count_by_score.items())},
             "mean_score": scores.mean,
         }
-        num_others = valid - sum(self._counts.values())
+        num_others = valid - sum(self._count_by_score.values())
         return {**distribution, "other_scores": num_others} if num_others else distribution

@@ -17,7 +17,7 @@ from typing import Any
 
 from effllm.config.switches import process_environ
 from effllm.instruments._files import write_json
-from effllm.instruments._number import number, whole
+from effllm.instruments._number import number, to_count
 from effllm.instruments._statistics import NAN
 from effllm.trainer.collector import get_metrics_collector
 from effllm.trainer.inference import DECLARED, InferenceProcess, record_request
@@ -44,15 +44,15 @@ class PerformanceMonitor:
 
     def __init__(self, device_id: int = 0) -> None:
         self._device_id = device_id
-        self._throughput: str | None = None
+        self._throughput_name: str | None = None
         self._parameters: int | None = None
         self._compression: tuple[float, float, float, float] | None = None
         self._started_s: float | None = None
         self._ended_s: float | None = None
         self._last_s = 0.0  # end of the last request
-        self._is_ours = False
-        self._requests = self._tokens = self._samples = self._generated = 0
-        self._given_s = 0.0
+        self._has_started_metrics = False
+        self._requests = self._tokens = self._samples = self._generated_tokens = 0
+        self._stated_s = 0.0
         self._assumed_s = 0.0  # for requests without a time: sum of the times since the previous request
         self._num_assumed = 0
         self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
@@ -63,7 +63,7 @@ class PerformanceMonitor:
             return
         was_collecting = get_metrics_collector().is_collecting
         DECLARED.ready(lambda: InferenceProcess({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
-        self._is_ours = not was_collecting and get_metrics_collector().is_collecting
+        self._has_started_metrics = not was_collecting and get_metrics_collector().is_collecting
         self._started_s = self._last_s = time.monotonic()
 
     def stop(self) -> None:
@@ -71,9 +71,9 @@ class PerformanceMonitor:
         if self._started_s is None or self._ended_s is not None:
             return
         self._ended_s = time.monotonic()
-        if self._is_ours:
+        if self._has_started_metrics:
             get_metrics_collector().stop_collection()
-        self._look()
+        self._read_measured()
 
     def set_scenario(self, scenario: str, model_parameters: int | None = None) -> None:
         """Choose the throughput: TT of pretraining, ST of fine-tuning, IT of inference.
@@ -84,7 +84,7 @@ class PerformanceMonitor:
         throughput = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
         if throughput is None:
             raise ValueError(f"scenario {scenario!r} is unknown; available scenarios: {', '.join(SCENARIOS)}")
-        self._throughput = throughput
+        self._throughput_name = throughput
         if model_parameters is not None:
             self._parameters = model_parameters
             get_metrics_collector().set_model_parameters(model_parameters)
@@ -121,8 +121,8 @@ class PerformanceMonitor:
         self.start()
         now_s, since_s = time.monotonic(), self._last_s
         self._last_s = now_s
-        counts = [whole(count) for count in (tokens, samples, generated_tokens)]
-        times = [_time(duration) for duration in (computation_time, communication_time)]
+        counts = [to_count(count) for count in (tokens, samples, generated_tokens)]
+        times = [_number_or_none(duration) for duration in (computation_time, communication_time)]
         if None in counts or None in times:
             # An evaluator of the original passed a latency in place of the samples.
             warnings.warn(
@@ -135,9 +135,9 @@ class PerformanceMonitor:
         self._requests += 1
         self._tokens += all_tokens
         self._samples += all_samples
-        self._generated += generated
+        self._generated_tokens += generated
         if took_s > 0:
-            self._given_s += took_s
+            self._stated_s += took_s
         else:
             self._num_assumed += 1
             self._assumed_s += now_s - since_s
@@ -148,13 +148,13 @@ class PerformanceMonitor:
     def get_metrics(self) -> dict[str, float]:
         """Return the values measured so far; ``nan`` for a value that is not measured."""
         if self._ended_s is None:
-            self._look()
+            self._read_measured()
         amu, pcu, aec = self._measured
         began_s = self._started_s
-        latency = self._given_s / self._requests if self._requests and not self._num_assumed else NAN
+        latency = self._stated_s / self._requests if self._requests and not self._num_assumed else NAN
         metrics = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
-        if self._throughput is not None:
-            metrics[self._throughput] = self._throughputs()[self._throughput]
+        if self._throughput_name is not None:
+            metrics[self._throughput_name] = self._throughput_values()[self._throughput_name]
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
         return {**metrics, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
 
@@ -163,24 +163,24 @@ class PerformanceMonitor:
         target = Path(path)
         write_json(target / "performance_metrics.json" if target.is_dir() else target, self.get_metrics())
 
-    def _throughputs(self) -> dict[str, float]:
-        time_s = self._given_s + self._assumed_s
+    def _throughput_values(self) -> dict[str, float]:
+        time_s = self._stated_s + self._assumed_s
         if time_s <= 0:
             return {"TT": NAN, "ST": NAN, "IT": NAN}
         per_parameter = 1 / self._parameters / time_s if self._parameters else NAN
         return {
             "TT": self._tokens * per_parameter if self._tokens else NAN,
             "ST": self._samples * per_parameter if self._samples else NAN,
-            "IT": self._generated / time_s if self._generated else NAN,
+            "IT": self._generated_tokens / time_s if self._generated_tokens else NAN,
         }
 
     def _mcr(self) -> float:
-        if self._compression is None or not all(_time(duration) for duration in self._compression[:3]):
+        if self._compression is None or not all(map(_number_or_none, self._compression[:3])):
             return NAN
         original_size, compressed_size, original_perf, compressed_perf = self._compression
         return (original_size / compressed_size) * (compressed_perf / original_perf)
 
-    def _look(self) -> None:
+    def _read_measured(self) -> None:
         seen = get_metrics_collector().get_all_metrics()
         self._measured = (seen.amu, seen.pcu, seen.aec)
 
@@ -233,7 +233,7 @@ class PerformanceMonitorContext:
                 warnings.warn(f"{self._save_path} could not be written: {failure}", stacklevel=2)
 
 
-def _time(value: Any) -> float | None:
+def _number_or_none(value: Any) -> float | None:
     """Return a value as a finite number of at least 0; ``None`` if it is invalid."""
-    seconds = number(value)
-    return seconds if seconds is not None and 0 <= seconds < math.inf else None
+    read = number(value)
+    return read if read is not None and 0 <= read < math.inf else None

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from effllm.instruments._device import cuda_index, first_line, has_context, is_checked
+from effllm.instruments._device import cuda_index, first_line, has_context, warn_of_other_device
 from effllm.instruments._files import write_json
-from effllm.instruments._number import MAX_WHOLE, UserWarnings, record, whole
+from effllm.instruments._number import MAX_WHOLE, UserWarnings, record, to_count
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, percentiles_of
 from effllm.instruments.memory import GPUMemoryProfiler
 from effllm.memory.watch import MemoryTrend
@@ -51,7 +51,7 @@ class ComprehensiveProfiler:
         self.timer = TrainingTimer(device, sync)
         self.throughput = ThroughputTracker(window_size)
         self._iterations = 0
-        self._memory_at_s = 0.0  # time of the next read of memory
+        self._next_memory_s = 0.0  # time of the next read of memory
         self._has_begun = False
 
     def start_iteration(self) -> None:
@@ -67,8 +67,8 @@ class ComprehensiveProfiler:
         self.throughput.update(num_samples, num_tokens)
         self._iterations += 1
         now_s = time.monotonic()
-        if self._iterations <= ALL_MEMORY_ITERATIONS or now_s >= self._memory_at_s:
-            self._memory_at_s = now_s + MEMORY_EVERY_S
+        if self._iterations <= ALL_MEMORY_ITERATIONS or now_s >= self._next_memory_s:
+            self._next_memory_s = now_s + MEMORY_EVERY_S
             self.memory.measure(ITERATION, self._iterations)
 
     def get_summary(self) -> dict[str, Any]:
@@ -114,17 +114,17 @@ class ThroughputTracker:
 
     def start(self) -> None:
         """Begin the time now, before the work of the first `update`."""
-        self._begin(time.monotonic())
+        self._begin_time(time.monotonic())
 
     def update(self, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count the work that has just ended."""
         now_s = time.monotonic()
-        samples = num_samples if type(num_samples) is int and 0 <= num_samples < MAX_WHOLE else whole(num_samples)
-        tokens = num_tokens if type(num_tokens) is int and 0 <= num_tokens < MAX_WHOLE else whole(num_tokens)
+        samples = num_samples if type(num_samples) is int and 0 <= num_samples < MAX_WHOLE else to_count(num_samples)
+        tokens = num_tokens if type(num_tokens) is int and 0 <= num_tokens < MAX_WHOLE else to_count(num_tokens)
         if samples is None or tokens is None:
             self._warn_once(_UNREADABLE)
         if not self._recent:
-            self._begin(now_s)
+            self._begin_time(now_s)
             return
         counts = NAN if samples is None else float(samples), NAN if tokens is None else float(tokens)
         record("throughput/update_seconds", now_s - self._recent[-1][0])
@@ -134,7 +134,7 @@ class ThroughputTracker:
         self._tokens += counts[1]
         self._recent.append((now_s, *counts))
 
-    def _begin(self, now_s: float) -> None:
+    def _begin_time(self, now_s: float) -> None:
         self._first_s = self._first_s if self._recent else now_s
         self._recent.append((now_s, 0.0, 0.0))
 
@@ -156,8 +156,8 @@ class ThroughputTracker:
         }
 
 
-class _Timed:
-    __slots__ = ("in_block", "is_open", "not_measured", "pending", "record_as", "start", "statistics")
+class _Timer:
+    __slots__ = ("in_block", "is_open", "num_not_measured", "pending", "record_as", "start", "statistics")
 
     def __init__(self, name: str) -> None:
         self.statistics = Statistics(MAX_RECENT)
@@ -165,7 +165,7 @@ class _Timed:
         self.is_open = self.in_block = False
         self.start: Any = None  # a time in ns, or an event
         self.pending: deque[tuple[Any, Any]] = deque()
-        self.not_measured = 0
+        self.num_not_measured = 0
 
     def add(self, seconds: float) -> None:
         self.statistics.add(seconds)
@@ -192,8 +192,8 @@ class TrainingTimer:
         self.device = device
         self._index = cuda_index(device)
         self._sync = sync
-        self._timers: dict[str, _Timed] = {}
-        self._free: list[Any] = []
+        self._timers: dict[str, _Timer] = {}
+        self._unused_events: list[Any] = []
         self._warn_once = UserWarnings()
         self._is_checked = False
 
@@ -204,11 +204,11 @@ class TrainingTimer:
             if len(self._timers) >= MAX_NAMES:
                 self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
                 return
-            timed = self._timers[name] = _Timed(name)
+            timed = self._timers[name] = _Timer(name)
         if timed.is_open:
             self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
         timed.is_open = True
-        timed.start = time.monotonic_ns() if self._index is None else self._event()
+        timed.start = time.monotonic_ns() if self._index is None else self._record_event()
 
     def stop(self, name: str) -> float:
         """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
@@ -251,41 +251,41 @@ class TrainingTimer:
         This call sorts the newest times of each timer on the calling thread: call it after an epoch, not in every step.
         """
         for timed in self._timers.values():
-            self._read_passed(timed)
+            self._add_passed(timed)
         whole = self._timers.get(ITERATION)
         total_s = whole.statistics.moments.total if whole is not None else 0.0
         return {name: _summary(timed, total_s) for name, timed in self._timers.items()}
 
     # --- on a GPU ---
 
-    def _event(self) -> Any:
+    def _record_event(self) -> Any:
         """Record an event on the device's stream; ``None`` without a context, in a capture, or after an error."""
         try:
             cuda: Any = sys.modules["torch"].cuda
             if not has_context(self._index or 0) or cuda.is_current_stream_capturing():
                 return None
-            event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
+            event = self._unused_events.pop() if self._unused_events else cuda.Event(enable_timing=True)
             event.record(cuda.current_stream(self._index))
         except Exception as error:  # noqa: BLE001 - the loop must go on
             self._warn_of(error)
             return None
         return event
 
-    def _stop_on_device(self, timed: _Timed) -> float:
-        self._read_passed(timed)
+    def _stop_on_device(self, timed: _Timer) -> float:
+        self._add_passed(timed)
         start, timed.start = timed.start, None
-        end = self._event() if start is not None and len(timed.pending) < MAX_PENDING else None
+        end = self._record_event() if start is not None and len(timed.pending) < MAX_PENDING else None
         if not self._is_checked:
-            self._is_checked = is_checked(self._index or 0)
+            self._is_checked = warn_of_other_device(self._index or 0)
         if end is None:
-            timed.not_measured += 1
+            timed.num_not_measured += 1
             return NAN
         timed.pending.append((start, end))
         if not self._sync:
             return NAN
-        return timed.statistics.recent[-1] if self._read_passed(timed, wait_for=end) else NAN
+        return timed.statistics.recent[-1] if self._add_passed(timed, wait_for=end) else NAN
 
-    def _read_passed(self, timed: _Timed, wait_for: Any = None) -> bool:
+    def _add_passed(self, timed: _Timer, wait_for: Any = None) -> bool:
         """Add the times whose events the device has passed; ``False`` if an event cannot be read."""
         try:
             if wait_for is not None:
@@ -294,9 +294,9 @@ class TrainingTimer:
                 start, end = timed.pending[0]
                 timed.add(start.elapsed_time(end) * 1e-3)
                 timed.pending.popleft()
-                self._free += (start, end)
+                self._unused_events += (start, end)
         except Exception as error:  # noqa: BLE001 - the loop must go on
-            timed.not_measured += len(timed.pending)
+            timed.num_not_measured += len(timed.pending)
             timed.pending.clear()
             self._warn_of(error)
             return False
@@ -306,7 +306,7 @@ class TrainingTimer:
         self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
 
 
-def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
+def _summary(timed: _Timer, total_s: float) -> dict[str, Any]:
     moments, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
     summary = {
         "count": moments.count,
@@ -321,5 +321,5 @@ def _summary(timed: _Timed, total_s: float) -> dict[str, Any]:
         "total_sec": moments.total,
         "share_of_iteration": moments.total / total_s if total_s > 0 else NAN,
     }
-    missing = timed.not_measured + len(timed.pending)
+    missing = timed.num_not_measured + len(timed.pending)
     return {**summary, "not_measured": missing} if missing else summary

@@ -62,19 +62,19 @@ def _read(folder: Path) -> RunResults:
         "tokens_processed": run.get("tokens") or None,
         "wall_s": summary["elapsed_s"],
         "warmup_s": _warmup_s(folder),
-        **_energy(run),
-        **_memory(run, job, summary["coverage"]["gpus_expected"]),
+        **_energy_columns(run),
+        **_memory_columns(run, job, summary["coverage"]["gpus_expected"]),
     }
     if results.values.get("energy_J") is not None:
         results.energy_error_j = run.get("energy_error_j")
         results.energy_gain_error_j = run.get("energy_gain_error_j")
     if run.get("time_s") and run.get("tokens"):
         results.values["tok_per_s"] = run["tokens"] / run["time_s"]
-    results.not_measured = _reasons(folder, summary, run, results.values)
+    results.not_measured = _why_not_measured(folder, summary, run, results.values)
     return results
 
 
-def _energy(run: dict[str, Any]) -> dict[str, Any]:
+def _energy_columns(run: dict[str, Any]) -> dict[str, Any]:
     """Return the energy columns: means over the windows with measured energy, and joules if these are complete."""
     joules, time_s, tokens = run.get("energy_j"), run.get("energy_time_s"), run.get("energy_tokens")
     if joules is None or not time_s:
@@ -89,7 +89,7 @@ def _energy(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, Any]:
+def _memory_columns(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, Any]:
     """Return the memory of GPUs; without GPUs the readings are the memory of processes, which is not VRAM."""
     peak, mean = job.get("memory_peak_bytes"), run.get("memory_mean_bytes")
     if not gpus:
@@ -97,7 +97,7 @@ def _memory(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, An
     return {"vram_peak_MB": peak / MB if peak else None, "vram_avg_MB": mean / MB if mean else None}
 
 
-def _reasons(folder: Path, summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _why_not_measured(folder: Path, summary: dict[str, Any], run: dict[str, Any], values: dict[str, Any]) -> list[str]:
     if not run.get("iterations"):
         return [f"the run ended during its warm-up ({summary['iterations']} iterations)"]
     reasons = []
@@ -107,12 +107,12 @@ def _reasons(folder: Path, summary: dict[str, Any], run: dict[str, Any], values:
     reasons += [text for text in summary["not_measured"] if text.startswith("GPU")]
     reasons += [text for text in summary["not_measured"] if text.startswith("energy")]
     if values.get("energy_J") is None and not any(text.startswith("energy") for text in reasons):
-        why = _unavailable_device(folder) or "a part of the iterations has no measured energy"
+        why = _no_device_event(folder) or "a part of the iterations has no measured energy"
         reasons.append(f"energy: {why}")
     return reasons
 
 
-def _unavailable_device(folder: Path) -> str:
+def _no_device_event(folder: Path) -> str:
     """Return the first event about a rank without a device, or an empty text."""
     with suppress(OSError):
         for line in lines_of(folder / "events.jsonl"):
@@ -124,7 +124,7 @@ def _unavailable_device(folder: Path) -> str:
 
 def _last_totals(folder: Path) -> dict[str, Any]:
     """Return the last line with totals to date; a torn line of a killed writer is skipped."""
-    path = _files(folder)[-1]
+    path = _window_files(folder)[-1]
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _MAX_LINE_BYTES))
         lines = file.read().splitlines()
@@ -139,12 +139,12 @@ def _last_totals(folder: Path) -> dict[str, Any]:
 def _warmup_s(folder: Path) -> float:
     """Return the iteration time of the warm-up, whose windows run-to-date values exclude."""
     seconds: dict[tuple[int, int], float] = {}
-    for line in (json.loads(text) for path in _files(folder) for text in lines_of(path)):
+    for line in (json.loads(text) for path in _window_files(folder) for text in lines_of(path)):
         if not line.get("warming_up"):
             break
         seconds[line["attempt"], line["window"]] = line["last"]["time_s"]
     return sum(seconds.values())
 
 
-def _files(folder: Path) -> list[Path]:
+def _window_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("windows-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))

@@ -48,7 +48,7 @@ class CountingCollator:
         A framework's hook that counts tokens itself does not use the counts of `effllm.count`.
         """
         for batch in loader:
-            counts = self._read(batch)
+            counts = self._counts_of(batch)
             self.arrived(counts)
             if counts is not None and counts.source and not hasattr(counts.tokens, "is_cuda"):
                 get_metrics_collector().count(
@@ -75,22 +75,22 @@ class CountingCollator:
     @property
     def tokens_processed(self) -> float:
         """Number of positions, including padding; NaN if a batch could not be counted, or no batch had text."""
-        return self._count(1)
+        return self._sum_or_nan(1)
 
     @property
     def tokens(self) -> float:
         """Positions without padding; NaN if `tokens_processed` is NaN.  On a GPU, a read waits for the GPU."""
-        return self._count(2)
+        return self._sum_or_nan(2)
 
     @property
     def tokens_loss(self) -> float:
         """Positions with a label; NaN if `tokens_processed` is NaN.  On a GPU, a read waits for the GPU."""
-        return self._count(3)
+        return self._sum_or_nan(3)
 
-    def _count(self, index: int) -> float:
+    def _sum_or_nan(self, index: int) -> float:
         return NAN if self._has_unknown or not self._has_text else int(self._sums[index])
 
-    def _read(self, batch: Any) -> Batch | None:
+    def _counts_of(self, batch: Any) -> Batch | None:
         """Return the counts, as numbers if they are in the host's memory; on a GPU, a read would wait."""
         try:
             counts = read_batch(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.instruments._number import MAX_WHOLE, UserWarnings, number, record, whole
+from effllm.instruments._number import MAX_WHOLE, UserWarnings, number, record, to_count
 from effllm.instruments._statistics import MAX_RECENT, NAN, Statistics, exact_percentiles, moments_of, percentiles_of
 from effllm.records.moments import Moments
 
@@ -43,16 +43,16 @@ class MetricTracker:
         read = value if type(value) is float else number(value)
         statistics = self._metrics.get(name)
         if read is None or statistics is None:
-            statistics = self._added(name, value, read)
+            statistics = self._add_metric(name, value, read)
             if read is None or statistics is None:
                 return
         statistics.add(read)
         record(name, read)
         if step is not None:
-            new_step = step if type(step) is int and 0 <= step < MAX_WHOLE else whole(step)
+            new_step = step if type(step) is int and 0 <= step < MAX_WHOLE else to_count(step)
             self.last_step = self.last_step if new_step is None else new_step
 
-    def _added(self, name: str, value: Any, read: float | None) -> Statistics | None:
+    def _add_metric(self, name: str, value: Any, read: float | None) -> Statistics | None:
         """Return the statistics of a new name; ``None``, with a warning, for no number or too many names."""
         if read is None:
             line = f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"

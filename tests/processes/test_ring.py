@@ -174,7 +174,7 @@ def test_mixture_of_two_records_is_never_read(totals, own_ns, is_stored):
         words = [(after if is_stored[at // 8] & 1 else before)[at : at + 8] for at in range(0, 176, 8)]
         os.pwrite(writer.descriptor, b"".join(words), slot_at(1))
 
-        slot = reader._slot(1)
+        slot = reader._read_slot(1)
         assert (slot and slot.ordinal) == {before: 1, after: 17}.get(b"".join(words))
 
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from effllm.instruments import EnergyMetrics, RobustGPUMonitor
 from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j
 from effllm.instruments.energy import MonitoredDevices
-from effllm.instruments.energy_report import Block, entry, final_values, intensity, report, write_files
+from effllm.instruments.energy_report import (
+    StepBlock,
+    checked_intensity,
+    final_values,
+    history_entry,
+    report,
+    write_files,
+)
 from effllm.records.energy import EnergyAmount
 from effllm.records.spans import SpanPart
 
@@ -26,7 +33,7 @@ def part(joules, seconds, start_s=0.0, device=0, **more):
 
 
 def block(joules, seconds, steps, **more):
-    return Block(SpanReadings.of([part(joules, seconds, **more)]), steps, 1, 1 + round(seconds * 1e9))
+    return StepBlock(SpanReadings.of([part(joules, seconds, **more)]), steps, 1, 1 + round(seconds * 1e9))
 
 
 #: The training takes one hour at 550 W, with 1,000 steps in 3 epochs.
@@ -34,7 +41,7 @@ HOUR = block(550.0 * 3600, 3600.0, 1000, utilization_seconds=0.9 * 3600, utiliza
 
 
 def test_final_values_of_the_example():
-    final = final_values(HOUR, 3.0, intensity(None, "document"))
+    final = final_values(HOUR, 3.0, checked_intensity(None, "document"))
 
     assert final == {
         "final_energy/total_energy_consumed_kwh": pytest.approx(0.55),
@@ -47,8 +54,8 @@ def test_final_values_of_the_example():
 
 def test_carbon_estimate_needs_a_carbon_intensity():
     name = "final_energy/carbon_footprint_estimate_kg"
-    assert math.isnan(final_values(HOUR, 3.0, intensity(None, None))[name])
-    assert final_values(HOUR, 3.0, intensity(0.3, None))[name] == pytest.approx(0.55 * 0.3)
+    assert math.isnan(final_values(HOUR, 3.0, checked_intensity(None, None))[name])
+    assert final_values(HOUR, 3.0, checked_intensity(0.3, None))[name] == pytest.approx(0.55 * 0.3)
     assert "carbon" not in report(HOUR, 3.0, None)
 
 
@@ -76,7 +83,7 @@ def test_report_has_the_values_in_two_languages():
 
 
 def test_report_of_unmeasured_energy_has_no_number():
-    empty = Block(SpanReadings(), 5, 0, 10**9)
+    empty = StepBlock(SpanReadings(), 5, 0, 10**9)
 
     assert "• Total energy: not measured\n" in report(empty, 1.0, 0.5)
     assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
@@ -85,7 +92,7 @@ def test_report_of_unmeasured_energy_has_no_number():
 @cases("wrong", [(-1.0, None), (NAN, None), (math.inf, None), ("much", None), (None, "world"), (0.5, "document")])
 def test_invalid_carbon_intensity_raises_an_error(wrong):
     with pytest.raises(ValueError, match="carbon_intensity"):
-        intensity(*wrong)
+        checked_intensity(*wrong)
 
 
 @cases(
@@ -98,7 +105,7 @@ def test_efficiency_score_is_energy_per_step_over_utilization(utilization, divis
 
     assert one.efficiency == pytest.approx(0.6 / divisor, nan_ok=True)
     metrics = EnergyMetrics(0.0, 1, 0.0, 360.0, 360.0, 360.0, 0.6, 60.0, 60.0, 80.0, 0.0, "", 2.0, 4)
-    assert entry(metrics, one, Baseline())["energy_efficiency"] == pytest.approx(0.6 / divisor, nan_ok=True)
+    assert history_entry(metrics, one, Baseline())["energy_efficiency"] == pytest.approx(0.6 / divisor, nan_ok=True)
 
 
 def test_energy_above_the_baseline_is_never_negative():
