@@ -296,8 +296,8 @@ class Conversation:
         self._acknowledged_s = time.monotonic()
         self._children.note_answer()
         board, endpoint = self._trainer.board, self._connection.endpoint
-        if board.welcome() != endpoint:  # the trainer's address search waits for the endpoint
-            board.write(replace(board.read(), welcome=endpoint))
+        if board.admitted_by() != endpoint:  # the trainer's address search waits for the endpoint
+            board.write(replace(board.read(), admitted_by=endpoint))
         if welcome.again:
             self._outbox.mark_all_unsent()
             self._bye_sent = False

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from effllm.devices import DeviceUnavailable, Site, choose_for_rank
-from effllm.devices._amd_readings import errors_of, joules_of, number, power, read_or_empty, try_call, why_no_gpu
+from effllm.devices._amd_readings import errors_of, joules_of, number, read_or_empty, read_power, try_call, why_no_gpu
 
 _FOUR_LINKS_MB_PER_S = 200_000
 
@@ -63,7 +63,7 @@ def _parse_bus_id(text: str) -> tuple[int, int, int, int] | None:
     return domain, bus, device, function
 
 
-def _identify(smi: Any, handle: Any) -> Processor:
+def _read_processor(smi: Any, handle: Any) -> Processor:
     bus = _parse_bus_id(smi.amdsmi_get_gpu_device_bdf(handle))
     if bus is None:
         raise ValueError("AMD SMI gives no PCI bus id")
@@ -88,7 +88,7 @@ def list_processors(smi: Any) -> list[Processor]:
     processors = []
     for handle in smi.amdsmi_get_processor_handles():
         with contextlib.suppress(*errors_of(smi)):  # GPUs that are hidden from this container, or lost
-            processors.append(_identify(smi, handle))
+            processors.append(_read_processor(smi, handle))
     processors.sort(key=lambda processor: processor.bus)
     for call, field in (("amdsmi_get_gpu_enumeration_info", "hip_id"), ("amdsmi_get_gpu_kfd_info", "node_id")):
         answers = [number(try_call(smi, call, processor.handle).get(field), (32,)) for processor in processors]
@@ -98,7 +98,7 @@ def list_processors(smi: Any) -> list[Processor]:
     return processors
 
 
-def _select(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
+def _select_listed(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
     """Return the processors that the entries of ``listed`` (indices or UUIDs) select, and the number of entries.
 
     Entries after the first invalid entry select nothing.
@@ -129,10 +129,10 @@ def find_processor(site: Site, processors: Sequence[Processor]) -> Processor:
         return _find_torch_device(site, processors)
     # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the devices that are left.  If
     # HIP_VISIBLE_DEVICES is not set, HIP reads CUDA_VISIBLE_DEVICES.
-    shown, entries = _select(site.rocr_visible_devices, processors)
+    shown, entries = _select_listed(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:
-        shown, entries = _select(hip, shown)
+        shown, entries = _select_listed(hip, shown)
     lists = {"ROCR": site.rocr_visible_devices, "HIP": site.hip_visible_devices, "CUDA": site.visible_devices}
     set_to = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
     return choose_for_rank(shown, entries, site, " and ".join(set_to) or "this machine", len(processors))
@@ -167,7 +167,7 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
     if not processor.is_one_of_two_dies:
         return False
     joules = joules_of(try_call(smi, "amdsmi_get_energy_count", processor.handle))
-    return joules == 0 and not any(read_or_empty(smi, power, processor.handle).values())
+    return joules == 0 and not any(read_or_empty(smi, read_power, processor.handle).values())
 
 
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:

@@ -112,62 +112,62 @@ def joules_of(answer: dict[str, Any]) -> float | None:
     return None if count is None or microjoules is None else count * microjoules / 1e6
 
 
-def energy(smi: Any, handle: Any) -> dict[str, float]:
+def read_energy(smi: Any, handle: Any) -> dict[str, float]:
     joules = joules_of(smi.amdsmi_get_energy_count(handle))
     return {} if joules is None else {"energy_j": joules}
 
 
-def power(smi: Any, handle: Any) -> dict[str, float]:
+def read_power(smi: Any, handle: Any) -> dict[str, float]:
     # MI300 and later return "current", earlier GPUs "average"; ROCm 7.0 adds "socket_power", which is one of the two.
     info = smi.amdsmi_get_power_info(handle)
     current, average = info.get("current_socket_power"), info.get("average_socket_power")
     return _scaled(1.0, power_w=current, power_average_w=average) or _scaled(1.0, power_w=info.get("socket_power"))
 
 
-def _memory(smi: Any, handle: Any) -> dict[str, float]:
+def _read_memory(smi: Any, handle: Any) -> dict[str, float]:
     # This call returns bytes, amdsmi_get_gpu_vram_usage returns MiB.
     used = number(smi.amdsmi_get_gpu_memory_usage(handle, smi.AmdSmiMemoryType.VRAM), (64,))
     return {} if used is None else {"memory_bytes": used}
 
 
-def activity(smi: Any, handle: Any) -> dict[str, float]:
+def read_activity(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_gpu_activity(handle)
     busy, dram = answer.get("gfx_activity"), answer.get("umc_activity")
     ratios = _scaled(0.01, utilization=busy, dram_activity_ratio=dram)
     return {field: ratio for field, ratio in ratios.items() if 0 <= ratio <= 1}
 
 
-def _temperature(smi: Any, handle: Any) -> dict[str, float]:
+def _read_temperature(smi: Any, handle: Any) -> dict[str, float]:
     # The value is in degrees, contrary to the documentation of 6.x: the library divides the driver's value by 1000.
     # The hottest spot is read, because MI300 has no other sensor.
     sensor, metric = smi.AmdSmiTemperatureType.JUNCTION, smi.AmdSmiTemperatureMetric.CURRENT
     return _scaled(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
 
 
-def _gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
-    return _scaled(1e6, sm_clock_hz=_clock(smi, handle, smi.AmdSmiClkType.GFX))
+def _read_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
+    return _scaled(1e6, sm_clock_hz=_clock_mhz(smi, handle, smi.AmdSmiClkType.GFX))
 
 
-def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
-    return _scaled(1e6, memory_clock_hz=_clock(smi, handle, smi.AmdSmiClkType.MEM))
+def _read_memory_clock(smi: Any, handle: Any) -> dict[str, float]:
+    return _scaled(1e6, memory_clock_hz=_clock_mhz(smi, handle, smi.AmdSmiClkType.MEM))
 
 
-def _clock(smi: Any, handle: Any, kind: Any) -> Any:
+def _clock_mhz(smi: Any, handle: Any, kind: Any) -> Any:
     return smi.amdsmi_get_clock_info(handle, kind).get("clk")
 
 
-def max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
+def read_max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
     highest = _scaled(1e6, sm_clock_max_hz=answer.get("max_clk"))
     return highest if highest.get("sm_clock_max_hz") else {}
 
 
-def power_limit(smi: Any, handle: Any) -> dict[str, float]:
+def read_power_limit(smi: Any, handle: Any) -> dict[str, float]:
     watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("power_cap"))
     return {} if watts is None else {"power_limit_w": watts}
 
 
-def default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
+def read_default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
     watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("default_power_cap"))
     return {} if watts is None else {"power_limit_default_w": watts}
 
@@ -182,14 +182,14 @@ Group = Callable[[Any, Any], dict[str, float]]
 
 #: The fields that each call may return.  Energy and power come first: the time of these calls is the sample's time.
 GROUPS: dict[Group, tuple[str, ...]] = {
-    energy: ("energy_j",),
-    power: ("power_w", "power_average_w"),
-    _memory: ("memory_bytes",),
-    activity: ("utilization", "dram_activity_ratio"),
-    _temperature: ("temperature_c",),
-    _gfx_clock: ("sm_clock_hz",),
-    _memory_clock: ("memory_clock_hz",),
-    power_limit: ("power_limit_w",),
+    read_energy: ("energy_j",),
+    read_power: ("power_w", "power_average_w"),
+    _read_memory: ("memory_bytes",),
+    read_activity: ("utilization", "dram_activity_ratio"),
+    _read_temperature: ("temperature_c",),
+    _read_gfx_clock: ("sm_clock_hz",),
+    _read_memory_clock: ("memory_clock_hz",),
+    read_power_limit: ("power_limit_w",),
 }
 
 

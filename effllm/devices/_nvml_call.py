@@ -38,7 +38,7 @@ def repoint(handle: Any, new_handle: Any) -> None:
     ctypes.memmove(ctypes.byref(handle), ctypes.byref(new_handle), ctypes.sizeof(handle))
 
 
-def why(code: int, number: int) -> str:
+def why_invalid(code: int, number: int) -> str:
     """Return the reason why an answer is invalid: the text of its return code, or a description of its wrong number."""
     if code:
         return str(pynvml.NVMLError(code))
@@ -147,7 +147,7 @@ class Readout:
             if code or raw > number.maximum:
                 values.pop(number.name, None)
                 if number.is_reported:
-                    failures[number.name] = why(code, raw)
+                    failures[number.name] = why_invalid(code, raw)
 
 
 def _buffer_bytes(quantity: Quantity) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported, prepare_call, why
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported, prepare_call, why_invalid
 from effllm.devices.known import hardware
 from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
@@ -81,7 +81,7 @@ class FieldBatch:
         if len(values) < len(self._fields):
             for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
                 if name in self._required and name not in values:
-                    failures[name] = why(code, raw)
+                    failures[name] = why_invalid(code, raw)
         return values, time_ns
 
 

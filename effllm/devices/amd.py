@@ -58,7 +58,7 @@ class AmdReader:
         residencies, status = calls.read_throttling(self._smi, self._handle)
         self._has_throttling = bool(residencies) or status is not None
         self._residencies: dict[str, float] | None = None
-        self.device = self._describe(processor, self._choose_source(processor, processors))
+        self.device = self._make_device(processor, self._choose_source(processor, processors))
         self._is_open = True
 
     def read(self) -> tuple[Sample, dict[str, str]]:
@@ -77,7 +77,7 @@ class AmdReader:
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return only energy and power: two calls instead of nine."""
-        time_ns, values, failures = self._read_groups((calls.energy, calls.power))
+        time_ns, values, failures = self._read_groups((calls.read_energy, calls.read_power))
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
         sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
         return sample, failures
@@ -102,17 +102,17 @@ class AmdReader:
         if "MI3" not in processor.model:
             # On MI300 the field is the used share of the DRAM bandwidth (DramBandwidthUtilization); on older GPUs it is
             # the busy share of the memory clock domain.
-            activities = supported[calls.activity]
-            supported[calls.activity] = tuple(field for field in activities if field != "dram_activity_ratio")
+            activities = supported[calls.read_activity]
+            supported[calls.read_activity] = tuple(field for field in activities if field != "dram_activity_ratio")
         return supported
 
-    def _has(self, *fields: str) -> bool:
+    def _has_field(self, *fields: str) -> bool:
         return any(field in supported for supported in self._fields_by_group.values() for field in fields)
 
     def _choose_source(self, processor: Processor, processors: Sequence[Processor]) -> _EnergySource:
         """Choose the source of energy; calls of sources that are not used are not made again."""
         if is_second_die(self._smi, processor):
-            self._fields_by_group[calls.energy] = self._fields_by_group[calls.power] = ()
+            self._fields_by_group[calls.read_energy] = self._fields_by_group[calls.read_power] = ()
             first = first_die(self._smi, processor, processors)
             where = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
             missing = f"energy: this is the second die of its card; {where} reports the energy of both dies"
@@ -124,15 +124,15 @@ class AmdReader:
         return source
 
     def _counter_or_power(self) -> _EnergySource:
-        has_counter = bool(self._fields_by_group[calls.energy])
+        has_counter = bool(self._fields_by_group[calls.read_energy])
         verdict = (
             judge_counter(self._read_for_comparison()) if has_counter else CounterJudgement(False, "no counter found")
         )
         if verdict.is_good:
             note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
             return _EnergySource(COUNTER, note)
-        self._fields_by_group[calls.energy] = ()
-        method = INSTANT if self._has("power_w") else AVERAGE if self._has("power_average_w") else None
+        self._fields_by_group[calls.read_energy] = ()
+        method = INSTANT if self._has_field("power_w") else AVERAGE if self._has_field("power_average_w") else None
         if method is None:
             missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {verdict.reason}"
             return _EnergySource(None, missing=missing)
@@ -146,17 +146,17 @@ class AmdReader:
             before_s = self._clock()
             answer = calls.try_call(self._smi, "amdsmi_get_energy_count", self._handle)
             time_s = (before_s + self._clock()) / 2
-            with_power = calls.read_or_empty(self._smi, calls.power, self._handle)
+            with_power = calls.read_or_empty(self._smi, calls.read_power, self._handle)
             power_w = with_power.get("power_w", with_power.get("power_average_w"))
             readings.append(CounterReading(time_s, calls.joules_of(answer), power_w))
         return readings
 
-    def _describe(self, processor: Processor, source: _EnergySource) -> Device:
+    def _make_device(self, processor: Processor, source: _EnergySource) -> Device:
         smi, handle = self._smi, processor.handle
         fields = {"memory": ("memory_bytes",), "utilization": ("utilization",), "power": ("power_w", "power_average_w")}
-        missing = [f"{what}: not reported by AMD SMI" for what in fields if not self._has(*fields[what])]
-        default_w = calls.read_or_empty(smi, calls.default_power_limit, handle).get("power_limit_default_w")
-        max_hz = calls.read_or_empty(smi, calls.max_gfx_clock, handle).get("sm_clock_max_hz")
+        missing = [f"{what}: not reported by AMD SMI" for what in fields if not self._has_field(*fields[what])]
+        default_w = calls.read_or_empty(smi, calls.read_default_power_limit, handle).get("power_limit_default_w")
+        max_hz = calls.read_or_empty(smi, calls.read_max_gfx_clock, handle).get("sm_clock_max_hz")
         vram = smi.AmdSmiMemoryType.VRAM
         total_bytes = calls.number(calls.try_call(smi, "amdsmi_get_gpu_memory_total", handle, vram), (64,))
         return Device(
@@ -164,7 +164,7 @@ class AmdReader:
             kind="amd",
             name=processor.model,
             memory_total_bytes=int(total_bytes) if total_bytes else None,
-            power_limit_w=calls.read_or_empty(smi, calls.power_limit, handle).get("power_limit_w"),
+            power_limit_w=calls.read_or_empty(smi, calls.read_power_limit, handle).get("power_limit_w"),
             energy_method=source.method,
             power_scope=None if source.method is None else MODULE if processor.has_cpu else GPU,
             not_measured=(*missing, *((source.missing,) if source.missing else ())),

@@ -99,7 +99,7 @@ class ProcessTree:
         """
         if self._pid in self._processes and self._clock() >= self._next_list_s:
             self._list_processes()
-        now = self._usages()
+        now = self._read_usages()
         if self._pid not in now or now[self._pid].has_ended:
             raise ProcessLookupError("the trainer has ended")
         memory_bytes = float(now[self._pid].rss_bytes)
@@ -114,7 +114,7 @@ class ProcessTree:
         self._inherited_bytes[pid] = min(self._inherited_bytes.get(pid, 0), unshared_bytes)
         return unshared_bytes - self._inherited_bytes[pid]
 
-    def _usages(self) -> dict[int, Usage]:
+    def _read_usages(self) -> dict[int, Usage]:
         """Return the usages; if a process ends, read all again, because its CPU time moves to its parent."""
         while True:
             usages = {pid: usage_of(process) for pid, process in self._processes.items()}

@@ -62,7 +62,7 @@ class NvmlReader:
         self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), wanted, self._share)
         self._gpm = open_gpm(self._gpu, self._slice)
         self._event_poller = EventPoller(self._gpu, clock())
-        self.device = self._describe(site)
+        self.device = self._make_device(site)
 
     def read(self) -> tuple[Sample, dict[str, str]]:
         sample, failures, is_there = self._read_all()
@@ -85,7 +85,7 @@ class NvmlReader:
             self._is_open = False
             self._shut_down()
 
-    def _describe(self, site: Site) -> Device:
+    def _make_device(self, site: Site) -> Device:
         power, limit_w = self._power, self._event_poller.limit_w
         is_module = power.scope == MODULE
         name, max_hz = name_of(self._handle), max_clock_hz(self._gpu)

@@ -214,7 +214,7 @@ class TrainerRun:
         batch = read_batch(inputs, self._is_encoder_decoder)
         collator = getattr(self.trainer, "data_collator", None)
         if isinstance(collator, CountingCollator):
-            collator.arrived(batch)
+            collator.count_batch(batch)
         if batch is None or self._model is None:
             return
         self._num_batches += 1

@@ -72,7 +72,7 @@ class MonitoredDevices:
         """Return the names of the measured devices."""
         return ", ".join(dict.fromkeys(str(facts[n].get("name", "")) for n in self.positions(facts)))
 
-    def reason(self, facts: Facts, unavailable: Sequence[str]) -> str:
+    def why_unmeasured(self, facts: Facts, unavailable: Sequence[str]) -> str:
         """Return why no energy was measured, in one line."""
         chosen = self.positions(facts)
         own = [device for device in facts if device and not device.get("only_power")]
@@ -335,7 +335,7 @@ class RobustGPUMonitor:
         """Warn once with the reason, if spans were answered and no energy was measured."""
         if self._spans and not self.total.is_measured:
             unavailable = self._chain.unavailable if self._chain is not None else []
-            self._warn_once(f"energy is not measured: {self._devices.reason(self._device_facts, unavailable)}")
+            self._warn_once(f"energy is not measured: {self._devices.why_unmeasured(self._device_facts, unavailable)}")
 
 
 def unix_s(monotonic_ns: int) -> float:

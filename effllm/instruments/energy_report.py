@@ -67,7 +67,7 @@ class StepBlock:
 
 def step_logs(block: StepBlock, step: int) -> dict[str, float]:
     """Return the values of the steps since the last log; ``step`` is the last of these steps."""
-    return _measured(
+    return _measured_logs(
         {
             "energy_step/power_avg_w": block.readings.power_w,
             "energy_step/energy_per_step_wh": block.wh_per_step,
@@ -81,7 +81,7 @@ def step_logs(block: StepBlock, step: int) -> dict[str, float]:
 
 def interval_logs(block: StepBlock, step: int) -> dict[str, float]:
     """Return the values of an interval; ``step`` is its last step."""
-    return _measured(
+    return _measured_logs(
         {
             "energy_interval/power_avg_w": block.readings.power_w,
             "energy_interval/energy_consumed_wh": block.readings.joules / J_PER_WH,
@@ -94,7 +94,7 @@ def interval_logs(block: StepBlock, step: int) -> dict[str, float]:
     )
 
 
-def _measured(values: dict[str, float], step_key: str, step: int) -> dict[str, float]:
+def _measured_logs(values: dict[str, float], step_key: str, step: int) -> dict[str, float]:
     measured = {name: value for name, value in values.items() if not math.isnan(value)}
     return {**measured, step_key: step} if measured else {}
 

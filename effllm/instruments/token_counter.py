@@ -49,14 +49,14 @@ class CountingCollator:
         """
         for batch in loader:
             counts = self._counts_of(batch)
-            self.arrived(counts)
+            self.count_batch(counts)
             if counts is not None and counts.source and not hasattr(counts.tokens, "is_cuda"):
                 get_metrics_collector().count(
                     counts.tokens, counts.samples, counts.tokens_processed, counts.tokens_loss
                 )
             yield batch
 
-    def arrived(self, counts: Batch | None) -> None:
+    def count_batch(self, counts: Batch | None) -> None:
         """Add the counts of a batch that is trained now; ``None`` for a batch of an unknown kind."""
         self.batches += 1
         if counts is None:

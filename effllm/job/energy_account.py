@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from effllm.job.merged import Expected, Merged
 from effllm.job.power_scope import Scope
-from effllm.records.columns import Array, Positions, Table, array_of
+from effllm.records.columns import Array, Positions, Table, decode_array
 from effllm.records.energy import AMOUNT, END_J2, JOULES, NORMAL_95, START_J2, EnergyAmount, edge_j2
 from effllm.records.rank import NODE_PSU
 
@@ -205,7 +205,7 @@ class EnergyTotals(Table):
         """
         table = cast("EnergyTotals", super().unpacked(stored))
         try:
-            table._edges = {int(key): array_of(text).reshape(-1, 2) for key, text in stored["edges"].items()}
+            table._edges = {int(key): decode_array(text).reshape(-1, 2) for key, text in stored["edges"].items()}
             table._newest = int(stored["newest"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a table of energies: {error}") from error

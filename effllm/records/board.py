@@ -60,7 +60,7 @@ class JobState:
     report: int = 0  # number of the newest report; 0 before the first
     iteration: int = 0  # last iteration of the newest report
     values: Mapping[str, float] = field(default_factory=dict)  # by tag
-    welcome: str = ""  # endpoint of the aggregator that has admitted the agent
+    admitted_by: str = ""  # endpoint of the aggregator that has admitted the agent
 
 
 class Board:
@@ -95,9 +95,9 @@ class Board:
             self._state = from_document(JobState, document)
         return self._state
 
-    def welcome(self) -> str:
+    def admitted_by(self) -> str:
         """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method."""
-        return from_document(JobState, self._document.read() or {}).welcome
+        return from_document(JobState, self._document.read() or {}).admitted_by
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped while the board is used."""

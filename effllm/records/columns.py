@@ -28,15 +28,15 @@ def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
     """Return attributes of objects as an array, one row per object; ``None`` becomes nan."""
     if len(names) == 1:
         return np.array(list(map(attrgetter(*names), items)), np.float64).reshape(-1, 1)
-    return _array(map(attrgetter(*names), items), len(items), len(names))
+    return _to_array(map(attrgetter(*names), items), len(items), len(names))
 
 
 def structs_of(items: Sequence[Struct], kind: type[Struct]) -> Array:
     """Return all fields of structs as an array, one row per struct; `astuple` takes half the time of `fields_of`."""
-    return _array(map(astuple, items), len(items), len(kind.__struct_fields__))
+    return _to_array(map(astuple, items), len(items), len(kind.__struct_fields__))
 
 
-def _array(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> Array:
+def _to_array(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) -> Array:
     rows = list(rows)
     try:
         flat = np.fromiter(chain.from_iterable(rows), np.float64, num_rows * num_columns)
@@ -123,13 +123,13 @@ class Table:
         table = cls()
         try:
             table.find_or_add(stored["keys"])
-            table.values[:] = array_of(stored["values"]).reshape(len(table), len(cls.NAMES))
+            table.values[:] = decode_array(stored["values"]).reshape(len(table), len(cls.NAMES))
         except (KeyError, TypeError) as error:
             raise ValueError(f"the stored values are not a table: {error}") from error
         return table
 
 
-def array_of(text: str) -> Array:
+def decode_array(text: str) -> Array:
     """Decode an array from Base64.
 
     Raises:

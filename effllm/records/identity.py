@@ -78,7 +78,7 @@ def read_tags(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def cleaned(submission: Submission, tags: tuple[str, ...]) -> Submission:
+def clean_submission(submission: Submission, tags: tuple[str, ...]) -> Submission:
     """Return a received record without control characters and long texts; ``tags`` replace missing tags."""
     texts = {field: _line(getattr(submission, field)) for field in Submission.__struct_fields__ if field != "tags"}
     return Submission(**texts, tags=tuple(tag for text in submission.tags if (tag := _line(text))) or tags)

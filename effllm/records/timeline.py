@@ -56,7 +56,7 @@ class Split(NamedTuple):
     kinds: dict[str, tuple[int, int]]  # kind -> communication and exposed communication; kinds may overlap
 
 
-def split(
+def split_iteration(
     start_ns: int, end_ns: int, computing: Iterable[Interval], communicating: Iterable[tuple[str, int, int]]
 ) -> Split:
     """Return the split of the iteration ``[start_ns, end_ns]``; intervals are clipped to the iteration.
@@ -67,7 +67,7 @@ def split(
         computing: intervals of computation, in any order, from any number of streams.
         communicating: intervals of communication, each with its kind from `KINDS`.
 
-    >>> split(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
+    >>> split_iteration(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
     Split(duration_ns=100, communication_ns=30, exposed_ns=20, computing_ns=60, idle_ns=20, kinds={'dp': (30, 20)})
     """
     computed = union(clipped(computing, start_ns, end_ns))

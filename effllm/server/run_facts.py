@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from effllm.job.gaps import many
-from effllm.records.identity import MAX_LETTERS, Identity, Submission, cleaned, read_tags, with_facts
+from effllm.records.identity import MAX_LETTERS, Identity, Submission, clean_submission, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.plain_text import one_line, without_user
@@ -119,7 +119,7 @@ class RunFacts:
         }
         is_changed = ranks.get(str(hello.rank)) != entry
         if hello.rank == 0 and hello.submission is not None:
-            before, self._submission = self._submission, cleaned(hello.submission, self._tags)
+            before, self._submission = self._submission, clean_submission(hello.submission, self._tags)
             is_changed = is_changed or self._submission != before
         facts = hello.facts | {name: value for name in OF_LOOP if (value := getattr(hello, name))}
         new = [name for name in facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []

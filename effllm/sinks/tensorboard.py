@@ -80,7 +80,7 @@ class TensorBoard:
         self._records = RecordWriter(file)
         self._described_tags: set[str] = set()
         self._step: int | None = None
-        self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, report: ClusterReport) -> None:
         if not report.values:
@@ -91,7 +91,7 @@ class TensorBoard:
         if self._step is None:
             # With this mark, TensorBoard drops points of the previous attempt at this and later steps.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
+            self._write_event(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
         elif report.correction:
             # At a step before the last step, TensorBoard would drop all later points.
             step = max(step, self._step)
@@ -111,9 +111,9 @@ class TensorBoard:
         self._file.close()
 
     def _add_summary(self, time_s: float, step: int, values: list[summary_pb2.Summary.Value]) -> None:
-        self._add(event_pb2.Event(wall_time=time_s, step=step, summary=summary_pb2.Summary(value=values)))
+        self._write_event(event_pb2.Event(wall_time=time_s, step=step, summary=summary_pb2.Summary(value=values)))
 
-    def _add(self, event: event_pb2.Event) -> None:
+    def _write_event(self, event: event_pb2.Event) -> None:
         self._records.write(event.SerializeToString())
 
 

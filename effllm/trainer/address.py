@@ -121,7 +121,7 @@ class AggregatorAddress:
 
     def _is_welcome(self, endpoint: str) -> bool:
         """Whether the search may end; the search's thread may call this method."""
-        return self.is_over or self._board.welcome() == endpoint
+        return self.is_over or self._board.admitted_by() == endpoint
 
 
 def print_line(line: str) -> None:

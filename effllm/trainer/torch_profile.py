@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from effllm.config import switches
-from effllm.records.timeline import Interval, Split, device_kind, group_kind, host_kind, split
+from effllm.records.timeline import Interval, Split, device_kind, group_kind, host_kind, split_iteration
 from effllm.trainer.cuda_graphs import GRAPHS
 
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
@@ -288,7 +288,7 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
             computing.append((begin, end))
     if not computing and not communicating:
         return None
-    return split(start_ns, end_ns, computing, communicating)
+    return split_iteration(start_ns, end_ns, computing, communicating)
 
 
 def _times(event: Any) -> Interval:

@@ -8,7 +8,7 @@ from builders import gpu, hello
 from cases import cases
 
 from effllm.config.settings import Config
-from effllm.records.identity import Identity, Submission, cleaned, read_submission
+from effllm.records.identity import Identity, Submission, clean_submission, read_submission
 from effllm.records.orders import Orders
 from effllm.records.wire import Hello
 from effllm.server.run_facts import RunFacts
@@ -64,8 +64,8 @@ def test_environment_texts_become_one_short_printable_line():
 def test_received_texts_are_cleaned_again():
     forged = Submission(job_name="a\x1b[2Jb", tags=("c\nd", "\n"))
 
-    assert cleaned(forged, ("e",)) == Submission(job_name="a [2Jb", tags=("c d",))
-    assert cleaned(Submission(), ("e",)) == Submission(tags=("e",))
+    assert clean_submission(forged, ("e",)) == Submission(job_name="a [2Jb", tags=("c d",))
+    assert clean_submission(Submission(), ("e",)) == Submission(tags=("e",))
 
 
 def test_whole_number_declared_as_an_id_is_a_text():

@@ -70,11 +70,11 @@ def test_board_returns_the_newest_complete_state():
     assert other.read() == JobState()
     assert board.write(JobState(1, 10, {"amu_gb": 2.5}))
     assert other.read() == other.read() == JobState(1, 10, {"amu_gb": 2.5})
-    assert board.write(JobState(2, welcome="tcp://127.0.0.1:1"))
-    assert other.welcome() == "tcp://127.0.0.1:1"
+    assert board.write(JobState(2, admitted_by="tcp://127.0.0.1:1"))
+    assert other.admitted_by() == "tcp://127.0.0.1:1"
     os.pwrite(board.descriptor, b"!", HEADER)
     assert other.read().report == 1, "a half-written document must not be read"
-    assert not board.write(JobState(welcome="x" * BOARD_BYTES))
+    assert not board.write(JobState(admitted_by="x" * BOARD_BYTES))
     for _ in range(2):
         board.close()
         other.close()

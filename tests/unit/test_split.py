@@ -7,7 +7,7 @@ import random
 
 from cases import cases
 
-from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap_ns, split, union
+from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap_ns, split_iteration, union
 
 
 @cases(
@@ -31,7 +31,7 @@ from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_
     ],
 )
 def test_communication_during_computation_is_not_exposed(iteration, computing, communicating, expected):
-    assert split(*iteration, computing, communicating) == expected
+    assert split_iteration(*iteration, computing, communicating) == expected
 
 
 @cases("seed", range(20))
@@ -43,7 +43,7 @@ def test_split_equals_a_count_of_nanoseconds_for_any_intervals(seed):
 
     computing = intervals(draw.randint(0, 30))
     communicating = [(draw.choice(KINDS), begin, end) for begin, end in intervals(draw.randint(0, 30))]
-    found = split(0, 200, computing, communicating)
+    found = split_iteration(0, 200, computing, communicating)
 
     # The expected values come from a count of each nanosecond.
     busy = {moment for begin, end in computing for moment in range(max(begin, 0), min(end, 200))}

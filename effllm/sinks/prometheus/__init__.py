@@ -158,23 +158,23 @@ class MetricsPage(Collector):
             report, age_s, events = self._report, self._clock() - self._received_s, dict(self._num_events)
             is_stalled = self._is_stalled
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
-        yield self._family("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
-        yield self._family("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
+        yield self._metric("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
+        yield self._metric("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         info = _identity_labels(self._identity()) | ({"runbook_url": self._runbook_url} if self._runbook_url else {})
         text = "Number of events by kind; their texts are in events.jsonl."
-        yield self._family("events", text, counted, CounterMetricFamily)
-        yield self._family("run_info", "1: the labels are the identity of the run.", [(info, 1.0)])
+        yield self._metric("events", text, counted, CounterMetricFamily)
+        yield self._metric("run_info", "1: the labels are the identity of the run.", [(info, 1.0)])
         if report is None:
             return
-        yield self._family("report_age_seconds", "Time since the receipt of the newest report.", age_s)
+        yield self._metric("report_age_seconds", "Time since the receipt of the newest report.", age_s)
         for name, value in job_values(report).items():
             entry = JOB_VALUES[name]
             if is_fresh or entry.lasting:
                 kind = CounterMetricFamily if entry.lasting == "total" else GaugeMetricFamily
-                yield self._family(name, entry.text, value, kind)
+                yield self._metric(name, entry.text, value, kind)
         by_class = [({"class": name}, seconds) for name, seconds in report.gpu_seconds.items()]
-        yield self._family("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
+        yield self._metric("gpu_seconds", "GPU-seconds of all attempts by class; their sum is the total.", by_class)
         if is_fresh:
             yield from self._metrics_and_spreads(report)
 
@@ -184,12 +184,12 @@ class MetricsPage(Collector):
             values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
             samples = [({BASE_LABEL: base}, value * factor) for base, value in values if value is not None]
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
-                yield self._family(name, entry.help, [sample for sample in samples if math.isfinite(sample[1])])
+                yield self._metric(name, entry.help, [sample for sample in samples if math.isfinite(sample[1])])
         for name, spread in report.spread.items():
             parts = [({QUANTILE_LABEL: value}, float(getattr(spread, part))) for part, value in QUANTILES.items()]
-            yield self._family(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
+            yield self._metric(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
 
-    def _family(self, name: str, text: str, samples: Samples | float, kind: Family = GaugeMetricFamily) -> Metric:
+    def _metric(self, name: str, text: str, samples: Samples | float, kind: Family = GaugeMetricFamily) -> Metric:
         """Return a metric; its samples have the same labels, and a number is a sample without further labels."""
         rows = [({}, float(samples))] if isinstance(samples, (int, float)) else samples
         family = kind(f"{PREFIX}_{name}", text, labels=[*self._labels, *(rows[0][0] if rows else ())])

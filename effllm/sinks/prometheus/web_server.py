@@ -168,9 +168,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         current = self.connections.copy()  # threads remove theirs
         of_address = {other: connection for other, connection in current.items() if connection.address == address}
         if len(of_address) >= MAX_PER_ADDRESS:
-            self._drop_oldest(of_address)
+            self._close_oldest(of_address)
         elif len(current) >= MAX_AT_ONCE:
-            self._drop_oldest(current)
+            self._close_oldest(current)
         self.connections[request] = _Connection(address, time.monotonic())
         super().process_request(request, client_address)
 
@@ -185,13 +185,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().service_actions()
         for request, connection in self.connections.copy().items():
             if time.monotonic() - connection.since_s > DEADLINE_S:
-                self._drop(request)
+                self._close(request)
 
-    def _drop_oldest(self, connections: dict[Any, _Connection]) -> None:
+    def _close_oldest(self, connections: dict[Any, _Connection]) -> None:
         """Close the oldest connection without a complete request, or else the oldest one."""
-        self._drop(min(connections, key=lambda each: (connections[each].is_complete, connections[each].since_s)))
+        self._close(min(connections, key=lambda each: (connections[each].is_complete, connections[each].since_s)))
 
-    def _drop(self, request: Any) -> None:
+    def _close(self, request: Any) -> None:
         self.connections.pop(request, None)
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)  # not of the TLS object, which its thread uses
