@@ -140,12 +140,12 @@ def test_value_of_a_tensor_without_memory_is_missing():
 def test_statistics_work_in_a_child_of_a_process_that_was_adding():
     tracker = MetricTracker()
     tracker.update("loss", 1.0)
-    assert _statistics._adding.acquire(blocking=False)
+    assert _statistics._adding_lock.acquire(blocking=False)
     try:
         if (child := os.fork()) == 0:
             os._exit(tracker.get_summary("loss")["count"])
         _, status = os.waitpid(child, 0)
     finally:
-        _statistics._adding.release()
+        _statistics._adding_lock.release()
 
     assert os.waitstatus_to_exitcode(status) == 1
