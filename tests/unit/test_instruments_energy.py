@@ -234,7 +234,7 @@ def test_device_is_chosen_by_its_index_or_name(device, facts, positions):
     ],
 )
 def test_reason_of_missing_energy_names_the_cause(device, facts, reason):
-    assert MonitoredDevices(device).reason(facts, ["no library", "no permission"]) == reason
+    assert MonitoredDevices(device).why_unmeasured(facts, ["no library", "no permission"]) == reason
 
 
 def test_names_of_the_four_files_have_the_same_time(tmp_path):
