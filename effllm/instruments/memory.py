@@ -86,7 +86,7 @@ class GPUMemoryProfiler:
         if tag is None:
             tag = max(self._trends, key=lambda name: self._trends[name].num_measurements, default="")
         blocks = self._trends.get(tag)
-        if blocks is None or (tag != _CHECKS and blocks.num_measurements < MIN_MEASUREMENTS):
+        if blocks is None or (tag != _LEAK_CHECKS and blocks.num_measurements < MIN_MEASUREMENTS):
             return None
         return blocks.trend()
 
