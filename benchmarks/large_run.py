@@ -66,7 +66,7 @@ class LargeRun:
                 self._aggregator.reports(Reports((_with_causes(row),)), self._now(end_s + 0.5))
         self._aggregator.tick(self._now(end_s + 1.0))
         self._aggregator.tick(self._now(end_s + 9.0))
-        for closed in self._aggregator.closed.take_windows():
+        for closed in self._aggregator.closed_windows.take_windows():
             self._store.write(closed.report, closed.kept)
         if events := self._aggregator.events.take_events():
             self._store.write_events(events)

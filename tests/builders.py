@@ -222,7 +222,7 @@ class Job:
         return self
 
     def closed(self) -> list[ClusterReport]:
-        return [one.report for one in self.aggregator.closed.take_windows()]
+        return [one.report for one in self.aggregator.closed_windows.take_windows()]
 
     def events(self, kind: str = "") -> list[Event]:
         return [event for event in self.aggregator.events.take_events() if kind in ("", event.kind)]

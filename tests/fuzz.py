@@ -66,7 +66,7 @@ def frames(data: bytes) -> None:
     for now_s in (3.0, 100.0, 10_000.0):
         aggregator.tick(Now(now_s, 1000.0 + now_s))
     aggregator.close_all()
-    for closed in aggregator.closed.take_windows():
+    for closed in aggregator.closed_windows.take_windows():
         values = {tag: value for tag, value in closed.report.values.items() if math.isfinite(value)}  # as sinks do
         assert _is_json(msgspec.structs.replace(closed.report, values=values))
     for event in aggregator.events.take_events():

@@ -74,7 +74,7 @@ class SynchronousJob:
         self.stragglers, self.losses = Stragglers(self._totals, LastRanks()), IterationLosses()
         for rank in range(self.ranks):
             peer = Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True)
-            self.stragglers.peers.meet(rank, peer)
+            self.stragglers.peers.set_peer(rank, peer)
 
     def run(self, windows: int) -> SynchronousJob:
         """Train for this many windows."""
@@ -85,7 +85,7 @@ class SynchronousJob:
     def close(self, rows: Sequence[RankReport]) -> Straggling:
         """Judge the reports of a window."""
         matrix = IterationMatrix.of(rows)
-        return self.stragglers.close(rows, matrix, self.losses.close(matrix) if matrix is not None else [])
+        return self.stragglers.judge_window(rows, matrix, self.losses.add_window(matrix) if matrix is not None else [])
 
     def rows(self) -> list[RankReport]:
         """Train for a window; return the reports of the ranks."""

@@ -45,7 +45,7 @@ def summary_of_job(job: Job) -> Summary:
     for course in found:
         before = None
         if aggregator is not None:
-            before = restore(aggregator.snapshot()).next_attempt(f"attempt-{course.number}")
+            before = restore(aggregator.snapshot()).begin_next_attempt(f"attempt-{course.number}")
         begin = _now(course.begin_s)
         aggregator = Aggregator(config, f"attempt-{course.number}", course.number, begin.unix_s, before, "boot")
         _run(aggregator, job, course, is_last=course is found[-1])
@@ -64,7 +64,7 @@ def _run(aggregator: Aggregator, job: Job, course: Course, *, is_last: bool) -> 
     for at_s, message in messages:
         while tick_s < at_s:
             aggregator.tick(_now(tick_s))
-            aggregator.closed.take_windows()
+            aggregator.closed_windows.take_windows()
             tick_s += TICK_S
         if isinstance(message, Reports):
             assert aggregator.reports(message, _now(at_s))

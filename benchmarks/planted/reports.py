@@ -56,7 +56,7 @@ def summary_of_planted(found: Timeline) -> Summary:
     for course in found.attempts:
         ledger = None
         if aggregator is not None:
-            ledger = restore(aggregator.snapshot()).next_attempt(f"job-{course.number}")
+            ledger = restore(aggregator.snapshot()).begin_next_attempt(f"job-{course.number}")
         begin = _now(course.begin_s)
         aggregator = Aggregator(config, f"job-{course.number}", course.number, begin.unix_s, ledger, "boot")
         _run(aggregator, found, course)
@@ -77,7 +77,7 @@ def _run(aggregator: Aggregator, found: Timeline, course: Course) -> None:
     for at_s, message in messages:
         while tick_s < at_s:
             aggregator.tick(_now(tick_s))
-            aggregator.closed.take_windows()
+            aggregator.closed_windows.take_windows()
             tick_s += TICK_S
         now = _now(at_s)
         if isinstance(message, Reports):

@@ -35,7 +35,7 @@ from effllm import __version__
 from effllm.analysis.run_folders import UnreadableRun, one_run
 from effllm.analysis.run_row import Unreadable, read_record
 from effllm.commands.output import complain, form_of
-from effllm.job.host_lines import KINDS, MIN_SAMPLES, data_share, is_of_worker, lines_of, share_interval
+from effllm.job.host_lines import KINDS, MIN_SAMPLES, data_wait_share, is_of_worker, samples_and_places, share_interval
 from effllm.records.host_lines import STACKS_FILE, HostTime, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
@@ -144,7 +144,7 @@ def _host_document(summary: Summary) -> dict[str, Any] | None:
     cause = summary.verdict.cause if summary.verdict else ""
     if summary.host is None or cause not in KINDS:
         return None
-    samples, lines = lines_of(summary.host, cause, data_share(summary.waterfall))
+    samples, lines = samples_and_places(summary.host, cause, data_wait_share(summary.waterfall))
     shown = [{"line": line, "function": function, "samples": count} for line, function, count in lines[:MAX_SHOWN]]
     return {"samples": samples, "is_of_worker": is_of_worker(summary.host, cause), "lines": shown}
 
@@ -194,7 +194,7 @@ def _print_waterfall(summary: Summary, waterfall: Waterfall) -> None:
     for line in waterfall_notes(waterfall):
         console.print(Text(line))
     cause = summary.verdict.cause if summary.verdict else ""
-    for line in host_lines(summary.host, cause, data_share(waterfall)) if summary.host else ():
+    for line in host_lines(summary.host, cause, data_wait_share(waterfall)) if summary.host else ():
         console.print(Text(line))
     if summary.verdict is not None:
         for evidence in summary.verdict.evidence:
@@ -206,7 +206,7 @@ def host_lines(host: HostTime, cause: str, data_share: float = 0.0) -> Iterator[
 
     ``data_share`` is the share of the time that is a wait for data.
     """
-    samples, lines = lines_of(host, cause, data_share) if cause in KINDS else (0, [])
+    samples, lines = samples_and_places(host, cause, data_share) if cause in KINDS else (0, [])
     if samples < MIN_SAMPLES:
         return
     is_worker = is_of_worker(host, cause)

@@ -22,7 +22,7 @@ from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
 from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_peak
 from effllm.job.job_facts import peak_of
-from effllm.job.power_scope import choose
+from effllm.job.power_scope import choose_scope
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, GAUGES, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
@@ -77,7 +77,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
     node, node_findings = _survey_node_power(config, opened)
-    scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
+    scope = choose_scope([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
         sources["energy"] = InputSource(by=" and ".join(_meter(meter) for meter in node if meter.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}

@@ -46,8 +46,8 @@ class Rows(list[RankReport]):
         return [row.rank for row in self]
 
     @cached_property
-    def numbers(self) -> dict[str, Array]:
-        """Columns of times and iterations."""
+    def columns(self) -> dict[str, Array]:
+        """Columns of times in seconds and of iterations, by name; one row for each report."""
         names = (*_PLACE_FIELDS, "wall_s", "busy_s", "wait_s", *SUMMED)
         columns = dict(zip(names, fields_of(self, names).T, strict=True))
         columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
@@ -66,9 +66,9 @@ class Rows(list[RankReport]):
         return {**{name: sum(column) for name, column in self.token_counts.items()}, **others}
 
     @cached_property
-    def iterations(self) -> int:
+    def max_iterations(self) -> int:
         """The largest number of iterations of a report."""
-        return int(self.numbers["iterations"].max(initial=0.0))
+        return int(self.columns["iterations"].max(initial=0.0))
 
     @cached_property
     def loss(self) -> float | None:
@@ -102,26 +102,26 @@ class Rows(list[RankReport]):
         return summed(filter(None, map(attrgetter("phases_s"), self)))
 
     @cached_property
-    def is_final(self) -> bool:
+    def has_final_report(self) -> bool:
         """Whether a report is the last report of its rank."""
-        return bool(self.numbers["final"].any())
+        return bool(self.columns["final"].any())
 
     def merge(self, more: Rows) -> Rows:
         """Return the sums of these reports and of ``more``, without the reports."""
         both = Rows()
         both.ranks = self.ranks + more.ranks
-        both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
+        both.columns = {name: np.concatenate((column, more.columns[name])) for name, column in self.columns.items()}
         both.counts = {name: count + more.counts[name] for name, count in self.counts.items()}
-        both.iterations = max(self.iterations, more.iterations)
+        both.max_iterations = max(self.max_iterations, more.max_iterations)
         both.loss = more.loss if self.loss is None else self.loss
         both.profile = add_profiles(self.profile, more.profile)
         both.values = merge_by_name((self.values, more.values))
         both.phases_s = summed((self.phases_s, more.phases_s))
-        both.is_final = self.is_final or more.is_final
+        both.has_final_report = self.has_final_report or more.has_final_report
         return both
 
     @classmethod
-    def by_rank(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:
+    def in_rank_order(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:
         """Return reports in the order of ranks.
 
         Args:
@@ -192,7 +192,7 @@ class Account(GpuReadings):
             rows: the reports.
             has_hang: whether the job hung in this window: then its profiles are no sample of the steps.
         """
-        numbers = rows.numbers
+        numbers = rows.columns
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
         at = self.ranks.find_or_add(rows.ranks)
@@ -202,16 +202,16 @@ class Account(GpuReadings):
             self.profile = add_profiles(self.profile, rows.profile)
 
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
-        """Add the memory and utilization of a window's devices; with a sign of -1 subtract them."""
+        """Add the memory and utilization of a window's devices; a sign of -1 subtracts them, but keeps peaks."""
         levels = (merged.wall if self.wall else merged.iterations).levels
-        at = self.devices.find_or_add(merged.names)
+        at = self.devices.find_or_add(merged.keys)
         values = self.devices.values
         values[at, :4] += sign * np.nan_to_num(levels)
         values[at, 4] = np.fmax(values[at, 4], merged.peaks)
         self.add_readings(merged.gpus, sign)
 
     def add_energy(self, window: int, energy: WindowEnergy, rows: Rows, min_coverage: float, sign: int = 1) -> None:
-        """Add a window's energy, with its seconds and counts, if its coverage is high enough.
+        """Add a window's energy, with its seconds and counts; with a low coverage, only joules and a hole.
 
         A sign of -1 subtracts these values again, before a late report is added.
         """
@@ -220,8 +220,8 @@ class Account(GpuReadings):
         is_whole = is_covered(energy.coverage, min_coverage) and is_covered(energy.lowest_coverage, min_coverage)
         self.partial += sign * (not is_whole or energy.num_left > 0)
         self.left_windows += sign * (energy.num_left > 0)
-        self.covered_s += sign * energy.share * float(rows.numbers["wall_s"].max(initial=0.0))
-        self.covered_iterations += sign * energy.share * rows.iterations
+        self.covered_s += sign * energy.measured_share * float(rows.columns["wall_s"].max(initial=0.0))
+        self.covered_iterations += sign * energy.measured_share * rows.max_iterations
         if not is_covered(energy.coverage, min_coverage):
             self.holes += sign
             return
@@ -230,8 +230,8 @@ class Account(GpuReadings):
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
         at = self.ranks.find_or_add(rows.ranks)
-        self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
-        add_to(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
+        self.ranks.column("energy_time_s")[at] += sign * rows.columns["wall_s" if self.wall else "time_s"]
+        add_to(self.energy_counts, {"iterations": rows.max_iterations, **rows.counts}, sign)
 
     def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
         """Return the totals for metrics: sums per rank first, then the maximum over ranks.
@@ -244,21 +244,21 @@ class Account(GpuReadings):
         memory = _mean_min_max(*self.devices.values[:, :2].T)
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
-        time_s = _largest(ranks["time_s"])
+        time_s = _max_or_0(ranks["time_s"])
         # If several ranks have the longest time, the longest wait of these ranks is used, in any order of the ranks.
         is_longest = ranks["time_s"] == time_s
         slowest = _row_of_slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _row_of_slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
-            counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
+            counts=Counts(iterations=int(_max_or_0(ranks["iterations"])), **self.counts),
             loop=LoopTimes(
                 time_s=time_s,
-                slowest_step_s=_value_at(ranks["busy_s"], slowest),
-                slowest_iterations=int(_value_at(ranks["iterations"], slowest)),
-                wait_s=_largest(ranks["wait_s"][is_longest]),
-                generation_s=_largest(ranks["generation_s"]),
-                device_steps=int(_value_at(ranks["device_steps"], slowest_device)),
-                device_step_s=_value_at(ranks["device_step_s"], slowest_device),
+                slowest_step_s=_value_or_0(ranks["busy_s"], slowest),
+                slowest_iterations=int(_value_or_0(ranks["iterations"], slowest)),
+                wait_s=_max_or_0(ranks["wait_s"][is_longest]),
+                generation_s=_max_or_0(ranks["generation_s"]),
+                device_steps=int(_value_or_0(ranks["device_steps"], slowest_device)),
+                device_step_s=_value_or_0(ranks["device_step_s"], slowest_device),
             ),
             energy=self._job_energy(),
             devices=DeviceTotals(
@@ -297,7 +297,7 @@ class Account(GpuReadings):
         is_measured = amount.joules is not None
         return JobEnergy(
             *msgspec.structs.astuple(amount),
-            time_s=_largest(self.ranks.column("energy_time_s")),
+            time_s=_max_or_0(self.ranks.column("energy_time_s")),
             counts=Counts(**self.energy_counts),
             is_complete=is_measured and not self.partial,
             measured_j=self.measured_j if is_measured or self.measured_j else None,
@@ -327,11 +327,6 @@ class Account(GpuReadings):
             error_of_mean(ratio.mean, ratio.most or 0.0, ratio.covered_s / constants.gpus_with_clock / sample_s)
         )
 
-    def iteration_s(self) -> float:
-        """Return the mean iteration time of the rank with the longest iterations; 0 without iterations."""
-        time_s, iterations = self.ranks.column("time_s"), self.ranks.column("iterations")
-        return float(means(time_s, iterations).max(initial=0.0))
-
     def _gauge(self, name: str) -> GaugeSums:
         return self.gauges.get(name) or GaugeSums()
 
@@ -354,7 +349,7 @@ def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | 
     return (float(values.mean()), float(values.min()), float(values.max())) if len(values) else (None, None, None)
 
 
-def _largest(column: Array) -> float:
+def _max_or_0(column: Array) -> float:
     return float(column.max(initial=0.0))
 
 
@@ -367,5 +362,5 @@ def _row_of_slowest(seconds: Array, steps: Array) -> int:
     return int(mean_s.argmax())
 
 
-def _value_at(column: Array, row: int) -> float:
+def _value_or_0(column: Array, row: int) -> float:
     return float(column[row]) if row >= 0 else 0.0

@@ -34,35 +34,36 @@ class Statements:
     def __init__(self, ledger: Ledger, record: Callable[[Event], None]) -> None:
         self._ledger, self._record = ledger, record
 
-    def accepts(self, number: int, rank: RankState, row: RankReport, time_s: float) -> bool:
+    def accept_report(self, rank: int, state: RankState, row: RankReport, time_s: float) -> bool:
         """Add the time of a report; ``False`` if the rank's reports then cover more time than can have passed."""
-        covered_s = rank.covered_s + max(row.wall_s, row.busy_s + row.wait_s)
+        covered_s = state.covered_s + max(row.wall_s, row.busy_s + row.wait_s)
         if covered_s > (self._ledger.goodput.clock.at_s or 0.0) + MAX_BEFORE_S:
-            rank.reject(row.sequence)
-            self._reject(number, rank, f"reports of {covered_s:,.0f} s", time_s)
+            state.reject_report(row.sequence)
+            self._count_implausible(rank, state, f"reports of {covered_s:,.0f} s", time_s)
             return False
-        rank.covered_s = covered_s
+        state.covered_s = covered_s
         return True
 
-    def note_dropped(self, number: int, rank: RankState, lost: int, sent: int, time_s: float) -> None:
+    def note_dropped(self, rank: int, state: RankState, lost: int, sent: int, time_s: float) -> None:
         """Record the number of reports that an agent has dropped; it cannot have dropped more than ``sent``."""
         if lost > sent:
-            self._reject(number, rank, f"{lost:,} lost reports", time_s)
+            self._count_implausible(rank, state, f"{lost:,} lost reports", time_s)
         else:
-            self.note_lost(number, rank, lost, "the agent's buffer was full", time_s)
+            self.note_lost(rank, state, lost, "the agent's buffer was full", time_s)
 
-    def note_lost(self, number: int, rank: RankState, lost: int, why: str, time_s: float) -> None:
-        if lost > rank.lost:
-            text = f"rank {number} lost {lost - rank.lost} reports: {why}"
-            self._record(Event(time_s, "reports_lost", text, number))
-            rank.lost = lost
+    def note_lost(self, rank: int, state: RankState, lost: int, why: str, time_s: float) -> None:
+        """Record that a rank has lost more reports than before."""
+        if lost > state.lost:
+            text = f"rank {rank} lost {lost - state.lost} reports: {why}"
+            self._record(Event(time_s, "reports_lost", text, rank))
+            state.lost = lost
 
-    def _reject(self, number: int, rank: RankState, what: str, time_s: float) -> None:
+    def _count_implausible(self, rank: int, state: RankState, what: str, time_s: float) -> None:
         """Count an impossible statement by rank; the first one of a rank is an event."""
-        rank.implausible += 1
-        if rank.implausible == 1:
-            text = f"rank {number} stated {what}, which is not possible: rejected, like all such values of this rank"
-            self._record(Event(time_s, "implausible", text, number))
+        state.implausible += 1
+        if state.implausible == 1:
+            text = f"rank {rank} stated {what}, which is not possible: rejected, like all such values of this rank"
+            self._record(Event(time_s, "implausible", text, rank))
 
 
 class Aggregator:
@@ -88,8 +89,8 @@ class Aggregator:
         self._statements = Statements(ledger, self.events.record)
         self.stalls = Stalls(config, self.roster, ledger, self.events.record)
         self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
-        self.open = OpenWindows(config, ledger, self.presence)
-        self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
+        self.open_windows = OpenWindows(config, ledger, self.presence)
+        self.closed_windows = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
         self._recorded: list[RecordedStacks] = []
         self._heard_s: float | None = None  # time of the last message of any rank
         self.garbage = 0  # number of frames that were not messages
@@ -99,26 +100,26 @@ class Aggregator:
 
     def hello(self, message: Hello, now: Now) -> str:
         """Handle a HELLO; return the reason why it is rejected, or an empty string."""
-        number = message.rank
-        reason = self.roster.objection(message, now.mono_s)
+        rank = message.rank
+        reason = self.roster.rejection_reason(message, now.mono_s)
         if reason:
-            text = f"rank {number} on {message.host} was rejected: {reason}"
-            self.events.record(Event(now.unix_s, "rejected", text, number))
+            text = f"rank {rank} on {message.host} was rejected: {reason}"
+            self.events.record(Event(now.unix_s, "rejected", text, rank))
             return reason
         is_new = self.roster.admit(message, now.mono_s)
         if is_new:
-            self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
+            self.events.record(Event(now.unix_s, "joined", f"rank {rank} joined from {message.host}", rank))
         self.stalls.hello(message, is_new, now.mono_s)
         self._stragglers.peers.hello(message)
-        self._note_message(number, self.ledger.ranks[number], now)
+        self._note_message(rank, self.ledger.ranks[rank], now)
         self._advance_time(now.mono_s, now.unix_s)
-        self.ledger.goodput.join(message, is_new)
+        self.ledger.goodput.note_hello(message, is_new)
         for device in message.devices:
             for sentence in device.not_measured:
                 self.events.record_once(Event(now.unix_s, "not_measured", sentence))
-        disagreement = self.roster.disagreement(message)
+        disagreement = self.roster.check_parameters(message)
         if disagreement:
-            self.events.record_once(Event(now.unix_s, "disagreement", disagreement, number), "parameters")
+            self.events.record_once(Event(now.unix_s, "disagreement", disagreement, rank), "parameters")
         return ""
 
     def reports(self, message: Reports, now: Now, num_bytes: int = 0) -> bool:
@@ -129,32 +130,32 @@ class Aggregator:
             following reports must be rejected until the agent sends the rest again.
         """
         # This method is called up to ten thousand times a second.
-        rows, now_s, windows, ranks, hear = message.rows, now.mono_s, self.open, self.ledger.ranks, self._note_message
+        rows, now_s, windows, states = message.rows, now.mono_s, self.open_windows, self.ledger.ranks
         row_bytes, is_all = num_bytes // (len(rows) or 1), True
         for row in rows:
-            number, sequence = row.rank, row.sequence
-            rank = ranks.get(number)
-            if rank is None or rank.agent != row.agent:
+            rank, sequence = row.rank, row.sequence
+            state = states.get(rank)
+            if state is None or state.agent != row.agent:
                 self.garbage += 1
                 continue
-            hear(number, rank, now)
+            self._note_message(rank, state, now)
             if row is rows[-1]:
-                rank.spend(message)
-            if message.lost > rank.lost:
-                self._statements.note_dropped(number, rank, message.lost, rows[-1].sequence, now.unix_s)
-            if sequence <= rank.last_sequence:
+                state.update_costs(message)
+            if message.lost > state.lost:
+                self._statements.note_dropped(rank, state, message.lost, rows[-1].sequence, now.unix_s)
+            if sequence <= state.last_sequence:
                 self.duplicates += 1
                 continue
-            if not windows.has_room(number, row_bytes):
+            if not windows.reserve_room(rank, row_bytes):
                 is_all = False
                 break
-            if not self._statements.accepts(number, rank, row, now.unix_s):
+            if not self._statements.accept_report(rank, state, row, now.unix_s):
                 continue
-            rank.record_report(sequence, row.final)
-            if rank.gaps > rank.lost:
+            state.record_report(sequence, row.final)
+            if state.gaps > state.lost:
                 why = "an aggregator died before it wrote them"
-                self._statements.note_lost(number, rank, rank.gaps, why, now.unix_s)
-            rank.iteration = row.iteration_last
+                self._statements.note_lost(rank, state, state.gaps, why, now.unix_s)
+            state.iteration = row.iteration_last
             self.stalls.row(row, now_s)
             windows.add_report(row, now_s)
         if windows.has_late(now_s) and not is_large(self.ledger.world_size):
@@ -164,27 +165,27 @@ class Aggregator:
         return is_all
 
     def heartbeat(self, message: Heartbeat, now: Now) -> None:
-        rank = self.roster.rank_of(message.rank, message.agent)
-        if rank is not None:
-            self._note_message(message.rank, rank, now)
-            self._statements.note_dropped(message.rank, rank, message.lost, message.ordinal + 1, now.unix_s)
-            if message.time_s is not None and not rank.bye:
+        state = self.roster.state_of(message.rank, message.agent)
+        if state is not None:
+            self._note_message(message.rank, state, now)
+            self._statements.note_dropped(message.rank, state, message.lost, message.ordinal + 1, now.unix_s)
+            if message.time_s is not None and not state.bye:
                 self._advance_time(now.mono_s, now.unix_s)
-                self.ledger.goodput.hear_rank(message.rank, message.time_s)
+                self.ledger.goodput.note_message(message.rank, message.time_s)
             self.stalls.heartbeat(message, now.mono_s)
 
     def stack(self, message: Stack, now: Now) -> None:
         """Handle the stack of a trainer in a stall; a stack without a request is counted as garbage."""
-        rank = self.roster.rank_of(message.rank, message.agent)
-        if rank is None or not self.stalls.stack(message, now.unix_s):
+        state = self.roster.state_of(message.rank, message.agent)
+        if state is None or not self.stalls.stack(message, now.unix_s):
             self.garbage += 1
         else:
-            self._note_message(message.rank, rank, now)
+            self._note_message(message.rank, state, now)
 
     def host_samples(self, message: HostSamples, now: Now) -> None:
         """Add the lines of code of a recording."""
-        if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
-            self._note_message(message.rank, rank, now)
+        if (state := self.roster.state_of(message.rank, message.agent)) is not None:
+            self._note_message(message.rank, state, now)
             self.ledger.host_lines.add_samples(message)
             if message.stacks and len(self._recorded) < MAX_RECORDED:
                 about = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
@@ -197,8 +198,8 @@ class Aggregator:
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
-        if (rank := self.roster.rank_of(message.rank, message.agent)) is not None:
-            self._note_message(message.rank, rank, now)
+        if (state := self.roster.state_of(message.rank, message.agent)) is not None:
+            self._note_message(message.rank, state, now)
             event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
             happened_s = min(max(event.time_s, self.ledger.started_time_s), now.unix_s)
             text = f"rank {message.rank}: {event.text}"
@@ -206,25 +207,25 @@ class Aggregator:
 
     def bye(self, message: Bye, now: Now) -> bool:
         """Handle a BYE; return ``False`` if the agent is unknown."""
-        rank = self.roster.rank_of(message.rank, message.agent)
-        if rank is None:
+        state = self.roster.state_of(message.rank, message.agent)
+        if state is None:
             self.garbage += 1
             return False
-        self._note_message(message.rank, rank, now)
-        rank.last_ordinal = message.last_ordinal
-        self._statements.note_dropped(message.rank, rank, message.lost, message.last_ordinal + 1, now.unix_s)
+        self._note_message(message.rank, state, now)
+        state.last_ordinal = message.last_ordinal
+        self._statements.note_dropped(message.rank, state, message.lost, message.last_ordinal + 1, now.unix_s)
         self._record_gpu_events(now)  # the devices of a short job may be known only since the last tick
-        rank.spend(message)
+        state.update_costs(message)
         self._advance_time(now.mono_s, now.unix_s)
-        self.ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
-        if self.presence.leave(rank, message.status, now.mono_s):
-            self.events.record(Event(now.unix_s, "left", f"rank {message.rank} left: {rank.bye}", message.rank))
-            self.stalls.bye(message.rank, rank.bye, now.mono_s)
-        if self.open.may_close():
+        self.ledger.goodput.note_bye(message.rank, message.end_time_s, message.last_ordinal)
+        if self.presence.note_bye(state, message.status, now.mono_s):
+            self.events.record(Event(now.unix_s, "left", f"rank {message.rank} left: {state.bye}", message.rank))
+            self.stalls.bye(message.rank, state.bye, now.mono_s)
+        if self.open_windows.may_close():
             self._close_ready_windows(now.mono_s)
         return True
 
-    def reject(self, time_s: float, reason: str) -> None:
+    def reject_frame(self, time_s: float, reason: str) -> None:
         """Count a frame that is not a message."""
         self.garbage += 1
         self.events.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
@@ -236,82 +237,82 @@ class Aggregator:
         """
         now_s, ledger = now.mono_s, self.ledger
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
-        for rank, seconds in self.presence.newly_lost(until_s).items():
+        for rank, seconds in self.presence.take_newly_lost(until_s).items():
             self.events.record(
                 Event(now.unix_s, "rank_lost", f"rank {rank} is lost: no heartbeat for {seconds:.0f} s", rank)
             )
         self._advance_time(now_s, now.unix_s)
-        if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
+        if self.open_windows.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._complete_late_windows(now)
         self.stalls.tick(now)
         self._record_gpu_events(now)
-        ledger.note_hang(self.stalls.take_s(now_s))
-        self.open.tick(now_s)
+        ledger.note_hang(self.stalls.take_new_seconds(now_s))
+        self.open_windows.join_overdue(now_s)
         self._close_ready_windows(now_s, until_s)
-        self.events.roll(now_s)
+        self.events.add_suppressed_counts(now_s)
 
     # --- results ---
 
-    def settle(self, now: Now) -> None:
+    def add_late_reports(self, now: Now) -> None:
         """Add late reports to the totals before the state is saved, because the state cannot record missing reports."""
-        if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
+        if self.open_windows.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._complete_late_windows(now)
 
     def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
-        """Return the state as JSON, for a restarted aggregator; ``safe`` is the result of `OpenWindows.safe`."""
-        return self.ledger.encode(self.open.safe() if safe is None else safe)
+        """Return the state as JSON, for a restarted aggregator; ``safe`` is from `OpenWindows.safe_sequences`."""
+        return self.ledger.encode(self.open_windows.safe_sequences() if safe is None else safe)
 
-    def finished(self, now_s: float) -> bool:
+    def is_finished(self, now_s: float) -> bool:
         """Whether no window is open, and every rank has left or will not join."""
-        return self.open.is_empty and self.presence.everyone_left(now_s)
+        return self.open_windows.is_empty and self.presence.everyone_left(now_s)
 
-    def give_up(self, rank: int, time_s: float) -> None:
+    def mark_lost(self, rank: int, time_s: float) -> None:
         """Mark a rank as lost, because its agent has ended."""
-        self.presence.give_up(rank)
+        self.presence.mark_lost(rank)
         self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
     def close_all(self) -> None:
-        for window in self.open.take_all():
-            self.closed.close(window.number, window.rows)
-        self.events.roll()
+        for window in self.open_windows.take_all():
+            self.closed_windows.close_window(window.number, window.rows)
+        self.events.add_suppressed_counts()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
-        summary = summary_of(self.ledger, self.roster, self.closed.last_report, time_s, ended)
+        summary = summary_of(self.ledger, self.roster, self.closed_windows.last_report, time_s, ended)
         implausible = sum(rank.implausible for rank in self.ledger.ranks.values())
         counts = {"rejected": self.garbage, "duplicate": self.duplicates, "implausible": implausible}
         events = summary.events | {kind: count for kind, count in counts.items() if count}
-        status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
+        status = "stalled" if self.stalls.is_job_stalled and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        facts, ends = self.roster.job.facts, self.ledger.ends() if ended else {}
+        facts, ends = self.roster.job.facts, self.ledger.ranks_by_status() if ended else {}
         verdict = verdict_of(summary, facts, self.ledger.goodput, self._config.profile_every, ends)
         return replace(summary, verdict=verdict)
 
     # --- windows and time ---
 
     def _close_ready_windows(self, now_s: float, heard_until_s: float = -math.inf) -> None:
-        for window in self.open.take_ready(now_s, self.closed.deadline_s, heard_until_s):
+        for window in self.open_windows.take_ready(now_s, self.closed_windows.timeout_s, heard_until_s):
             self._advance_time(now_s)
-            self.closed.close(window.number, window.rows)
+            self.closed_windows.close_window(window.number, window.rows)
 
     def _complete_late_windows(self, now: Now) -> None:
         self._advance_time(now.mono_s, now.unix_s)
-        for number, rows in self.open.take_late(now.mono_s):
-            self.closed.complete(number, rows, now.unix_s)
+        for number, rows in self.open_windows.take_late_reports(now.mono_s):
+            self.closed_windows.complete_window(number, rows, now.unix_s)
 
     def _record_gpu_events(self, now: Now) -> None:
-        for text in self.roster.note_unused_gpus():
+        for text in self.roster.record_unused_gpus():
             self.events.record(Event(now.unix_s, "gpus_unused", text))
         # Before the first window, a process may have shown a GPU that it only touched.
-        if self.closed.last_merged is not None and (text := self.roster.job.shared_gpu):
+        if self.closed_windows.last_merged is not None and (text := self.roster.job.shared_gpu):
             self.events.record_once(Event(now.unix_s, "gpu_shared", text), "gpu")
 
     def _advance_time(self, now_s: float, time_s: float | None = None) -> None:
         self.ledger.goodput.clock.advance(now_s, time_s, self._boot)
         if self._heard_s is not None:
-            self.ledger.goodput.hear(now_s - self._heard_s)
+            self.ledger.goodput.note_last_message(now_s - self._heard_s)
 
-    def _note_message(self, number: int, rank: RankState, now: Now) -> None:
-        if not rank.bye:  # after its BYE an agent still runs until the summary is written
+    def _note_message(self, rank: int, state: RankState, now: Now) -> None:
+        if not state.bye:  # after its BYE an agent still runs until the summary is written
             self._heard_s = now.mono_s
-        if self.presence.hear(number, now.mono_s):
-            self.events.record(Event(now.unix_s, "back", f"rank {number} is back", number))
+        if self.presence.note_message(rank, now.mono_s):
+            self.events.record(Event(now.unix_s, "back", f"rank {rank} is back", rank))

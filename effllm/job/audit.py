@@ -37,7 +37,7 @@ MAX_NAMED = 8
 PRECISIONS = ("bf16", "fp16")
 #: MFU may exceed the tensor cores' utilization by this share and by these points: readings lie at other times than the
 #: ends of iterations (5 % to 10 %), and the paper's error is two points.
-SHARE, POINTS = 0.15, 0.02
+MFU_EXCESS, MFU_EXCESS_POINTS = 0.15, 0.02
 #: MFU is not compared with readings that cover less time in iterations than this number of intervals between samples.
 MIN_READINGS = 20
 #: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.TOTALS_WITHOUT`.
@@ -66,7 +66,7 @@ class FigureSums(Struct):
     windows: int = 0
 
     def add_values(self, name: str, values: ValueStatistics, since: FigureSums) -> None:
-        """Add logged values of a figure, with the counts since the figure was logged before."""
+        """Add logged values of a figure, with the counts since it was logged before; none if their mean is not sure."""
         mean = values.total / values.count
         if 0 < mean < MAX_FIGURE and (name == TOKENS_PER_ITERATION or excess_of_mean(values) <= MAX_EXCESS):
             self.figure += mean * since.over
@@ -75,8 +75,8 @@ class FigureSums(Struct):
             self.windows += 1
 
 
-def compared(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | None:
-    """Return both figures over the same windows; ``None`` if they do not differ, or one of them is unknown.
+def compared_figure(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | None:
+    """Return both figures over the same windows; ``None`` if they hardly differ, or too few windows have both.
 
     A framework may count padding or only labels, and its clock may include evaluations or leave out the data wait.  So
     the factor between two figures says how much they differ, and not which of them is wrong.
@@ -123,7 +123,7 @@ class CountSums(Table):
         """Add reports; each report may be added only once."""
         counts = np.array([rows.token_counts[name] for name in TOKEN_COUNTS], np.float64)
         at = self.find_or_add(rows.ranks)
-        self.values[at] += np.vstack((counts, rows.numbers["iterations"])).T
+        self.values[at] += np.vstack((counts, rows.columns["iterations"])).T
 
 
 class AuditState(Struct):
@@ -144,18 +144,18 @@ class AuditWatch:
         # start of its interval is not known.
         self._since_last_figure: dict[str, FigureSums] = {}
 
-    def check(self, rows: Rows, job: KnownJob, *, has_gaps: bool) -> None:
+    def check_counts(self, rows: Rows, job: KnownJob, *, has_gaps: bool) -> None:
         """Check the counts of all ranks, before the values of the window are computed from them."""
         state = self._state
         state.windows += 1
-        if text := broken_counts(state.counts, rows, job, has_gaps=has_gaps):
+        if text := impossible_count_text(state.counts, rows, job, has_gaps=has_gaps):
             self._set_doubt(TOKENS, text, rows[-1].end_time_s)
 
-    def close(self, rows: Rows, report: ClusterReport, job: KnownJob, peak_source: str) -> None:
+    def check_values(self, rows: Rows, report: ClusterReport, job: KnownJob, peak_source: str) -> None:
         """Check the values of a window, and compare the figures of the framework."""
         for kind, text in impossible_shares(report.last, peak_source):
             self._record_once(Event(report.time_s, kind, text), kind)
-        if text := above_tensor_activity(report.run, job):
+        if text := mfu_excess_text(report.run, job):
             self._set_doubt(FLOPS, text, report.time_s)
         if self._since_last_figure or not FIGURES.keys().isdisjoint(rows.values):
             self._compare_figures(rows, report)
@@ -184,11 +184,11 @@ class AuditWatch:
 
 def audit_of(state: AuditState, job: KnownJob) -> Audit:
     """Return the results of the audit so far."""
-    figures = (compared(name, sums, job) for name, sums in sorted(state.figures.items()))
+    figures = (compared_figure(name, sums, job) for name, sums in sorted(state.figures.items()))
     return Audit(figures=tuple(filter(None, figures)), doubts=tuple(state.doubts.values()), windows=state.windows)
 
 
-def doubtful_tags(state: AuditState, tags: Collection[str]) -> dict[str, str]:
+def doubts_by_tag(state: AuditState, tags: Collection[str]) -> dict[str, str]:
     """Return the tags whose values depend on a count that failed a check, with the sentence about the check."""
     if not state.doubts:
         return {}
@@ -209,13 +209,13 @@ def impossible_shares(totals: ClusterTotals, peak_source: str) -> Iterator[tuple
             )
 
 
-def above_tensor_activity(totals: ClusterTotals, job: KnownJob) -> str:
+def mfu_excess_text(totals: ClusterTotals, job: KnownJob) -> str:
     """Return a sentence if MFU exceeds the utilization of the tensor cores; empty otherwise, or if it is unknown."""
     mfu, limit = metrics.throughput.mfu_ratio(totals), tensor_utilization(totals, job)
-    if mfu is None or limit is None or mfu <= limit * (1 + SHARE) + POINTS:
+    if mfu is None or limit is None or mfu <= limit * (1 + MFU_EXCESS) + MFU_EXCESS_POINTS:
         return ""
     used = f"MFU is {100 * mfu:.1f} %, but tensor activity x SM clock is at most {100 * limit:.1f} %"
-    factor = f" by a factor of at least {mfu / (limit * (1 + SHARE)):.3g}" if limit > 0 else ""
+    factor = f" by a factor of at least {mfu / (limit * (1 + MFU_EXCESS)):.3g}" if limit > 0 else ""
     return f"{used}: the FLOPs per token, the tokens or the peak are wrong{factor}"
 
 
@@ -235,7 +235,7 @@ def tensor_utilization(totals: ClusterTotals, job: KnownJob) -> float | None:
     return (read * devices.tensor_clock_hz + (1.0 - read) * unread_hz) / job.peak_clock_hz
 
 
-def unchecked_mfu(totals: ClusterTotals, job: KnownJob) -> str:
+def why_mfu_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
     """Return why MFU is not compared with tensor activity; empty if it is, or cannot be on such a GPU."""
     is_comparable = totals.devices.tensor_activity is not None and job.peak_clock_hz is not None
     why = _why_not_comparable(totals, job)
@@ -261,7 +261,7 @@ _ORDERED_COUNTS = (
 )
 
 
-def broken_counts(sums: CountSums, rows: Rows, job: KnownJob, *, has_gaps: bool) -> str:
+def impossible_count_text(sums: CountSums, rows: Rows, job: KnownJob, *, has_gaps: bool) -> str:
     """Return a sentence about the first count that is impossible; empty if all counts are possible.
 
     There may be more labels than tokens without padding: some data sets have labels on padding.  The totals of each

@@ -36,7 +36,7 @@ from effllm.records.rank import Event, RankReport
 from effllm.records.values import merge_by_name
 from effllm.store.run_folder import KeptReports
 
-MIN_DEADLINE_S = 5.0
+MIN_TIMEOUT_S = 5.0
 MAX_RECENT = 8  # number of closed windows that a late report can still complete
 #: Losses whose beginning requests a recording of stacks, if they are more than this share of a window.
 RECORDED_LOSSES, MIN_SHARE = (DATA, SLOW), 0.05
@@ -79,40 +79,40 @@ class ClosedWindows:
         closed, self._closed = self._closed, []
         return closed
 
-    def take_to_record(self) -> list[int]:
+    def take_ranks_to_record(self) -> list[int]:
         """Return the ranks whose stacks are to be recorded now."""
         ranks, self._ranks_to_record = self._ranks_to_record, []
         return ranks
 
-    def deadline_s(self) -> float:
-        """Return the seconds that a window waits for late ranks: three median windows, but at least five seconds."""
-        return max(3 * statistics.median(self._durations_s), MIN_DEADLINE_S) if self._durations_s else ABSENT_AFTER_S
+    def timeout_s(self) -> float:
+        """Return the seconds that a window waits for late ranks: three median windows, at least `MIN_TIMEOUT_S`."""
+        return max(3 * statistics.median(self._durations_s), MIN_TIMEOUT_S) if self._durations_s else ABSENT_AFTER_S
 
     # --- totals ---
 
-    def close(self, number: int, by_rank: dict[int, RankReport]) -> None:
+    def close_window(self, number: int, by_rank: dict[int, RankReport]) -> None:
         """Add a window to the totals and report it."""
         ledger, config = self._ledger, self._config
-        rows = Rows.by_rank(by_rank, self._roster.everyone)
+        rows = Rows.in_rank_order(by_rank, self._roster.all_ranks)
         window = self._measure_window(number, rows)
-        window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
-        count_rows(ledger, number, rows)
-        count_devices(ledger, window, config.min_coverage)
-        ledger.advance(rows)
+        window.warming = ledger.note_warmup(number, rows, config.warmup_iterations, config.warmup_seconds)
+        add_rows(ledger, number, rows)
+        add_devices(ledger, window, config.min_coverage)
+        ledger.note_loss_and_iteration(rows)
         self._check_training_loss(rows, rows[-1].end_time_s)
         # The reports have a thousand times as many objects as their sums.
         self._recent[number] = replace(window, rows=rows.merge(Rows())) if is_large(len(rows)) else window
         while len(self._recent) > MAX_RECENT:
             del self._recent[min(self._recent)]
-        if rows.iterations > 0:
-            self._durations_s = [*self._durations_s[-15:], float(rows.numbers["wall_s"].max())]
-        absent = sorted(self._roster.absent(rows.ranks))
+        if rows.max_iterations > 0:
+            self._durations_s = [*self._durations_s[-15:], float(rows.columns["wall_s"].max())]
+        absent = sorted(self._roster.missing_ranks(rows.ranks))
         if absent:
             text = f"window {number} closed without rank {_ranks_text(absent)}"
             self._events.record(Event(rows[-1].end_time_s, "missing", text))
         self._note_lost_time(rows)
-        ledger.slow_clocks.close(rows, self._roster.devices, self._roster.hellos)
-        ledger.memory_pressure.close(rows)
+        ledger.slow_clocks.add_window(rows, self._roster.devices, self._roster.hellos)
+        ledger.memory_pressure.add_window(rows)
         self._report_window(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.run, ledger.run_after = Account(), number  # the run-to-date values start again
@@ -120,15 +120,15 @@ class ClosedWindows:
     def _note_lost_time(self, rows: Rows) -> None:
         """Move the time that ranks lost in iterations from the steps to its classes."""
         ledger, matrix = self._ledger, IterationMatrix.of(rows)
-        lost = ledger.iteration_losses.close(matrix) if matrix is not None else []
-        straggling = self._stragglers.close(rows, matrix, lost)
+        lost = ledger.iteration_losses.add_window(matrix) if matrix is not None else []
+        straggling = self._stragglers.judge_window(rows, matrix, lost)
         self._note_straggling(straggling)
         for loss in (*lost, *straggling.lost):
             # The order decides if the sum of a window is too large: times of iterations are rounded.
-            ledger.goodput.attempt.note_phase(loss.window, loss.phase, loss.phase_s)
+            ledger.goodput.attempt.move_to_phase(loss.window, loss.phase, loss.phase_s)
             seconds = {name: getattr(loss, name) for name in LOST_SECONDS}
-            ledger.goodput.attempt.note_lost(loss.window, **seconds)
-        share = ledger.goodput.attempt.share_of_newest(RECORDED_LOSSES)
+            ledger.goodput.attempt.move_from_kept(loss.window, **seconds)
+        share = ledger.goodput.attempt.share_in_newest_window(RECORDED_LOSSES)
         if share > MIN_SHARE >= self._recorded_share:  # the loss is new
             self._ranks_to_record.append(rows[0].rank)
         self._recorded_share = share
@@ -145,7 +145,7 @@ class ClosedWindows:
             slow, peers = verdicts[0].ranks[0], stragglers.peers
             self._ranks_to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
 
-    def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
+    def complete_window(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""
         self._ledger.late += len(rows)
         ranks = sorted(rows)
@@ -155,17 +155,17 @@ class ClosedWindows:
         if len(ranks) > MAX_NAMED:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {_ranks_text(ranks)}"
             self._events.record(Event(time_s, "late", text))
-        window = late = Window(number, Rows.by_rank(rows))
-        count_rows(self._ledger, number, late.rows)
+        window = late = Window(number, Rows.in_rank_order(rows))
+        add_rows(self._ledger, number, late.rows)
         self._check_training_loss(late.rows, time_s)
         if recent := self._recent.get(number):
-            count_devices(self._ledger, recent, self._config.min_coverage, sign=-1)
+            add_devices(self._ledger, recent, self._config.min_coverage, sign=-1)
             if recent.rows:
                 window = self._measure_window(number, self._rows_with_late(recent.rows, rows))
             else:  # of a large job, only the sums of the reports were kept
                 window = self._window_with_late(recent, rows)
             self._recent[number] = window
-            count_devices(self._ledger, window, self._config.min_coverage)
+            add_devices(self._ledger, window, self._config.min_coverage)
         if self.last_report:
             window.warming = self.last_report.warming_up
             self._report_window(window, late)
@@ -175,12 +175,12 @@ class ClosedWindows:
         rows = {row.rank: row for row in earlier}
         for rank, row in late.items():
             rows[rank] = with_earlier_part(rows.get(rank), row) if self._config.min_window_s else row
-        return Rows.by_rank(rows, self._roster.everyone)
+        return Rows.in_rank_order(rows, self._roster.all_ranks)
 
     def _window_with_late(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Add reports to a window whose reports were dropped; devices of the window do not change."""
         assert recent.merged is not None
-        keys = recent.merged.positions
+        keys = recent.merged.row_by_key
         more = [
             replace(row, devices=tuple(one for one in row.devices if one.device not in keys)) for row in rows.values()
         ]
@@ -188,23 +188,23 @@ class ClosedWindows:
         return self._measure_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
 
     def _devices_of(self, rows: Rows, ranks: Sequence[int]) -> Merged:
-        return merge_devices(rows, self._roster.expected(ranks), self._roster.sitting(ranks))
+        return merge_devices(rows, self._roster.expected_devices(ranks), self._roster.ranks_by_device(ranks))
 
     def _measure_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
         """Return a window with its devices and its energy; the first window fixes the power scope of the job."""
         roster, ranks = self._roster, rows.ranks
         merged = self._devices_of(rows, ranks) if merged is None else merged
-        devices = roster.expected(ranks)
-        unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
+        devices = roster.expected_devices(ranks)
+        unknown, blind = roster.missing_ranks(ranks) - roster.hellos.keys(), roster.ranks_without_device(ranks)
         # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
-        left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.iterations > 0 else set()
+        left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.max_iterations > 0 else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
         by_scope = [
             (scope, window_energy(merged, devices, scope, len(unknown), len(blind), left))
-            for scope in roster.job.scopes
+            for scope in roster.job.possible_scopes
         ]
         scope, measured = max(by_scope, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
-        roster.settle(scope)
+        roster.fix_scope(scope)
         return Window(number, rows, merged, measured)
 
     # --- reports ---
@@ -231,7 +231,7 @@ class ClosedWindows:
         if not correction:
             self.last_merged = window.merged
             has_gaps = bool(self._ledger.reports_lost)
-            self._audit.check(window.rows, self._roster.job.known, has_gaps=has_gaps)
+            self._audit.check_counts(window.rows, self._roster.job.known_job, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
         if not correction and not window.warming:
             job, progress = report.job, self._ledger.progress
@@ -241,9 +241,9 @@ class ClosedWindows:
         self.last_report = report
         self._closed.append(self._closed_window(report, window if late is None else late))
         if not correction:
-            self._audit.close(window.rows, report, self._roster.job.known, self._roster.job.peak_source)
-            self._energy.close(window.rows, report)
-            self._waste.close(report)
+            self._audit.check_values(window.rows, report, self._roster.job.known_job, self._roster.job.peak_source)
+            self._energy.judge_window(window.rows, report)
+            self._waste.judge_window(report)
 
     def _closed_window(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.rows, window.merged
@@ -251,36 +251,36 @@ class ClosedWindows:
         if merged is not None and len(merged) == len(rows) and has_one_device_each(rows):
             is_measured = not np.isnan(merged.wall.energy[:, JOULES]).any() and (merged.span_s > 0).all()
             coverage = merged.energy_coverage if is_measured else None
-        kept = KeptReports.chosen_from(rows, report.coverage.ranks_expected, rows.numbers["busy_s"], coverage)
+        kept = KeptReports.chosen_from(rows, report.coverage.ranks_expected, rows.columns["busy_s"], coverage)
         return Closed(report, rows, kept)
 
 
-def count_rows(ledger: Ledger, window: int, rows: Rows) -> None:
+def add_rows(ledger: Ledger, window: int, rows: Rows) -> None:
     """Add the times and counts of reports to all sums of a job, each report only once."""
     attempt = ledger.goodput.attempt
-    has_hang = attempt.place_hangs(window, int(rows.numbers["iteration_first"].min()))
-    for account in ledger.accounts(window):
+    has_hang = attempt.place_hangs(window, int(rows.columns["iteration_first"].min()))
+    for account in ledger.accounts_of(window):
         account.add_rows(rows, has_hang)
-    add_to(ledger.classes_s, {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s})
-    attempt.count_rows(window, rows)
+    add_to(ledger.classes_s, {"iterations": float(rows.columns["time_s"].sum()), **rows.phases_s})
+    attempt.add_rows(window, rows)
     ledger.audit.counts.add_reports(rows)
     if rows.values:
         ledger.values = merge_by_name((ledger.values, rows.values))
 
 
-def count_devices(ledger: Ledger, window: Window, min_coverage: float, sign: int = 1) -> None:
+def add_devices(ledger: Ledger, window: Window, min_coverage: float, sign: int = 1) -> None:
     """Add a window's devices and energy; with a sign of -1 subtract them, before a late report is added."""
     number, merged, energy = window.number, window.merged, window.energy
     if merged is None or energy is None:
         return
-    for account in ledger.accounts(number):
+    for account in ledger.accounts_of(number):
         account.add_devices(merged, sign)
         account.add_energy(number, energy, window.rows, min_coverage, sign)
     ledger.devices.add_window(number, energy.owners, energy.amounts, sign)
     if number <= ledger.warm_until:
         ledger.warmup_j += sign * energy.iterations_j
     add_to(ledger.classes_j, {"iterations": energy.iterations_j, **energy.phases_j}, sign)
-    ledger.goodput.attempt.count_energy(number, energy.iterations_j, energy.phases_j, sign)
+    ledger.goodput.attempt.add_energy(number, energy.iterations_j, energy.phases_j, sign)
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -315,7 +315,7 @@ class EventLog:
             stated.add(key)
             self.record(event)
 
-    def roll(self, now_s: float = math.inf) -> None:
+    def add_suppressed_counts(self, now_s: float = math.inf) -> None:
         """Add events with the counts of suppressed events, once a minute and at the end."""
         self._events += self._limit.take_left_out(now_s)
 

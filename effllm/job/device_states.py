@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from effllm.job.aggregator import Aggregator
-from effllm.job.health.straggler_reasons import mean_of
+from effllm.job.health.straggler_reasons import mean_gauge
 from effllm.job.merged import BUSY, BUSY_S, MEMORY_S, Merged
 from effllm.job.roster import Roster
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
@@ -21,9 +21,9 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     The joules of all states add up to the sum of ``by_device`` in summary.json. ``rows`` are the reports of the newest
     window.
     """
-    ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed.last_merged
-    joules = ledger.devices.joules()
-    temperatures = {device.device: mean_of(device, "temperature_c") for row in rows for device in row.devices}
+    ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed_windows.last_merged
+    joules = ledger.devices.joules_by_key()
+    temperatures = {device.device: mean_gauge(device, "temperature_c") for row in rows for device in row.devices}
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
         _state(key, device, _host_of(roster, key), joules.pop(key, None), merged, temperatures.get(key))
@@ -60,7 +60,7 @@ def _state(
 
 
 def _mean_readings(device: Device, merged: Merged) -> dict[str, float | None]:
-    at = merged.positions.get(device.key)
+    at = merged.row_by_key.get(device.key)
     if at is None:
         return {}
     energy, levels = merged.wall.energy[at], merged.wall.levels[at]

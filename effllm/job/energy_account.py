@@ -49,7 +49,7 @@ class WindowEnergy(Struct, frozen=True):
     num_left: int = 0  # number of devices whose ranks have left while other ranks train; not in any coverage
 
     @property
-    def share(self) -> float:
+    def measured_share(self) -> float:
         """Measured share of the window's energy, including devices whose ranks have left."""
         num_owners = self.num_owners + self.num_left
         return (self.coverage or 0.0) * self.num_owners / num_owners if num_owners else 0.0
@@ -79,13 +79,13 @@ def window_energy(
         left: devices whose ranks have all left while other ranks train.
     """
     lacking = absent + scope.lacking + (0 if scope.choice == NODE_PSU else blind)
-    rows = expected.positions(merged)
-    owners, shown = _best_row_of_owners(merged, expected, rows, expected.mask_of(scope))
+    rows = expected.rows_in(merged)
+    owners, best_rows = _best_row_of_owners(merged, expected, rows, expected.mask_of(scope))
     gpu_owners, gpus = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.wall.energy, merged.iterations.energy
-    there = shown >= 0
-    there[there] = ~np.isnan(wall[shown[there], JOULES])
-    measured = shown[there]
+    there = best_rows >= 0
+    there[there] = ~np.isnan(wall[best_rows[there], JOULES])
+    measured = best_rows[there]
     phases_j: dict[str, float] = {}
     for at in set(merged.phases_j).intersection(measured.tolist()) if merged.phases_j else ():
         for name, joules in merged.phases_j[at].items():
@@ -95,7 +95,7 @@ def window_energy(
     present = gpus[gpus >= 0]
     is_all_there = bool(there.all()) and not lacking
     return WindowEnergy(
-        coverage=_coverage(shown, merged, lacking) if scope.label else None,
+        coverage=_coverage(best_rows, merged, lacking) if scope.label else None,
         wall=total_of(amounts),
         iterations=total_of(iterations[measured]),
         phases_j=phases_j,
@@ -105,7 +105,7 @@ def window_energy(
         gpus_wall_j=float(np.nan_to_num(wall[present, JOULES]).sum()),
         gpus_iterations_j=float(np.nan_to_num(iterations[present, JOULES]).sum()),
         num_owners=len(owners) + lacking,
-        lowest_coverage=float(merged.energy_coverage[shown].min(initial=1.0)) if is_all_there else 0.0,
+        lowest_coverage=float(merged.energy_coverage[best_rows].min(initial=1.0)) if is_all_there else 0.0,
         num_left=sum(key in scope.keys for key in left),
     )
 
@@ -129,12 +129,12 @@ def _best_row_of_owners(
     return list(best), np.array(list(best.values()), np.intp)
 
 
-def _coverage(shown: Positions, merged: Merged, lacking: int) -> float:
+def _coverage(best_rows: Positions, merged: Merged, lacking: int) -> float:
     if not len(merged):
         return 0.0
     span_s = float(merged.span_s.max())
-    there = shown[shown >= 0]
-    expected_s = float(merged.span_s[there].sum()) + (len(shown) - len(there) + lacking) * span_s
+    there = best_rows[best_rows >= 0]
+    expected_s = float(merged.span_s[there].sum()) + (len(best_rows) - len(there) + lacking) * span_s
     covered_s = float((merged.energy_coverage[there] * merged.span_s[there]).sum())
     return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # an empty window is fully covered
 
@@ -174,16 +174,16 @@ class EnergyTotals(Table):
         for boundary in [edge for edge in self._edges if edge < self._newest - OPEN_WINDOWS]:
             self._add_ended_edge(self._edges.pop(boundary))
 
-    def close(self) -> None:
+    def end_attempt(self) -> None:
         """End an attempt of the job: the next attempt's windows are numbered from 1 and share no old edges."""
         for edge in self._edges.values():
             self._add_ended_edge(edge)
         self._edges, self._newest = {}, 0
 
-    def joules(self) -> dict[str, float]:
+    def joules_by_key(self) -> dict[str, float]:
         return self._by_key(self.column("joules"))
 
-    def errors_j(self) -> dict[str, float]:
+    def errors_by_key_j(self) -> dict[str, float]:
         """Return the random error of each device (half-width, 95 %)."""
         return self._by_key(NORMAL_95 * np.sqrt(self._total_variance_j2()))
 
@@ -225,9 +225,10 @@ class EnergyTotals(Table):
             variances_j2 += np.bincount(rows, open_j2, len(variances_j2))
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
-    def _set_edge(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
+    def _set_edge(self, boundary: int, side: int, rows: Positions, side_j2: Array, sign: int) -> None:
+        """Set one side of a boundary, or clear it; side 0 is the window before it, side 1 the window after it."""
         if boundary < self._newest - OPEN_WINDOWS:  # old boundaries are final
-            self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
+            self._values[rows, self.NAMES.index("inside_j2")] += sign * side_j2
             return
         edge = self._edges.get(boundary)
         if edge is None or len(edge) < len(self):
@@ -235,7 +236,7 @@ class EnergyTotals(Table):
             if edge is not None:
                 wider[: len(edge)] = edge
             edge = self._edges[boundary] = wider
-        edge[rows, side] = variance_j2 if sign > 0 else np.nan
+        edge[rows, side] = side_j2 if sign > 0 else np.nan
         if sign < 0 and np.isnan(edge).all():
             del self._edges[boundary]
 

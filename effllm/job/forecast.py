@@ -59,7 +59,7 @@ class Progress(Struct):
             self.every *= 2
 
     def forecast(self, total: int | None, whole: ClusterTotals) -> Forecast:
-        """Return the end of the job; empty if its length or its rate is not known.
+        """Return the remaining time, and energy and costs of the whole job; empty if its length or rate is not known.
 
         Args:
             total: number of the job's last iteration.
@@ -128,5 +128,6 @@ def _half_width(counts: Array, residuals: Array, num_fitted: int) -> float:
 
 
 def _scaled_total(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
+    """Return `factor` times the sum of what was and what will be, with its bounds."""
     low, high = (None if bound is None else factor * (so_far + bound) for bound in (more.low, more.high))
     return Foretold(factor * (so_far + more.value), low, high)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from msgspec import Struct
 
-from effllm.job.audit import unchecked_mfu
+from effllm.job.audit import why_mfu_unchecked
 from effllm.job.goodput_attempt import RESTART_GAP
 from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster
@@ -31,15 +31,15 @@ class CountGaps(Struct, frozen=True):
         why = f"{self.rejected:,} {noun} rejected, because a count is a whole number of at least 0"
         return (*self.missing, why) if self.rejected else self.missing
 
-    def doubtful_tags(self, tags: Collection[str]) -> dict[str, str]:
+    def doubts_by_tag(self, tags: Collection[str]) -> dict[str, str]:
         """Return the tags of run-to-date values that are too low because of a gap, with the reasons."""
-        low = too_low(tags, self.rejected, self.is_uneven, of_window=False)
+        low = tags_too_low(tags, self.rejected, self.is_uneven, of_window=False)
         return dict.fromkeys(low, "; ".join(self.reasons))
 
 
-def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
+def gaps_in_counts(ledger: Ledger, is_over: bool) -> CountGaps:
     """Return the gaps in the counts of the run so far; ``is_over`` means the job has ended."""
-    lost, uncounted = ledger.reports_lost, ledger.uncounted(is_over)
+    lost, uncounted = ledger.reports_lost, ledger.num_uncounted(is_over)
     iterations = ledger.whole.ranks.column("iterations")
     return CountGaps(
         missing=_missing_report_texts(lost, uncounted),
@@ -49,12 +49,12 @@ def count_gaps(ledger: Ledger, is_over: bool) -> CountGaps:
 
 
 def _missing_report_texts(lost: int, unfinished: int) -> tuple[str, ...]:
-    reports = [f"{many(lost, 'report')} never arrived"] if lost > 0 else []
-    last = [f"the last report of {many(unfinished, 'rank')} never arrived"] if unfinished > 0 else []
+    reports = [f"{count_text(lost, 'report')} never arrived"] if lost > 0 else []
+    last = [f"the last report of {count_text(unfinished, 'rank')} never arrived"] if unfinished > 0 else []
     return (*reports, *last)
 
 
-def too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_window: bool) -> list[str]:
+def tags_too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_window: bool) -> list[str]:
     """Return the tags of values that are too low: counts were rejected, or reports of ranks are missing.
 
     A missing report changes no energy per token, because its energy and its tokens are of the same windows.
@@ -74,19 +74,19 @@ def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:
     return sum(last for last, _ in reached), min(measured / expected, 1.0) if expected else None
 
 
-def many(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def energy_gaps(ledger: Ledger, is_over: bool) -> list[str]:
     """Return the reasons why the total energy is unknown; empty for a known total."""
     account = ledger.whole
-    elsewhere = account.partial - account.left_windows
+    elsewhere, left = account.partial - account.left_windows, count_text(account.left_windows, "window")
     reasons = [
-        (elsewhere, f"not every device was measured in {many(elsewhere, 'window')}"),
-        (account.left_windows, f"devices of ranks that left were missing in {many(account.left_windows, 'window')}"),
+        (elsewhere, f"not every device was measured in {count_text(elsewhere, 'window')}"),
+        (account.left_windows, f"devices of ranks that left were missing in {left}"),
     ]
-    missing = _missing_report_texts(ledger.reports_lost, ledger.unfinished(is_over))
+    missing = _missing_report_texts(ledger.reports_lost, ledger.num_unfinished(is_over))
     return [*missing, *(text for count, text in reasons if count > 0)]
 
 
@@ -118,9 +118,10 @@ def not_measured(
         parts = f"{_percent_text(shares[0])} of the time and {_percent_text(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
     yield from _unmeasured_part_texts(whole, ledger, roster, ended)
-    if ended and (text := unchecked_mfu(whole, roster.job.known)):
+    if ended and (text := why_mfu_unchecked(whole, roster.job.known_job)):
         yield text
-    yield from roster.job.open_shares
+    if text := roster.job.unknown_tick_share:
+        yield text
     if ledger.host_lines.failed:
         yield f"lines of code: {ledger.host_lines.failed}"
 
@@ -130,7 +131,7 @@ def _unmeasured_part_texts(whole: ClusterTotals, ledger: Ledger, roster: Roster,
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
     if blind := sum(not hello.devices for hello in roster.hellos.values()):
-        yield f"devices of {many(blind, 'rank')}: none is read; events.jsonl, kind agent, has the reason"
+        yield f"devices of {count_text(blind, 'rank')}: none is read; events.jsonl, kind agent, has the reason"
     # A hook may measure iterations from step to step, including evaluation between steps.
     has_evaluation = any(hello.evaluation_in_iterations for hello in roster.hellos.values())
     if has_evaluation and whole.counts.iterations and not ledger.time_by_class().get("evaluation"):

@@ -38,8 +38,8 @@ class Goodput(Struct):
     def attempt(self) -> Attempt:
         return self.attempts[-1]
 
-    def hear(self, ago_s: float = 0.0) -> None:
-        """Record that the last message of any rank arrived ``ago_s`` seconds ago."""
+    def note_last_message(self, ago_s: float = 0.0) -> None:
+        """Record that the last message of any rank arrived ``ago_s`` seconds ago; the first begins the attempt."""
         attempt, at_s = self.attempt, self.clock.at_s or 0.0
         if not attempt.zero_time_s:
             attempt.zero_time_s = self.clock.time_s - at_s
@@ -48,7 +48,7 @@ class Goodput(Struct):
             attempt.begin_s = at_s
         attempt.heard_s = max(attempt.heard_s, at_s)
 
-    def join(self, message: Hello, is_new: bool) -> None:
+    def note_hello(self, message: Hello, is_new: bool) -> None:
         """Record the HELLO of a connection; ``is_new`` means that the agent is new."""
         attempt, rank = self.attempt, message.rank
         attempt.world_size = max(attempt.world_size, message.world_size)
@@ -56,24 +56,24 @@ class Goodput(Struct):
         if not attempt.last:
             attempt.offset = attempt.offset_at_start = message.offset
         if is_new:
-            attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
-        self.hear_rank(rank, message.time_s)
-        begin_s = attempt.ranks.begin(rank, message.start_time_s)
+            attempt.ranks.note_return(rank, self.clock.at_s or 0.0)
+        self.note_message(rank, message.time_s)
+        begin_s = attempt.ranks.note_start(rank, message.start_time_s)
         if attempt.begin_s is not None and begin_s < attempt.begin_s:
             attempt.begin_s = begin_s
 
-    def hear_rank(self, rank: int, time_s: float | None) -> None:
+    def note_message(self, rank: int, time_s: float | None) -> None:
         """Record a message of a rank, with its time of sending on the agent's clock."""
-        self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
+        self.attempt.ranks.note_message(rank, self.clock.at_s or 0.0, time_s)
 
-    def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
+    def note_bye(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
         """Record a rank's last message: the time of its end by the agent's clock, and its last iteration."""
         self.attempt.reached = max(self.attempt.reached, last_ordinal)
-        self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
+        self.attempt.ranks.note_bye(rank, self.clock.at_s or 0.0, end_time_s)
 
     def end_attempt(self, status: str) -> None:
         """End this attempt and begin the next attempt."""
-        self.attempt.close(status)
+        self.attempt.end(status)
         self.attempts.append(Attempt(self.attempt.number + 1))
         if len(self.attempts) > MAX_ATTEMPTS:
             self.attempts[0].absorb(self.attempts.pop(1))
@@ -108,7 +108,7 @@ class Goodput(Struct):
     def end_time_s(self) -> float | None:
         """Unix time of the end of the last attempt, which must be over; ``None`` if no rank has joined it."""
         last = self.attempts[-1] if self.attempts else None
-        return None if last is None or last.begin_s is None else last.zero_time_s + max(last.ended_s, last.begin_s)
+        return None if last is None or last.begin_s is None else last.zero_time_s + max(last.known_end_s, last.begin_s)
 
     def summary(self, is_over: bool = False, measures_energy: bool = True, status: str = "running") -> GoodputSummary:
         """Return the classes so far.
@@ -121,26 +121,26 @@ class Goodput(Struct):
         seconds, rank_seconds, device_seconds = (dict.fromkeys(CLASSES, 0.0) for _ in range(3))
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
         attempts: list[AttemptSummary] = []
-        elapsed_s, unused_s, data_s, before, before_per_rank = 0.0, 0.0, 0.0, None, 0.0
+        elapsed_s, unused_s, data_s, previous, previous_per_rank = 0.0, 0.0, 0.0, None, 0.0
         unit, devices_per_rank = self._devices_per_rank()
         begun_after = zip(self.attempts, self._later_starts(), devices_per_rank, strict=True)
         for attempt, (smallest, knows_repeats), per_rank in begun_after:
             end_s = self._end_s(attempt, is_over)
             span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
-            if before is not None and attempt.begin_s is not None:
-                gap_s = max(attempt.begin_s - (before.end_s or 0.0), 0.0)
+            if previous is not None and attempt.begin_s is not None:
+                gap_s = max(attempt.begin_s - (previous.end_s or 0.0), 0.0)
                 seconds[RESTART_GAP] += gap_s
-                rank_seconds[RESTART_GAP] += gap_s * before.world_size
-                device_seconds[RESTART_GAP] += gap_s * before.world_size * before_per_rank
-                unused_s += gap_s * (before.unused_gpus or 0)
-            attempt.redo_from(smallest)
-            classes_s = attempt.classes_s(span_s, end_s)
+                rank_seconds[RESTART_GAP] += gap_s * previous.world_size
+                device_seconds[RESTART_GAP] += gap_s * previous.world_size * previous_per_rank
+                unused_s += gap_s * (previous.unused_gpus or 0)
+            attempt.compute_redone(smallest)
+            classes_s = attempt.seconds_by_class(span_s, end_s)
             for name, value in classes_s.items():
                 rank_seconds[name] += value
                 device_seconds[name] += value * per_rank
                 seconds[name] += value / max(attempt.world_size, 1)
-            for name, value in attempt.classes_j().items():
+            for name, value in attempt.joules_by_class().items():
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
             unused_s += span_s * (attempt.unused_gpus or 0)
@@ -148,7 +148,7 @@ class Goodput(Struct):
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
             attempts.append(_attempt_summary(attempt, span_s, gap_s, startup_s, status, knows_repeats, per_rank))
             if attempt.begin_s is not None:
-                before, before_per_rank = attempt, per_rank
+                previous, previous_per_rank = attempt, per_rank
         _move_rounding_errors(elapsed_s, seconds, rank_seconds, device_seconds)
         for name in CLASSES:
             if not measures_energy or (name in UNREPORTED and seconds[name] > 0):
@@ -187,7 +187,7 @@ class Goodput(Struct):
     def _end_s(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:
             return attempt.end_s
-        return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
+        return attempt.known_end_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _later_starts(self) -> list[tuple[float | None, bool]]:
         """Return for each attempt the smallest first iteration number of all later attempts, and whether the attempt's

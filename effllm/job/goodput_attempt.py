@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.job.account import Rows
-from effllm.job.goodput_tiles import Tiles
+from effllm.job.goodput_tiles import RankTimes
 from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
 
 KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
@@ -106,7 +106,7 @@ class Attempt(Struct):
     zero_time_s: float = 0.0  # unix time at position 0 of the axis, by this attempt's clock
     world_size: int = 0
     status: str = "running"
-    ranks: Tiles = msgspec.field(default_factory=Tiles)
+    ranks: RankTimes = msgspec.field(default_factory=RankTimes)
     seconds: dict[str, float] = {}  # by class: rank-seconds of all reports
     joules: dict[str, float] = {}
     spans: list[Span] = []
@@ -127,19 +127,19 @@ class Attempt(Struct):
     unused_gpus: int | None = None  # allocated GPUs that no rank uses; None if they are not known on all nodes
 
     @property
-    def ended_s(self) -> float:
+    def known_end_s(self) -> float:
         """End of the last rank's reports, or the time of the last message if this end is unknown."""
         last_s = self.ranks.last_s
         return self.heard_s if math.isnan(last_s) else last_s
 
-    def count_rows(self, window: int, rows: Rows) -> None:
+    def add_rows(self, window: int, rows: Rows) -> None:
         """Add the reports of a window; each report may be added only once."""
-        numbers = rows.numbers
+        numbers = rows.columns
         seconds = numbers["busy_s"] + numbers["wait_s"]
         for i, row in enumerate(rows):
             if row.phases_s:
                 seconds[i] += sum(row.phases_s.values())
-        begin_s = self.ranks.append(rows.ranks, numbers, seconds, self.heard_s)
+        begin_s = self.ranks.add_reports(rows.ranks, numbers, seconds, self.heard_s)
         self.begin_s = begin_s if self.begin_s is None else min(self.begin_s, begin_s)
         _add_by_class(self.seconds, rows.phases_s)
         firsts, lasts, shown = numbers["iteration_first"], numbers["iteration_last"], numbers["iteration_shown"]
@@ -158,12 +158,12 @@ class Attempt(Struct):
         if window in self.hangs:
             self._move_to_hang(window, self.hangs.pop(window))
 
-    def count_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
+    def add_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
         """Add the joules of a window; with a sign of -1 subtract them, before a late report is added."""
         self._add_to_span(window, Span(window, window, joules=sign * iterations_j))
         _add_by_class(self.joules, phases_j, sign)
 
-    def note_lost(self, window: int, **seconds: float) -> None:
+    def move_from_kept(self, window: int, **seconds: float) -> None:
         """Move rank-seconds of a closed window from kept to other classes.
 
         Args:
@@ -181,13 +181,13 @@ class Attempt(Struct):
                 setattr(span, name, known_s + taken_s)
             self._add_sums_of(span, 1)
 
-    def share_of_newest(self, classes: Collection[str]) -> float:
+    def share_in_newest_window(self, classes: Collection[str]) -> float:
         """Return the share of classes of `PARTS` in the newest window."""
         seconds = dict(zip(PARTS, self.spans[-1].seconds if self.spans else (), strict=False))
         total = sum(seconds.values())
         return sum(seconds.get(name, 0.0) for name in classes) / total if total > 0 else 0.0
 
-    def note_phase(self, window: int, name: str, seconds: float) -> None:
+    def move_to_phase(self, window: int, name: str, seconds: float) -> None:
         """Move rank-seconds of a closed window, in which ranks waited for a phase of few ranks, to this phase."""
         span = self._span_of(window)
         if span is not None and seconds > 0:
@@ -201,7 +201,7 @@ class Attempt(Struct):
             _add_by_class(self.seconds, {name: taken_s})
             _add_by_class(self.joules, {name: joules})
 
-    def note_hang(self, window: int, seconds: float) -> None:
+    def move_to_hang(self, window: int, seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
 
         Args:
@@ -220,7 +220,7 @@ class Attempt(Struct):
                 self.hang_at_end_s += from_shutdown_s
                 _add_by_class(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
             taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
-            self.note_lost(window, hang_s=taken_s)
+            self.move_from_kept(window, hang_s=taken_s)
             rank_seconds -= from_shutdown_s + taken_s
         if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
@@ -278,13 +278,13 @@ class Attempt(Struct):
 
     # --- end ---
 
-    def close(self, status: str) -> None:
-        """Set the end, the idle time and the status of this attempt."""
-        self.end_s = self.ended_s
+    def end(self, status: str) -> None:
+        """Set the end, the idle time and the status of this attempt; the times of its ranks are dropped."""
+        self.end_s = self.known_end_s
         if self.begin_s is not None:
             idle_s = self.ranks.idle_s(self.begin_s, self.end_s)
             self.idle_s = min(idle_s, self._unreported_s(self.end_s))
-        self.status, self.ranks = status, Tiles()
+        self.status, self.ranks = status, RankTimes()
 
     def absorb(self, later: Attempt) -> None:
         """Add the next attempt to this attempt; the time between the two attempts becomes `UNKNOWN`."""
@@ -302,7 +302,7 @@ class Attempt(Struct):
 
     # --- results ---
 
-    def redo_from(self, number: float | None) -> None:
+    def compute_redone(self, number: float | None) -> None:
         """Compute the lost work: iterations from ``number`` on were repeated."""
         if number is None or self.redone_from == number:
             return
@@ -316,7 +316,7 @@ class Attempt(Struct):
             return 0.0
         return max(max(self.world_size, 1) * (end_s - self.begin_s) - sum(self.seconds.values()), 0.0)
 
-    def classes_s(self, span_s: float, end_s: float) -> dict[str, float]:
+    def seconds_by_class(self, span_s: float, end_s: float) -> dict[str, float]:
         """Return the rank-seconds by class; their sum is the attempt's duration times its number of ranks."""
         classes = {name: max(value, 0.0) for name, value in self.seconds.items()}
         redone_s = min(self.redone.seconds, classes.get(KEPT, 0.0))
@@ -331,7 +331,7 @@ class Attempt(Struct):
         classes[UNKNOWN] = unreported_s - idle_s - hang_s
         return classes
 
-    def classes_j(self) -> dict[str, float]:
+    def joules_by_class(self) -> dict[str, float]:
         joules = {name: max(value, 0.0) for name, value in self.joules.items()}
         if self.hang_at_end_s > 0:
             share = self.hang_at_end_s / (self.hang_at_end_s + max(self.seconds.get(SHUTDOWN, 0.0), 0.0))

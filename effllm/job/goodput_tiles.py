@@ -22,9 +22,9 @@ class Axis(Struct):
     """
 
     boot: str = ""  # boot id of the monotonic clock; empty if unknown
-    now_s: float = 0.0
-    time_s: float = 0.0
-    at_s: float | None = None
+    now_s: float = 0.0  # monotonic time of the last `advance`
+    time_s: float = 0.0  # unix time of the last `advance`
+    at_s: float | None = None  # position on the axis; None before the first message
     is_resumed: bool = False  # whether another process continues from the stored state
 
     def advance(self, now_s: float, time_s: float | None, boot: str = "") -> None:
@@ -45,7 +45,7 @@ class Axis(Struct):
         self.boot, self.now_s, self.time_s, self.is_resumed = boot, now_s, self.time_s + wall_s, False
 
 
-class Tiles(Table):
+class RankTimes(Table):
     """The time covered by the reports of each rank in one attempt.
 
     Reports contain times of the agent's clock.  The offset between this clock and the axis is estimated from messages:
@@ -67,7 +67,7 @@ class Tiles(Table):
     )
     NEW_ROW = (0.0, *[np.nan] * 6, 0.0, 0.0, 0.0)
 
-    def append(self, ranks: Sequence[int], columns: Mapping[str, Array], seconds: Array, at_s: float) -> float:
+    def add_reports(self, ranks: Sequence[int], columns: Mapping[str, Array], seconds: Array, at_s: float) -> float:
         """Append one report of each rank; return the earliest start position of these ranks.
 
         Args:
@@ -92,7 +92,7 @@ class Tiles(Table):
         )
         return float(begin_s.min())
 
-    def hear(self, rank: int, at_s: float, time_s: float | None) -> None:
+    def note_message(self, rank: int, at_s: float, time_s: float | None) -> None:
         """Record a message of a rank: position of its receipt, and time of sending on the agent's clock."""
         at, clock_s, heard_s = self.find_or_add_one(rank), self.column("clock_s"), self.column("heard_s")
         if time_s is not None:
@@ -100,7 +100,7 @@ class Tiles(Table):
             at_s = time_s + clock_s[at]
         heard_s[at] = np.fmax(heard_s[at], at_s)
 
-    def begin(self, rank: int, start_s: float | None) -> float:
+    def note_start(self, rank: int, start_s: float | None) -> float:
         """Record the start of a rank's first report on its agent's clock; return its position, or nan if unknown."""
         at = self.find_or_add_one(rank)
         start_s = math.nan if start_s is None else start_s
@@ -112,7 +112,7 @@ class Tiles(Table):
             begin_s[at] = -MAX_BEFORE_S
         return float(begin_s[at])
 
-    def leave(self, rank: int, at_s: float, end_s: float | None = None) -> None:
+    def note_bye(self, rank: int, at_s: float, end_s: float | None = None) -> None:
         """Record a rank's BYE at a position, with the end of the rank on its agent's clock."""
         at = self.find_or_add_one(rank)
         left_s = self.column("left_s")
@@ -123,11 +123,11 @@ class Tiles(Table):
             self.column("end_s")[at] = np.fmax(self.column("end_s")[at], np.fmin(end_s, latest_s))
             self.column("is_over")[at] = 1.0
 
-    def come_back(self, rank: int, at_s: float) -> None:
+    def note_return(self, rank: int, at_s: float) -> None:
         """Record the first message of a rank's next agent, which has another clock."""
         at = self.find_or_add_one(rank)
         if np.isfinite(self.column("end_s")[at]):
-            self.column("away_s")[at] += max(np.nan_to_num(at_s - self.ends_s[at]), 0.0)
+            self.column("away_s")[at] += max(np.nan_to_num(at_s - self.end_positions_s[at]), 0.0)
             self.column("is_broken")[at], self.column("is_over")[at] = 1.0, 0.0
             for name in ("clock_s", "start_s", "end_s", "left_s"):
                 self.column(name)[at] = np.nan
@@ -138,23 +138,23 @@ class Tiles(Table):
         return until_s
 
     @property
-    def ends_s(self) -> Array:
+    def end_positions_s(self) -> Array:
         """End of the reports of each ended rank; if unknown, the receipt of its BYE; nan for running ranks."""
         end_s = self.column("end_s") + self.column("clock_s")
-        ends_s: Array = np.where(
+        end_positions_s: Array = np.where(
             self.column("is_over") > 0, np.fmax(end_s, self._covered_until_s), self.column("left_s")
         )
-        return ends_s
+        return end_positions_s
 
     @property
     def last_s(self) -> float:
         """End of the last rank, or the last position at which this rank was running; nan if unknown."""
         alive_s = np.fmax(self.column("heard_s"), self._covered_until_s)
-        last_s = np.where(np.isnan(self.ends_s), alive_s, self.ends_s)
+        last_s = np.where(np.isnan(self.end_positions_s), alive_s, self.end_positions_s)
         return float(np.fmax.reduce(last_s, initial=np.nan))
 
     def idle_s(self, begin_s: float, end_s: float) -> float:
         """Return the rank-seconds of this period before ranks joined, after ranks left, and during their absence."""
         before_s = np.where(self.column("is_broken") > 0, 0.0, np.nan_to_num(self.column("begin_s") - begin_s))
-        after_s = np.maximum(np.nan_to_num(end_s - self.ends_s), 0.0)
+        after_s = np.maximum(np.nan_to_num(end_s - self.end_positions_s), 0.0)
         return float(before_s.sum() + after_s.sum() + self.column("away_s").sum())

@@ -68,7 +68,7 @@ class HostLines(Struct):
                 self.long[key] = self.long.get(key, 0) + line.long
 
     def summary(self) -> HostTime | None:
-        """Return the samples; ``None`` without a recording."""
+        """Return the samples, with at most `MAX_SHOWN` lines; ``None`` without a recording."""
         if not self.by_rank:
             return None
         lines = (
@@ -84,7 +84,7 @@ class HostLines(Struct):
         return HostTime(sum(self.by_rank.values()), self.torn, dict(self.by_rank), dict(self.by_kind), shown)
 
 
-def lines_of(host: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, list[tuple[str, str, int]]]:
+def samples_and_places(host: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, list[tuple[str, str, int]]]:
     """Return the samples of a loss, and its places with their most frequent function, most samples first.
 
     A place is a line; but lines in which a function runs its own code, and calls nothing, are one place.  If the loop
@@ -105,12 +105,13 @@ def lines_of(host: HostTime, cause: str, data_share: float = 0.0) -> tuple[int, 
     return total, sorted(lines, key=lambda place: -place[2])
 
 
-def data_share(waterfall: Waterfall | None) -> float:
+def data_wait_share(waterfall: Waterfall | None) -> float:
     """Return the share of the device time that is a wait for data."""
     return sum(part.share for part in waterfall.parts if part.name == "data") if waterfall is not None else 0.0
 
 
 def is_of_worker(host: HostTime, cause: str) -> bool:
+    """Whether the samples of a loss are those of a DataLoader worker."""
     return cause == "data_loading" and host.by_kind.get(WORKER, 0) >= MIN_SAMPLES
 
 
@@ -140,11 +141,11 @@ def _samples_of_kinds(host: HostTime, kinds: Collection[str]) -> int:
     return sum(host.by_kind.get(kind, 0) for kind in kinds)
 
 
-def where(host: HostTime | None, cause: str, data_share: float = 0.0) -> str:
-    """Return where the host was during a loss, in words; "" if too few samples show it.  Arguments: `lines_of`."""
+def place_text(host: HostTime | None, cause: str, data_share: float = 0.0) -> str:
+    """Return where the host was during a loss, in words; "" with few samples.  Arguments: `samples_and_places`."""
     if host is None or cause not in KINDS:
         return ""
-    samples, lines = lines_of(host, cause, data_share)
+    samples, lines = samples_and_places(host, cause, data_share)
     kinds = _kinds_of_loss(host, cause, data_share)
     if cause == "device_idle" and kinds <= {COMPUTE}:
         said = f"{_share_text(samples, host.samples)} samples the host was in functions of torch, which start kernels"
@@ -164,7 +165,7 @@ def _share_text(count: int, of: int) -> str:
     return f"in {100 * count / of:.0f} % of {of:,}"
 
 
-def where_slow(host: HostTime | None, slow: Collection[int]) -> str:
+def place_text_of_slow(host: HostTime | None, slow: Collection[int]) -> str:
     """Return the line in which slow ranks are more often than the others, in words; "" if too few samples show it."""
     if host is None:
         return ""

@@ -128,7 +128,7 @@ def _decoded_seconds(codes: Iterable[bytes], weights: Array, starts: Positions) 
     return np.stack(sums) / np.add.reduceat(weights, starts)
 
 
-class Lost(NamedTuple):
+class LostTime(NamedTuple):
     """Rank-seconds of a window that belong to another class than its steps."""
 
     window: int
@@ -142,7 +142,7 @@ class Lost(NamedTuple):
     is_long: tuple[bool, ...] = ()  # of each iteration of the window; empty until it is known
 
 
-#: Fields of `Lost` that are fields of a span of goodput.
+#: Fields of `LostTime` that are fields of a span of goodput.
 LOST_SECONDS = ("data_s", "slow_s", "warmup_s", "straggling_s", "uneven_s")
 
 
@@ -158,7 +158,7 @@ class Pending(Struct, array_like=True):
     weights: list[float] = []  # number of iterations of each of these times, if one has several
 
 
-class Places(Struct):
+class IterationSums(Struct):
     """Iterations of one kind: their number, time, the longest, and the numbers of the newest."""
 
     count: int = 0
@@ -167,7 +167,7 @@ class Places(Struct):
     worst: int = 0
     newest: list[int] = []
 
-    def add_place(self, number: int, seconds: float) -> None:
+    def add_iteration(self, number: int, seconds: float) -> None:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
         self.newest = [*self.newest[1 - MAX_NEWEST :], number]
         if seconds > self.worst_s:
@@ -191,13 +191,13 @@ class IterationLosses(Struct):
     wait_s: float = 0.0  # what waits for data cost in all of them
     in_means: float = 0.0  # iterations of which only means are known
     hidden_data_s: float = 0.0  # rank-seconds that waits for data cost at most in them, above the known cost
-    long: Places = msgspec.field(default_factory=Places)  # after the warm-up
-    waits: Places = msgspec.field(default_factory=Places)  # iterations with long waits
+    long: IterationSums = msgspec.field(default_factory=IterationSums)  # after the warm-up
+    waits: IterationSums = msgspec.field(default_factory=IterationSums)  # iterations with long waits
 
     def begin_attempt(self) -> None:
         self.usual_s, self.pending = [], []
 
-    def close(self, matrix: IterationMatrix) -> list[Lost]:
+    def add_window(self, matrix: IterationMatrix) -> list[LostTime]:
         """Add the next window; return what this window and earlier ones have lost."""
         phase, delay_s, waiting = waits_for_phase(matrix)
         whole = matrix.steps + matrix.waits - np.outer(waiting, delay_s)
@@ -222,38 +222,38 @@ class IterationLosses(Struct):
         )
         recent_s = [*self.usual_s, *(time_s for window in self.pending for time_s in window.times_s)]
         phase_s = float(delay_s @ matrix.weights * waiting.sum())
-        losses = [Lost(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
+        losses = [LostTime(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
         if len(recent_s) >= MIN_RECENT:
             usual_s = statistics.median(recent_s)
             losses += [self._judge_window(window, usual_s) for window in self.pending]
             self.usual_s, self.pending = recent_s[-MAX_RECENT:], []
         return losses
 
-    def _judge_window(self, window: Pending, usual_s: float) -> Lost:
+    def _judge_window(self, window: Pending, usual_s: float) -> LostTime:
         slow_s = warmup_s = 0.0
         weights = window.weights or [1] * len(window.times_s)
         self.iterations += round(sum(weights))
         self.wait_s += sum(map(mul, window.waits_s, weights))
         is_long = tuple(time_s > LONG_RATIO * usual_s for time_s in window.times_s)
         before = accumulate(weights, initial=0)
-        for at, weight, time_s, wait_s, is_one in zip(
+        for at, weight, time_s, wait_s, is_this_long in zip(
             map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False
         ):
             if wait_s > LONG_WAIT * usual_s:
-                self.waits.add_place(window.first_shown + at, weight * wait_s)
+                self.waits.add_iteration(window.first_shown + at, weight * wait_s)
             is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
-            self.is_after_long = is_one
-            if not is_one:  # a rank may end a long iteration after the others, which then wait in the next one
+            self.is_after_long = is_this_long
+            if not is_this_long:  # a rank may end a long iteration after the others, which then wait in the next one
                 self.nearly_s += weight * max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
                 continue
             if window.first + at <= LAST_OF_WARMUP:
                 warmup_s += weight * (time_s - usual_s)
             else:
                 slow_s += weight * (time_s - usual_s)
-                self.long.add_place(window.first_shown + at, time_s)
-        return Lost(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
+                self.long.add_iteration(window.first_shown + at, time_s)
+        return LostTime(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
 
-    def summary(self) -> SlowIterations | None:
+    def long_iterations(self) -> SlowIterations | None:
         """Return the long iterations after the warm-up; ``None`` without any."""
         return self._slow_iterations(self.long) if self.long.count else None
 
@@ -262,7 +262,7 @@ class IterationLosses(Struct):
         is_rare = 0 < self.waits.count < RARE_SHARE * self.iterations
         return self._slow_iterations(self.waits) if is_rare and self.waits.seconds > NEARLY_ALL * self.wait_s else None
 
-    def _slow_iterations(self, places: Places) -> SlowIterations | None:
+    def _slow_iterations(self, places: IterationSums) -> SlowIterations | None:
         if not self.usual_s:
             return None
         median_s = statistics.median(self.usual_s)
@@ -272,7 +272,7 @@ class IterationLosses(Struct):
 
 
 def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
-    """Return a phase that few ranks have, the time by which it makes each iteration of the others longer, and those.
+    """Return a phase of few ranks, by how much it makes each iteration of the others longer, and 1 for each of these.
 
     The ranks leave an iteration together, so while rank 0 writes a checkpoint, the others wait in their steps.
     """

@@ -12,13 +12,13 @@ from effllm.devices.known.hardware import peak_clock_hz
 from effllm.energy.sensor_timing import is_measured_share_unknown
 from effllm.job.audit import KnownJob
 from effllm.job.ledger import Ledger
-from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
+from effllm.job.power_scope import AUTO, Node, Scope, choose_scope, common_scopes, keep_scope
 from effllm.records.job import JobConstants
 from effllm.records.plain_text import one_line
 from effllm.records.rank import METHODS, Device
 from effllm.records.wire import Hello
 
-MAX_NODES = 4  # maximum number of nodes in a text
+MAX_NAMED = 4  # maximum number of nodes or of ranks in a text
 
 
 class NodeGpus(NamedTuple):
@@ -81,7 +81,7 @@ class JobFacts:
         for key, device in self._devices.items():
             ranks = sorted(self._members[key])
             if device.is_gpu and len(ranks) > 1 and not all(self._hellos[rank].shares_gpu for rank in ranks):
-                named = ", ".join(map(str, ranks[:MAX_NODES])) + (" and more" if len(ranks) > MAX_NODES else "")
+                named = ", ".join(map(str, ranks[:MAX_NAMED])) + (" and more" if len(ranks) > MAX_NAMED else "")
                 return (
                     f"ranks {named} use the same GPU ({key} on {self._hellos[ranks[0]].host}), so values per GPU are "
                     "withheld: call torch.cuda.set_device(local_rank) before the model is moved; if it is shared on "
@@ -117,8 +117,8 @@ class JobFacts:
     def unused_text(self) -> str:
         """A sentence about the nodes with unused GPUs; empty without such a node."""
         texts = [node.text for node in self.node_gpus if node.unused]
-        more = f"; and {len(texts) - MAX_NODES:,} more hosts" if len(texts) > MAX_NODES else ""
-        return "; ".join(texts[:MAX_NODES]) + more
+        more = f"; and {len(texts) - MAX_NAMED:,} more hosts" if len(texts) > MAX_NAMED else ""
+        return "; ".join(texts[:MAX_NAMED]) + more
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
@@ -188,7 +188,7 @@ class JobFacts:
         return next((value for hello in self._hellos.values() if (value := getattr(hello, name))), None)
 
     @cached_property
-    def known(self) -> KnownJob:
+    def known_job(self) -> KnownJob:
         """The constants that the audit uses; the facts are those of the first rank."""
         facts = self._hellos[min(self._hellos)].facts if self._hellos else {}
         max_positions = facts.get("max_positions_per_iteration")
@@ -209,7 +209,7 @@ class JobFacts:
         return total
 
     @cached_property
-    def style(self) -> str:
+    def iteration_name(self) -> str:
         """Name of an iteration in this job."""
         return "Step" if any(hello.style == "Step" for hello in self._hellos.values()) else "Iteration"
 
@@ -230,14 +230,15 @@ class JobFacts:
     def scope(self) -> Scope:
         """The power scope of the job; it does not change after the first sum of energy."""
         wanted, settled = self._config.power_scope, self._ledger.scope
-        return keep(self._devices_by_node(), settled, wanted) if settled else choose(self._devices_by_node(), wanted)
+        nodes = self._devices_by_node()
+        return keep_scope(nodes, settled, wanted) if settled else choose_scope(nodes, wanted)
 
     @property
-    def scopes(self) -> list[Scope]:
+    def possible_scopes(self) -> list[Scope]:
         """Possible scopes, the widest first: the configured scope, or all scopes that every node has."""
         if self._ledger.scope or self._config.power_scope != AUTO:
             return [self.scope]
-        return scopes(self._devices_by_node()) or [self.scope]
+        return common_scopes(self._devices_by_node()) or [self.scope]
 
     def _devices_by_node(self) -> list[Node]:
         nodes: dict[str, list[Device]] = {hello.host: [] for hello in self._hellos.values()}
@@ -267,21 +268,18 @@ class JobFacts:
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
     @cached_property
-    def open_shares(self) -> tuple[str, ...]:
-        """One sentence if the measured share of an energy counter's ticks is unknown; else empty."""
-        models = {
-            device.name or "GPUs without a name"
-            for device in self._devices.values()
-            if is_measured_share_unknown(device)
-        }
+    def unknown_tick_share(self) -> str:
+        """A sentence if the measured share of an energy counter's ticks is unknown; else empty."""
+        devices = filter(is_measured_share_unknown, self._devices.values())
+        models = {device.name or "GPUs without a name" for device in devices}
         if not models:
-            return ()
+            return ""
         text = (
             f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): unknown; timing "
             "errors are computed for every possible share; `effllm profile` measures this share, once per model and "
             "driver"
         )
-        return (one_line(text),)
+        return one_line(text)
 
 
 class Peak(NamedTuple):

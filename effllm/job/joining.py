@@ -28,7 +28,7 @@ class Joined(NamedTuple):
     """A rank's part of a joined window: the sum of the rank's reports, or ``None``."""
 
     rank: int
-    passed: int  # the last joined window whose end the rank has reached
+    last_ended_window: int  # the last joined window whose end the rank has reached
     row: RankReport | None = None
     num_rows: int = 0
 
@@ -48,7 +48,7 @@ class WindowJoiner:
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
         self._ended, self._ends = number, [until]  # the last ended joined window; ends of joined windows
-        self._is_new = number == 0
+        self._is_new = number == 0  # until a joined window ends: it has the number of its first window
         self._long_at: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
         self._waiting: dict[int, list[RankReport]] = {}  # reports of one joined window, by rank
@@ -101,7 +101,7 @@ class WindowJoiner:
         is_single = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
         return self._ended if is_single and row.rank not in self._waiting else 0
 
-    def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
+    def take_overdue(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
         """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
         ready: list[Joined] = []
         while self._since_s is not None and (is_over or now_s - self._since_s >= MAX_WAIT_S):
@@ -121,11 +121,11 @@ class WindowJoiner:
         return self._ends[max(number - self._ended - 1, -len(self._ends))]
 
     @property
-    def is_waiting(self) -> bool:
+    def has_reports(self) -> bool:
         return bool(self._waiting)
 
     @property
-    def sequences(self) -> dict[int, int]:
+    def lowest_sequences(self) -> dict[int, int]:
         """The lowest sequence of each rank with waiting reports."""
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 

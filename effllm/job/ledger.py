@@ -53,7 +53,7 @@ class RankState(Struct):
         """Whether the reports up to the rank's last iteration were accepted."""
         return self.is_over or (self.last_ordinal is not None and self.iteration >= self.last_ordinal)
 
-    def spend(self, message: Reports | Bye) -> None:
+    def update_costs(self, message: Reports | Bye) -> None:
         """Update the costs of the rank's agent and recorder, and its wait for a core; an older message lowers none."""
         if message.agent_cpu_s > self.agent_cpu_s:
             self.agent_cpu_s = message.agent_cpu_s
@@ -73,7 +73,7 @@ class RankState(Struct):
             self.newest_gap, self.newest_gap_before = missing, sequence
         self.last_sequence = sequence
 
-    def reject(self, sequence: int) -> None:
+    def reject_report(self, sequence: int) -> None:
         """Count a report as lost that is not added to any sum."""
         self.record_report(sequence)
         self.gaps += 1
@@ -167,8 +167,8 @@ class Ledger(Struct):
     iteration_losses: IterationLosses = msgspec.field(default_factory=IterationLosses)
     progress: Progress = msgspec.field(default_factory=Progress)
 
-    def next_attempt(self, job: str) -> Ledger:
-        """Return the state for the next attempt: the sums stay, the ranks are reset."""
+    def begin_next_attempt(self, job: str) -> Ledger:
+        """End the attempt; return this ledger for the next one: the sums stay, the ranks are reset."""
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add_agent(rank)
@@ -181,15 +181,15 @@ class Ledger(Struct):
         self.progress = Progress()
         self.iteration_losses.begin_attempt()
         for sums in (self.run.energy, self.whole.energy, self.devices):
-            sums.close()
+            sums.end_attempt()
         return self
 
-    def accounts(self, window: int) -> Sequence[Account]:
+    def accounts_of(self, window: int) -> Sequence[Account]:
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
-    def warm(self, window: int, rows: Rows, iterations: int, seconds: float) -> bool:
-        """Return whether a window is in the warm-up, which run-to-date values exclude."""
-        numbers = rows.numbers
+    def note_warmup(self, window: int, rows: Rows, iterations: int, seconds: float) -> bool:
+        """Count the time of a window; return whether it is in the warm-up, which run-to-date values exclude."""
+        numbers = rows.columns
         warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
         self.warmed_s += float(numbers["time_s"].max())
         if warming:
@@ -206,7 +206,7 @@ class Ledger(Struct):
         """Add seconds in which no rank of the job made progress."""
         if seconds > 0:
             self.hang_s += seconds
-            self.goodput.attempt.note_hang(self.closed + 1, seconds)
+            self.goodput.attempt.move_to_hang(self.closed + 1, seconds)
 
     def note_waits(self, waited: Waited) -> None:
         """Add the waits for stragglers in a window."""
@@ -224,7 +224,7 @@ class Ledger(Struct):
         number = self.waited.num_named
         return HealthTotals(self.straggling_s, self.straggling_gpu_s, self.straggling_j, self.hang_s, number)
 
-    def note_own(self, cpu_s: float, received_bytes: int) -> None:
+    def note_own_costs(self, cpu_s: float, received_bytes: int) -> None:
         self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
 
     def overhead(self) -> Overhead:
@@ -244,10 +244,10 @@ class Ledger(Struct):
         waits_s = [rank.core_wait_s for rank in self.ranks.values() if rank.core_wait_s is not None]
         return self.spent.core_wait_s + sum(waits_s) if waits_s or self.spent.core_wait_s else None
 
-    def advance(self, rows: Rows) -> None:
+    def note_loss_and_iteration(self, rows: Rows) -> None:
         """Update the loss and the iteration from a closed window."""
         self.loss = self.loss if rows.loss is None else rows.loss
-        self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
+        self.iteration_last = max(self.iteration_last, int(rows.columns["iteration_last"].max()))
         self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))
 
     @property
@@ -255,13 +255,13 @@ class Ledger(Struct):
         """Number of reports that never arrived, over all attempts."""
         return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
 
-    def unfinished(self, is_over: bool) -> int:
+    def num_unfinished(self, is_over: bool) -> int:
         """Return the number of ranks without a last report, over all attempts; ``is_over`` means the job has ended."""
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 
-    def uncounted(self, is_over: bool) -> int:
-        """Return the number of ranks without the report of their last iteration, like `unfinished`."""
+    def num_uncounted(self, is_over: bool) -> int:
+        """Return the number of ranks without the report of their last iteration, like `num_unfinished`."""
         now = self.world_size - sum(rank.is_counted for rank in self.ranks.values()) if is_over else 0
         return self.spent.uncounted + max(now, 0)
 
@@ -287,7 +287,7 @@ class Ledger(Struct):
                 return word
         return "completed" if ends else without_bye
 
-    def ends(self) -> dict[str, list[int]]:
+    def ranks_by_status(self) -> dict[str, list[int]]:
         """Return the ranks by their final status; a rank without a BYE was killed."""
         by_status: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):

@@ -49,7 +49,7 @@ class MemoryPressure(Struct):
     failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
     failed_iteration: int = 0  # shown at the end of the newest window with such a report
 
-    def close(self, rows: Rows) -> None:
+    def add_window(self, rows: Rows) -> None:
         """Add a closed window."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
@@ -57,22 +57,22 @@ class MemoryPressure(Struct):
                 of_end = asdict(row.allocator) if row.allocator is not None else {}
                 self.failed[row.rank] = {**{_PREFIX + name: size for name, size in of_end.items()}, **sizes}
                 self.failed_iteration = row.iteration_shown
-        read = rows.values.get(ALLOCATED)
-        busy_s, iterations = float(rows.numbers["busy_s"].sum()), int(rows.numbers["iterations"].sum())
-        if read is None or rows.iterations <= 0 or busy_s <= 0:
+        allocated = rows.values.get(ALLOCATED)
+        busy_s, iterations = float(rows.columns["busy_s"].sum()), int(rows.columns["iterations"].sum())
+        if allocated is None or rows.max_iterations <= 0 or busy_s <= 0:
             return
         self.rank_iterations += iterations
-        paced = WindowSteps(busy_s, float(rows.counts["tokens_processed"] or iterations))
+        steps = WindowSteps(busy_s, float(rows.counts["tokens_processed"] or iterations))
         retries = rows.values.get(RETRIES)
         if retries is None or retries.total <= 0:
-            self.usual = [*self.usual[-MAX_KEPT + 1 :], paced.busy_s / paced.amount]
+            self.usual = [*self.usual[-MAX_KEPT + 1 :], steps.busy_s / steps.amount]
         else:
-            self.last_iteration = int(rows.numbers["iteration_shown"].max())
+            self.last_iteration = int(rows.columns["iteration_shown"].max())
             self.first_iteration = self.first_iteration if self.windows else self.last_iteration
             self.retries, self.windows = self.retries + int(retries.total), self.windows + 1
             if retries.total > self.worst_retries:
                 self.worst_retries, self.worst_iteration = int(retries.total), self.last_iteration
-            self.waiting = [*self.waiting[-MAX_KEPT + 1 :], paced]
+            self.waiting = [*self.waiting[-MAX_KEPT + 1 :], steps]
         if len(self.usual) >= MIN_USUAL:
             waiting, self.waiting = self.waiting, []
             for window in waiting:

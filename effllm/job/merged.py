@@ -22,7 +22,7 @@ from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankRep
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.
 LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")
-MEMORY_S, BUSY, BUSY_S = 1, 2, 3
+MEMORY_S, BUSY, BUSY_S = 1, 2, 3  # positions in `LEVELS`
 
 MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; NVML and AMD SMI have eleven
 
@@ -31,19 +31,19 @@ class Expected(dict[str, Device]):
     """The devices that a window should have, with derived properties that are the same in every window."""
 
     @cached_property
-    def order(self) -> list[str]:
+    def sorted_keys(self) -> list[str]:
         """Sorted keys of the devices."""
         return sorted(self)
 
     @cached_property
     def owners(self) -> list[str]:
         """The energy key of each device, in the order of the keys."""
-        return [self[key].energy_key or key for key in self.order]
+        return [self[key].energy_key or key for key in self.sorted_keys]
 
     @cached_property
     def is_gpu(self) -> NDArray[np.bool_]:
         """Mask of the GPUs, in the order of the keys."""
-        return np.array([self[key].is_gpu for key in self.order], bool)
+        return np.array([self[key].is_gpu for key in self.sorted_keys], bool)
 
     @cached_property
     def is_first_of_owner(self) -> NDArray[np.bool_]:
@@ -56,13 +56,13 @@ class Expected(dict[str, Device]):
         """The keys of devices whose readings are one rank's share."""
         return frozenset(key for key, device in self.items() if device.shared)
 
-    def positions(self, merged: Merged) -> Positions:
+    def rows_in(self, merged: Merged) -> Positions:
         """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
-        names, positions = self._last_found
-        if names != merged.names:
-            find = merged.positions.get
-            positions = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
-            self._last_found = merged.names, positions
+        keys, positions = self._last_found
+        if keys != merged.keys:
+            find = merged.row_by_key.get
+            positions = np.fromiter((find(key, -1) for key in self.sorted_keys), np.intp, len(self))
+            self._last_found = merged.keys, positions
         return positions
 
     @cached_property
@@ -71,7 +71,7 @@ class Expected(dict[str, Device]):
 
     def mask_of(self, scope: Scope) -> NDArray[np.bool_]:
         """Return the mask of the devices in a scope, in the order of the keys."""
-        return np.array([key in scope.keys for key in self.order], bool)
+        return np.array([key in scope.keys for key in self.sorted_keys], bool)
 
 
 class GaugeSums(Struct):
@@ -161,7 +161,7 @@ class DeviceColumns(NamedTuple):
 class Merged(Struct, dict=True, eq=False):
     """The devices of a window as columns; each device has one row."""
 
-    names: list[str]  # keys of the devices
+    keys: list[str]
     devices: list[Device]
     span_s: Array  # wall time of the report from which the device's energy is taken
     wall: DeviceColumns
@@ -171,12 +171,12 @@ class Merged(Struct, dict=True, eq=False):
     gpus: GpuReadings
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.keys)
 
     def merge(self, more: Merged) -> Merged:
         """Return these devices and ``more``; no device may be in both."""
         return Merged(
-            names=self.names + more.names,
+            keys=self.keys + more.keys,
             devices=self.devices + more.devices,
             span_s=np.concatenate((self.span_s, more.span_s)),
             wall=self.wall.merge(more.wall),
@@ -187,9 +187,9 @@ class Merged(Struct, dict=True, eq=False):
         )
 
     @cached_property
-    def positions(self) -> dict[str, int]:
+    def row_by_key(self) -> dict[str, int]:
         """The row of each device, by its key."""
-        return dict(zip(self.names, range(len(self)), strict=True))
+        return dict(zip(self.keys, range(len(self)), strict=True))
 
     @cached_property
     def energy_coverage(self) -> Array:
@@ -211,9 +211,9 @@ class Merged(Struct, dict=True, eq=False):
         memory_s, busy_s = self.wall.levels[computing][:, [MEMORY_S, BUSY_S]].T
         return float(self.span_s[computing].sum()), float(memory_s.sum()), float(busy_s.sum())
 
-    def count_measured(self, expected: Expected) -> int:
+    def count_measured_gpus(self, expected: Expected) -> int:
         """Return the number of expected GPUs with any measured quantity."""
-        there = expected.positions(self)[expected.is_gpu]
+        there = expected.rows_in(self)[expected.is_gpu]
         return int(self.is_measured[there[there >= 0]].sum())
 
 
@@ -265,7 +265,7 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
         if expected[window.device].is_gpu:
             readings.add_window(window)
     return Merged(
-        names=list(by_key),
+        keys=list(by_key),
         devices=list(map(expected.__getitem__, by_key)),
         span_s=np.array([row.wall_s for row, _ in by_key.values()]),
         wall=wall,

@@ -68,7 +68,7 @@ class OpenWindows:
 
     # --- inputs ---
 
-    def has_room(self, rank: int, num_bytes: int) -> bool:
+    def reserve_room(self, rank: int, num_bytes: int) -> bool:
         """Return whether a rank may have one more open report; if so, it is counted, and `add_report` must follow."""
         held = self._held.get(rank)
         if held is None:
@@ -89,18 +89,18 @@ class OpenWindows:
             is_full = 2 * held.num_rows >= self._history_size or 2 * held.num_bytes >= MAX_PENDING_BYTES
             self._add_joined(self._joiner.add_report(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
 
-    def tick(self, now_s: float) -> None:
+    def join_overdue(self, now_s: float) -> None:
         """Advance the time: reports that have waited too long are joined without missing reports."""
         if self._joiner is not None:
             num_ranks, is_over = self._ledger.world_size - self._presence.num_away, self._presence.everyone_left(now_s)
-            self._add_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
+            self._add_joined(self._joiner.take_overdue(now_s, num_ranks, is_over), now_s)
 
     def _add_to_window(self, row: RankReport, now_s: float) -> None:
         """Add a report to its window, or to the late reports if the window has closed."""
-        number, window = row.rank, row.window
-        rank = self._ledger.ranks[number]
-        if window > rank.last_window:
-            rank.last_window = window
+        rank, window = row.rank, row.window
+        state = self._ledger.ranks[rank]
+        if window > state.last_window:
+            state.last_window = window
         if window <= self._ledger.closed:
             rows = self._late.setdefault(window, {})
         else:
@@ -109,14 +109,14 @@ class OpenWindows:
                 opened = self._windows[window] = OpenWindow(window, now_s)
                 self._oldest = self._windows[min(self._windows)]
             rows = opened.rows
-        rows[number] = row if self._joiner is None else with_earlier_part(rows.get(number), row)
+        rows[rank] = row if self._joiner is None else with_earlier_part(rows.get(rank), row)
 
     def _add_joined(self, ready: Iterable[Joined], now_s: float) -> None:
-        for number, passed, row, num_rows in ready:
-            rank = self._ledger.ranks[number]
-            rank.last_window = max(rank.last_window, passed)
+        for rank, last_ended_window, row, num_rows in ready:
+            state = self._ledger.ranks[rank]
+            state.last_window = max(state.last_window, last_ended_window)
             if row is not None:
-                self._held[number].release(num_rows - 1)
+                self._held[rank].release(num_rows - 1)  # one report, the joined one, is still held
                 self._add_to_window(row, now_s)
 
     # --- outputs ---
@@ -127,13 +127,13 @@ class OpenWindows:
         return oldest is not None and len(oldest.rows) + self._presence.num_away >= self._ledger.world_size
 
     def take_ready(
-        self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
+        self, now_s: float, timeout_s: Callable[[], float], heard_until_s: float = -math.inf
     ) -> Iterator[OpenWindow]:
         """Yield the windows that close now, in order, up to a limit; the caller must close each window at once.
 
         Args:
             now_s: current time.
-            deadline_s: returns the seconds that a window waits for late ranks.
+            timeout_s: returns the seconds that a window waits for late ranks.
             heard_until_s: all frames that arrived before this time have been handled.
         """
         self.is_closing, room = True, MAX_CLOSING_ROWS
@@ -141,9 +141,9 @@ class OpenWindows:
             # Windows that only few ranks have reached close one after another, so that other ranks have time to report.
             is_shared = 2 * len(window.rows) > self._ledger.world_size - self._presence.num_away
             since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
-            overdue = heard_until_s - since_s > deadline_s()
+            is_overdue = heard_until_s - since_s > timeout_s()
             is_whole = len(window.rows) == self._ledger.world_size
-            if not overdue and not is_whole and self._presence.is_behind(window.number, now_s):
+            if not is_overdue and not is_whole and self._presence.is_behind(window.number, now_s):
                 self.is_closing = False
                 return
             self._closed_s = now_s
@@ -154,7 +154,7 @@ class OpenWindows:
     def take_all(self) -> Iterator[OpenWindow]:
         """Yield all windows in order, because no more reports will arrive; from now on late reports do not wait."""
         if self._joiner is not None:
-            self._add_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
+            self._add_joined(self._joiner.take_overdue(math.inf, 0, is_over=True), math.inf)
         while self._oldest is not None:
             yield self._take_window(self._oldest)
         self._next_late_s, self._max_late = -math.inf, sys.maxsize
@@ -179,7 +179,7 @@ class OpenWindows:
         """Whether late reports exist, and their turn began at least ``for_s`` seconds ago."""
         return bool(self._late) and now_s - self._next_late_s >= for_s
 
-    def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
+    def take_late_reports(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
         """Yield the late reports, oldest window first."""
         is_limited = not is_large(self._ledger.world_size)  # in a large world all late reports are taken at once
         numbers = sorted(self._late)[: self._max_late if is_limited else None]
@@ -192,11 +192,11 @@ class OpenWindows:
 
     @property
     def is_empty(self) -> bool:
-        return not self._windows and not self._late and not (self._joiner is not None and self._joiner.is_waiting)
+        return not self._windows and not self._late and not (self._joiner is not None and self._joiner.has_reports)
 
-    def safe(self) -> dict[int, int]:
+    def safe_sequences(self) -> dict[int, int]:
         """Return for each rank the last sequence up to which all reports are in closed windows."""
-        waiting: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
+        waiting: dict[int, int] = self._joiner.lowest_sequences if self._joiner is not None else {}
         for rows in (*(window.rows for window in self._windows.values()), *self._late.values()):
             for rank, row in rows.items():
                 waiting[rank] = min(waiting.get(rank, row.sequence), row.sequence)

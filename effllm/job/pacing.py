@@ -38,7 +38,7 @@ class Pace:
         """Whether the state must be saved now; sooner if ranks are leaving or windows are short."""
         if not self._unsaved_windows:
             return False
-        every_s, since_s = keep_every_s(world_size), self._saved_s
+        every_s, since_s = save_every_s(world_size), self._saved_s
         if is_ending and every_s > ENDING_S:
             # The last reports arrive between BYEs, and would have to wait if the state were saved at once.
             self._ending_s = now_s if self._ending_s is None else self._ending_s
@@ -51,14 +51,14 @@ def is_large(world_size: int) -> bool:
     return world_size > LARGE_WORLD
 
 
-def keep_every_s(world_size: int) -> float:
+def save_every_s(world_size: int) -> float:
     """Return the minimum time between two saved states; 0 means after every window."""
     return world_size / RANKS_PER_S if is_large(world_size) else 0.0
 
 
 def late_every_s(world_size: int) -> float:
     """Return the seconds for which late reports are collected, because each turn recomputes sums of whole windows."""
-    return keep_every_s(world_size) / 2
+    return save_every_s(world_size) / 2
 
 
 def quiet_s(world_size: int) -> float:

@@ -28,13 +28,13 @@ class Scope(Struct, frozen=True):
     """The devices whose energy is counted as the energy of the job."""
 
     label: str | None = None  # name for display; None if no device measures energy
-    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep` restores this scope
+    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep_scope` restores this scope
     keys: frozenset[str] = frozenset()
     lacking: int = 0  # number of nodes without a sensor of this scope; their energy counts as not measured
     complaint: str = ""  # one sentence, if the configured scope is not available
 
 
-def scopes(nodes: Sequence[Node]) -> list[Scope]:
+def common_scopes(nodes: Sequence[Node]) -> list[Scope]:
     """Return the scopes that every node has, the widest first; empty if no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
@@ -42,14 +42,14 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
     return [_scope_of_choice(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
 
 
-def choose(nodes: Sequence[Node], wanted: str) -> Scope:
+def choose_scope(nodes: Sequence[Node], wanted: str) -> Scope:
     """Return the configured scope if every node has this scope; else the widest scope of all nodes, with a reason.
 
     Args:
         nodes: the devices of each node.
         wanted: one of `CHOICES`.
     """
-    offered = scopes(nodes)
+    offered = common_scopes(nodes)
     if not offered:
         complaint = f"power scope: {wanted} is set, but no device measures energy"
         return Scope(complaint="" if wanted == AUTO else complaint)
@@ -59,7 +59,7 @@ def choose(nodes: Sequence[Node], wanted: str) -> Scope:
     return replace(chosen, complaint=f"power scope: not every node can measure {wanted}; {chosen.label} is used")
 
 
-def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
+def keep_scope(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
     """Return the scope of a run's sums so far, even if other devices have joined.
 
     Args:
@@ -67,16 +67,16 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
         choice: the `Scope.choice` of the run.
         wanted: one of `CHOICES`.
     """
-    now = choose(nodes, wanted)
-    if now.label and now.choice == choice:
-        return now
+    current = choose_scope(nodes, wanted)
+    if current.label and current.choice == choice:
+        return current
     kept = _scope_of_choice([_devices_by_choice(node) for node in nodes], choice)
-    if kept.lacking or not now.label:
+    if kept.lacking or not current.label:
         complaint = (
             f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
         )
     elif wanted == AUTO:
-        complaint = f"{now.label} was not measured from the start of the run, so {kept.label} is still used"
+        complaint = f"{current.label} was not measured from the start of the run, so {kept.label} is still used"
     else:
         complaint = f"{wanted} is set, but the run began with {kept.label}, which is still used"
     return replace(kept, complaint=f"power scope: {complaint}")

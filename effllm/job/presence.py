@@ -28,11 +28,11 @@ class Presence:
         self._last_behind: int | None = None
         self._random = random.Random(0)  # noqa: S311 - not for secrets
 
-    def join(self, now_s: float) -> None:
+    def note_hello(self, now_s: float) -> None:
         """Record a HELLO; the first HELLO starts the timeout of ranks that have not joined."""
         self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
 
-    def hear(self, rank: int, now_s: float) -> bool:
+    def note_message(self, rank: int, now_s: float) -> bool:
         """Record a message of a rank; return whether the rank was lost."""
         self.heard_s[rank] = now_s
         if rank not in self.lost:
@@ -40,7 +40,7 @@ class Presence:
         self.lost.discard(rank)
         return True
 
-    def leave(self, rank: RankState, status: str, now_s: float) -> bool:
+    def note_bye(self, rank: RankState, status: str, now_s: float) -> bool:
         """Record the BYE of a rank; return ``False`` if the rank had already left."""
         self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
         if rank.bye:
@@ -49,25 +49,25 @@ class Presence:
         self.num_left += 1
         return True
 
-    def newly_lost(self, now_s: float) -> dict[int, float]:
+    def take_newly_lost(self, now_s: float) -> dict[int, float]:
         """Return the ranks that were lost since the last call, with the seconds since their last message."""
         if min(self.heard_s.values(), default=now_s) >= now_s - LOST_AFTER_S:  # the usual case of ten thousand ranks
             return {}
-        fallen = {
+        newly_lost = {
             rank: now_s - heard_s
             for rank, heard_s in self.heard_s.items()
             if now_s - heard_s > LOST_AFTER_S and rank not in self.lost and not self._ledger.ranks[rank].bye
         }
-        self.lost |= set(fallen)
-        return fallen
+        self.lost |= set(newly_lost)
+        return newly_lost
 
-    def give_up(self, rank: int) -> None:
+    def mark_lost(self, rank: int) -> None:
         """Mark a rank as lost at once, because its agent has ended."""
         self.lost.add(rank)
 
-    def awaited(self, before_s: float) -> list[int]:
+    def ranks_last_heard(self, before_s: float) -> list[int]:
         """Return the ranks whose last message is older than ``before_s``, without ranks that have left or are lost."""
-        away = self.lost | self.gone
+        away = self.lost | self.left_ranks
         return [rank for rank, heard_s in self.heard_s.items() if heard_s < before_s and rank not in away]
 
     @property
@@ -75,25 +75,25 @@ class Presence:
         """Number of ranks that have left or are lost."""
         return len(self.lost) + self.num_left
 
-    def waited_for(self, now_s: float) -> set[int]:
+    def awaited_ranks(self, now_s: float) -> set[int]:
         """Return the ranks for which a window waits, including ranks that have left."""
-        come = set(self.heard_s) - self.lost
+        present = set(self.heard_s) - self.lost
         if not self._waits_for_absent(now_s):
-            return come
-        return come | (set(range(self._ledger.world_size)) - set(self.heard_s))
+            return present
+        return present | (set(range(self._ledger.world_size)) - set(self.heard_s))
 
     def is_behind(self, window: int, now_s: float) -> bool:
         """Whether a rank for which the window waits has not passed the window."""
         # This is called for each of ten thousand reports, so the rank of the last result is checked first.
         last = self._last_behind
         is_awaited = last not in self.lost and (last in self.heard_s or self._waits_for_absent(now_s))
-        if last is not None and is_awaited and self._is_before_end(last, window):
+        if last is not None and is_awaited and self._has_not_passed(last, window):
             return True
-        behind = [rank for rank in self.waited_for(now_s) if self._is_before_end(rank, window)]
+        behind = [rank for rank in self.awaited_ranks(now_s) if self._has_not_passed(rank, window)]
         self._last_behind = self._random.choice(behind) if behind else None
         return bool(behind)
 
-    def _is_before_end(self, rank: int, window: int) -> bool:
+    def _has_not_passed(self, rank: int, window: int) -> bool:
         state = self._ledger.ranks.get(rank)
         return state is None or (state.last_window < window and not state.bye)
 
@@ -103,23 +103,23 @@ class Presence:
         return since_s <= ABSENT_AFTER_S and bye_s <= ABSENT_AFTER_BYE_S
 
     @property
-    def gone(self) -> set[int]:
+    def left_ranks(self) -> set[int]:
         return {rank for rank, state in self._ledger.ranks.items() if state.bye} if self.num_left else set()
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether ranks have left, and windows wait for no other rank."""
         if len(self.heard_s) - len(self.lost) > self.num_left:
             return False  # a fast check without sets, because this is called often
-        left = self.gone
-        return bool(left) and not self.waited_for(now_s) - left
+        left = self.left_ranks
+        return bool(left) and not self.awaited_ranks(now_s) - left
 
     def all_lost(self, now_s: float) -> bool:
         """Whether all ranks that have not left are lost."""
-        away = self.lost | self.gone
+        away = self.lost | self.left_ranks
         heard = [heard_s for rank, heard_s in self.heard_s.items() if rank not in away]
         return all(now_s - heard_s > LOST_AFTER_S for heard_s in heard)
 
     @property
     def is_deserted(self) -> bool:
         """Whether ranks have joined, and all of them have left or are lost."""
-        return bool(self.heard_s) and len(self.lost | self.gone) >= len(self.heard_s)
+        return bool(self.heard_s) and len(self.lost | self.left_ranks) >= len(self.heard_s)

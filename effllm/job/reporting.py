@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from effllm import metrics
 from effllm.job.account import Account, Rows
-from effllm.job.audit import audit_of, doubtful_tags
+from effllm.job.audit import audit_of, doubts_by_tag
 from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
-from effllm.job.gaps import count_gaps, energy_coverage, energy_gaps, iterations_reached, not_measured, too_low
+from effllm.job.gaps import energy_coverage, energy_gaps, gaps_in_counts, iterations_reached, not_measured, tags_too_low
 from effllm.job.ledger import Ledger
 from effllm.job.merged import BUSY, BUSY_S, Expected, Merged
 from effllm.job.roster import Roster
@@ -60,7 +60,7 @@ def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: st
     return replace(goodput, core_wait_s=ledger.core_wait_s(), hidden_data_s=ledger.iteration_losses.hidden_data_s)
 
 
-def to_date(
+def totals_to_date(
     ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
     """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
@@ -79,21 +79,22 @@ def report_of(
 ) -> ClusterReport:
     """Return the report of a closed window, or its correction by a late report; ``previous`` is the last report."""
     rows = window.rows
-    gaps, goodput = count_gaps(ledger, is_over=False), goodput_of(ledger, roster)
-    run, whole = to_date(ledger, roster, goodput, bool(ledger.reports_lost or ledger.unfinished(is_over=False)))
+    gaps, goodput = gaps_in_counts(ledger, is_over=False), goodput_of(ledger, roster)
+    lacks = bool(ledger.reports_lost or ledger.num_unfinished(is_over=False))
+    run, whole = totals_to_date(ledger, roster, goodput, lacks)
     waited = ledger.waited
     health = replace(waited.health, stalled_s=ledger.hang_s)
     account = _window_account(window, roster.config.min_coverage)
     last = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = last if last.counts.iterations > 0 and not correction else ClusterTotals()
-    numbers = rows.numbers
+    numbers = rows.columns
     coverage = coverage_of(window, ledger, roster)
     if window.energy is None and previous:  # late: no other report of its window is in memory
         coverage = replace(previous.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     values = metrics.window_values(run, shown_of_window, whole)
     rejected = rows.counts["counts_rejected"]
-    of_window = dict.fromkeys(too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
+    of_window = dict.fromkeys(tags_too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
     breakdown = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
     parts = breakdown.parts if breakdown is not None and breakdown.unit == OF_GPUS else ()
     return ClusterReport(
@@ -108,20 +109,20 @@ def report_of(
         last=last,
         job=whole,
         values=values,
-        doubtful=tuple({**doubtful_tags(ledger.audit, values), **gaps.doubtful_tags(values), **of_window}),
+        doubtful=tuple({**doubts_by_tag(ledger.audit, values), **gaps.doubts_by_tag(values), **of_window}),
         coverage=coverage,
         straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
-        style=roster.job.style,
+        style=roster.job.iteration_name,
         simulated=roster.job.is_simulated,
         power_scope=roster.job.scope.label if window.energy and window.energy.coverage is not None else None,
         warming_up=window.warming,
-        final=rows.is_final,
+        final=rows.has_final_report,
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
-        spread={} if correction else window_spread(rows, window.merged, roster.expected(rows.ranks)),
+        spread={} if correction else window_spread(rows, window.merged, roster.expected_devices(rows.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(last) or 0.0) > MAX_RANDOM_ERROR,
         gpu_seconds={part.name: part.device_seconds for part in parts},
@@ -145,11 +146,11 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
 
     Ranks without a completed iteration and GPUs that were not measured are left out.
     """
-    iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
+    iterations, busy_s = rows.columns["iterations"], rows.columns["busy_s"]
     worked = iterations > 0
     spreads = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
     if merged is not None:
-        at = expected.positions(merged)
+        at = expected.rows_in(merged)
         gpus = at[expected.is_gpu & (at >= 0)]
         owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
         energy, levels = merged.iterations.energy[owners], merged.iterations.levels[gpus]
@@ -171,16 +172,16 @@ def _window_account(window: Window, min_coverage: float) -> Account:
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
     ranks: Sequence[int] = window.rows.ranks if window else ()
     merged = window.merged if window else None
-    absent = roster.absent(ranks) if window else set()
-    expected = roster.expected(ranks) if window else Expected(roster.devices)
+    absent = roster.missing_ranks(ranks) if window else set()
+    expected = roster.expected_devices(ranks) if window else Expected(roster.devices)
     gpus = int(expected.is_gpu.sum())
-    unknown = len((absent - roster.hellos.keys()) | roster.blind(ranks)) if gpus else 0
+    unknown = len((absent - roster.hellos.keys()) | roster.ranks_without_device(ranks)) if gpus else 0
     span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
     return Coverage(
         ranks_expected=ledger.world_size,
         ranks_reporting=len(ranks),
         gpus_expected=gpus + unknown,
-        gpus_measured=merged.count_measured(expected) if merged is not None else 0,
+        gpus_measured=merged.count_measured_gpus(expected) if merged is not None else 0,
         reports_lost=ledger.reports_lost,
         reports_late=ledger.late,
         missing_ranks=tuple(sorted(absent)),
@@ -192,15 +193,15 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
 
 def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_s: float, ended: bool) -> Summary:
     """Return the summary of the run so far."""
-    gaps = count_gaps(ledger, ended)
+    gaps = gaps_in_counts(ledger, ended)
     lacking = energy_gaps(ledger, ended)
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
     goodput = goodput_of(ledger, roster, ended, status)
-    run, whole = to_date(ledger, roster, goodput, bool(lacking))
+    run, whole = totals_to_date(ledger, roster, goodput, bool(lacking))
     shares = energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
     (reached, measured), counts = iterations_reached(ledger), whole.counts
     values = metrics.summary_values(run, whole)
-    doubts = {**gaps.doubtful_tags(values), **doubtful_tags(ledger.audit, values)}
+    doubts = {**gaps.doubts_by_tag(values), **doubts_by_tag(ledger.audit, values)}
     sources = Sources(ledger.closed, ledger.attempt, round(ledger.last_ranks.iterations), roster.job.unused_text)
     return Summary(
         status=status,
@@ -213,7 +214,7 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
         energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
-        started_time_s=first_start_s(ledger),
+        started_time_s=first_start_time_s(ledger),
         ended_time_s=ledger.goodput.end_time_s if ended else None,
         updated_time_s=time_s,
         elapsed_s=goodput.elapsed_s,
@@ -238,11 +239,11 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
         waterfall=waterfall(goodput, whole, sources, ledger.last_ranks.profiled_uneven_share),
         host=ledger.host_lines.summary(),
         slow_clocks=ledger.slow_clocks.summary(),
-        slow_iterations=ledger.iteration_losses.summary(),
+        slow_iterations=ledger.iteration_losses.long_iterations(),
         rare_waits=ledger.iteration_losses.rare_waits(),
         memory_pressure=ledger.memory_pressure.loss(),
         out_of_memory=ledger.memory_pressure.out_of_memory(ledger.values),
-        audit=audit_of(ledger.audit, roster.job.known),
+        audit=audit_of(ledger.audit, roster.job.known_job),
         forecast=last.forecast if last is not None and not ended else {},
         currency=roster.config.currency,
     )
@@ -259,7 +260,7 @@ def _values_with_errors(
     return results
 
 
-def first_start_s(ledger: Ledger) -> float:
+def first_start_time_s(ledger: Ledger) -> float:
     """Return the unix time at which the first rank of the first attempt started."""
     return ledger.goodput.start_time_s or ledger.started_time_s
 
@@ -279,8 +280,8 @@ def _energy_summary(
         scope=roster.job.scope.label,
         method=roster.job.energy_method,
         joules_per_token=values.get("run_energy/joules_per_token"),
-        by_device=ledger.devices.joules(),
-        error_by_device=ledger.devices.errors_j(),
+        by_device=ledger.devices.joules_by_key(),
+        error_by_device=ledger.devices.errors_by_key_j(),
         error_joules=energy.error_j if has_total else None,
         gain_error=energy.gain_j / energy.joules if energy.joules else None,
         warmup_joules=ledger.warmup_j if is_measured else None,

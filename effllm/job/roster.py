@@ -29,8 +29,8 @@ class Roster:
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks on each device
         self._num_devices: dict[int, int] = {}  # by rank
-        self._everyone: list[int] = []
-        self._blind: set[int] = set()
+        self._all_ranks: list[int] = []
+        self._without_device: set[int] = set()
         self._job: JobFacts | None = None
         self._expected: tuple[set[int], Expected] | None = None  # ranks that left, and the devices without these ranks
 
@@ -43,19 +43,19 @@ class Roster:
         return self._job
 
     @property
-    def everyone(self) -> list[int]:
+    def all_ranks(self) -> list[int]:
         """All ranks of the world; the same list in every window."""
-        if len(self._everyone) != self._ledger.world_size:
-            self._everyone = list(range(self._ledger.world_size))
-        return self._everyone
+        if len(self._all_ranks) != self._ledger.world_size:
+            self._all_ranks = list(range(self._ledger.world_size))
+        return self._all_ranks
 
-    def settle(self, scope: Scope) -> None:
+    def fix_scope(self, scope: Scope) -> None:
         """Fix the power scope of the job's sums, even if other sensors join later."""
         if scope.label and not self._ledger.scope:
             self._ledger.scope = scope.choice
             self._job = None
 
-    def objection(self, message: Hello, now_s: float) -> str:
+    def rejection_reason(self, message: Hello, now_s: float) -> str:
         """Return the reason why a HELLO is rejected, or an empty string."""
         state = self._ledger
         if state.job and message.job and message.job != state.job:
@@ -81,11 +81,11 @@ class Roster:
         return ""
 
     def admit(self, message: Hello, now_s: float) -> bool:
-        """Accept a HELLO without `objection`; return whether the agent is new."""
+        """Accept a HELLO without `rejection_reason`; return whether the agent is new."""
         state = self._ledger
         state.job = state.job or message.job
         state.world_size = state.world_size or message.world_size
-        self.presence.join(now_s)
+        self.presence.note_hello(now_s)
         earlier = state.ranks.get(message.rank)
         is_new = earlier is None or earlier.agent != message.agent
         if is_new:
@@ -107,13 +107,13 @@ class Roster:
             if message.rank not in members:
                 members.add(message.rank)
                 self._num_devices[message.rank] = self._num_devices.get(message.rank, 0) + 1
-        self._blind.discard(message.rank)
+        self._without_device.discard(message.rank)
         if all(device.only_power for device in message.devices):
-            self._blind.add(message.rank)
+            self._without_device.add(message.rank)
         self._job = self._expected = None
         return is_new
 
-    def note_unused_gpus(self) -> list[str]:
+    def record_unused_gpus(self) -> list[str]:
         """Record the unused GPUs of the attempt, once, when all ranks have joined.
 
         Returns:
@@ -125,7 +125,7 @@ class Roster:
         attempt.unused_gpus = sum(node.unused for node in nodes)
         return [node.text for node in nodes if node.unused]
 
-    def rank_of(self, rank: int, agent: str) -> RankState | None:
+    def state_of(self, rank: int, agent: str) -> RankState | None:
         """Return the state of a rank, if this is its agent."""
         state = self._ledger.ranks.get(rank)
         return state if state is not None and state.agent == agent else None
@@ -136,18 +136,18 @@ class Roster:
         A late HELLO of this attempt is possible if the trainer completed, or ended before rank 0's agent joined.
         """
         first = self._ledger.ranks.get(0)
-        is_known = self.rank_of(message.rank, message.agent) is not None
+        is_known = self.state_of(message.rank, message.agent) is not None
         return not is_known and first is not None and first.bye != "completed"
 
-    def absent(self, reporting: Collection[int]) -> set[int]:
+    def missing_ranks(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks of the world that have not left and do not report."""
         if len(reporting) == self._ledger.world_size:
             return set()
-        return set(range(self._ledger.world_size)).difference(reporting) - self.presence.gone
+        return set(range(self._ledger.world_size)).difference(reporting) - self.presence.left_ranks
 
-    def expected(self, reporting: Collection[int]) -> Expected:
+    def expected_devices(self, reporting: Collection[int]) -> Expected:
         """Return the devices of a window, without devices whose ranks have all left."""
-        gone = self.presence.gone.difference(reporting)
+        gone = self.presence.left_ranks.difference(reporting)
         if self._expected is None or self._expected[0] != gone:
             hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
             there = (
@@ -161,19 +161,19 @@ class Roster:
 
     def has_lost_host(self) -> bool:
         """Whether all ranks of a host other than the aggregator's have ended without a BYE."""
-        gone = self.presence.gone
+        gone = self.presence.left_ranks
         hosts = {hello.host for hello in self.hellos.values()} - {platform.node()}
         return not hosts <= {hello.host for rank, hello in self.hellos.items() if rank in gone}
 
-    def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
-        gone = self.presence.gone.difference(reporting)
-        return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
+    def ranks_by_device(self, reporting: Collection[int]) -> dict[str, set[int]]:
+        gone = self.presence.left_ranks.difference(reporting)
+        return {key: self.members[key] - gone for key in self.expected_devices(reporting)} if gone else self.members
 
-    def blind(self, reporting: Collection[int]) -> set[int]:
+    def ranks_without_device(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks that have not left and have no computing device."""
-        return self._blind - self.presence.gone.difference(reporting)
+        return self._without_device - self.presence.left_ranks.difference(reporting)
 
-    def disagreement(self, message: Hello) -> str:
+    def check_parameters(self, message: Hello) -> str:
         """Return a text if a HELLO contradicts an earlier HELLO about the whole model, else an empty string."""
         total = message.parameters.total
         if message.parameters.is_share or total is None:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.job.account import Rows
-from effllm.job.health.straggler_reasons import REASONS, mean_of
+from effllm.job.health.straggler_reasons import REASON_NAMES, mean_gauge
 from effllm.records.rank import CLOCK_RATIO, Device, DeviceWindow, Profile, RankReport
 from effllm.records.verdict import ClockLoss
 from effllm.records.wire import Hello
@@ -58,7 +58,7 @@ class SlowClocks(Struct):
     min_clock: float = 1.0  # lowest clock of such GPUs
     usual_s: list[float] = []  # iteration times of windows without a reason
 
-    def close(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
+    def add_window(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
         """Add a closed window."""
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
@@ -76,7 +76,7 @@ class SlowClocks(Struct):
         free = list(_free_clocks(rows, devices, named))
         others = max(free, default=0.0)
         self.free_clock, self.min_clock = max(self.free_clock, others), min([self.min_clock, *free])
-        if not slow and rows.iterations:
+        if not slow and rows.max_iterations:
             self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _iteration_s(rows[0])]
         for cause, gpu in slow.items():
             hello = hellos.get(gpu.row.rank)
@@ -147,13 +147,13 @@ def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_S
         return THROTTLED
     if window.throttled_s.get("power_cap", 0.0) < least_s or not device.power_limit_default_w:
         return ""
-    limit_w = mean_of(window, "power_limit_w") or device.power_limit_w
+    limit_w = mean_gauge(window, "power_limit_w") or device.power_limit_w
     return POWER_LIMIT if limit_w and limit_w < LOWERED_BELOW * device.power_limit_default_w else ""
 
 
 def _clock_share(window: DeviceWindow, device: Device) -> float | None:
     """Return the mean SM clock in iterations as a share of the maximum clock; ``None`` without a clock above 0."""
-    ratio = mean_of(window, CLOCK_RATIO)
+    ratio = mean_gauge(window, CLOCK_RATIO)
     if not ratio or ratio < 0 or not device.sm_clock_reference_hz or not device.sm_clock_max_hz:
         return None
     return min(ratio * device.sm_clock_reference_hz / device.sm_clock_max_hz, 1.0)
@@ -178,7 +178,7 @@ def _kernel_share(profile: Profile | None) -> float:
 
 
 def _limit_w(gpu: _SlowGpu) -> float:
-    return mean_of(gpu.window, "power_limit_w") or gpu.device.power_limit_w or float("inf")
+    return mean_gauge(gpu.window, "power_limit_w") or gpu.device.power_limit_w or float("inf")
 
 
 def _reason_text(cause: str, gpu: _SlowGpu, host: str) -> str:
@@ -190,4 +190,4 @@ def _reason_text(cause: str, gpu: _SlowGpu, host: str) -> str:
         return f"{rank}: {limits}; {clock}"
     reasons = {name: seconds for name, seconds in gpu.window.throttled_s.items() if name not in ("any", "power_cap")}
     worst = max(reasons, key=lambda name: reasons[name], default="")
-    return f"{rank}: {REASONS.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"
+    return f"{rank}: {REASON_NAMES.get(worst, worst.replace('_', ' ')) or 'throttled'}; {clock}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from effllm.job.causes import AVOIDABLE, MIN_ITERATIONS, remedy
 from effllm.job.goodput import Goodput
 from effllm.job.goodput_attempt import PARTS, STRAGGLING
-from effllm.job.host_lines import data_share, where, where_slow
+from effllm.job.host_lines import data_wait_share, place_text, place_text_of_slow
 from effllm.job.losses import (
     STEP_PARTS,
     STRAGGLERS,
@@ -125,12 +125,12 @@ def verdict_of(
     waterfall = summary.waterfall
     if waterfall is None:
         return None
-    every = losses(summary, waterfall, str(facts.get("framework", "")))
-    reported = [loss for loss in every if is_reported(loss, summary)]
+    all_losses = losses(summary, waterfall, str(facts.get("framework", "")))
+    reported = [loss for loss in all_losses if is_reported(loss, summary)]
     if summary.status == "stalled":
-        reported = [loss for loss in every if loss.cause == "hang"] or reported
+        reported = [loss for loss in all_losses if loss.cause == "hang"] or reported
     unit, seen = waterfall.unit, goodput or Goodput()
-    shown = [loss for loss in every[:MAX_EVIDENCE] if loss.share >= MIN_EVIDENCE_SHARE]
+    shown = [loss for loss in all_losses[:MAX_EVIDENCE] if loss.share >= MIN_EVIDENCE_SHARE]
     stated = (*_evidence_of_cores(summary), *_evidence_of_locked_clocks(summary))
     evidence = *(_evidence_of_loss(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
@@ -147,22 +147,22 @@ def verdict_of(
         return _verdict_unreported(unreported, summary, unit, evidence)
     if summary.iterations < MIN_ITERATIONS:
         text = f"only {summary.iterations:,} iterations"
-        return _verdict_unknown(
-            text, "single iterations are no evidence", f"run at least {MIN_ITERATIONS} iterations", evidence
-        )
+        action = f"run at least {MIN_ITERATIONS} iterations"
+        return _verdict_unknown(text, "single iterations are no evidence", action, evidence)
     # No loss is reported, so the threshold of such a loss is for longer jobs.
-    short = [loss for loss in every if loss.share >= AVOIDABLE[loss.cause].share][:1]
-    is_short = "".join(f"{_name(loss.cause)} {100 * loss.share:.1f} % (short job); " for loss in short)
+    short = [loss for loss in all_losses if loss.share >= AVOIDABLE[loss.cause].share][:1]
+    short_text = "".join(f"{_name(loss.cause)} {100 * loss.share:.1f} % (short job); " for loss in short)
     if not is_profiled(summary):
         steps = seconds_of(waterfall, *STEP_PARTS) / waterfall.device_seconds
-        why = f"{is_short}{100 * steps:.1f} % of {unit} time is in steps"
+        why = f"{short_text}{100 * steps:.1f} % of {unit} time is in steps"
         busy = busy_share(summary, waterfall)
         if busy is None or summary.coverage.ranks_expected > 1:
             text = "no loss found; communication inside steps not split"
             action = _profile_action(summary, profile_every)
             return Verdict(NONE_FOUND, text, why, action, None, MEDIUM, evidence)
         return _verdict_healthy(f"the GPU runs a kernel in {100 * busy:.0f} % of the iterations; {why}", evidence)
-    return _verdict_healthy(is_short + (f"largest: {evidence[0].claim}" if evidence else "no loss was found"), evidence)
+    largest = f"largest: {evidence[0].claim}" if evidence else "no loss was found"
+    return _verdict_healthy(short_text + largest, evidence)
 
 
 def _verdict_unreported(share: float, summary: Summary, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
@@ -268,24 +268,24 @@ def _verdict_on_loss(
     cores = [item.claim for item in _evidence_of_cores(summary)] if loss.cause in _CAUSED_BY_CORES else []
     is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
     named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
-    line = where(summary.host, loss.cause, data_share(summary.waterfall))
+    line = place_text(summary.host, loss.cause, data_wait_share(summary.waterfall))
     if loss.cause == "slow_iterations" and is_of_cores:
         line = ""  # any line is long while its thread waits for a core
-    line_of_slow = where_slow(summary.host, named) if named else ""
+    line_of_slow = place_text_of_slow(summary.host, named) if named else ""
     why = loss.why + _worst_iteration_text(windows_of(loss, summary, seen), summary.iterations)
     action = loss.action or remedy(loss.cause, facts).text
     is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
     if is_of_cores and not is_of_line:
         action = "more CPU cores, or fewer threads and DataLoader workers"
     # Another program of the allocation may use the GPUs that no rank uses.
-    is_open = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
+    is_uncertain = loss.cause == "unused_gpus" or _hidden_share(summary, summary.waterfall) > loss.share
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost_text(loss, unit)}",
         why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
         next=action,
         bound=loss.gain,
-        confidence=MEDIUM if is_open else HIGH,
+        confidence=MEDIUM if is_uncertain else HIGH,
         evidence=evidence,
     )
 

@@ -139,13 +139,13 @@ def _split_kept_steps(
     period = profile_period(whole.counts.iterations, whole.constants.world_size)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
     computing = kept - sum(seconds.values())
-    clock, why_no_clock = _lost_to_clock(computing, kept, classes, whole)
-    flops, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _parts_by_flops(computing, kept, classes, whole)
+    clock_s, why_no_clock = _lost_to_clock(computing, kept, classes, whole)
+    flops_s, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _parts_by_flops(computing, kept, classes, whole)
     # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
-    clock = min(clock, max(computing - sum(flops.values()), 0.0))
-    rest = max(computing - clock - sum(flops.values()), 0.0)
-    seconds |= {"clock_below_maximum": clock} if clock else {}
-    seconds |= flops | {"below_peak" if flops else "steps": rest}
+    clock_s = min(clock_s, max(computing - sum(flops_s.values()), 0.0))
+    rest = max(computing - clock_s - sum(flops_s.values()), 0.0)
+    seconds |= {"clock_below_maximum": clock_s} if clock_s else {}
+    seconds |= flops_s | {"below_peak" if flops_s else "steps": rest}
     errors = errors_of(seconds, whole, profiled_steps, computing)
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
 
@@ -180,12 +180,12 @@ def _parts_by_flops(
     computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
 ) -> tuple[dict[str, float], Sequence[str]]:
     """Return the device-seconds of the FLOPs of kept steps at the peak, and the reason for unknown FLOPs."""
-    flops = _seconds_at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
-    if isinstance(flops, str):
-        return {}, (flops,)
+    flops_s = _seconds_at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
+    if isinstance(flops_s, str):
+        return {}, (flops_s,)
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
-    flops = {name: value * _kept_share(kept, classes) for name, value in flops.items()}
-    return ({}, (ABOVE_PEAK,)) if sum(flops.values()) > computing else (flops, ())
+    flops_s = {name: value * _kept_share(kept, classes) for name, value in flops_s.items()}
+    return ({}, (ABOVE_PEAK,)) if sum(flops_s.values()) > computing else (flops_s, ())
 
 
 class _OtherInSteps(NamedTuple):

@@ -115,7 +115,7 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
         return state
     before = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
     warn(f"attempt {state.attempt + 1} continues in {folder} after {before}", "restarted")
-    return state.next_attempt(job)
+    return state.begin_next_attempt(job)
 
 
 def remove_state(folder: Path) -> None:

@@ -54,11 +54,11 @@ class JobEnd:
         The kernel closes the connection of a killed agent, so the job need not wait three heartbeat periods for it.
         """
         if self._presence.num_left > 0 or self._trainer_ended_s is not None:
-            awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
+            awaited = self._presence.ranks_last_heard(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
             gone = [rank for rank in awaited if not self._reaches(rank)]
             self._gone_since_s = since_s = {rank: self._gone_since_s.get(rank, now_s) for rank in gone}
             for rank in [rank for rank in gone if now_s - since_s[rank] >= GONE_AFTER_S]:
-                self._aggregator.give_up(rank, time.time())
+                self._aggregator.mark_lost(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:
         """Whether rank 0's trainer ended long ago and all ranks are lost, so that no BYE will arrive.
@@ -82,7 +82,7 @@ class JobEnd:
             reaches_rejected: returns whether the agent of a rejected job is connected; it disconnects when it has read
                 the reason.
         """
-        connected = self._presence.gone - ({0} if self._orders.by_agent else set())
+        connected = self._presence.left_ranks - ({0} if self._orders.by_agent else set())
         until_s = time.monotonic() + DISCONNECT_S
         while time.monotonic() < until_s:
             connected = {rank for rank in connected if self._reaches(rank)}

@@ -79,14 +79,14 @@ class Messages:
             try:
                 self._handle(peer, decode_from_agent(frame), now_s, len(frame))
             except FrameError as error:
-                self._aggregator.reject(time.time(), self._peers.count_undecodable(peer, str(error)))
+                self._aggregator.reject_frame(time.time(), self._peers.count_undecodable(peer, str(error)))
             if now_s > until_s:
                 break
         return False
 
     def acknowledge(self, sequences: Sequences) -> None:
         """Send to each connected rank the sequence up to which its reports are saved, and the newest values."""
-        report = self._aggregator.closed.last_report
+        report = self._aggregator.closed_windows.last_report
         values = published_values(report) if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
@@ -101,8 +101,8 @@ class Messages:
     def request_stacks(self) -> None:
         """Request the stacks of stalled ranks, and recordings of the stacks of ranks with a new loss."""
         asked: list[tuple[int, wire.FromAggregator]] = [
-            *((rank, wire.Inspect("the job has stalled")) for rank in self._aggregator.stalls.take_asked()),
-            *((rank, wire.RecordStacks()) for rank in self._aggregator.closed.take_to_record()),
+            *((rank, wire.Inspect("the job has stalled")) for rank in self._aggregator.stalls.take_ranks_to_ask()),
+            *((rank, wire.RecordStacks()) for rank in self._aggregator.closed_windows.take_ranks_to_record()),
         ]
         for rank, request in asked:
             if (peer := self._peers.peer_of_rank(rank)) is not None:
@@ -167,7 +167,7 @@ class Messages:
     def _raise_file_limit(self, hello: wire.Hello, now_s: float) -> str:
         """Raise the limit of open files for the world of a valid HELLO; return the reason of a failure."""
         world_size = hello.world_size
-        if world_size <= self._max_ranks or self._aggregator.roster.objection(hello, now_s):
+        if world_size <= self._max_ranks or self._aggregator.roster.rejection_reason(hello, now_s):
             return ""
         shortage = raise_open_files_limit(num_open_files_needed(world_size))
         if not shortage:
@@ -219,19 +219,19 @@ class Acknowledgement:
     def write_due(self, now: Now) -> None:
         """Write the closed windows, and the state if it is due."""
         aggregator = self._aggregator
-        has_closed = self._write_closed(aggregator.closed.take_windows())
+        has_closed = self._write_closed(aggregator.closed_windows.take_windows())
         # The next acknowledgement will be late, so the newest values are sent before it.
         if has_closed and (is_large(aggregator.ledger.world_size) or len(self._unsaved) > 1):
             self._send_values()
         if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
-        aggregator.settle(now)
-        self._write_closed(aggregator.closed.take_windows())
+        aggregator.add_late_reports(now)
+        self._write_closed(aggregator.closed_windows.take_windows())
         self._pace.note_saved(now.mono_s)
         self.save_state()
 
     def save_state(self) -> None:
-        sequences = self._aggregator.open.safe()
+        sequences = self._aggregator.open_windows.safe_sequences()
         if self._save is None:
             self._acknowledge(sequences)
             return

@@ -28,8 +28,8 @@ from effllm.config.spawn import NO_RESOURCES, is_out_of_resources
 from effllm.config.switches import process_environ
 from effllm.job.aggregator import Aggregator
 from effllm.job.device_states import device_states
-from effllm.job.pacing import is_large, keep_every_s, pause_s
-from effllm.job.reporting import first_start_s
+from effllm.job.pacing import is_large, pause_s, save_every_s
+from effllm.job.reporting import first_start_time_s
 from effllm.network import secret
 from effllm.network.curve import ServerKeys
 from effllm.network.discovery import openness_warning
@@ -203,16 +203,16 @@ class Server:
                 self._tick(Now(now_s, time.time()))
                 if self._end.is_over(now_s):
                     return
-                if self._aggregator.open.is_closing:
+                if self._aggregator.open_windows.is_closing:
                     next_tick_s = now_s
-            if now_s >= next_summary_s or self._aggregator.stalls.is_status != self._was_stalled:
+            if now_s >= next_summary_s or self._aggregator.stalls.is_job_stalled != self._was_stalled:
                 next_summary_s = now_s + until_summary_s
                 until_summary_s = min(2 * until_summary_s, SUMMARY_EVERY_S)
                 self._collect_garbage()
-                self._was_stalled = self._aggregator.stalls.is_status
+                self._was_stalled = self._aggregator.stalls.is_job_stalled
                 self._outputs.write_summary(self._summary(ended=False))
             self._write_results()
-            if self._aggregator.finished(now_s):
+            if self._aggregator.is_finished(now_s):
                 return
 
     def _receive(self) -> None:
@@ -244,18 +244,18 @@ class Server:
     def _tick(self, now: Now) -> None:
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
-        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
+        self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
         self._end.give_up_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
-        self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
+        self._update_facts(max(save_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
         if now.mono_s < self._may_be_killed_until_s:  # this status is correct if a kill comes before the next tick
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0, is_over: bool = False) -> None:
         """Write changed facts to run.json, at most once in ``every_s`` seconds."""
         ledger = self._aggregator.ledger
-        self._facts.add_times(first_start_s(ledger), ledger.goodput.end_time_s if is_over else None)
+        self._facts.add_times(first_start_time_s(ledger), ledger.goodput.end_time_s if is_over else None)
         facts = self._facts.take_changed(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.update_facts(facts)
@@ -290,7 +290,7 @@ class Server:
         self._inbox.put(Event(time.time(), kind, text))
 
     def _summary(self, ended: bool) -> Summary:
-        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
+        self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
         is_refused = ended and self._messages.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict, replace
 
-from effllm.job.gaps import many
+from effllm.job.gaps import count_text
 from effllm.records.identity import MAX_LETTERS, Identity, Submission, clean_submission, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
@@ -139,8 +139,8 @@ class RunFacts:
         gpus = {gpu["key"]: gpu for rank in ranks.values() for gpu in rank["devices"] if gpu["is_gpu"]}
         models = ", ".join(sorted({str(gpu["name"]) for gpu in gpus.values()})[:2])
         is_simulated = any(gpu["simulated"] for gpu in gpus.values())
-        on = many(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
-        text = one_line(f"{many(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
+        on = count_text(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
+        text = one_line(f"{count_text(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
         look = next(how_to_open(folder, None, current_folder(), "top"), "") if folder is not None else ""
         return f"measuring {text}" + (f"; to look: {look}" if look else "")
 

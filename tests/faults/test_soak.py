@@ -91,12 +91,12 @@ class Week:
             aggregator.reports(reports(rows[-1]), Now(self.now_s, self.now_s))
         if number % 100 == 0:
             aggregator.reports(reports(rows[0]), Now(self.now_s, self.now_s))
-            aggregator.reject(self.now_s, f"garbage {number}")
+            aggregator.reject_frame(self.now_s, f"garbage {number}")
         aggregator.tick(Now(self.now_s, self.now_s))
-        for closed in aggregator.closed.take_windows():
+        for closed in aggregator.closed_windows.take_windows():
             self.store.write(closed.report, closed.rows)
         self.store.write_events(list(aggregator.events.take_events()))
-        aggregator.stalls.take_asked()
+        aggregator.stalls.take_ranks_to_ask()
         self.store.save_state(aggregator.snapshot())
 
 

@@ -863,7 +863,7 @@ def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
         (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
         one.aliasing.set_durations(lengths_s[max(first + per_window - 64, 0) : first + per_window])
         error = one.aliasing.add_window(per_window, energy.joules or 0.0)
-        watch.close([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
+        watch.judge_window([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
         errors.append(energy.joules - power.integral(power.ends_s[first], power.ends_s[first + per_window]))
     whole_j = power.integral(power.ends_s[skipped], power.ends_s[skipped + count])
     return found, abs(sum(errors)) / whole_j

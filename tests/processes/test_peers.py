@@ -243,7 +243,7 @@ def test_limit_on_events_of_one_rank_does_not_affect_other_ranks():
     for number in range(5000):
         aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), Now(1.0, 1001.0))
     aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), Now(1.0, 1001.0))
-    aggregator.reject(1001.0, "no frame")
+    aggregator.reject_frame(1001.0, "no frame")
 
     texts = [event.text for event in aggregator.events.take_events()]
     assert sum(text.startswith("rank 0: ") for text in texts) == MAX_PER_MINUTE

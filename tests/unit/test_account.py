@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from effllm import metrics
 from effllm.job.account import Account, Rows
-from effllm.job.closed_windows import count_devices, count_rows
+from effllm.job.closed_windows import add_devices, add_rows
 from effllm.job.energy_account import is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, Expected, merge_devices
@@ -390,10 +390,10 @@ def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     for rows in map(Rows, windows):
         number = rows[0].window
         merged = merge_devices(rows, devices, members)
-        ledger.warm(number, rows, warmup, 0.0)
-        count_rows(ledger, number, rows)
+        ledger.note_warmup(number, rows, warmup, 0.0)
+        add_rows(ledger, number, rows)
         energy = window_energy(merged, devices, scope_of(devices))
-        count_devices(ledger, Window(number, rows, merged, energy), least)
+        add_devices(ledger, Window(number, rows, merged, energy), least)
     run, whole, by_class = *(one.totals(JobConstants()) for one in (ledger.run, ledger.whole)), ledger.energy_by_class()
 
     assert sum(by_class.values()) == pytest.approx(whole.energy.measured_j or 0.0, rel=1e-9, abs=1e-6)

@@ -139,27 +139,27 @@ def test_bye_closes_windows_that_wait_for_the_rank():
     assert job.bye(1, "failed")
 
     assert [(report.window, report.coverage.missing_ranks) for report in job.closed()] == [(1, ()), (2, ())]
-    assert not job.aggregator.finished(job.now_s)
+    assert not job.aggregator.is_finished(job.now_s)
     job.bye(0)
-    assert job.aggregator.finished(job.now_s)
+    assert job.aggregator.is_finished(job.now_s)
 
 
 def test_no_rank_is_expected_to_join_after_a_rank_has_left():
     job = Job().join(0)
     job.send(row(0))
     job.bye(0)
-    assert not job.aggregator.finished(job.now_s)
+    assert not job.aggregator.is_finished(job.now_s)
     job.wait(3)
 
     assert [report.window for report in job.closed()] == [1]
-    assert job.aggregator.finished(job.now_s)
+    assert job.aggregator.is_finished(job.now_s)
 
 
 def test_bye_of_an_unknown_rank_is_rejected():
     job = Job().join(0)
 
     assert not job.bye(1)
-    assert not job.aggregator.finished(job.now_s)
+    assert not job.aggregator.is_finished(job.now_s)
     assert job.aggregator.garbage == 1
 
 
@@ -198,7 +198,7 @@ def test_late_report_corrects_totals_but_not_its_window():
     shown = msgspec.json.encode(report)
     job.send(row(1, busy_s=12.0))
 
-    (closed,) = job.aggregator.closed.take_windows()
+    (closed,) = job.aggregator.closed_windows.take_windows()
     correction = closed.report
     assert [one.rank for one in closed.rows] == [1]
     assert msgspec.json.encode(report) == shown
@@ -475,7 +475,7 @@ def test_event_storm_is_limited_to_100_lines_a_minute_and_a_count():
     job = Job()
     for minute in (1, 2):
         for _ in range(2000):
-            job.aggregator.reject(1000.0, "no frame")
+            job.aggregator.reject_frame(1000.0, "no frame")
         job.wait(61)
 
         lines = job.events("garbage")
@@ -833,7 +833,7 @@ def test_new_aggregator_counts_a_gap_in_reports_once():
 def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
     first = Job(warmup="10").join()
     run_of(first, 2)
-    second = Job(1, first.ledger().next_attempt("second job"), "second job", warmup="10").join(0, agent="new")
+    second = Job(1, first.ledger().begin_next_attempt("second job"), "second job", warmup="10").join(0, agent="new")
     closed = run_of(second, 2, agent="new")
 
     assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
@@ -846,7 +846,7 @@ def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
 def test_next_attempt_has_its_own_warm_up_and_ignores_an_old_reset(warmup):
     first = Job(1, warmup=warmup).join()
     first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
-    second = Job(1, first.ledger().next_attempt("job"), warmup=warmup).join()
+    second = Job(1, first.ledger().begin_next_attempt("job"), warmup=warmup).join()
     second.send(row(0, 1), row(0, 2), row(0, 3))
 
     # Windows of 10 s: two windows begin within 15 s.
@@ -922,9 +922,9 @@ class CrashingJob:
                 self.send(rank)
         for rank in self.rows:
             self.job.bye(rank)
-        if not self.job.aggregator.finished(self.job.now_s):
+        if not self.job.aggregator.is_finished(self.job.now_s):
             self.job.wait(1)  # late reports are accepted a few milliseconds apart
-        assert self.job.aggregator.finished(self.job.now_s)
+        assert self.job.aggregator.is_finished(self.job.now_s)
         kept = restore(self.job.aggregator.snapshot())
         return self.job.summary(ended=True), tuple(one.totals(JobConstants()) for one in (kept.run, kept.whole))
 
@@ -1191,7 +1191,7 @@ def test_total_energy_includes_the_separately_shown_warm_up_energy():
 def test_each_attempt_adds_its_own_warm_up():
     first = Job(1, warmup="10").join()
     first.send(row(0, 1), row(0, 2, final=True))
-    second = Job(1, first.ledger().next_attempt("job"), warmup="10").join()
+    second = Job(1, first.ledger().begin_next_attempt("job"), warmup="10").join()
     run_of(second, 2)
 
     assert second.summary().energy.warmup_joules == 2000.0
@@ -1272,7 +1272,7 @@ def test_totals_are_missing_and_rates_doubtful_if_a_rank_lacks_one_window():
 
 def test_total_energy_is_missing_if_an_earlier_attempt_lost_reports():
     first = whole_run(without=[(0, 2), (1, 2)])
-    second = Job(2, first.ledger().next_attempt("job")).join()
+    second = Job(2, first.ledger().begin_next_attempt("job")).join()
     second.send(row(0, 1, final=True), row(1, 1, final=True))
     summary = second.summary(ended=True)
 
@@ -1303,7 +1303,7 @@ def test_many_waiting_windows_close_a_few_at_a_time():
     job.bye(0)
 
     num_closed = [len(job.closed())]
-    while job.aggregator.open.is_closing:
+    while job.aggregator.open_windows.is_closing:
         job.aggregator.tick(job.now)
         num_closed.append(len(job.closed()))
     assert sum(num_closed) == 200
@@ -1315,7 +1315,7 @@ def test_waiting_reports_of_a_rank_are_bounded_in_number():
     job = Job(2, history_size=50).join()
 
     assert [job.send(row(1, window)) for window in range(1, 200)].count(True) == 50
-    assert len(job.aggregator.open._windows) == 50
+    assert len(job.aggregator.open_windows._windows) == 50
     job.send(*(row(0, window) for window in range(1, 51)))
     # Reports that were not accepted are sent again.
     assert len(job.closed()) == 50
@@ -1350,7 +1350,7 @@ def test_many_late_reports_are_accepted_a_few_at_a_time():
     for window in range(1, 201):
         job.send(row(0, window, final=window == 200))
     job.aggregator.close_all()
-    job.aggregator.open._max_late = MAX_LATE
+    job.aggregator.open_windows._max_late = MAX_LATE
     job.closed()
     job.send(*(row(1, window, final=window == 200) for window in range(1, 201)))
 

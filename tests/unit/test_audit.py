@@ -7,10 +7,10 @@ from builders import row
 from effllm.job.audit import (
     FigureSums,
     KnownJob,
-    above_tensor_activity,
-    compared,
+    compared_figure,
+    mfu_excess_text,
     tensor_utilization,
-    unchecked_mfu,
+    why_mfu_unchecked,
 )
 from effllm.records.framework_figures import (
     MFU_RATIO,
@@ -73,7 +73,7 @@ def test_own_figure_has_the_unit_of_the_framework(name, own):
 
 def test_figure_without_counts_or_peak_is_not_compared():
     sums = FigureSums(figure=100.0, count=50, over=10.0, windows=12)
-    assert compared(MFU_RATIO, sums, KnownJob(flops_per_token=1e12)) is None
+    assert compared_figure(MFU_RATIO, sums, KnownJob(flops_per_token=1e12)) is None
     assert AuditedJob().windows(12, {TOKENS_PER_S: 1.0}, tokens=0, tokens_processed=0).summary().audit.figures == ()
 
 
@@ -90,7 +90,7 @@ def test_windows_without_all_ranks_are_not_compared():
     job = AuditedJob(2).windows(3, {TOKENS_PER_S: 200.0})
     for number in range(4, 31):
         for rank in range(2):
-            job.aggregator.presence.hear(rank, 20.0 * number)
+            job.aggregator.presence.note_message(rank, 20.0 * number)
         values = {TOKENS_PER_S: value(200.0)}
         job.now_s = 20.0 * number
         job.send(row(0, number, devices=(), values=values))
@@ -190,11 +190,11 @@ def test_tensor_utilization_is_activity_times_clock():
 
 @pytest.mark.parametrize("activity", [0.4, 0.45, 0.9])
 def test_mfu_below_the_tensor_activity_is_possible(activity):
-    assert above_tensor_activity(mfu_totals(0.45, activity), BF16) == ""
+    assert mfu_excess_text(mfu_totals(0.45, activity), BF16) == ""
 
 
 def test_mfu_above_the_tensor_activity_is_reported_with_its_factor():
-    text = above_tensor_activity(mfu_totals(0.575, 0.25), BF16)
+    text = mfu_excess_text(mfu_totals(0.575, 0.25), BF16)
     assert text.startswith("MFU is 57.5 %, but tensor activity x SM clock is at most 25.0 %")
     assert text.endswith("by a factor of at least 2")
 
@@ -202,25 +202,25 @@ def test_mfu_above_the_tensor_activity_is_reported_with_its_factor():
 def test_too_few_readings_in_iterations_are_not_compared_and_said():
     totals = mfu_totals(0.9, 0.1, covered_s=19.9)
 
-    assert (above_tensor_activity(totals, BF16), tensor_utilization(totals, BF16)) == ("", None)
-    assert unchecked_mfu(totals, BF16).startswith("check of MFU by tensor activity: the readings")
-    assert unchecked_mfu(mfu_totals(0.9, 0.1), BF16) == unchecked_mfu(totals, KnownJob(precision="bf16")) == ""
+    assert (mfu_excess_text(totals, BF16), tensor_utilization(totals, BF16)) == ("", None)
+    assert why_mfu_unchecked(totals, BF16).startswith("check of MFU by tensor activity: the readings")
+    assert why_mfu_unchecked(mfu_totals(0.9, 0.1), BF16) == why_mfu_unchecked(totals, KnownJob(precision="bf16")) == ""
 
 
 @pytest.mark.parametrize("peak", [148e12, 494.7e12, 756e12, 1000e12])
 def test_wrong_peak_is_found(peak):
-    assert above_tensor_activity(mfu_totals(0.9, 0.4, peak=peak), BF16).startswith("MFU is 90.0 %")
+    assert mfu_excess_text(mfu_totals(0.9, 0.4, peak=peak), BF16).startswith("MFU is 90.0 %")
 
 
 def test_time_of_iterations_without_readings_may_be_as_busy_as_the_largest_reading():
     # Readings of 0.2 s lie in the middle of iterations of 0.24 s, and the GPU is busy at their start and end.
-    assert above_tensor_activity(mfu_totals(0.52, 0.39, time_s=80.0, most=0.48), BF16) == ""
-    assert above_tensor_activity(mfu_totals(0.9, 0.39, time_s=80.0, most=0.48), BF16).startswith("MFU is 90.0 %")
+    assert mfu_excess_text(mfu_totals(0.52, 0.39, time_s=80.0, most=0.48), BF16) == ""
+    assert mfu_excess_text(mfu_totals(0.9, 0.39, time_s=80.0, most=0.48), BF16).startswith("MFU is 90.0 %")
 
 
 @pytest.mark.parametrize(("precision", "why"), [("fp8", "the precision fp8 has"), ("", "the precision is not stated")])
 def test_tensor_activity_of_another_precision_is_not_compared_and_said(precision, why):
     known = KnownJob(precision=precision, peak_clock_hz=1.83e9)
 
-    assert above_tensor_activity(mfu_totals(0.9, 0.1), known) == ""
-    assert unchecked_mfu(mfu_totals(0.9, 0.1), known).startswith(f"check of MFU by tensor activity: {why}")
+    assert mfu_excess_text(mfu_totals(0.9, 0.1), known) == ""
+    assert why_mfu_unchecked(mfu_totals(0.9, 0.1), known).startswith(f"check of MFU by tensor activity: {why}")

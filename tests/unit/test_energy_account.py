@@ -51,7 +51,7 @@ def test_error_of_a_window_has_an_edge_part_and_an_inner_part():
 @pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
 def test_windows_of_two_attempts_share_no_edge(first):
     sums = summed((1, amount(start=1.0)), (2, amount(end=2.0)))
-    sums.close()
+    sums.end_attempt()
     summed((first, amount(start=3.0)), (first + 1, amount()), (first + 2, amount(end=4.0)), sums=sums)
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 5 * 4)
@@ -139,9 +139,9 @@ def test_each_device_has_its_own_edges():
     enter(sums, 2, amount())
 
     # GPU-0 has two adjacent windows; GPU-1 was only in the first window.
-    assert sums.joules() == {"GPU-0": 2000.0, "GPU-1": 1000.0}
+    assert sums.joules_by_key() == {"GPU-0": 2000.0, "GPU-1": 1000.0}
     expected_j2 = {"GPU-0": 9 + 16 + 2 * 4, "GPU-1": 9 + 1 + 4}
-    assert sums.errors_j() == {key: pytest.approx(1.96 * math.sqrt(j2)) for key, j2 in expected_j2.items()}
+    assert sums.errors_by_key_j() == {key: pytest.approx(1.96 * math.sqrt(j2)) for key, j2 in expected_j2.items()}
     assert variance(sums) == pytest.approx(sum(expected_j2.values()))
 
 

@@ -13,7 +13,7 @@ from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.goodput import PRODUCTIVE, Goodput
 from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
-from effllm.job.goodput_tiles import MAX_BEFORE_S, Tiles
+from effllm.job.goodput_tiles import MAX_BEFORE_S, RankTimes
 from effllm.records.clock import Now
 from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat
@@ -73,7 +73,7 @@ class Run(Job):
     def restart(self, world_size=None):
         self.attempt += 1
         self.world_size = world_size or self.world_size
-        return self.continue_with(self.ledger().next_attempt(self.name))
+        return self.continue_with(self.ledger().begin_next_attempt(self.name))
 
     def continue_with(self, ledger):
         self.aggregator = Aggregator(Config(), self.name, ledger.attempt, self.time_s, ledger, self.boot)
@@ -294,7 +294,7 @@ def test_attempt_begins_with_its_earliest_report():
 def test_straggling_and_hang_time_is_subtracted_from_other_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
-    ledger.goodput.attempt.note_lost(2, straggling_s=3.0)
+    ledger.goodput.attempt.move_from_kept(2, straggling_s=3.0)
     ledger.note_hang(30.0)  # a hang in the third window
     assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
     assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
@@ -313,7 +313,7 @@ def test_stacks_are_requested_when_waits_for_data_begin():
     run, asked = Run().join(), []
     for number, wait_s in enumerate((0.0, 0.0, 2.0, 2.0, 0.0, 0.0), 1):
         run.window(number, busy_s=9.0 - wait_s, wait_s=wait_s)
-        asked.append(run.aggregator.closed.take_to_record())
+        asked.append(run.aggregator.closed_windows.take_ranks_to_record())
 
     assert asked == [[], [], [0], [], [], []]
 
@@ -375,7 +375,7 @@ def test_hang_that_ended_in_a_kill_is_subtracted_from_shutdown_time():
 def test_lost_time_moves_between_classes_within_the_time_of_its_window(notes, seconds):
     run = Run(1).join().window(1)
     for window, lost in notes:
-        run.aggregator.ledger.goodput.attempt.note_lost(window, **lost)
+        run.aggregator.ledger.goodput.attempt.move_from_kept(window, **lost)
 
     assert run.seconds() == pytest.approx(seconds)
     assert run.goodput().joules["uneven_ranks"] == pytest.approx(100.0 * seconds.get("uneven_ranks", 0.0))
@@ -454,21 +454,21 @@ def test_gap_is_of_the_unix_clock_only_after_a_reboot_and_never_negative(shift_s
 def test_restart_history_is_bounded_and_newest_spans_are_shortest():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
-    goodput.hear()
-    goodput.join(hello(0, 1, is_numbered=True), is_new=True)
+    goodput.note_last_message()
+    goodput.note_hello(hello(0, 1, is_numbered=True), is_new=True)
     for number in range(1, 5001):
         goodput.clock.advance(10.0 * number, 10.0 * number)
-        goodput.hear()
-        goodput.attempt.count_rows(number, Rows([row(0, number)]))
-        goodput.attempt.count_energy(number, 1000.0, {})
+        goodput.note_last_message()
+        goodput.attempt.add_rows(number, Rows([row(0, number)]))
+        goodput.attempt.add_energy(number, 1000.0, {})
     spans = goodput.attempt.spans
 
     assert MAX_SPANS <= len(spans) <= 2 * MAX_SPANS
     assert sum(span.last - span.first + 1 for span in spans) == 50_000
     assert all(span.window_first == span.window_last for span in spans[-MAX_SPANS // 2 :])
     goodput.end_attempt("killed")
-    goodput.join(hello(0, 1, offset=49_000, is_numbered=True), is_new=True)
-    goodput.hear()
+    goodput.note_hello(hello(0, 1, offset=49_000, is_numbered=True), is_new=True)
+    goodput.note_last_message()
     assert goodput.summary().redone_iterations == 1000
     assert goodput.summary().seconds["redone"] == pytest.approx(900.0)
     assert goodput.summary().joules["redone"] == pytest.approx(90_000.0)
@@ -478,11 +478,11 @@ def test_state_is_bounded_and_classes_add_up_after_1000_restarts():
     goodput = Goodput()
     for attempt in range(1100):
         goodput.clock.advance(100.0 * attempt, 100.0 * attempt)
-        goodput.hear()
-        goodput.join(hello(0, 1, offset=10 * attempt, is_numbered=True), is_new=True)
+        goodput.note_last_message()
+        goodput.note_hello(hello(0, 1, offset=10 * attempt, is_numbered=True), is_new=True)
         goodput.clock.advance(100.0 * attempt + 50, 100.0 * attempt + 50)
-        goodput.hear()
-        goodput.attempt.count_rows(1, Rows([row(0, 1, iteration_shown=10 * attempt + 10)]))
+        goodput.note_last_message()
+        goodput.attempt.add_rows(1, Rows([row(0, 1, iteration_shown=10 * attempt + 10)]))
         goodput.end_attempt("killed")
 
     assert len(goodput.attempts) <= 1001
@@ -606,7 +606,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
             run.aggregator.ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
         elif step == "lost_time":
             window, seconds = data.draw(st.integers(0, number + 1)), data.draw(LOST_TIMES)
-            run.aggregator.ledger.goodput.attempt.note_lost(window, **seconds)
+            run.aggregator.ledger.goodput.attempt.move_from_kept(window, **seconds)
         elif step == "clock":
             run.time_s += data.draw(st.floats(-5000.0, 5000.0))
             run.boot = data.draw(st.sampled_from(["boot", "another"]))
@@ -619,10 +619,10 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
 
 
 def test_later_byes_of_a_rank_do_not_change_its_end():
-    tiles = Tiles()
-    tiles.leave(3, 10.0)
-    tiles.leave(5, 11.0)
-    tiles.leave(3, 12.0)  # an agent repeats its bye until it receives an answer
+    tiles = RankTimes()
+    tiles.note_bye(3, 10.0)
+    tiles.note_bye(5, 11.0)
+    tiles.note_bye(3, 12.0)  # an agent repeats its bye until it receives an answer
 
     assert list(tiles.keys) == [3, 5]
     assert tiles.column("left_s").tolist() == [10.0, 11.0]

@@ -21,7 +21,7 @@ def read(name, degrees, seconds=10.0, **changes):
 def readings_of(rows, *devices):
     known = Expected({device.key: device for device in devices})
     members = {key: {rank} for rank, key in enumerate(known)}
-    return merge_devices(Rows.by_rank({one.rank: one for one in rows}), known, members).gpus
+    return merge_devices(Rows.in_rank_order({one.rank: one for one in rows}), known, members).gpus
 
 
 def test_gauges_have_sums_and_maxima_over_gpus():
@@ -78,7 +78,7 @@ def test_second_report_of_a_rank_in_a_window_replaces_the_first():
         aggregator.reports(reports(again), Now(1.0, 1.0))
     aggregator.reports(reports(row(1, 1, devices=(read("GPU-1", 55.0),))), Now(1.0, 1.0))
 
-    (closed,) = aggregator.closed.take_windows()
+    (closed,) = aggregator.closed_windows.take_windows()
 
     assert closed.report.last.devices.temperature_max_c == 61.0
     assert closed.report.last.devices.power_histogram_s == {60: 10.0, 55: 10.0}

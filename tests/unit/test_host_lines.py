@@ -5,7 +5,7 @@ import pytest
 from cases import cases
 
 from effllm.commands.inspect import host_lines
-from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, share_interval, where, where_slow
+from effllm.job.host_lines import MAX_RANKS, MIN_SAMPLES, HostLines, place_text, place_text_of_slow, share_interval
 from effllm.records.host_lines import CodeLine
 from effllm.records.wire import HostSamples
 
@@ -56,7 +56,7 @@ WAITS = line("device", 100, "norm (train.py:30)", "item (probably)")
     ],
 )  # fmt: skip
 def test_line_with_the_most_samples_of_the_loss_is_named(lines, cause, percent, samples, text):
-    assert where(summary(*lines), cause) == f"in {percent} % of {samples} samples the host {text}"
+    assert place_text(summary(*lines), cause) == f"in {percent} % of {samples} samples the host {text}"
 
 
 @cases(
@@ -69,7 +69,7 @@ def test_line_with_the_most_samples_of_the_loss_is_named(lines, cause, percent, 
     ],
 )
 def test_no_line_is_named_for_few_samples_and_other_causes(lines, cause):
-    assert where(summary(*lines), cause) == where(None, cause) == ""
+    assert place_text(summary(*lines), cause) == place_text(None, cause) == ""
 
 
 @cases(
@@ -84,21 +84,21 @@ def test_no_line_is_named_for_few_samples_and_other_causes(lines, cause):
 def test_loop_that_fetches_its_batches_itself_is_named_for_waits_for_data(share, data, text):
     own = line("other", 80, "rows (corpus.py:33)", "")
 
-    assert where(summary(own, line("compute", 100), *data), "data_loading", share) == text
+    assert place_text(summary(own, line("compute", 100), *data), "data_loading", share) == text
 
 
 @pytest.mark.parametrize(
     "line", ["f", "f (a.py:)", "f (a.py:-3)", "f (a.py:" + "9" * 99 + ")", ":)", "f (a.py:\u00b2)"]
 )
 def test_a_line_without_a_number_is_shown_as_it_is(line):
-    assert where(summary(CodeLine("data", line, "", 40)), "data_loading").endswith(f"was in {line}")
+    assert place_text(summary(CodeLine("data", line, "", 40)), "data_loading").endswith(f"was in {line}")
 
 
 def test_only_the_additional_samples_of_long_iterations_count_for_them():
     found = summary(line("other", 100, "refresh (train.py:5)", "", long=60), line("backward", 400))
 
     text = "in 100 % of 60 samples of long iterations the host was in refresh (train.py:5)"
-    assert where(found, "slow_iterations") == text
+    assert place_text(found, "slow_iterations") == text
     assert next(host_lines(found, "slow_iterations")) == "where the host was, in 60 of 500 samples of rank 0:"
 
 
@@ -110,9 +110,11 @@ def test_waits_for_dataloader_workers_name_the_line_of_a_worker():
 
     summary = found.summary()
     assert (summary.samples, summary.by_rank) == (100, {0: 100})
-    assert where(summary, "data_loading") == ("in 80 % of 100 samples a DataLoader worker was in tokenize (data.py:9)")
+    assert place_text(summary, "data_loading") == (
+        "in 80 % of 100 samples a DataLoader worker was in tokenize (data.py:9)"
+    )
     assert next(host_lines(summary, "data_loading")) == "where a DataLoader worker was, in 100 samples of rank 0:"
-    assert where(summary, "device_idle").endswith("the host was in select, called in <module> (train.py:3)")
+    assert place_text(summary, "device_idle").endswith("the host was in select, called in <module> (train.py:3)")
 
 
 def test_recordings_add_up_and_ranks_are_limited():
@@ -169,12 +171,12 @@ def of_ranks(*shares, samples=200):
 )
 def test_line_of_a_slow_rank_is_the_one_with_more_samples_than_its_peers(shares, rank, others):
     text = f"rank {rank} is in log_grads (train.py:120) in 44 % of the samples, {others}"
-    assert where_slow(of_ranks(*shares), [rank]) == text
+    assert place_text_of_slow(of_ranks(*shares), [rank]) == text
 
 
 @pytest.mark.parametrize("shares", [(0.40, 0.44), (0.02, 0.05)])
 def test_no_line_is_named_for_small_differences_of_ranks(shares):
-    assert where_slow(of_ranks(*shares), [1]) == ""
-    assert where_slow(of_ranks(*shares[:1]), [0]) == "", "no peer was recorded"
-    assert where_slow(of_ranks(*shares, samples=20), [1]) == ""
-    assert where_slow(None, [1]) == ""
+    assert place_text_of_slow(of_ranks(*shares), [1]) == ""
+    assert place_text_of_slow(of_ranks(*shares[:1]), [0]) == "", "no peer was recorded"
+    assert place_text_of_slow(of_ranks(*shares, samples=20), [1]) == ""
+    assert place_text_of_slow(None, [1]) == ""

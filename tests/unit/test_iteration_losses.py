@@ -39,7 +39,7 @@ times = st.lists(st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5), min_size
 def data_of(rows):
     """Return what waits for data cost in a window: rank-seconds of all ranks, with the ranks' own waits."""
     matrix = IterationMatrix.of(rows)
-    (lost, *_) = IterationLosses().close(matrix)
+    (lost, *_) = IterationLosses().add_window(matrix)
     return lost.data_s + float(matrix.waits.sum())
 
 
@@ -85,7 +85,7 @@ def test_waits_of_ranks_are_what_the_job_saves_with_equal_ranks(own, slow):
 
 def close(losses, *times, **changes):
     """Return what a window costs."""
-    return losses.close(IterationMatrix.of(window(*times, **changes)))
+    return losses.add_window(IterationMatrix.of(window(*times, **changes)))
 
 
 def counted(own, slow=(), since=None, waits=None):
@@ -152,11 +152,11 @@ def test_ranks_that_wait_for_the_checkpoint_of_rank_0_wait_for_a_checkpoint(rank
         took[1:, 2] += 0.8  # rank 0 writes before this iteration, and joins the others at its end
         rows = window(number + 1, took.tolist(), [[0.0] * 5] * ranks, first=5 * number + 1)
         rows[0].phases_s = {"checkpoint": 0.8}
-        lost += losses.close(IterationMatrix.of(rows))
+        lost += losses.add_window(IterationMatrix.of(rows))
 
     assert {one.phase for one in lost} == {"checkpoint", ""}
     assert sum(one.phase_s for one in lost) == pytest.approx(8 * 0.8 * (ranks - 1), rel=0.01)
-    assert sum(one.slow_s for one in lost) == 0.0 and losses.summary() is None
+    assert sum(one.slow_s for one in lost) == 0.0 and losses.long_iterations() is None
 
 
 def test_waits_of_one_rank_are_counted_alone():
@@ -180,7 +180,7 @@ def train(steps, seed=0, ranks=2, sigma=0.1):
 
 def test_pauses_of_all_ranks_are_long_iterations():
     losses, sums = train(lambda i: 7.0 if i % 20 == 0 else 1.0)
-    found = losses.summary()
+    found = losses.long_iterations()
 
     assert sums["slow_s"] == pytest.approx(2 * 20 * 0.6, rel=0.1)
     assert (found.count, found.of, found.every) == (20, 400, 20)
@@ -192,7 +192,7 @@ def test_iterations_after_long_ones_are_long_at_most():
     """A rank that ends an iteration late makes the next one of the others longer: 19 of 20 times, by 20 of 600 ms."""
     losses, _ = train(lambda i: {0: 7.0, 1: 1.2}.get(i % 20, 1.0), sigma=0.0)
 
-    assert losses.summary().max_ratio == pytest.approx(1 + 19 / 20 * 20 / 600, rel=0.01)
+    assert losses.long_iterations().max_ratio == pytest.approx(1 + 19 / 20 * 20 / 600, rel=0.01)
 
 
 def test_rare_waits_are_named():
@@ -211,7 +211,7 @@ def test_long_first_iterations_are_the_warmup():
     losses, sums = train(lambda i: 400.0 if i == 1 else 1.0)
 
     assert sums["warmup_s"] == pytest.approx(2 * 39.9, rel=0.3)
-    assert sums["slow_s"] == 0.0 and losses.summary() is None
+    assert sums["slow_s"] == 0.0 and losses.long_iterations() is None
 
 
 @pytest.mark.parametrize("sigma", [0.03, 0.1, 0.2, 0.3, 0.4])
@@ -241,7 +241,7 @@ def test_losses_by_means_of_iterations_are_lower_and_upper_bounds(monkeypatch):
     for losses, values in ((exact, 1 << 20), (means, 61)):
         monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", values)
         matrix = IterationMatrix.of(window(1, steps, waits))
-        sums.append(sum(one.data_s for one in losses.close(matrix)) + float((matrix.waits @ matrix.weights).sum()))
+        sums.append(sum(one.data_s for one in losses.add_window(matrix)) + float((matrix.waits @ matrix.weights).sum()))
 
     whole, least = sums
     assert whole == pytest.approx(120 * 2 * 0.2, rel=0.01)
@@ -272,7 +272,7 @@ def test_waits_of_one_rank_in_means_cost_the_others_as_much_as_in_single_iterati
     rows = window(1, synchronous(waits, [[0.1] * 12] * 3), waits)
     monkeypatch.setattr("effllm.job.iteration_losses.MAX_VALUES", 12)
 
-    (lost, *_) = IterationLosses().close(IterationMatrix.of(rows))
+    (lost, *_) = IterationLosses().add_window(IterationMatrix.of(rows))
 
     assert lost.data_s == pytest.approx(2 * 12 * 0.2, rel=0.01)
 
@@ -294,10 +294,10 @@ def test_long_iterations_in_means_keep_their_time():
         means = codes_of([sum(took[0][:2]) / 2, sum(took[0][2:]) / 2])
         for row in rows:
             row.times = IterationTimes(means, each=2)
-        lost = losses.close(IterationMatrix.of(rows))
+        lost = losses.add_window(IterationMatrix.of(rows))
         if number == 20:
             assert sum(one.slow_s for one in lost) == pytest.approx(2 * 3.9, rel=0.01)
-    assert losses.iterations == 120 and losses.summary().count == 1
+    assert losses.iterations == 120 and losses.long_iterations().count == 1
 
 
 def test_reports_without_times_and_of_other_iterations_are_left_out():
@@ -321,6 +321,6 @@ def test_times_of_a_hostile_rank_end_nothing(times):
     rows = window(1, [[0.1] * 4] * 3, [[0.0] * 4] * 3, [[0.05] * 4] * 3)
     rows[0].times = times
     losses = IterationLosses()
-    losses.close(IterationMatrix.of(rows))
+    losses.add_window(IterationMatrix.of(rows))
 
     assert losses.pending[0].ranks == 3

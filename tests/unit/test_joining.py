@@ -62,7 +62,7 @@ def test_windows_of_a_second_are_not_joined():
             job.send(short(0, window, 1.1), short(1, window, 1.1))
 
     shown = [
-        [(one.report.window, one.report.values, one.rows) for one in job.aggregator.closed.take_windows()]
+        [(one.report.window, one.report.values, one.rows) for one in job.aggregator.closed_windows.take_windows()]
         for job in (joined, plain)
     ]
 
@@ -97,9 +97,9 @@ def test_joined_windows_have_exact_totals_and_equal_edges(seed):
             one.bye(rank)
         one.tick()
 
-    windows, expected = (one.aggregator.closed.take_windows() for one in (job, plain))
+    windows, expected = (one.aggregator.closed_windows.take_windows() for one in (job, plain))
 
-    assert job.aggregator.finished(job.now_s)
+    assert job.aggregator.is_finished(job.now_s)
     assert not job.aggregator.summary(1000.0, ended=True).events.get("missing")
     for one in windows:
         assert len(one.rows) == ranks
@@ -123,7 +123,7 @@ def test_each_report_is_counted_once_after_a_restart():
     for at in range(0, 230, 10):
         job.send(*rows[0][at : at + 10])
         job.send(*rows[1][at : at + 10])
-    safe = job.aggregator.open.safe()
+    safe = job.aggregator.open_windows.safe_sequences()
     assert len(job.closed()) == 2
     assert safe == {0: 200, 1: 200}
 
@@ -144,9 +144,9 @@ def test_each_report_is_counted_once_after_a_restart():
 def test_reports_are_acknowledged_after_their_joined_window_closes(first, second):
     job = joining(len(first + second))
     job.send(*(short(rank, window) for rank in first for window in range(1, 121)))
-    assert set(job.aggregator.open.safe().values()) == {0}
+    assert set(job.aggregator.open_windows.safe_sequences().values()) == {0}
     job.send(*(short(rank, window) for rank in second for window in range(1, 121)))
-    assert set(job.aggregator.open.safe().values()) == {100}
+    assert set(job.aggregator.open_windows.safe_sequences().values()) == {100}
 
 
 def test_window_closes_after_the_maximum_wait_without_a_report():

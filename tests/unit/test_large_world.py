@@ -95,7 +95,7 @@ def test_late_reports_are_merged_and_joules_are_counted_once():
 
     job.send(*(row(rank, window) for window in (2, 3) for rank in range(10)))
     assert job.closed() == [], "late rows wait for more"
-    safe = job.aggregator.open.safe()
+    safe = job.aggregator.open_windows.safe_sequences()
     assert (safe[0], safe[10]) == (1, 3), "waiting rows are not acknowledged"
 
     corrections = job.tick(1.0).closed()
@@ -104,7 +104,7 @@ def test_late_reports_are_merged_and_joules_are_counted_once():
     assert (whole.counts.tokens, whole.energy.is_complete) == (3 * 1000 * RANKS, True)
     assert whole.energy.joules == pytest.approx(3 * 1000.0 * RANKS)
     assert whole.energy.counts.tokens == whole.counts.tokens
-    assert job.aggregator.open.safe()[0] == 3
+    assert job.aggregator.open_windows.safe_sequences()[0] == 3
     late, _ = job.events("late")
     assert late.text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
@@ -161,6 +161,6 @@ def test_report_with_a_gap_waits_for_the_writer_and_the_others_do_not(changed, k
     job = Job(300).join()
     job.send(*(row(rank, **({"devices": changed[rank]} if rank in changed else {})) for rank in range(300)))
 
-    (closed,) = job.aggregator.closed.take_windows()
+    (closed,) = job.aggregator.closed_windows.take_windows()
     assert [one.rank for one in closed.kept.rows] == kept
     assert closed.kept.start_time_s == closed.rows[0].start_time_s

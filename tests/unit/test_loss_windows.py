@@ -25,9 +25,9 @@ def test_memory_pressure_points_to_the_windows_with_retries_and_the_error():
     read = {"allocator/allocated_bytes": ValueStatistics(1, 1e9, 1e9, 1e9)}
     for number, retries in enumerate((0, 2, 3, 0, 1, 0), 1):
         found = {RETRIES: ValueStatistics(1, retries, retries, retries)} if retries else {}
-        pressure.close(Rows([row(0, number, values={**read, **found})]))
+        pressure.add_window(Rows([row(0, number, values={**read, **found})]))
     error = {ERRORS: ValueStatistics(1, 1.0, 1.0, 1.0)}
-    pressure.close(Rows([row(0, 7, values=error, final=True)]))
+    pressure.add_window(Rows([row(0, 7, values=error, final=True)]))
 
     loss = pressure.loss()
     assert (loss.windows, loss.first_iteration, loss.last_iteration, loss.worst_iteration) == (3, 20, 50, 30)
@@ -51,7 +51,7 @@ def test_windows_above_the_share_are_counted_in_all_attempts():
 
     assert goodput.windows_of("data", 0.05) == LossWindows(2, 20, 40, 20, pytest.approx(0.2))
     assert goodput.windows_of("straggling", 0.05) is None
-    again = Job(1, job.ledger().next_attempt("job2"), "job2")
+    again = Job(1, job.ledger().begin_next_attempt("job2"), "job2")
     assert waits(again, [0.3]).windows_of("data", 0.05).count == 3
 
 

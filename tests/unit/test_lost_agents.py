@@ -64,14 +64,14 @@ def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
 def test_end_of_a_job_does_not_wait_for_lost_ranks():
     job = Job().join()
     presence = job.aggregator.presence
-    assert presence.awaited(before_s=1.0) == [0, 1]
+    assert presence.ranks_last_heard(before_s=1.0) == [0, 1]
     job.tick(5.0).bye(0)
-    assert presence.awaited(before_s=6.0) == [1]
-    assert not job.aggregator.finished(8.0)
+    assert presence.ranks_last_heard(before_s=6.0) == [1]
+    assert not job.aggregator.is_finished(8.0)
     assert not presence.is_deserted
-    job.aggregator.give_up(1, 1008.0)
+    job.aggregator.mark_lost(1, 1008.0)
 
-    assert job.aggregator.finished(8.0)
+    assert job.aggregator.is_finished(8.0)
     assert presence.is_deserted
     assert job.summary(ended=True).status == "ended"
     assert [event.rank for event in job.events("rank_lost")] == [1]

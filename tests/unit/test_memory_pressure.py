@@ -25,7 +25,7 @@ def window(busy_s, retries=0, number=1, tokens=1000, is_read=True):
 def closed(*windows):
     found = MemoryPressure()
     for one in windows:
-        found.close(one)
+        found.add_window(one)
     return found.loss()
 
 
@@ -69,9 +69,9 @@ def test_job_without_retries_or_without_a_reading_has_no_loss():
 def test_state_continues_after_a_restart_of_the_aggregator():
     state = MemoryPressure()
     for one in [*usual(), window(14.0, retries=6)]:
-        state.close(one)
+        state.add_window(one)
     again = msgspec.json.decode(msgspec.json.encode(state), type=MemoryPressure)
-    again.close(window(14.0, retries=6))
+    again.add_window(window(14.0, retries=6))
 
     assert again.loss().rank_seconds == pytest.approx(2 * (14.0 - 10.035))
 
@@ -109,7 +109,9 @@ def test_job_that_ended_out_of_memory_has_its_memory_in_the_verdict():
     counts = {ERRORS: 1.0, RETRIES: 4.0}
     values = {name: ValueStatistics(1, count, 0.0, count, count) for name, count in counts.items()}
     memory = Allocator(70e9, 75e9, 2e9)
-    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values, allocator=memory, final=True)]))
+    state.add_window(
+        Rows([msgspec.structs.replace(row(rank=3, window=9), values=values, allocator=memory, final=True)])
+    )
     run = {f"allocator/{name}_peak_bytes": ValueStatistics(1, 1.0, 0.0, 1.0, 72e9) for name in ("steps", "startup")}
     run[RETRIES] = ValueStatistics(2, 4.0, 0.0, 1.0, 3.0)
     found = state.out_of_memory(run)
@@ -125,7 +127,7 @@ def test_job_that_ended_out_of_memory_has_its_memory_in_the_verdict():
 def test_error_that_the_loop_survives_is_not_the_end_of_the_job():
     state = MemoryPressure()
     values = {ERRORS: ValueStatistics(1, 1.0, 0.0, 1.0, 1.0)}
-    state.close(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values)]))
+    state.add_window(Rows([msgspec.structs.replace(row(rank=3, window=9), values=values)]))
 
     assert state.out_of_memory({}) is None
 

@@ -5,7 +5,7 @@ from builders import Job, device_window, full, gpu, row
 from cases import cases
 
 from effllm.config.settings import VARIABLES
-from effllm.job.power_scope import CHOICES, choose, keep, scopes
+from effllm.job.power_scope import CHOICES, choose_scope, common_scopes, keep_scope
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
 
@@ -33,7 +33,7 @@ BOTH = (gpu("GPU-0"), cpu(), psu())
 
 
 def chosen(*nodes, wanted="auto"):
-    scope = choose(nodes, wanted)
+    scope = choose_scope(nodes, wanted)
     return scope.label, set(scope.keys)
 
 
@@ -70,25 +70,27 @@ def test_cpu_inside_a_module_is_not_added_again():
 
     assert chosen(node) == ("module", {"GPU-0", "GPU-1"})
     assert chosen(node, wanted="gpu+cpu") == ("module", {"GPU-0", "GPU-1"})
-    assert choose([node], "gpu+cpu").complaint == "", "a module is both"
+    assert choose_scope([node], "gpu+cpu").complaint == "", "a module is both"
 
 
 def test_supplies_with_two_sensors_are_counted_once():
-    scope = choose([(*BOTH, psu("node0-again"))], "auto")
+    scope = choose_scope([(*BOTH, psu("node0-again"))], "auto")
 
     assert (scope.label, len(scope.keys)) == ("node-psu", 1)
 
 
 def test_scope_is_none_without_energy_sensors():
-    assert choose([(BLIND,), ()], "auto").label is None
-    assert choose([(BLIND,)], "node-psu").complaint == ("power scope: node-psu is set, but no device measures energy")
-    assert scopes([]) == []
+    assert choose_scope([(BLIND,), ()], "auto").label is None
+    assert choose_scope([(BLIND,)], "node-psu").complaint == (
+        "power scope: node-psu is set, but no device measures energy"
+    )
+    assert common_scopes([]) == []
 
 
 @cases("wanted", ["gpu", "gpu+cpu", "node-psu", "module"])
 def test_requested_scope_is_used_if_every_node_has_it(wanted):
     plain = BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))
-    scope = choose([(module("GPU-0"), psu())] if wanted == "module" else plain, wanted)
+    scope = choose_scope([(module("GPU-0"), psu())] if wanted == "module" else plain, wanted)
 
     assert (scope.label, scope.complaint) == (wanted, "")
 
@@ -104,27 +106,27 @@ def test_requested_scope_is_used_if_every_node_has_it(wanted):
     ],
 )
 def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, used):
-    scope = choose([node], wanted)
+    scope = choose_scope([node], wanted)
 
     assert (scope.label, scope.complaint) == (used, f"power scope: not every node can measure {wanted}; {used} is used")
 
 
 def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
-    scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
+    scope = keep_scope([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
     assert "the run began with node-psu, but not every node can measure it" in scope.complaint
 
 
 def test_later_request_does_not_change_the_scope_of_a_run():
-    scope = keep([BOTH], "node-psu", "gpu")
+    scope = keep_scope([BOTH], "node-psu", "gpu")
 
     assert scope.label == "node-psu"
     assert scope.complaint == "power scope: gpu is set, but the run began with node-psu, which is still used"
 
 
 def test_scope_of_a_run_is_kept_without_sensors():
-    scope = keep([(BLIND,)], "gpu", "auto")
+    scope = keep_scope([(BLIND,)], "gpu", "auto")
 
     assert (scope.label, set(scope.keys)) == ("gpu", {"GPU-blind"})
     assert "is incomplete" in scope.complaint
@@ -274,7 +276,7 @@ def test_next_aggregator_and_attempt_keep_the_scope(next_attempt):
     first = Cluster((gpu("GPU-0"), cpu()))
     first.window(1)
     ledger = first.ledger()
-    second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.next_attempt("job") if next_attempt else ledger)
+    second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.begin_next_attempt("job") if next_attempt else ledger)
     report = second.window(1 if next_attempt else 2)
 
     assert (report.power_scope, report.job.energy.joules) == ("gpu+cpu", 4000.0)

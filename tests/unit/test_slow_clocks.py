@@ -37,7 +37,7 @@ def losses(*windows, default_w=700.0, others_s=6.0, **fields):
         times = {"own_steps": 10, "busy_s": 8.0, "own_step_s": 8.0 if any(one.throttled_s.values()) else others_s}
         rows.append(row(rank, devices=(one,), **{**times, **fields}))
     clocks = SlowClocks()
-    clocks.close(Rows(rows), devices, {})
+    clocks.add_window(Rows(rows), devices, {})
     return {cause: one.rank_seconds for cause, one in clocks.by_cause.items()}
 
 
@@ -94,7 +94,7 @@ def alone(*windows, hellos=None, busy_s=()):
     clocks, device = SlowClocks(), gpu("GPU-0", sm_clock_max_hz=MAX_HZ, sm_clock_reference_hz=REFERENCE_HZ)
     for number, one in enumerate(windows, 1):
         times = {"busy_s": busy_s[number - 1]} if busy_s else {}
-        clocks.close(Rows([row(0, number, devices=(one,), **times)]), {"GPU-0": device}, hellos or {})
+        clocks.add_window(Rows([row(0, number, devices=(one,), **times)]), {"GPU-0": device}, hellos or {})
     return clocks.by_cause
 
 
@@ -129,7 +129,7 @@ def test_low_clocks_that_never_change_are_locked(clocks, reasons, locked):
     known = {"sm_clock_max_hz": MAX_HZ, "sm_clock_reference_hz": REFERENCE_HZ}
     devices, found = {f"GPU-{rank}": gpu(f"GPU-{rank}", **known) for rank in range(2)}, SlowClocks()
     for clock in clocks:
-        found.close(Rows([row(rank, devices=(window(rank, clock, **reasons),)) for rank in range(2)]), devices, {})
+        found.add_window(Rows([row(rank, devices=(window(rank, clock, **reasons),)) for rank in range(2)]), devices, {})
 
     text = "the SM clocks of all GPUs are locked at 70 % of the maximum: nvidia-smi -q -d CLOCK"
     assert [one.why for cause, one in found.summary().items() if cause == "locked"] == [text] * locked

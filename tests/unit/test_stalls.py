@@ -62,18 +62,18 @@ def test_stall_event_has_logged_iterations_host_and_device():
 def test_stacks_of_ranks_behind_and_another_rank_are_requested_once():
     job = StallingJob()
     job.stall(BEHIND, until_s=500.0)
-    asked = job.aggregator.stalls.take_asked()
+    asked = job.aggregator.stalls.take_ranks_to_ask()
 
     assert sorted(asked) == [0, 2]
     assert [kind for kind, _ in job.lines()] == ["stalled", "stack", "stalled"]  # the second report after 5 min
-    assert job.aggregator.stalls.take_asked() == []
+    assert job.aggregator.stalls.take_ranks_to_ask() == []
 
 
 def test_at_most_nine_stacks_are_requested():
     job = StallingJob(ranks=40)
     job.stall({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
 
-    assert sorted(job.aggregator.stalls.take_asked()) == [*range(8), 30]
+    assert sorted(job.aggregator.stalls.take_ranks_to_ask()) == [*range(8), 30]
 
 
 def test_complete_stacks_are_written_as_files_with_one_event():
@@ -130,10 +130,10 @@ def test_summary_has_stalled_time_during_and_after_a_stall():
 def test_times_of_two_stalls_add_up_and_each_stall_requests_stacks():
     job = StallingJob()
     job.stall(BEHIND)
-    first = job.aggregator.stalls.take_asked()
+    first = job.aggregator.stalls.take_ranks_to_ask()
     job.resume(12, 150.0)
     job.stall(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
-    second = job.aggregator.stalls.take_asked()
+    second = job.aggregator.stalls.take_ranks_to_ask()
     job.resume(13, 195.0)
 
     assert (sorted(first), sorted(second)) == ([0, 2], [0, 1, 2, 3])
@@ -176,7 +176,7 @@ def test_rank_without_its_agent_is_lost_not_stalled():
     ((_, stalled),) = job.lines("stalled")
     assert stalled.startswith("stalled: all 3 ranks at iteration 1011 for 3")
     assert "; rank 2 (node node0, GPU-2): no heartbeat for " in stalled
-    assert 2 not in job.aggregator.stalls.take_asked()
+    assert 2 not in job.aggregator.stalls.take_ranks_to_ask()
 
 
 def test_rank_that_joined_again_is_not_reported_as_left():

@@ -31,10 +31,10 @@ class Stragglers(Job):
 
 def test_stacks_of_a_new_straggler_and_of_a_peer_are_recorded_once():
     job = Stragglers().run(1, 8)
-    assert job.aggregator.closed.take_to_record()[-2:] == [2, 0]
+    assert job.aggregator.closed_windows.take_ranks_to_record()[-2:] == [2, 0]
     job.run(9, 12)
 
-    assert job.aggregator.closed.take_to_record() == []
+    assert job.aggregator.closed_windows.take_ranks_to_record() == []
 
 
 def test_straggler_is_in_events_reports_totals_and_summary():

@@ -357,9 +357,9 @@ def test_waits_of_windows_are_judged_later_if_the_next_window_has_no_times():
     job, events = SynchronousJob(8, jitter=0.0, tail=0.0, slow=slowed({3}, 1.2, first=1)), []
     for window in range(20):
         matrix = IterationMatrix.of(job.rows())
-        job.stragglers.close(matrix.rows, matrix)
+        job.stragglers.judge_window(matrix.rows, matrix)
         rows = [replace(row, times=None) for row in job.rows()]
-        found = job.stragglers.close(rows, None, job.losses.close(matrix))
+        found = job.stragglers.judge_window(rows, None, job.losses.add_window(matrix))
         events += [one.window for one in found.lost if window > 10]
 
     assert set(range(23, 41, 2)) <= set(events)

@@ -44,7 +44,7 @@ class Run:
             coverage=msgspec.structs.replace(REPORT.coverage, gpus_measured=gpus, gpus_expected=gpus),
             job=with_keys(REPORT.job, tokens=self.tokens),
         )
-        self.watch.close(msgspec.structs.replace(report, **changes))
+        self.watch.judge_window(msgspec.structs.replace(report, **changes))
 
     def windows(self, number, **changes):
         for _ in range(number):

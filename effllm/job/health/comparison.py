@@ -209,6 +209,7 @@ class RankComparison:
                 self._add_block(number + 1, _joined_block(parts), fresh)
 
     def _slow_ranks_of_level(self, number: int, level: _Level) -> Iterator[Slow]:
+        """Yield the ranks that are slow in the newest blocks; each number of blocks counts as a look."""
         means = None
         for count in NUM_BLOCKS:
             if len(level.blocks) < count:
@@ -249,7 +250,7 @@ class RankComparison:
         """Return the times of which an excess is a share."""
         return np.clip(peers_s, self._least * whole_s, whole_s)
 
-    def share(self, slow: Slow) -> float:
+    def excess_share(self, slow: Slow) -> float:
         """Return the excess as a share, as `SLOW` and `RECOVERED` are."""
         return slow.excess_s / float(self._base_s(np.array(slow.peers_s), slow.iteration_s))
 
@@ -267,7 +268,7 @@ class RankComparison:
         """Whether the mean excess of a rank in the newest blocks of a level is small."""
         blocks = list(self._levels[level].blocks)[-NUM_BLOCKS[0] :]
         slow = self.now(rank, level, blocks[0].shown) if blocks else None
-        return slow is not None and self.share(slow) < RECOVERED
+        return slow is not None and self.excess_share(slow) < RECOVERED
 
     def forget(self, ranks: Collection[int]) -> None:
         """Replace the times of ranks by the medians of their blocks."""

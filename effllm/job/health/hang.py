@@ -206,8 +206,8 @@ class Hang:
         active = {rank: position for rank, position in here.items() if position.state not in ("", FINISHED)}
         if not active:
             return verdicts
-        limits: dict[tuple[str, ...], float | None] = {}  # timeouts by kind; 10,000 ranks have few kinds
-        stalled = {rank for rank, position in active.items() if self._has_stalled(position, limits)}
+        timeouts_s: dict[tuple[str, ...], float | None] = {}  # by `_timeout_key`; 10,000 ranks have few keys
+        stalled = {rank for rank, position in active.items() if self._has_stalled(position, timeouts_s)}
         if len(stalled) == len(active):
             self._alone = {}
             if self.since_s is None:
@@ -235,28 +235,32 @@ class Hang:
 
     # --- rules ---
 
-    def _has_stalled(self, position: RankPosition, limits: dict[tuple[str, ...], float | None]) -> bool:
-        kind = self._timeout_key(position)
-        if kind not in limits:
-            limits[kind] = self._timeout_s(kind)
-        limit_s = limits[kind]
-        return limit_s is not None and position.unmoved_s >= limit_s
+    def _has_stalled(self, position: RankPosition, timeouts_s: dict[tuple[str, ...], float | None]) -> bool:
+        key = self._timeout_key(position)
+        if key not in timeouts_s:
+            timeouts_s[key] = self._timeout_s(key)
+        timeout_s = timeouts_s[key]
+        return timeout_s is not None and position.unmoved_s >= timeout_s
 
-    def _timeout_key(self, loop: RankPosition) -> tuple[str, ...]:
+    def _timeout_key(self, position: RankPosition) -> tuple[str, ...]:
         """Return the key of a rank's timeout: role and state; some states share the timeout of another state."""
-        if loop.state == WAITING and loop.process != STOPPED:
-            return (loop.role, WAITING)
-        if loop.process == STOPPED:  # in any state
-            return (loop.role, STEP)
-        if loop.state == STARTUP or loop.completed < 1:
-            return (loop.role, STARTUP)
-        if loop.state == BETWEEN and loop.last_iteration is not None and loop.ordinal >= loop.last_iteration:
-            return (loop.role, FINISHED)  # the rank may be saving the model
-        return (loop.role, loop.state)
+        if position.state == WAITING and position.process != STOPPED:
+            return (position.role, WAITING)
+        if position.process == STOPPED:  # in any state
+            return (position.role, STEP)
+        if position.state == STARTUP or position.completed < 1:
+            return (position.role, STARTUP)
+        if (
+            position.state == BETWEEN
+            and position.last_iteration is not None
+            and position.ordinal >= position.last_iteration
+        ):
+            return (position.role, FINISHED)  # the rank may be saving the model
+        return (position.role, position.state)
 
-    def _timeout_s(self, kind: tuple[str, ...]) -> float | None:
+    def _timeout_s(self, key: tuple[str, ...]) -> float | None:
         """Return the timeout of a state in seconds; ``None`` without a timeout."""
-        role, state = kind
+        role, state = key
         if state == WAITING:
             return None
         if state in (STEP, BETWEEN):
@@ -271,6 +275,7 @@ class Hang:
         return statistics.median(durations_s) if durations_s else self._earlier_s
 
     def _end_stall(self, rank: int, at_s: float) -> None:
+        """End the stall of the job, or the hang of a rank, at the time of the rank's progress."""
         if self.since_s is not None:
             unmoved_s = max(at_s - self.since_s, 0.0)
             self.stalled_s += unmoved_s
@@ -289,7 +294,7 @@ def _next_event_s(unmoved_s: float) -> float:
     return (unmoved_s // REPORT_EVERY_S + 1) * REPORT_EVERY_S
 
 
-IDLE, BUSY = 0.1, 0.5
+IDLE, BUSY = 0.1, 0.5  # an idle rank has a lower utilization, a busy rank a higher one
 
 
 def _by_position(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from effllm.job.iteration_losses import IterationMatrix, Lost
+from effllm.job.iteration_losses import IterationMatrix, LostTime
 from effllm.records.columns import Array, Positions, fields_of
 from effllm.records.iteration_times import LONG_RATIO
 from effllm.records.rank import RankReport
@@ -69,6 +69,7 @@ class Waits(NamedTuple):
             hidden = (longer - 1.0) * (most - median)
             slow = np.maximum(slow, most - next_s)
             max_slow = np.maximum(max_slow, np.where(most > next_s, most - next_s + hidden, 0.0))
+            # For the last rank, the others wait from the end of the second to last one.
             waits = np.minimum(most - ordered[-2:][0] + hidden, times.iterations_s) * times.weights
             last_s[group] += np.bincount(own.argmax(axis=0), waits, minlength=len(group))
             mean = others.mean(axis=0) if len(others) else median
@@ -107,7 +108,7 @@ class CountedWaits:
 
     def count(
         self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
-    ) -> tuple[list[Lost], float, float]:
+    ) -> tuple[list[LostTime], float, float]:
         """Add a window; return the losses, and the wait of each rank for slow ranks in it, and at most in all of them.
 
         Args:
@@ -123,7 +124,9 @@ class CountedWaits:
         for one in (*again, _Counted(own, groups, num_ranks, waits)):
             waits, old = Waits.of(one.times, one.groups, _places(one.times.ranks, slow)), one.waits
             more_s, uneven_s = waits.straggling_s - old.straggling_s, waits.uneven_s - old.uneven_s
-            lost.append(Lost(one.times.window, straggling_s=more_s * one.num_ranks, uneven_s=uneven_s * one.num_ranks))
+            lost.append(
+                LostTime(one.times.window, straggling_s=more_s * one.num_ranks, uneven_s=uneven_s * one.num_ranks)
+            )
             bound_s += waits.max_straggling_s - old.max_straggling_s
             more_s = (waits.max_uneven_s - old.max_uneven_s) * one.num_ranks
             self.last_ranks = replace(self.last_ranks, max_uneven_s=self.last_ranks.max_uneven_s + more_s)

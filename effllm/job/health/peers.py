@@ -42,9 +42,9 @@ class PeerGroups:
             replica=f"{message.role} {message.replica}" if message.replica else "",
             is_gpu=own is not None and own.is_gpu,
         )
-        self.meet(message.rank, peer)
+        self.set_peer(message.rank, peer)
 
-    def meet(self, rank: int, peer: Peer) -> None:
+    def set_peer(self, rank: int, peer: Peer) -> None:
         old = self.known.get(rank)
         self.known[rank] = peer
         for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
@@ -52,8 +52,8 @@ class PeerGroups:
                 sets[getattr(old, name)].discard(rank)
             sets.setdefault(getattr(peer, name), set()).add(rank)
 
-    def mates(self, rank: int) -> set[int]:
-        """Return the ranks of this rank's replica, which wait for each other before the sync point."""
+    def replica_ranks(self, rank: int) -> set[int]:
+        """Return the ranks of this rank's replica, itself included, which wait for each other before the sync point."""
         replica = self.known[rank].replica
         return self.replicas[replica] if replica else {rank}
 
@@ -62,17 +62,17 @@ class PeerGroups:
         """Whether a rank has a peer."""
         return any(len(group) > 1 for group in self.groups.values())
 
-    def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
+    def reports_with_iterations(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the reports of known ranks that contain an iteration."""
         if (
             isinstance(rows, Rows)
-            and rows.numbers["iterations"].min(initial=1) > 0
+            and rows.columns["iterations"].min(initial=1) > 0
             and self.known.keys() >= set(rows.ranks)
         ):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
 
-    def grouped(self, ranks: Sequence[int]) -> dict[str, Positions]:
+    def places_by_group(self, ranks: Sequence[int]) -> dict[str, Positions]:
         """Return the places of the ranks of each group that has at least two of them."""
         groups = [group for group, members in self.groups.items() if members]
         if len(groups) == 1:

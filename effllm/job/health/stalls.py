@@ -93,14 +93,14 @@ class Stalls:
 
     # --- outputs ---
 
-    def take_s(self, now_s: float) -> float:
+    def take_new_seconds(self, now_s: float) -> float:
         """Return the seconds of stalls since the last call."""
         # The end of a stall is detected late: the excess is subtracted from the next result.
         new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
         self._counted_s += new_s
         return new_s
 
-    def take_asked(self) -> list[int]:
+    def take_ranks_to_ask(self) -> list[int]:
         """Return the ranks whose stacks must be requested; each rank is returned once."""
         asked, self._ranks_to_ask = self._ranks_to_ask, []
         return asked
@@ -110,7 +110,7 @@ class Stalls:
         return files
 
     @property
-    def is_status(self) -> bool:
+    def is_job_stalled(self) -> bool:
         """Whether the job is stalled, and no rank failed before the stall; if so, the job's final status is stalled."""
         return self._hang.since_s is not None and not self._failed_before
 

@@ -35,7 +35,7 @@ SLOWER_CLOCK, LOWER_LIMIT, MORE_THROTTLED, LESS_BUSY, HOTTER_C = 0.02, 0.02, 0.1
 MIN_EXPLAINED = 0.5
 
 #: Display names of clocks event reasons.
-REASONS = {
+REASON_NAMES = {
     "power_cap": "power cap",
     "hw_slowdown": "hardware slowdown",
     "sync_boost": "sync boost",
@@ -112,12 +112,12 @@ class ComparedReadings(dict[str, ReadingSums]):
         for name in (_CLOCK, _LIMIT, _CELSIUS):
             gauge = own.gauges.get(name)
             if gauge is not None:
-                values = (mean_of(own, name), _median(peers, mean_of, name), _median(node, mean_of, name))
+                values = (mean_gauge(own, name), _median(peers, mean_gauge, name), _median(node, mean_gauge, name))
                 self.add(name, gauge.covered_s, *values)
         self.add(_BUSY, own.wall.utilization_covered_s, _utilization(own), _median(peers, _utilization))
         # A reason that is not active now counts with its share of 0.
         names = (name.removeprefix(_REASON) for name in self if name.startswith(_REASON))
-        for reason in {*REASONS, *own.throttled_s, *names} - {"any"}:
+        for reason in {*REASON_NAMES, *own.throttled_s, *names} - {"any"}:
             share, others = _throttled_share(own, reason), _median(peers, _throttled_share, reason)
             self.add(_REASON + reason, own.throttle_covered_s, share, others)
 
@@ -156,7 +156,7 @@ class ComparedReadings(dict[str, ReadingSums]):
         for name, reading in sorted(self.items()):
             reason = name.removeprefix(_REASON)
             if name.startswith(_REASON) and reading.means[0] >= reading.means[1] + MORE_THROTTLED:
-                texts.append(REASONS.get(reason, reason.replace("_", " ")))
+                texts.append(REASON_NAMES.get(reason, reason.replace("_", " ")))
         return texts
 
     def _limit_text(self) -> list[str]:
@@ -181,12 +181,12 @@ class ComparedReadings(dict[str, ReadingSums]):
         return [f"slow host: the GPU is busy {100 * own:.0f} % of the time, GPUs of peers {100 * peers:.0f} %"]
 
 
-def mean_of(window: DeviceWindow, name: str) -> float | None:
+def mean_gauge(window: DeviceWindow, name: str) -> float | None:
     gauge = window.gauges.get(name)
     return gauge.value_seconds / gauge.covered_s if gauge is not None and gauge.covered_s > 0 else None
 
 
-def power_w(window: DeviceWindow) -> float | None:
+def mean_power_w(window: DeviceWindow) -> float | None:
     energy = window.wall.energy
     return energy.joules / energy.covered_s if energy.joules is not None and energy.covered_s > 0 else None
 
@@ -218,7 +218,7 @@ class Reasons:
         self._named: Collection[int] = ()
         self._windows: dict[str, list[DeviceWindow]] = {}  # of peers, by group or host
 
-    def open(self, rows: Sequence[RankReport], units: Collection[Unit]) -> None:
+    def begin_window(self, rows: Sequence[RankReport], units: Collection[Unit]) -> None:
         """Begin a window.
 
         Args:
@@ -235,7 +235,7 @@ class Reasons:
                 del self._readings[over]
             self._readings.setdefault(unit, ComparedReadings())
 
-    def reason_of(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
+    def add_readings_and_explain(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
         """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far."""
         if verdict.evidence == DATA_WAIT:
             own_s, them = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
@@ -263,7 +263,7 @@ class Reasons:
         return self._windows[name]
 
 
-def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
+def mean_waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
     """Return the mean power of a waiting rank in watts, with each device once; ``None`` if a device is not measured."""
     powers: dict[str, float | None] = {}
     waiting = [row for row in rows if row.rank not in named]
@@ -272,7 +272,7 @@ def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[i
         device = peers.known[row.rank].device
         if device not in powers:
             window = _device_window(row, device)
-            powers[device] = power_w(window) if window is not None else None
+            powers[device] = mean_power_w(window) if window is not None else None
     watts = [power for power in powers.values() if power is not None]
     return sum(watts) / len(waiting) if watts and len(watts) == len(powers) else None
 

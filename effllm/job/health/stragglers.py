@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from effllm.job.health.comparison import NUM_BLOCKS, SLOW, RankComparison, Slow
 from effllm.job.health.own_times import UNLIKE, CountedWaits, Times, by_iteration, by_window, data_waits, in_profiles
 from effllm.job.health.peers import Peer, PeerGroups
-from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, waiting_w
-from effllm.job.iteration_losses import IterationMatrix, Lost
+from effllm.job.health.straggler_reasons import Reasons, Unit, events_of, mean_waiting_w
+from effllm.job.iteration_losses import IterationMatrix, LostTime
 from effllm.records.rank import Event, RankReport
 from effllm.records.verdict import DATA_WAIT, OWN_TIME, PROFILE, LastRanks, Straggler, StragglerVerdict
 
@@ -45,7 +45,7 @@ class Straggling(NamedTuple):
     seconds: float | None = None  # wait of each rank for the slowest named rank; None if no rank measures its own time
     rank_seconds: float = 0.0  # sum of the waits of the ranks that are not named
     joules: float | None = None  # energy of the waiting ranks' devices during these waits
-    lost: Sequence[Lost] = ()  # waits of all ranks, also corrections of earlier windows for newly named ranks
+    lost: Sequence[LostTime] = ()  # waits of all ranks, also corrections of earlier windows for newly named ranks
     events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest named rank
 
@@ -89,11 +89,11 @@ class Stragglers:
     def named_ranks(self) -> set[int]:
         return {rank for unit in self._named for rank in unit}
 
-    def close(
-        self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[Lost] = ()
+    def judge_window(
+        self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[LostTime] = ()
     ) -> Straggling:
         """Judge the next window; windows come in order, and wait until ``lost`` has their long iterations."""
-        worked, straggling = self.peers.at_work(rows), Straggling()
+        worked, straggling = self.peers.reports_with_iterations(rows), Straggling()
         if matrix is not None and len(worked) == len(rows) > 1:
             self._pending[matrix.window] = matrix, worked
             if len(self._pending) > MAX_PENDING:
@@ -130,7 +130,7 @@ class Stragglers:
         self._update_slowdowns()
         straggling = self._count_waits(rows, own, fresh)
         if profiles is not None:
-            groups = list(self.peers.grouped(profiles.ranks).values())
+            groups = list(self.peers.places_by_group(profiles.ranks).values())
             self.waits.count_profiles(profiles, own, rows, groups, self.named_ranks, any(is_long))
         self._count_data(rows, matrix, fresh)
         named, hosts = self.named_ranks, self.peers.hosts
@@ -151,7 +151,7 @@ class Stragglers:
 
     def _slow_ranks(self, evidence: str, times: Times) -> list[Slow]:
         slow: list[Slow] = []
-        for group, places in self.peers.grouped(times.ranks).items():
+        for group, places in self.peers.places_by_group(times.ranks).items():
             key = group, evidence
             if key not in self._comparisons:
                 self._comparisons[key] = COMPARISONS[evidence]()
@@ -174,11 +174,11 @@ class Stragglers:
         for evidence, candidates in slow.items():
             units: dict[Unit, dict[int, Slow]] = {}
             for candidate in self._with_slow_nodes(candidates, evidence):
-                unit = tuple(sorted(self.peers.mates(candidate.rank))) if evidence == OWN_TIME else (candidate.rank,)
-                units.setdefault(unit, {})[candidate.rank] = candidate
+                together = self.peers.replica_ranks(candidate.rank) if evidence == OWN_TIME else {candidate.rank}
+                units.setdefault(tuple(sorted(together)), {})[candidate.rank] = candidate
             taken = self.named_ranks
             for unit, ranks in units.items():
-                if not any(taken & self.peers.mates(rank) for rank in unit):
+                if not any(taken & self.peers.replica_ranks(rank) for rank in unit):
                     group = self.peers.groups[self.peers.known[min(ranks)].group]
                     verdict = _new_verdict(self.peers.known, unit, ranks, evidence, len(group) - 1)
                     self._named[unit] = _Named(verdict, ranks)
@@ -196,7 +196,7 @@ class Stragglers:
             mates = self.peers.hosts[peer.host] & self.peers.groups[peer.group]
             comparison = self._comparison(candidate.rank, evidence)
             now = [comparison.now(rank, candidate.level, candidate.since) for rank in sorted(mates - by_rank.keys())]
-            if all(mate is not None and comparison.share(mate) >= SLOW for mate in now):
+            if all(mate is not None and comparison.excess_share(mate) >= SLOW for mate in now):
                 by_rank |= {mate.rank: mate for mate in now if mate is not None}
         return list(by_rank.values())
 
@@ -227,12 +227,12 @@ class Stragglers:
 
     def _count_waits(self, rows: Sequence[RankReport], own: Times | None, fresh: Sequence[Unit]) -> Straggling:
         """Record the waits of this window, and the waits for newly named ranks in earlier windows."""
-        lost: list[Lost] = []
+        lost: list[LostTime] = []
         seconds = bound_s = 0.0
         if own is not None:
             slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
             since = min((self._named[unit].verdict.since_iteration for unit in fresh), default=None)
-            groups = list(self.peers.grouped(own.ranks).values())
+            groups = list(self.peers.places_by_group(own.ranks).values())
             lost, seconds, bound_s = self.waits.count(own, groups, len(rows), slow, since)
             for unit, named in self._named.items():
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
@@ -244,7 +244,7 @@ class Stragglers:
         if profiled_s > seconds:  # the own times on the host do not show the whole excess
             more_s, seconds = profiled_s - seconds, profiled_s
             straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
-            lost.append(Lost(rows[0].window, straggling_s=more_s * len(rows)))
+            lost.append(LostTime(rows[0].window, straggling_s=more_s * len(rows)))
         of_profiles = self._named_for(PROFILE)
         lost += (
             before := list(_waits_before([of_profiles[unit] for unit in fresh if unit in of_profiles], self._earlier))
@@ -271,7 +271,7 @@ class Stragglers:
             if matrix is not None:
                 removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
                 seconds = slow.excess_s * before + float(matrix.lost_to_data(removed) @ matrix.weights)
-            reason = self._reasons.reason_of(named.verdict, slow)
+            reason = self._reasons.add_readings_and_explain(named.verdict, slow)
             assert reason is not None
             named.verdict = replace(named.verdict, why=reason.text)
             self._add_cost(
@@ -292,11 +292,11 @@ class Stragglers:
         excess = {unit: max(max(one.excess_s for one in named.slow.values()), 0.0) for unit, named in for_work.items()}
         num_named = sum(map(len, excess))
         others, whole_s = max(len(rows) - num_named, 0), sum(excess.values())
-        power = waiting_w(self.peers, rows, self.named_ranks) if for_work else None
-        self._reasons.open(rows, self._named)
+        power = mean_waiting_w(self.peers, rows, self.named_ranks) if for_work else None
+        self._reasons.begin_window(rows, self._named)
         for unit, named in for_work.items():
             share = excess[unit] / whole_s if whole_s else 0.0
-            reason = self._reasons.reason_of(named.verdict, next(iter(named.slow.values())))
+            reason = self._reasons.add_readings_and_explain(named.verdict, next(iter(named.slow.values())))
             if reason is not None:
                 named.verdict = replace(named.verdict, why=reason.text, differences=reason.kinds)
             waits_s = share * straggling_s * others
@@ -318,12 +318,12 @@ class Stragglers:
         _add_to_total(self._totals, named.verdict, has_reason, joules, seconds)
 
 
-def _waits_before(fresh: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[Lost]:
+def _waits_before(fresh: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[LostTime]:
     """Yield the waits in earlier windows for ranks that profiles name now."""
     slow = [candidate for named in fresh for candidate in named.slow.values()]
     for window in windows if slow else ():
         excess_s = max((candidate.excess_s for candidate in slow if window.shown >= candidate.since), default=0.0)
-        yield Lost(window.number, straggling_s=excess_s * window.iterations * window.ranks)
+        yield LostTime(window.number, straggling_s=excess_s * window.iterations * window.ranks)
 
 
 def _is_usual(profiled: Slow, windows: Sequence[_Window]) -> bool:

@@ -40,7 +40,7 @@ class WasteWatch:
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
         self._contrary: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that contradict the current state
 
-    def close(self, report: ClusterReport) -> None:
+    def judge_window(self, report: ClusterReport) -> None:
         window = report.last
         is_start = report.iteration_first <= 1 or report.warming_up
         if is_start or report.final or window.counts.iterations <= 0 or window.loop.generation_s > 0:
@@ -95,7 +95,7 @@ class EnergyWatch:
         self._num_synchronous = 0
         self._were_unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
 
-    def close(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
+    def judge_window(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
         self._judge_rhythm(rows, report.time_s)
         if not report.final:
             self._judge_length(report)
