@@ -115,7 +115,7 @@ def excess_of_mean(rates: ValueStatistics) -> float:
 
 
 class CountSums(Table):
-    """The totals of each rank."""
+    """The counts of tokens and iterations of each rank so far."""
 
     NAMES = (*TOKEN_COUNTS, "iterations")
 

@@ -195,12 +195,12 @@ class ClosedWindows:
         roster, ranks = self._roster, rows.ranks
         merged = self._devices_of(rows, ranks) if merged is None else merged
         devices = roster.expected_devices(ranks)
-        unknown, blind = roster.missing_ranks(ranks) - roster.hellos.keys(), roster.ranks_without_device(ranks)
+        not_joined, blind = roster.missing_ranks(ranks) - roster.hellos.keys(), roster.ranks_without_device(ranks)
         # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
         left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.max_iterations > 0 else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
         by_scope = [
-            (scope, window_energy(merged, devices, scope, len(unknown), len(blind), left))
+            (scope, window_energy(merged, devices, scope, len(not_joined), len(blind), left))
             for scope in roster.job.possible_scopes
         ]
         scope, measured = max(by_scope, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))

@@ -64,9 +64,9 @@ def window_energy(
     merged: Merged,
     expected: Expected,
     scope: Scope,
-    absent: int = 0,
-    blind: int = 0,
-    left: Iterable[str] = (),
+    num_not_joined: int = 0,
+    num_without_device: int = 0,
+    departed: Iterable[str] = (),
 ) -> WindowEnergy:
     """Return the energy of a window and its coverage.
 
@@ -74,11 +74,11 @@ def window_energy(
         merged: the window's devices.
         expected: every device that the window should have.
         scope: the power scope of the job.
-        absent: number of ranks that have not joined.
-        blind: number of ranks that have joined without a device.
-        left: devices whose ranks have all left while other ranks train.
+        num_not_joined: number of ranks that have not joined.
+        num_without_device: number of ranks that have joined without a device.
+        departed: devices whose ranks have all left while other ranks train.
     """
-    lacking = absent + scope.lacking + (0 if scope.choice == NODE_PSU else blind)
+    lacking = num_not_joined + scope.lacking + (0 if scope.choice == NODE_PSU else num_without_device)
     rows = expected.rows_in(merged)
     owners, best_rows = _best_row_of_owners(merged, expected, rows, expected.mask_of(scope))
     gpu_owners, gpus = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
@@ -101,12 +101,12 @@ def window_energy(
         phases_j=phases_j,
         owners=names,
         amounts=amounts,
-        gpus_coverage=_coverage(gpus, merged, absent + blind) if gpu_owners else None,
+        gpus_coverage=_coverage(gpus, merged, num_not_joined + num_without_device) if gpu_owners else None,
         gpus_wall_j=float(np.nan_to_num(wall[present, JOULES]).sum()),
         gpus_iterations_j=float(np.nan_to_num(iterations[present, JOULES]).sum()),
         num_owners=len(owners) + lacking,
         lowest_coverage=float(merged.energy_coverage[best_rows].min(initial=1.0)) if is_all_there else 0.0,
-        num_left=sum(key in scope.keys for key in left),
+        num_left=sum(key in scope.keys for key in departed),
     )
 
 

@@ -111,7 +111,7 @@ class MemoryPressure(Struct):
         return OutOfMemory(tuple(sorted(self.failed)), sizes, retries, self.failed_iteration)
 
     def _add_lost_time(self, window: WindowSteps) -> None:
-        each, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
-        self.max_s += max(each - tenths[0], 0.0) * window.amount
-        if each > tenths[-1]:
-            self.lost_s += (each - statistics.median(self.usual)) * window.amount
+        each_s, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
+        self.max_s += max(each_s - tenths[0], 0.0) * window.amount
+        if each_s > tenths[-1]:
+            self.lost_s += (each_s - statistics.median(self.usual)) * window.amount

@@ -143,7 +143,7 @@ class OpenWindows:
             since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
             is_overdue = heard_until_s - since_s > timeout_s()
             is_whole = len(window.rows) == self._ledger.world_size
-            if not is_overdue and not is_whole and self._presence.is_behind(window.number, now_s):
+            if not is_overdue and not is_whole and self._presence.has_rank_behind(window.number, now_s):
                 self.is_closing = False
                 return
             self._closed_s = now_s

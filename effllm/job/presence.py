@@ -82,7 +82,7 @@ class Presence:
             return present
         return present | (set(range(self._ledger.world_size)) - set(self.heard_s))
 
-    def is_behind(self, window: int, now_s: float) -> bool:
+    def has_rank_behind(self, window: int, now_s: float) -> bool:
         """Whether a rank for which the window waits has not passed the window."""
         # This is called for each of ten thousand reports, so the rank of the last result is checked first.
         last = self._last_behind

@@ -57,15 +57,15 @@ class Roster:
 
     def rejection_reason(self, message: Hello, now_s: float) -> str:
         """Return the reason why a HELLO is rejected, or an empty string."""
-        state = self._ledger
-        if state.job and message.job and message.job != state.job:
+        ledger = self._ledger
+        if ledger.job and message.job and message.job != ledger.job:
             return "the agent belongs to another job"
         if message.world_size > MAX_RANKS:
             return f"a world of {message.world_size} ranks exceeds the limit of {MAX_RANKS}"
         if not 0 <= message.rank < message.world_size:
             return f"rank {message.rank} lies outside a world of {message.world_size}"
-        if state.world_size and message.world_size != state.world_size:
-            return f"the agent's world has {message.world_size} ranks, but the job has {state.world_size} ranks"
+        if ledger.world_size and message.world_size != ledger.world_size:
+            return f"the agent's world has {message.world_size} ranks, but the job has {ledger.world_size} ranks"
         if message.log_interval != self.config.log_interval:
             return f"LOG_INTERVAL is {message.log_interval} for this rank, but {self.config.log_interval} for the job"
         first = next(iter(self.hellos.values()), message)
@@ -74,7 +74,7 @@ class Roster:
         devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
         if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
             return f"the rank has reported more than {MAX_DEVICES} devices"
-        earlier = state.ranks.get(message.rank)
+        earlier = ledger.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
         if earlier and earlier.agent != message.agent and not earlier.bye and heard_s is not None:
             return f"rank {message.rank} already has an agent" if now_s - heard_s < LOST_AFTER_S else ""
@@ -82,16 +82,16 @@ class Roster:
 
     def admit(self, message: Hello, now_s: float) -> bool:
         """Accept a HELLO without `rejection_reason`; return whether the agent is new."""
-        state = self._ledger
-        state.job = state.job or message.job
-        state.world_size = state.world_size or message.world_size
+        ledger = self._ledger
+        ledger.job = ledger.job or message.job
+        ledger.world_size = ledger.world_size or message.world_size
         self.presence.note_hello(now_s)
-        earlier = state.ranks.get(message.rank)
+        earlier = ledger.ranks.get(message.rank)
         is_new = earlier is None or earlier.agent != message.agent
         if is_new:
             if earlier is not None:
-                state.spent.add_agent(earlier)
-            state.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
+                ledger.spent.add_agent(earlier)
+            ledger.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
         before, self.hellos[message.rank] = self.hellos.get(message.rank), message
         if before is not None and not is_new:  # the rank's process may use other GPUs now
             for key in {device.key for device in before.devices} - {device.key for device in message.devices}:

@@ -104,27 +104,27 @@ class SlowClocks(Struct):
     def _add(self, cause: str, gpu: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
         # Without a GPU that has no reason, the clock is at least that of the peak, and at most the maximum.
         peak = (gpu.device.sm_clock_reference_hz or 0.0) / (gpu.device.sm_clock_max_hz or 1.0) or 1.0
-        limit = 1.0
+        max_clock = 1.0
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
-            limit = gpu.clock * (gpu.device.power_limit_default_w or 0.0) / _limit_w(gpu)
+            max_clock = gpu.clock * (gpu.device.power_limit_default_w or 0.0) / _limit_w(gpu)
         row = gpu.row
         own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
-        lower, lowest = (
-            max(1.0 - gpu.clock / min(one_of or 1.0, limit), 0.0) for one_of in (reference or peak, reference)
+        lost, max_lost = (  # shares of the time
+            max(1.0 - gpu.clock / min(clock or 1.0, max_clock), 0.0) for clock in (reference or peak, reference)
         )
-        most = ranks * row.busy_s * lowest
-        seconds = _kernel_share(row.profile) * ranks * row.busy_s * lower
+        max_seconds = ranks * row.busy_s * max_lost
+        seconds = _kernel_share(row.profile) * ranks * row.busy_s * lost
         if longer_s is not None:
             # A rank that is slow before its first wait for other ranks is slow after it too.
-            shown = max(ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
-            seconds, most = min(seconds, shown), min(most, UNSURE * shown)
+            by_times_s = max(ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
+            seconds, max_seconds = min(seconds, by_times_s), min(max_seconds, UNSURE * by_times_s)
         if seconds <= 0:
             return
         earlier = self.by_cause.get(cause)
-        added = ClockLoss(seconds, row.rank, seconds, why, most)
+        added = ClockLoss(seconds, row.rank, seconds, why, max_seconds)
         if earlier is not None:
             worst = added if seconds > earlier.worst_rank_seconds else earlier
-            sums = earlier.rank_seconds + seconds, earlier.max_rank_seconds + most
+            sums = earlier.rank_seconds + seconds, earlier.max_rank_seconds + max_seconds
             added = replace(worst, rank_seconds=sums[0], max_rank_seconds=sums[1])
         self.by_cause[cause] = added
 

@@ -191,9 +191,9 @@ def _parts_by_flops(
 class _OtherInSteps(NamedTuple):
     """Device-seconds inside the steps that belong to other classes than kept."""
 
-    waits: float  # for other ranks: a waiting rank waits in its communication
-    long: float  # what long iterations take above the median: then the devices have hardly any work
-    slow: float  # what slow ranks lose themselves
+    waits_s: float  # for other ranks: a waiting rank waits in its communication
+    long_s: float  # what long iterations take above the median: then the devices have hardly any work
+    slow_s: float  # what slow ranks lose themselves
 
     @classmethod
     def of(cls, goodput: GoodputSummary, straggling_gpu_s: float) -> _OtherInSteps:
@@ -220,11 +220,11 @@ def _profiled_parts(
     if profile is None or not profile.time_s:
         return {}
     steps = kept + sum(inside)
-    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - inside.waits
-    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long
+    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - inside.waits_s
+    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long_s
     # If a pause of one rank makes an iteration long, the others wait in their communication.
     exposed = min(max(exposed + min(idle, 0.0), 0.0), kept)
-    waits = min(max(uneven_share * (steps - inside.long) - counted, 0.0), exposed)
+    waits = min(max(uneven_share * (steps - inside.long_s) - counted, 0.0), exposed)
     idle = min(max(idle, 0.0), kept - exposed)
     return {"waits_in_communication": waits, "exposed_communication": exposed - waits, "device_idle": idle}
 

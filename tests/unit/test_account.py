@@ -193,7 +193,7 @@ def test_memory_and_utilization_means_have_values_without_energy():
 
 
 def test_absent_rank_counts_as_one_unmeasured_device():
-    energy = window_energy(merge_devices(Rows([row(0)]), *gpus(1)), gpus(1)[0], scope_of(gpus(1)[0]), absent=1)
+    energy = window_energy(merge_devices(Rows([row(0)]), *gpus(1)), gpus(1)[0], scope_of(gpus(1)[0]), num_not_joined=1)
 
     assert energy.coverage == pytest.approx(0.5)
 

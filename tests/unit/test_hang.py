@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
-from effllm.job.health.stalls import Names, resumed_text, stall_text
+from effllm.job.health.stalls import PositionNames, resumed_text, stall_text
 from effllm.records.wire import Heartbeat
 
 
@@ -296,7 +296,7 @@ def test_iteration_start_is_the_earliest_start_of_its_heartbeats(ordinal, heartb
 
 
 def line(job: Job, stall: Stall, now_s: float, lost_s=None, left=None, missing=0) -> str:
-    names = Names(lambda rank: f"node {'ab'[rank % 2]}, GPU-{rank}", 1000)
+    names = PositionNames(lambda rank: f"node {'ab'[rank % 2]}, GPU-{rank}", 1000)
     return stall_text(stall, job.hang.ranks, names, now_s, lost_s or {}, left or {}, missing)
 
 

@@ -58,7 +58,7 @@ class RankPosition(Struct):
         return self.ordinal - 1 if self.state == STEP else self.ordinal
 
     @property
-    def place(self) -> tuple[int, bool, str, bool]:
+    def group_key(self) -> tuple[int, bool, str, bool]:
         """Key of the group of ranks with this position: iterations, running step, state, stopped process."""
         return (self.completed, self.state == STEP, self.state, self.process == STOPPED)
 
@@ -301,7 +301,7 @@ def _by_position(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition,
     """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
     for rank, position in active.items():
-        by_place.setdefault(position.place, []).append(rank)
+        by_place.setdefault(position.group_key, []).append(rank)
     # Of the ranks in the same iteration, stopped ranks come first, because the other ranks wait for them.
     order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
     if len(order) == 1:

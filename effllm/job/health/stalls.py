@@ -128,7 +128,7 @@ class Stalls:
         lost_s = {rank: now.mono_s - heard_s[rank] for rank in lost if rank not in self._left}
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
         missing = max(world_size - len(roster.hellos), 0)
-        names = Names(self._host_and_device, self._offset)
+        names = PositionNames(self._host_and_device, self._offset)
         text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, missing)
         behind = stall.groups[0][1]
         self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
@@ -160,13 +160,13 @@ class Stalls:
         return f"node {hello.host}, {device}" if device else f"node {hello.host}"
 
 
-class Names(NamedTuple):
-    """Names of ranks and iterations."""
+class PositionNames(NamedTuple):
+    """PositionNames of ranks and iterations."""
 
     where: Callable[[int], str]  # returns host and device of a rank
     shown_minus_ordinal: int  # displayed number of an iteration minus its ordinal
 
-    def place(self, position: RankPosition) -> str:
+    def text_of(self, position: RankPosition) -> str:
         """Return the current or last iteration of a rank, and its state."""
         if position.state == STARTUP or (position.state == STEP and not position.ordinal):
             return "in start-up"
@@ -178,7 +178,7 @@ class Names(NamedTuple):
 def stall_text(
     stall: Stall,
     ranks: Mapping[int, RankPosition],
-    names: Names,
+    names: PositionNames,
     now_s: float,
     lost_s: Mapping[int, float],
     left: Mapping[int, str],
@@ -200,7 +200,7 @@ def stall_text(
     parts = [f"{what}: {_behind_text(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
     shown, rest = others[:MAX_GROUPS], others[MAX_GROUPS:]
     for position, group in shown:
-        place = names.place(position)
+        place = names.text_of(position)
         stopped = ", stopped" if position.process == STOPPED else ""
         at = place if place == "in start-up" else f"at {place}"
         parts.append(f"{len(group)} other{'s' if len(group) > 1 else ''} {at}{stopped}")
@@ -229,12 +229,12 @@ def _behind_text(
     first: RankPosition,
     behind: Sequence[int],
     positions: Sequence[RankPosition],
-    names: Names,
+    names: PositionNames,
     now_s: float,
     is_all: bool,
 ) -> str:
     unmoved_s = now_s - max(position.since_s for position in positions)
-    place = names.place(first)
+    place = names.text_of(first)
     at = place if place == "in start-up" else f"at iteration {place}"
     facts = [f"{at} for {seconds_text(unmoved_s)}"]
     if first.process == STOPPED:
