@@ -209,17 +209,9 @@ class IterationLosses(Struct):
             self.in_means += float(matrix.weights.sum())
             self.hidden_data_s += float(np.maximum(most - lost, 0.0).sum(axis=0) @ matrix.weights) * per_row
         times_s, waits_s = np.median(whole - lost, axis=0).tolist(), np.median(lost, axis=0).tolist()
-        self.pending.append(
-            Pending(
-                matrix.window,
-                matrix.first,
-                matrix.first_shown,
-                times_s,
-                waits_s,
-                matrix.num_ranks,
-                matrix.weights.tolist() if matrix.has_means else [],
-            )
-        )
+        numbers, weights = (matrix.window, matrix.first, matrix.first_shown), matrix.weights.tolist()
+        pending = Pending(*numbers, times_s, waits_s, matrix.num_ranks, weights if matrix.has_means else [])
+        self.pending.append(pending)
         recent_s = [*self.usual_s, *(time_s for window in self.pending for time_s in window.times_s)]
         phase_s = float(delay_s @ matrix.weights * waiting.sum())
         losses = [LostTime(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
