@@ -95,6 +95,7 @@ class RanksProcess:
         os.close(their_input)
         os.close(their_output)
         self._incomplete_line = b""
+        self.num_ranks: int = settings["num_ranks"]
         self.joined = self.sent = 0
         self.last_progress: Progress | None = None
 
@@ -276,9 +277,8 @@ class SimulatedRun:
         self.result.delays_s = [max(self._seen_s[window] - self._sent_s[window], 0.0) for window in sorted(published)]
 
     def _have_all_reported(self) -> bool:
-        return len(self._sent_s) == self._plan.windows and all(
-            part.sent >= self._plan.windows * self._plan.ranks // len(self._parts) - 1 for part in self._parts
-        )
+        windows = self._plan.windows
+        return len(self._sent_s) == windows and all(part.sent >= windows * part.num_ranks for part in self._parts)
 
     def _listen_until(self, reached: Any, timeout_s: float, word: str) -> None:
         deadline_s = time.monotonic() + timeout_s
