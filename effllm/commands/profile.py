@@ -39,7 +39,7 @@ from effllm.energy import calibration
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
 from effllm.sensor_profile.record import DriverCall, Response, Rhythm, SensorProfile
-from effllm.trainer.preflight import usable
+from effllm.trainer.preflight import without_wrong_values
 
 _STAGES = {
     "idle": "the idle GPU",
@@ -69,7 +69,7 @@ def main(
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         return complain("profile", f"--save {save}: not a file in an existing folder", 2)
     try:
-        reader = _open_gpu(read_config(usable(process_environ())), device)
+        reader = _open_gpu(read_config(without_wrong_values(process_environ())), device)
     except DeviceUnavailable as error:
         return complain("profile", f"no GPU can be read: {error}", 2)
     try:

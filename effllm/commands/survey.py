@@ -27,7 +27,7 @@ from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, GAUGES, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
 from effllm.sensor_profile import SensorSummary, measured_or_cached_sensor
-from effllm.trainer.preflight import usable
+from effllm.trainer.preflight import without_wrong_values
 
 NUM_READS, READS_APART_S = 15, 0.02
 
@@ -74,7 +74,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         has_load: whether the GPUs are put under load.
     """
     findings = [*survey_host.python_findings(), *survey_host.setting_findings(environ)]
-    config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
+    config = read_config(without_wrong_values({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
     node, node_findings = _survey_node_power(config, opened)
     scope = choose_scope([[*([opened] if opened else ()), *node]], config.power_scope)

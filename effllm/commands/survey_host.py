@@ -23,7 +23,7 @@ from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode
 from effllm.records.ring import RingWriter, ring_bytes
 from effllm.records.shared_memory import RingError, make_memory
 from effllm.records.wire import Heartbeat
-from effllm.trainer.preflight import problems, unwritable
+from effllm.trainer.preflight import problems, why_unwritable
 from effllm.trainer.recorder import Recorder
 
 NUM_ITERATIONS = 2000
@@ -74,7 +74,7 @@ def sink_findings(config: Config) -> Iterator[Finding]:
 
 def run_folder_finding(config: Config) -> Finding:
     folder = Path(config.run_dir).absolute()
-    if reason := unwritable(folder):
+    if reason := why_unwritable(folder):
         return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a writable folder")
     return Finding("run folders", OK, f"in {folder}")
 

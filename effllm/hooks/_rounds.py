@@ -88,7 +88,7 @@ class EvalMode:
             return
         self._is_in_this = True
         if not self._was_in_last and self._marks == _marks():
-            recorder.evaluated(self._since_ns, now_ns)
+            recorder.count_as_phase(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop()
 
@@ -103,7 +103,7 @@ class EvalMode:
         if is_end:
             self._was_in_last, self._is_in_this = self._is_in_this, False
 
-    def waited(self, spent_ns: int) -> bool:
+    def keep_data_wait(self, spent_ns: int) -> bool:
         """Keep a data wait that is inside a possible evaluation; return whether it is inside."""
         if self._since_ns:
             self._waited_ns += spent_ns
@@ -112,7 +112,7 @@ class EvalMode:
     def _drop(self) -> None:
         if self._since_ns:
             self._since_ns = 0
-            self._steps.waited(self._waited_ns)  # these waits belong to the iteration
+            self._steps.add_data_wait(self._waited_ns)  # these waits belong to the iteration
 
     def _owns(self, module: Any) -> bool:
         entry = self._known.get(id(module))
@@ -127,7 +127,7 @@ class EvalMode:
 def _marks() -> tuple[int, ...]:
     """Return values that change when a phase or a generation begins or ends, or when new metrics begin."""
     recorder = get_metrics_collector().recorder
-    return (id(recorder), *recorder.marks) if recorder is not None else ()
+    return (id(recorder), *recorder.phase_marks) if recorder is not None else ()
 
 
 def _changed(module: Any, is_training: bool) -> None:
@@ -173,7 +173,7 @@ class OptimizerGpus:
         collector = get_metrics_collector()
         if collector.recorder is not self._recorder:
             self._known, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
-        window, last_seen = collector.declared.windows, self._known.get(optimizer)
+        window, last_seen = collector.declared.num_windows, self._known.get(optimizer)
         if last_seen is not None and last_seen[0] == window:
             return
         devices = last_seen[1] if last_seen is not None else frozenset()
@@ -181,7 +181,7 @@ class OptimizerGpus:
             devices = frozenset(weight.device for weight in _parameters(optimizer))
         self._known[optimizer] = window, devices
         newest = [devices_of_one for last, devices_of_one in self._known.values() if window - last <= IDLE_WINDOWS]
-        collector.declared.parameters_on(frozenset().union(*newest))
+        collector.declared.set_parameter_devices(frozenset().union(*newest))
 
 
 class BatchCounter:
@@ -341,7 +341,7 @@ class Rounds:
             self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in _parameters(optimizer)}
             self.EvalMode.follow(_parameters(optimizer))
             self._steps_of_others = 0
-            if is_first or (is_new and recorder.put_aside()):
+            if is_first or (is_new and recorder.count_as_other_phase()):
                 self._counter.follow(list(_parameters(optimizer)))
             else:
                 self._counter.batches.end()
@@ -361,9 +361,9 @@ class Rounds:
         self._share["trainable"] = self._share["total"]
         self._steps.declare_parameters(self._share)
 
-    def waited(self, spent_ns: int) -> None:
-        if not self.EvalMode.waited(spent_ns):
-            self._steps.waited(spent_ns)
+    def add_data_wait(self, spent_ns: int) -> None:
+        if not self.EvalMode.keep_data_wait(spent_ns):
+            self._steps.add_data_wait(spent_ns)
 
 
 def _layout_and_model(parameters: Sequence[Any]) -> tuple[str, Any]:

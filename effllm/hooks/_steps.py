@@ -147,10 +147,10 @@ class Steps:
         if self.is_owner:
             get_metrics_collector().end_counted(samples)
 
-    def waited(self, spent_ns: int) -> None:
+    def add_data_wait(self, spent_ns: int) -> None:
         """Count this time of the running step as data wait."""
         if (recorder := self.recorder) is not None:
-            recorder.waited(spent_ns)
+            recorder.add_data_wait(spent_ns)
 
     def add_late_counts(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their step."""
@@ -213,9 +213,9 @@ class Steps:
         """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
-    def logged(self) -> dict[str, float]:
+    def values_for_logs(self) -> dict[str, float]:
         """Return the newest values for the framework's logs; empty if a sink writes into the user's tracker."""
-        return get_metrics_collector().logged() if self.is_owner else {}
+        return get_metrics_collector().values_for_logs() if self.is_owner else {}
 
     def figures(self, figures: Mapping[str, Any]) -> None:
         """Record figures that the framework has logged, by names in `FIGURES`; only rank 0 records them.
@@ -241,7 +241,7 @@ _batch_listeners: list[Any] = []
 
 
 def listen_to_waits(listener: Any) -> None:
-    """Pass the data waits in torch's DataLoader to ``listener.waited``, for a hook that cannot measure data waits."""
+    """Pass the data waits in torch's DataLoader to ``listener.add_data_wait``, for a hook that cannot measure them."""
     if listener not in _wait_listeners:
         _wait_listeners.append(listener)
 
@@ -252,10 +252,10 @@ def listen_to_batches(listener: Any) -> None:
         _batch_listeners.append(listener)
 
 
-def waited(spent_ns: int) -> bool:
+def pass_data_wait(spent_ns: int) -> bool:
     """Pass a data wait to the hooks; return whether any hook measures steps."""
     for listener in _wait_listeners:
-        listener.waited(spent_ns)  # only the owner of the iterations counts the wait
+        listener.add_data_wait(spent_ns)  # only the owner of the iterations counts the wait
     return bool(_wait_listeners)
 
 

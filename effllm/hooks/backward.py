@@ -132,7 +132,7 @@ def _buffers_begin(_args: tuple[Any, ...]) -> Any:
 def _ended(recorder: Any) -> None:
     global _is_inside
     _is_inside = False
-    recorder.work_again()
+    recorder.end_rank_wait()
 
 
 def _keep_scaled_loss(loss: Any, result: Any) -> None:
@@ -180,11 +180,11 @@ class _Loss:
         self._has_scale = self._calls_before == 1 and framework in UNSCALED
         self._newest = loss if loss.is_cuda else float(loss) if loss.device.type == "cpu" else None
         if isinstance(self._newest, float) and (recorder.is_last_of_window or not math.isfinite(self._newest)):
-            self._record(recorder.shown_next, self._newest)
+            self._record(recorder.displayed_iteration, self._newest)
         elif recorder.is_last_of_window and self._coming is None:
             from effllm.hooks._batches import LazyNumber
 
-            self._coming = LazyNumber(recorder.shown_next, loss)
+            self._coming = LazyNumber(recorder.displayed_iteration, loss)
 
     def end(self) -> None:
         """Record the loss of the last iteration, if this needs no wait for a GPU."""
@@ -196,7 +196,7 @@ class _Loss:
             is_there = sys.modules["torch"].cuda.current_stream(loss.device).query()
             loss = float(loss) if is_there else None
         if loss is not None:
-            self._record(recorder.shown_next - 1, loss, is_over=True)
+            self._record(recorder.displayed_iteration - 1, loss, is_over=True)
 
     def _read(self) -> None:
         value = self._coming.read() if self._coming is not None else None
@@ -209,7 +209,7 @@ class _Loss:
         has_use = self._has_scale or not math.isfinite(value)
         if number > self._recorded and has_use and not self._recorder.has_loss:
             self._recorded = number
-            self._recorder.seen_loss(number, value, is_over)
+            self._recorder.record_seen_loss(number, value, is_over)
 
 
 def _at_exit() -> None:

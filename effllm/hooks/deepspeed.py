@@ -207,7 +207,7 @@ class _DeepSpeedLoop:
     def _train(self) -> None:
         self._end_evaluation()
         if self._idle_since_ns:
-            self._steps.waited(time.monotonic_ns() - self._idle_since_ns)
+            self._steps.add_data_wait(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
         elif not self._is_running:
             self._is_running = True

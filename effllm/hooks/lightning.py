@@ -161,7 +161,7 @@ class LightningTraining:
     def batch_start(self) -> None:
         """Begin an iteration, or count the wait before a further micro-batch as data wait."""
         if self._idle_since_ns:
-            _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
+            _STEPS.add_data_wait(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
         else:
             _STEPS.start()

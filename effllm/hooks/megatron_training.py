@@ -104,7 +104,7 @@ def attach_data(module: ModuleType) -> None:
             "__next__",
             Guard("the wait for Megatron's data"),
             before=lambda _call: time.monotonic_ns(),
-            after=lambda began_ns, *_: steps.waited(time.monotonic_ns() - began_ns),
+            after=lambda began_ns, *_: steps.add_data_wait(time.monotonic_ns() - began_ns),
         )
 
 

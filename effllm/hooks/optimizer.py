@@ -39,7 +39,7 @@ def attach(module: ModuleType) -> None:
 
 
 def _stepped(optimizer: Any) -> None:
-    if not GRAPHS.takes_step(optimizer):
+    if not GRAPHS.keep_if_captured(optimizer):
         _rounds().stepped(optimizer)
 
 
@@ -53,7 +53,7 @@ def _rounds() -> Any:
 
 def attach_graphs(module: ModuleType) -> None:
     """Watch CUDA graphs, in ``torch.cuda.graphs``; a replay of a captured step is a step."""
-    GRAPHS.replayed = _replayed
+    GRAPHS.on_replay = _replayed
     GRAPHS.watch(getattr(module, "CUDAGraph", None))
 
 
@@ -61,7 +61,7 @@ def _replayed(optimizers: Sequence[Any]) -> None:
     from effllm.trainer.collector import get_metrics_collector
 
     if (recorder := get_metrics_collector().recorder) is not None:
-        recorder.moved()
+        recorder.publish_replay()
     for optimizer in optimizers:
         _guard(_rounds().stepped, optimizer)
 
@@ -121,4 +121,4 @@ class _Fetch:
         """Pass the time of the call on; return the module that counts steps, if any hook does."""
         spent_ns, self._start_ns = time.monotonic_ns() - self._start_ns, 0
         steps = sys.modules.get("effllm.hooks._steps")
-        return steps if steps is not None and steps.waited(spent_ns) else None
+        return steps if steps is not None and steps.pass_data_wait(spent_ns) else None

@@ -173,7 +173,7 @@ class TitanTraining:
 
     def end(self) -> None:
         self.add_new_counts()
-        _STEPS.waited(int(self._wait_s * 1e9))
+        _STEPS.add_data_wait(int(self._wait_s * 1e9))
         tokens = self._tokens if self._counts_data else 0
         self._tokens, self._wait_s = 0, 0.0
         _STEPS.end(tokens, tokens // self._length if self._length else 0)

@@ -327,7 +327,7 @@ def _log(state: Any, logs: dict[str, Any]) -> None:
         _STEPS.figures(_training.figures.take_figures(logs, state.global_step))
     _STEPS.loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
-        logs.update(_STEPS.logged())
+        logs.update(_STEPS.values_for_logs())
 
 
 def _finish(status: str) -> None:

@@ -172,7 +172,7 @@ class RobustGPUMonitor:
     @property
     def lost(self) -> int:
         """Number of spans whose readings were lost, because the requests were not answered in time."""
-        return self._chain.lost if self._chain is not None else 0
+        return self._chain.num_lost if self._chain is not None else 0
 
     def start_monitoring(self) -> bool:
         """Begin the first span; ``False`` if no energy can be measured. A second start does nothing."""
@@ -194,7 +194,7 @@ class RobustGPUMonitor:
         self._baseline_spans.clear()
         self.markers.clear()
         self.total, self.baseline = SpanReadings(), Baseline()
-        self._begin_ns = chain.edge_ns
+        self._begin_ns = chain.last_end_ns
         self.measure_baseline()
         return True
 
@@ -206,7 +206,7 @@ class RobustGPUMonitor:
         """
         if self._chain is None or not self.is_monitoring:
             return self.metrics(self.total, 0, 0)
-        self._chain.cut()
+        self._chain.end_span()
         self.wait(wait_s)
         if self._owns_agent:
             self._collector.stop_collection()
@@ -214,13 +214,13 @@ class RobustGPUMonitor:
             self._owns_agent = False
         self.warn_if_unmeasured()
         self.is_monitoring = False
-        return self.metrics(self.total, self._begin_ns, self._chain.edge_ns)
+        return self.metrics(self.total, self._begin_ns, self._chain.last_end_ns)
 
     # --- spans ---
 
     def cut(self) -> int:
         """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
-        return self._chain.cut() if self._chain is not None and self.is_monitoring else 0
+        return self._chain.end_span() if self._chain is not None and self.is_monitoring else 0
 
     def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
         """Return the newly answered spans with their readings, oldest first, without waiting."""
@@ -230,7 +230,7 @@ class RobustGPUMonitor:
         return answered
 
     def _read_answers(self) -> None:
-        spans = self._chain.take() if self._chain is not None else []
+        spans = self._chain.take_answers() if self._chain is not None else []
         chosen = self._devices.positions(self._device_facts) if spans else []
         for span in spans:
             readings = SpanReadings.of(part for part in span.parts if part.device in chosen)
@@ -247,14 +247,14 @@ class RobustGPUMonitor:
         """Request the mean power in the last 5 s, from the samples that exist; nothing waits."""
         if self._chain is not None and self._has_baseline:
             end_ns = time.monotonic_ns()
-            self._baseline_spans.add(self._chain.cut_alone(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
+            self._baseline_spans.add(self._chain.request_past_span(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
 
     def wait(self, wait_s: float) -> None:
         """Wait for the answers of all requested spans, at most ``wait_s``; for use after the training."""
         steps = int(wait_s / WAIT_STEP_S)  # counted, because a frozen clock (freezegun) reaches no deadline
         while self._chain is not None and self._collector.is_collecting:
             self._read_answers()
-            if not self._chain.waiting or steps <= 0:
+            if not self._chain.num_unanswered or steps <= 0:
                 return
             time.sleep(WAIT_STEP_S)
             steps -= 1
@@ -262,7 +262,7 @@ class RobustGPUMonitor:
     def add_sync_marker(self, name: str) -> float:
         """End the running span and begin the next span at the current time; return this time as unix time."""
         self.cut()
-        edge_ns = self._chain.edge_ns if self._chain is not None else time.monotonic_ns()
+        edge_ns = self._chain.last_end_ns if self._chain is not None else time.monotonic_ns()
         at_s = unix_s(edge_ns)
         self.markers.append({"name": str(name), "timestamp": at_s})
         return at_s

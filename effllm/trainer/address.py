@@ -46,10 +46,10 @@ class AggregatorAddress:
         self._config, self._place, self._declared = config, place, declared
         self._write, self._board = write, board
         self.listener: socket.socket | None = None  #: rank 0's listening socket for the aggregator
-        self.is_over = False  #: set at the end of the session: the search ends
+        self.is_session_over = False  #: ends the search
 
-    def find(self) -> Callable[[], None]:
-        """Set the endpoint; return a function that starts the search, to be called when the agent runs.
+    def open_or_search(self) -> Callable[[], None]:
+        """On rank 0, listen and publish the address; return the start of a search, to be called when the agent runs.
 
         Raises:
             DiscoveryError: rank 0 has no address, or the limit of open files is too low for the number of ranks.
@@ -68,7 +68,7 @@ class AggregatorAddress:
         source = discovery.record_source(self._place, config, AggregatorAddress._generation)
         if self._place.rank != 0:
             assert source is not None
-            search = discovery.Search(source, config, is_secured, self._write, self._is_welcome)
+            search = discovery.Search(source, config, is_secured, self._write, self._may_end_search)
             return search.start
         record = {"endpoint": self._listen(source, is_secured), "job": secrets.token_hex(8)}
         self._declared.set(**record)
@@ -101,7 +101,7 @@ class AggregatorAddress:
         return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
-        """Whether the job has a secret; this is only checked for a job on one host, otherwise ``True`` is returned."""
+        """Make the secret of a job on one host, and return whether it has one; ``True`` for any other job."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
@@ -119,9 +119,9 @@ class AggregatorAddress:
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness_warning(facts.endpoint)):
             print_line(line)
 
-    def _is_welcome(self, endpoint: str) -> bool:
+    def _may_end_search(self, endpoint: str) -> bool:
         """Whether the search may end; the search's thread may call this method."""
-        return self.is_over or self._board.admitted_by() == endpoint
+        return self.is_session_over or self._board.admitted_by() == endpoint
 
 
 def print_line(line: str) -> None:

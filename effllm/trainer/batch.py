@@ -56,12 +56,12 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     for name in names:
         # The model reads the prompt of a pair twice, once before each answer.
         _add_positions(batch, tensors, inputs, name, times=2 if is_pair and name == "prompt_input_ids" else 1)
-    labels = _labels(tensors, is_encoder_decoder)
+    labels = _labels_by_name(tensors, is_encoder_decoder)
     if is_encoder_decoder and "labels" in labels and "decoder_input_ids" not in tensors:
         batch.tokens_processed += labels["labels"].numel()
         batch.tokens = batch.tokens + (labels["labels"] != _IGNORED).sum()
-    batch.tokens_loss = _tokens_loss(tensors, labels)
-    batch.samples = _samples(tensors, inputs, names)
+    batch.tokens_loss = _num_with_label(tensors, labels)
+    batch.samples = _num_samples(tensors, inputs, names)
     ids = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
     if batch.source != PACKED and ids and all(tensors[name].dim() > 1 for name in ids) and not is_pair:
         batch.width = sum(int(tensors[name].shape[-1]) for name in ids)
@@ -89,7 +89,7 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
         batch.source = source
 
 
-def _labels(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:
+def _labels_by_name(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:
     shapes = [tensor.shape for name, tensor in tensors.items() if isinstance(name, str) and name.endswith(_IDS)]
     labels = {
         name: tensor
@@ -102,7 +102,7 @@ def _labels(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, A
     return labels
 
 
-def _tokens_loss(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
+def _num_with_label(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
     if labels:
         return sum((tensor != _IGNORED).sum() for tensor in labels.values())
     masks = [name for name in ("completion_mask", "completion_attention_mask") if name in tensors]
@@ -110,15 +110,15 @@ def _tokens_loss(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
     return sum((tensors[name] != 0).sum() for name in answers)
 
 
-def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
+def _num_samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
     if _IDS in tensors:
         rows = len(tensors[_IDS]) if tensors[_IDS].dim() > 1 else 1
         starts: Any = tensors.get("cu_seq_lens_q")
-        places: Any = tensors.get("position_ids")
+        positions: Any = tensors.get("position_ids")
         if rows == 1 and starts is not None:
             return starts.numel() - 1
-        is_packed = places is not None and places.shape == tensors[_IDS].shape and "attention_mask" not in inputs
-        return (places == 0).sum() if rows == 1 and is_packed else rows
+        is_packed = positions is not None and positions.shape == tensors[_IDS].shape and "attention_mask" not in inputs
+        return (positions == 0).sum() if rows == 1 and is_packed else rows
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
     if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
         return sum(len(tensors[name]) for name in others)  # each answer is a separate sequence

@@ -13,9 +13,8 @@ from typing import Any
 from effllm.config.place import Place
 from effllm.records.board import TRACKERS
 from effllm.trainer import ownership
-from effllm.trainer.counts import Counted, counts_of, is_on_gpu
-from effllm.trainer.declared import count as positive_count
-from effllm.trainer.declared import positive, text
+from effllm.trainer.counts import CallCounts, counts_of, is_on_gpu
+from effllm.trainer.declared import positive_count, positive_number, text
 from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import NAN, EfficientLLMMetrics
@@ -39,8 +38,8 @@ class MetricsCollector:
     def __init__(self, collection_interval: float | None = None, history_size: int | None = None) -> None:
         self.lifecycle = Lifecycle(collection_interval_s=collection_interval, history_size=history_size)
         self.declared = self.lifecycle.declared
-        self._counted = Counted()
-        self._counts = False  # whether the loop's own calls, not those of a hook, count the iterations
+        self._counted = CallCounts()
+        self._is_owner = False  # whether the loop's own calls, not those of a hook, count the iterations
         self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
     @property
@@ -75,7 +74,7 @@ class MetricsCollector:
         with self.lifecycle.one_thread():
             if self.is_collecting:
                 self.lifecycle.stop(status)
-                self._counts = False
+                self._is_owner = False
                 for level, name in _OWN_LEVELS:
                     ownership.release(level, name)
 
@@ -92,7 +91,7 @@ class MetricsCollector:
     def record_iteration_start(self) -> None:
         """Stamp the start of an iteration: one optimizer step."""
         if (recorder := self.lifecycle.recorder) is not None:
-            if not self._counts:
+            if not self._is_owner:
                 self._claim()
             recorder.start()
 
@@ -113,7 +112,7 @@ class MetricsCollector:
             tokens_loss: number of positions with a label.
         """
         if (recorder := self.lifecycle.recorder) is not None:
-            if not self._counts:
+            if not self._is_owner:
                 self._claim()
             if self._counted.has_any and not (tokens_processed or samples_processed or tokens or tokens_loss):
                 self.end_counted()
@@ -127,7 +126,7 @@ class MetricsCollector:
 
     def set_peer_group(self, name: str, replica: str = "") -> None:
         """See `effllm.set_peer_group`."""
-        self.declared.learn(peer_group=text(name)[:200], replica=text(replica)[:200])
+        self.declared.declare(peer_group=text(name)[:200], replica=text(replica)[:200])
 
     def count(
         self,
@@ -157,15 +156,15 @@ class MetricsCollector:
             counts[1] = counts[1] or samples
             recorder.end(*counts)
             if loss is not None:
-                recorder.loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
+                recorder.record_loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
     def _claim(self) -> None:
-        self._counts = ownership.claim(ownership.EXPLICIT, "calls")
+        self._is_owner = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:
         """Stamp the start of a step; LLaMA-Factory's name of `record_iteration_start`."""
         if not self.declared.facts.style:
-            self.declared.learn(style="Step")
+            self.declared.declare(style="Step")
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
@@ -212,7 +211,7 @@ class MetricsCollector:
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self.declared.facts.is_numbered and self.is_collecting:
-            self.declared.learn(is_numbered=True)  # with numbers, iterations repeated after a restart are counted
+            self.declared.declare(is_numbered=True)  # with numbers, iterations repeated after a restart are counted
         return self.log_own(iteration, loss, writer)
 
     def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
@@ -221,20 +220,20 @@ class MetricsCollector:
             if is_on_gpu(loss):
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
                 loss = None
-            recorder.loss(iteration, loss)
+            recorder.record_loss(iteration, loss)
         values = self.lifecycle.values()
         if writer is not None:
             try:
-                values.write(writer)
+                values.write_once(writer)
             except Exception as error:  # noqa: BLE001 - the writer is the caller's: it must not end the loop
                 self.warn(f"the writer given to log_metrics failed: {type(error).__name__}: {error}")
-        return values.tags()
+        return values.values_by_tag()
 
-    def logged(self) -> dict[str, float]:
+    def values_for_logs(self) -> dict[str, float]:
         """Return the newest values for a framework's logs; empty if a sink writes into the user's tracker."""
         config = self.lifecycle.config
         is_written = config is not None and not config.sink_options().keys().isdisjoint(TRACKERS)
-        return {} if is_written else self.lifecycle.values().logged()
+        return {} if is_written else self.lifecycle.values().values_for_logs()
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
@@ -244,7 +243,7 @@ class MetricsCollector:
     def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
         """Set the number of parameters of the whole model; ``num_parameters`` is LLaMA-Factory's argument."""
         given = num_parameters if model_parameters is None else model_parameters
-        self.declared.learn_parameters(given)
+        self.declared.declare_parameters(given)
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Set the tokens of a sample and the samples of a step on this rank, for loops that do not count."""
@@ -252,11 +251,11 @@ class MetricsCollector:
             self.declared.warn_once("set_batch_config: two counts of at least 0 are needed; a call is ignored")
             return
         self._batch = (counts[0] * counts[1], counts[1])
-        self.declared.learn(run={**self.declared.facts.run, "sequence_length": counts[0], "batch_size": counts[1]})
+        self.declared.declare(run={**self.declared.facts.run, "sequence_length": counts[0], "batch_size": counts[1]})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
-        self.declared.learn_run(facts)
+        self.declared.declare_run_facts(facts)
 
     def calculate_amu(self) -> float:
         """Return the average memory utilization in GB."""
@@ -362,17 +361,17 @@ def initialize_efficientllm_metrics(
     collector.lifecycle.configure(collection_interval, place)
     collector.end_requests()
     if parameter_share is not None:
-        collector.declared.learn_share(parameter_share)
+        collector.declared.declare_share(parameter_share)
     elif model_parameters is not None:
         collector.set_model_parameters(model_parameters)
-    collector.declared.learn_first(first_iteration, is_numbered, keeps_earlier=collector.is_collecting)
-    collector.declared.learn(
+    collector.declared.declare_first_iteration(first_iteration, is_numbered, keeps_earlier=collector.is_collecting)
+    collector.declared.declare(
         total_iterations=positive_count(total_iterations),
-        flops_per_token=positive(flops_per_token),
-        hardware_flops_per_token=positive(hardware_flops_per_token),
+        flops_per_token=positive_number(flops_per_token),
+        hardware_flops_per_token=positive_number(hardware_flops_per_token),
     )
     if facts is not None:
-        collector.declared.learn_run(facts)
+        collector.declared.declare_run_facts(facts)
     if (counts := counts_of(sequence_length, batch_size)) is None or all(counts):
         collector.set_batch_config(sequence_length, batch_size)
     if not collector.is_collecting:

@@ -33,7 +33,7 @@ class RunningCounts(Counters):
         return True
 
 
-class Counted:
+class CallCounts:
     """Sums of the counts of `effllm.count`, and the newest loss, since the end of the last iteration."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Losses:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._number = 0
+        self._last_number = 0
 
     def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
         """Return number and loss (nan for a loss of ``None``), or ``None`` if an argument is invalid."""
@@ -93,9 +93,9 @@ class Losses:
         if not -MAX_TOTAL < number < MAX_TOTAL:
             self._warn("log_metrics was given an iteration number out of range; the loss is ignored")
             return None
-        if number < self._number:
-            self._warn(f"the iteration number decreased from {self._number} to {number}; counting continues")
-        self._number = number
+        if number < self._last_number:
+            self._warn(f"the iteration number decreased from {self._last_number} to {number}; counting continues")
+        self._last_number = number
         return number, value
 
 
@@ -130,7 +130,7 @@ class Phases:
     def __init__(self) -> None:
         self.total_ns = [0] * len(PHASES)
         self.depth = 0
-        self.index = -1  # index of the open phase in `PHASES`
+        self.open_index = -1  # index of the open phase in `PHASES`
         self.between_ns = 0  # time of phases between the last iteration and the next
         self.inside_ns = 0  # time of phases in the running iteration
         self._start_ns = 0
@@ -140,7 +140,7 @@ class Phases:
         self.depth += 1
         if self.depth > 1:
             return False
-        self.index = PHASES.index(name if isinstance(name, str) and name in PHASES else "other")
+        self.open_index = PHASES.index(name if isinstance(name, str) and name in PHASES else "other")
         self._start_ns = now_ns
         return True
 
@@ -149,10 +149,10 @@ class Phases:
         self.depth -= 1
         return self.depth == 0
 
-    def cut(self, at_ns: int, *, is_inside: bool) -> int:
+    def add_open_until(self, at_ns: int, *, is_inside: bool) -> int:
         """Add the open phase up to ``at_ns`` to the totals; return the start of the added part."""
         start_ns, self._start_ns = self._start_ns, at_ns
-        self.add_time(self.index, at_ns - start_ns, is_inside=is_inside)
+        self.add_time(self.open_index, at_ns - start_ns, is_inside=is_inside)
         return start_ns
 
     def add_time(self, index: int, spent_ns: int, *, is_inside: bool) -> None:

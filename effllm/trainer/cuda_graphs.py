@@ -16,15 +16,15 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.num_captured = 0
         #: Called after a replay, with the optimizers whose steps the graph has.
-        self.replayed: Callable[[Sequence[Any]], None] | None = None
+        self.on_replay: Callable[[Sequence[Any]], None] | None = None
         self._capturing: Any = None
-        self._steps: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+        self._optimizers_by_graph: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
-    def watch(self, graph: Any) -> None:
-        """Watch a class with the methods of ``CUDAGraph``; a second call does nothing."""
-        if graph is None or hasattr(graph.replay, "is_watched"):
+    def watch(self, graph_class: Any) -> None:
+        """Wrap the methods of ``CUDAGraph`` in a class; a second call does nothing."""
+        if graph_class is None or hasattr(graph_class.replay, "is_watched"):
             return
-        capture, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+        capture, end, replay = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
 
         @functools.wraps(capture)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
@@ -39,22 +39,22 @@ class CudaGraphs:
         @functools.wraps(replay)
         def replayed(graph: Any, *arguments: Any, **named: Any) -> Any:
             result = replay(graph, *arguments, **named)
-            if self.replayed is not None:
+            if self.on_replay is not None:
                 with contextlib.suppress(Exception):  # no exception of effllm may end a training step
-                    self.replayed(list(self._steps.get(graph, ())))
+                    self.on_replay(list(self._optimizers_by_graph.get(graph, ())))
             return result
 
         replayed.is_watched = True  # type: ignore[attr-defined]
-        graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replayed
+        graph_class.capture_begin, graph_class.capture_end, graph_class.replay = capture_begin, capture_end, replayed
 
-    def takes_step(self, optimizer: Any) -> bool:
-        """Whether an optimizer's step that has just run was only captured: each replay of this graph makes the step."""
+    def keep_if_captured(self, optimizer: Any) -> bool:
+        """Return whether a step that has just run was only captured; then each replay of this graph makes the step."""
         if self._capturing is None:
             return False
         if not sys.modules["torch"].cuda.is_current_stream_capturing():  # the capture has failed without its end
             self._capturing = None
             return False
-        self._steps.setdefault(self._capturing, weakref.WeakSet()).add(optimizer)
+        self._optimizers_by_graph.setdefault(self._capturing, weakref.WeakSet()).add(optimizer)
         return True
 
 

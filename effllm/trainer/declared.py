@@ -28,8 +28,8 @@ class Declared:
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed = changed
         self.facts = RankFacts()
-        self.parameters_shown: Callable[[], None] = lambda: None  #: called after a change of `parameter_devices`
-        self.windows = 0  #: ended windows, counted if torch has CUDA: the devices are shown once in a window
+        self.on_devices_change: Callable[[], None] = lambda: None  #: called after a change of `parameter_devices`
+        self.num_windows = 0  #: ended windows, counted if torch has CUDA: the devices are shown once in a window
         self.parameter_devices: tuple[int, ...] = ()  #: the GPUs of the parameters that an optimizer of torch updates
 
     @property
@@ -37,20 +37,20 @@ class Declared:
         return self.facts.parameters.total is not None
 
     def set(self, **facts: Any) -> None:
-        """Replace facts; the next declaration sends the facts to the agent."""
+        """Replace facts, also by ``None``; the next call of `declare` sends the facts to the agent."""
         self.facts = replace(self.facts, **facts)
 
-    def learn(self, **facts: Any) -> None:
+    def declare(self, **facts: Any) -> None:
         """Replace facts and send them to the agent; a value of ``None`` changes nothing."""
         self.set(**{name: value for name, value in facts.items() if value is not None})
         self._changed()
 
-    def learn_run(self, facts: Any) -> None:
+    def declare_run_facts(self, facts: Any) -> None:
         """Add facts of the run; new values replace old values.  Facts above the limits are left out, with a warning."""
         run = dict(self.facts.run)
         num_bytes, left_out = len(json.dumps(run)), 0
-        for given, value in _items(facts):
-            name, fact = text(given), plain(value)
+        for given, value in _given_pairs(facts):
+            name, fact = text(given), plain_value(value)
             more_bytes = len(json.dumps({name: fact})) - (len(json.dumps({name: run[name]})) if name in run else 0)
             has_room = num_bytes + more_bytes <= MAX_FACTS_BYTES and (name in run or len(run) < MAX_FACTS)
             if has_room and len(name) <= MAX_FACT_NAME_LETTERS:
@@ -58,7 +58,7 @@ class Declared:
                 num_bytes += more_bytes
             else:
                 left_out += 1
-        self.learn(run=run)
+        self.declare(run=run)
         if left_out:
             self.warn_once(
                 f"facts: {left_out:,} left out of run.json: at most {MAX_FACTS} facts with {MAX_FACTS_BYTES:,} "
@@ -70,18 +70,19 @@ class Declared:
     def warn_once(self, line: str) -> None:
         """Add a warning, unless there is one with the same first word."""
         if line.split()[0] not in {warning.split()[0] for warning in self.facts.warnings}:
-            self.learn(warnings=(*self.facts.warnings, line))
+            self.declare(warnings=(*self.facts.warnings, line))
 
-    def learn_parameters(self, total: Any) -> None:
+    def declare_parameters(self, total: Any) -> None:
         """Replace the number of parameters of the whole model."""
-        self.learn(parameters=replace(self.facts.parameters, total=count(total), is_share=False))
+        self.declare(parameters=replace(self.facts.parameters, total=positive_count(total), is_share=False))
 
-    def learn_share(self, share: Mapping[str, Any]) -> None:
+    def declare_share(self, share: Mapping[str, Any]) -> None:
         """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
-        given = {text(kind): 0 if counts_of(number) == [0] else count(number) for kind, number in _items(share)}
-        self.learn(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
+        pairs = _given_pairs(share)
+        given = {text(kind): 0 if counts_of(number) == [0] else positive_count(number) for kind, number in pairs}
+        self.declare(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
 
-    def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
+    def declare_first_iteration(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
         """Set the number of iterations completed by earlier attempts of the job.
 
         Args:
@@ -89,12 +90,12 @@ class Declared:
             is_numbered: whether the number is known and not assumed; with ``None`` it is known if it is above 0.
             keeps_earlier: whether a number of 0 keeps an earlier declaration.
         """
-        first = count(first_iteration)
-        is_known = (True if first else None) if is_numbered is None else count(is_numbered) is not None
-        self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
+        first = positive_count(first_iteration)
+        is_known = (True if first else None) if is_numbered is None else positive_count(is_numbered) is not None
+        self.declare(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
 
     def value_index(self, name: Any) -> int:
-        """Return the index of a name of values, or -1 if there are too many names; a new name is sent to the agent."""
+        """Return the index of a name of values, or -1 if there are too many names; a new name is added and sent."""
         names, new = self.facts.value_names, text(name)[:MAX_NAME_LETTERS]
         if new in names:
             return names.index(new)
@@ -104,15 +105,15 @@ class Declared:
                 f"with {MAX_NAMES_LETTERS:,} characters are stored"
             )
             return -1
-        self.learn(value_names=(*names, new))
+        self.declare(value_names=(*names, new))
         return len(names)
 
-    def parameters_on(self, devices: Iterable[Any]) -> None:
+    def set_parameter_devices(self, devices: Iterable[Any]) -> None:
         """Set the devices of the parameters that optimizers update; an optimizer may be on the host."""
         gpus = tuple(sorted({device.index or 0 for device in devices if device.type == "cuda"}))
         if gpus != self.parameter_devices:
             self.parameter_devices = gpus
-            self.parameters_shown()
+            self.on_devices_change()
 
     def forget_training(self) -> None:
         """Reset the facts that are only valid for an earlier training in this process."""
@@ -131,7 +132,7 @@ class Declared:
         self.set(run={name: value for name, value in self.facts.run.items() if name != "framework"}, gpus=())
 
 
-def _items(facts: Any) -> list[tuple[Any, Any]]:
+def _given_pairs(facts: Any) -> list[tuple[Any, Any]]:
     try:
         return list(facts.items())
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
@@ -141,7 +142,7 @@ def _items(facts: Any) -> list[tuple[Any, Any]]:
 _SHARES = ("total", "trainable", "active")
 
 
-def count(value: Any) -> int | None:
+def positive_count(value: Any) -> int | None:
     """Return a value as a count above 0, or ``None`` if it is invalid."""
     try:
         number = int(value)
@@ -150,7 +151,7 @@ def count(value: Any) -> int | None:
     return number if 0 < number < 2**62 else None
 
 
-def positive(value: Any) -> float | None:
+def positive_number(value: Any) -> float | None:
     """Return a value as a number above 0 and up to 1e30, as in messages, or ``None`` if it is invalid."""
     try:
         number = float(value)
@@ -159,7 +160,7 @@ def positive(value: Any) -> float | None:
     return number if 0 < number <= 1e30 else None
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a fact unchanged if JSON and the wire have its type, else as text."""
     if value is None or isinstance(value, (bool, float)):
         return value

@@ -47,8 +47,8 @@ class Requests:
         """Whether these requests count as iterations."""
         return ownership.holds(self.level, self.name)
 
-    def ready(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
-        """Start the metrics if needed, and return the recorder; ``None`` if the metrics cannot start.
+    def start(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
+        """Return the recorder, after a start of the metrics if needed; ``None`` if they cannot start.
 
         In a job of several ranks, a hook's request does not start the metrics, because perhaps some ranks generate
         nothing.
@@ -60,7 +60,7 @@ class Requests:
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
                 ownership.claim(self.level, self.name)  # not for a hook's request: the process may train
-                collector.declared.learn(serves_requests=True)
+                collector.declared.declare(serves_requests=True)
             return collector.recorder
         try:
             is_alone = read_place(process_environ()).world_size == 1
@@ -70,10 +70,10 @@ class Requests:
             return None
         with collector.lifecycle.one_thread():
             if not collector.is_collecting:  # else another thread has begun the first request at the same time
-                self._start(describe, is_alone)
+                self._start_session(describe, is_alone)
         return collector.recorder
 
-    def _start(self, describe: Callable[[], InferenceProcess] | None, is_alone: bool) -> None:
+    def _start_session(self, describe: Callable[[], InferenceProcess] | None, is_alone: bool) -> None:
         collector, process = get_metrics_collector(), describe() if describe is not None else InferenceProcess()
         if process.parameters is not None and not collector.declared.has_parameters:
             collector.set_model_parameters(process.parameters)
@@ -81,9 +81,9 @@ class Requests:
             {"framework": self.name, **process.facts}, process.gpus if is_alone else ()
         )
 
-    def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _Open | None:
+    def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _OpenRequest | None:
         """Begin a request; a nested request is a part of the outer request."""
-        recorder = self.ready(describe)
+        recorder = self.start(describe)
         if recorder is None:
             return None
         is_iteration = self.is_owner and not recorder.generations.depth
@@ -92,10 +92,10 @@ class Requests:
         # If the training loop itself calls effllm, its iterations include the generations.  Otherwise, a generation
         # during training is a phase.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
-        return _Open(recorder, is_iteration)
+        return _OpenRequest(recorder, is_iteration)
 
     def end(
-        self, begun: _Open | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
+        self, begun: _OpenRequest | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
     ) -> None:
         """End a request; by default with the tokens of the generations inside it."""
         if begun is None:
@@ -105,7 +105,7 @@ class Requests:
             begun.recorder.end(0, samples)
 
 
-class _Open(NamedTuple):
+class _OpenRequest(NamedTuple):
     recorder: Recorder
     is_iteration: bool
 
@@ -124,15 +124,15 @@ class Request:
         self._samples = samples
         self._generated: int | None = None
         self._prompt = 0
-        self._begun: _Open | None = None
+        self._begun: _OpenRequest | None = None
 
     def generated(self, tokens: int) -> None:
         """Add tokens that the model generated."""
-        self._generated = _sum(self._generated or 0, tokens)
+        self._generated = _sum_of_counts(self._generated or 0, tokens)
 
     def prompt(self, tokens: int) -> None:
         """Add tokens of the prompt."""
-        self._prompt = _sum(self._prompt, tokens)
+        self._prompt = _sum_of_counts(self._prompt, tokens)
 
     def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
         self._begun = DECLARED.begin()
@@ -145,7 +145,7 @@ class Request:
         DECLARED.end(begun, self._generated, self._prompt, self._samples)
 
 
-def _sum(total: int, more: Any) -> int:
+def _sum_of_counts(total: int, more: Any) -> int:
     """Return the sum of two counts; -1 after an invalid count, for which the recorder warns."""
     return -1 if (counts := counts_of(total, more)) is None else sum(counts)
 
@@ -183,18 +183,18 @@ def record_request(
         samples: number of requests in a batch.
     """
     is_first = not get_metrics_collector().is_collecting
-    recorder = DECLARED.ready()
+    recorder = DECLARED.start()
     if recorder is None:
         return
     if is_first:
         _warn_of_first()
         return
     now_ns = time.monotonic_ns()
-    took_s, *parts = map(_seconds, (time_s, computation_time_s, communication_time_s))
+    took_s, *parts = map(_valid_seconds, (time_s, computation_time_s, communication_time_s))
     if took_s is None and (measured := [part for part in parts if part is not None]):
         took_s = sum(measured)
-    free_ns = recorder.free_ns
-    start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
+    earliest_start_ns = recorder.earliest_start_ns
+    start_ns = earliest_start_ns if took_s is None else max(now_ns - int(took_s * 1e9), earliest_start_ns)
     if DECLARED.is_owner:
         recorder.start(_now=lambda: start_ns)
         recorder.generations.add_generation(generated_tokens, now_ns - start_ns, prompt_tokens)
@@ -203,7 +203,7 @@ def record_request(
         recorder.generations.add_generation(generated_tokens, int(took_s * 1e9), prompt_tokens)
 
 
-def _seconds(value: Any) -> float | None:
+def _valid_seconds(value: Any) -> float | None:
     """Return a number from 0 to a year as a time; ``None`` for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

@@ -65,7 +65,7 @@ class Lifecycle:
     """
 
     def __init__(self, **overrides: float | None) -> None:
-        self.declared = Declared(self._send)
+        self.declared = Declared(self._send_facts)
         self.config: Config | None = None  #: settings of the last session
         self.recorder: Recorder | None = None  #: recorder of the running session
         self.is_for_requests = False  #: whether a request, and not a training, started the session
@@ -76,7 +76,7 @@ class Lifecycle:
         self._values = JobValues()
         self._percentiles: dict[str, Any] = {}
         self._lock = threading.RLock()  # a signal handler may stop what its thread is starting
-        self.chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
+        self.span_chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
 
     def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
         """Set values that replace the environment's settings at the next start; ``None`` changes nothing."""
@@ -104,7 +104,7 @@ class Lifecycle:
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
-            self.declared.learn_run(facts_of_open_mlflow_run(self.config.sink_options()))
+            self.declared.declare_run_facts(facts_of_open_mlflow_run(self.config.sink_options()))
             with standard_descriptors() as closed:
                 self._session = Session(self.config, self._place, self.declared)
                 self.recorder = self._session.recorder
@@ -115,7 +115,7 @@ class Lifecycle:
             trackers.begin(self, self.config.sink_options(), self._place.rank)
         except (ConfigError, RingError, DiscoveryError, OSError, RuntimeError, MemoryError) as error:
             # RuntimeError: the search for the aggregator cannot start a thread
-            _print(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
+            _print_line(f"no metrics, training goes on: {error}", self._place, isinstance(error, AgentError))
             repeat_at_exit(str(error) if self._place.rank == 0 else "")
             if self._session is not None:
                 self._session.close()
@@ -123,8 +123,8 @@ class Lifecycle:
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
         """Start a session for an inference process; a later training ends this session and has its own run."""
-        self.declared.learn(gpus=tuple(gpus), serves_requests=True)
-        self.declared.learn_run(facts)
+        self.declared.declare(gpus=tuple(gpus), serves_requests=True)
+        self.declared.declare_run_facts(facts)
         self.start()
         self.is_for_requests = self.recorder is not None
 
@@ -134,21 +134,21 @@ class Lifecycle:
         if session is None:
             return
         began_s = time.time()
-        for chain in list(self.chains):
-            chain.cut()
+        for chain in list(self.span_chains):
+            chain.end_span()
         trackers.end(self)
         session.finish(status)
-        for chain in list(self.chains):
-            chain.read(session.board)
+        for chain in list(self.span_chains):
+            chain.read_answers(session.board)
         self._read_percentiles()  # of the whole run
-        self.values().replace(session.final_values(began_s))
+        self.values().use_summary(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
         self.is_for_requests = False
         self.declared.set(serves_requests=False, warnings=())
         self.declared.parameter_devices = ()
 
-    def values(self) -> JobValues:
+    def values(self) -> JobValues:  # the newest ones, without waiting
         if self._session is not None:
             self._values.read(self._session.board)
         return self._values
@@ -179,7 +179,7 @@ class Lifecycle:
         if self._session is not None:
             self._session.warn(line)
 
-    def _send(self) -> None:
+    def _send_facts(self) -> None:
         if self._session is not None:
             self._session.send_facts()
 
@@ -209,7 +209,7 @@ def _is_closed(stream: Any) -> bool:
     return False
 
 
-def _print(line: str, place: Place, everywhere: bool = False) -> None:
-    if (place.rank == 0 or everywhere) and not _is_closed(sys.stderr):
+def _print_line(line: str, place: Place, on_every_rank: bool = False) -> None:
+    if (place.rank == 0 or on_every_rank) and not _is_closed(sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration

@@ -25,7 +25,7 @@ def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that is invalid, unknown or impossible on this host."""
     lines = [str(error) for _, error in _wrong_values(environ)]
     lines += [line] if (line := invalid_switch_error(environ, ATTACH)) else []
-    config = read_config(usable(environ))
+    config = read_config(without_wrong_values(environ))
     lines += map(str, [*_wrong_names(config), *_wrong_folders(config)])
     try:
         read_place(environ)
@@ -36,7 +36,7 @@ def problems(environ: Mapping[str, str]) -> list[str]:
 
 def doubts(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that is wrong if the job runs on this host; the job may run on another host."""
-    config = read_config(usable(environ))
+    config = read_config(without_wrong_values(environ))
     lines = []
     if config.interface:
         from effllm.network import interface  # imported only if needed: this import takes as long as all other checks
@@ -47,14 +47,14 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
                 f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
                 f"host needs it; interfaces of this host: {names}"
             )
-    if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
+    if not Path(config.run_dir).is_absolute() and (reason := why_unwritable(Path(config.run_dir))):
         lines.append(
             f"{PREFIX}RUN_DIR={config.run_dir!r} is relative: if the job starts in the current folder, {reason}"
         )
     return lines
 
 
-def unwritable(folder: Path) -> str:
+def why_unwritable(folder: Path) -> str:
     """Return the reason why a folder cannot be written, else an empty string; a missing folder is allowed."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
@@ -64,7 +64,7 @@ def unwritable(folder: Path) -> str:
         return f"{folder} cannot be written: {error.strerror or error}"
 
 
-def usable(environ: Mapping[str, str]) -> dict[str, str]:
+def without_wrong_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without invalid settings."""
     wrong = {name for name, _ in _wrong_values(environ)}
     return {name: value for name, value in environ.items() if name not in wrong}
@@ -82,7 +82,7 @@ def _wrong_folders(config: Config) -> Iterator[ConfigError]:
     """Yield an error for each absolute folder that cannot be written; a relative folder depends on the job's folder."""
     charts = config.sink_options().get("tensorboard", {}).get("dir", "")
     for variable, folder in (("RUN_DIR", config.run_dir), ("SINKS", charts)):
-        if Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
+        if Path(folder).is_absolute() and (reason := why_unwritable(Path(folder))):
             yield ConfigError(f"{PREFIX}{variable}", folder, reason)
 
 

@@ -29,36 +29,36 @@ class RankDevice:
         self._cuda, self._declared = torch.cuda, declared
         self._has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
         self.index: int | None = None  #: the GPU on which this process may record events; ``None``: none yet
-        self.is_due = True  #: whether to look at the start of the next iteration
-        self._known: Any = None
-        declared.parameters_shown = self._parameters_shown
+        self.is_due = True  #: whether to find the GPUs at the start of the next iteration
+        self._last_found: Any = None
+        declared.on_devices_change = self._request_find
 
-    def _parameters_shown(self) -> None:
+    def _request_find(self) -> None:
         self.is_due = True
 
     def end_window(self) -> None:
-        """Look again at the next iteration, unless parameters have shown their GPUs."""
-        self._declared.windows += 1
+        """Find the GPUs again at the next iteration, unless parameters have shown them."""
+        self._declared.num_windows += 1
         self.is_due = not self._declared.parameter_devices
 
-    def look(self) -> bool:
-        """Find the GPUs; return whether facts have changed."""
+    def find_gpus(self) -> bool:
+        """Find the GPUs, and declare their facts; return whether they have changed."""
         cuda = self._cuda
         if not getattr(cuda, "is_initialized", lambda: False)():
             return False
         contexts = [gpu for gpu in range(cuda.device_count()) if self._has_context is None or self._has_context(gpu)]
         facts = self._declared.facts
         stated = facts.gpus if facts.serves_requests else ()
-        used = self._declared.parameter_devices or stated or self._in_use(contexts)
+        used = self._declared.parameter_devices or stated or self._gpus_in_use(contexts)
         self.index = used[0] if used and used[0] in contexts else None
         state = used, len(contexts) if not used else 0
-        if state == self._known:
+        if state == self._last_found:
             return False
-        self._known = state
+        self._last_found = state
         self._declared.set(**self._device_facts(used, contexts))
         return True
 
-    def run(self, act: Callable[[], _T]) -> _T | None:
+    def call_on_gpu(self, act: Callable[[], _T]) -> _T | None:
         """Call a function while the rank's GPU is CUDA's current device.
 
         ``None`` without a known GPU, because an event makes a context, and during a capture: an event would become a
@@ -72,7 +72,7 @@ class RankDevice:
         with cuda.device(self.index):
             return None if cuda.is_current_stream_capturing() else act()
 
-    def _in_use(self, contexts: list[int]) -> tuple[int, ...]:
+    def _gpus_in_use(self, contexts: list[int]) -> tuple[int, ...]:
         current = int(self._cuda.current_device())
         if self._has_context is None or (not contexts and current):
             return (current,)

@@ -21,7 +21,7 @@ from effllm.trainer.value_buffer import MAX_TOGETHER, ValueBuffer
 
 _NO_TOKENS = 0
 
-_live: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_live_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 class Recorder:
@@ -47,7 +47,7 @@ class Recorder:
         values: ValueBuffer | None = None,
         index_of_value: Callable[[str], int] = lambda _name: -1,
     ) -> None:
-        self._writer, self.wake, self._warn, self._once = writer, wake, warn, WarnOnce(warn)
+        self._writer, self.wake, self._warn, self._warn_once = writer, wake, warn, WarnOnce(warn)
         self._log_interval, self._offset, self.is_on, self.ordinal = log_interval, offset, True, 0
         self.thread_id = threading.get_ident()  # of the loop
         self.has_loss = False  # whether the loop or a hook has given a loss
@@ -56,17 +56,18 @@ class Recorder:
         self._is_special = True
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
-        self._made_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
-        self._own_ns = 0  # own time before the sync points so far
-        self._again_ns = 0  # end of the newest wait for other ranks, without phases; 0 after a sync point
-        self._boundary = False  # whether a window has ended and the next iteration has not started
+        self._created_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
+        self._own_ns = 0  # own time of this iteration before the sync points so far
+        self._wait_end_ns = 0  # end of the newest wait for other ranks, less phases; 0 while waiting, or without a wait
+        self._has_window_ended = False  # whether a window has ended and the next iteration has not started
         self._counters, self._phases = RunningCounts(), Phases()
-        self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
-        self._losses, self._values = Losses(self._once), values or ValueBuffer()
+        phase = self.phase_start, self.phase_end
+        self.generations = Generations(self._counters, *phase, self._write_totals, self._warn_once)
+        self._losses, self._values = Losses(self._warn_once), values or ValueBuffer()
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
-        self._values.connect(self._values_due, writer, wake, index_of_value, warn)
-        writer.write_state(ring.STARTUP, 0, self._made_ns)  # without this state, startup would begin at the host's boot
-        _live.add(self)
+        self._values.connect(self._write_values, writer, wake, index_of_value, warn)
+        writer.write_state(ring.STARTUP, 0, self._created_ns)  # without this state, startup would begin at the host's boot
+        _live_recorders.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; a second start before the end replaces the first."""
@@ -83,14 +84,14 @@ class Recorder:
             return
         phases = self._phases
         if phases.depth:
-            self._cut_phase(start_ns)
+            self._record_phase_until(start_ns)
         self._start_ns, self._own_ns = start_ns, 0
-        self._values.begin()
+        self._values.begin_iteration()
         phases.start_iteration()
         self._writer.write_state(ring.STEP, self.ordinal + 1, start_ns)
         self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
-        if self._boundary:
-            self._boundary = False
+        if self._has_window_ended:
+            self._has_window_ended = False
             self.wake()
 
     def end(
@@ -114,7 +115,7 @@ class Recorder:
         if self._is_special or not start_ns:
             if not self.is_on:
                 return
-            start_ns = self._settle(end_ns)
+            start_ns = self._subtract_phases(end_ns)
         self._wait_ns = wait_ns = self._wait_ns + (start_ns - self._end_ns)
         self._step_ns = step_ns = self._step_ns + (end_ns - start_ns)
         self._start_ns, self._end_ns = 0, end_ns
@@ -132,66 +133,66 @@ class Recorder:
         else:
             tokens = tokens_processed if tokens is None else tokens
             if not counters.add_counts(tokens_processed, samples, tokens, tokens_loss):
-                self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
+                self._warn_once(f"tokens and samples must be counts of at least 0; iteration {ordinal} has no counts")
                 self.reject_counts()
         self._values.limit = 1  # values between two iterations are written at once
         if end_ns >= self._values_at_ns or ordinal == self._boundary_ordinal:  # before a record that may end the window
-            self._values_at_ns = self._values.write(ordinal, end_ns)
+            self._values_at_ns = self._values.write_values(ordinal, end_ns)
         if self._own_ns:
             self._writer.write_iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns)
-            self._own_ns = self._again_ns = 0
+            self._own_ns = self._wait_end_ns = 0
         else:
             self._writer.write_iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
         if ordinal == self._boundary_ordinal:
             self._boundary_ordinal += self._log_interval
-            self._boundary = self._is_special = True
+            self._has_window_ended = self._is_special = True
             self.wake()
 
-    def _settle(self, end_ns: int) -> int:
-        """Subtract phases from data wait and step; return the start of the iteration that ends now."""
+    def _subtract_phases(self, end_ns: int) -> int:
+        """Subtract phases from the totals of wait and step; return the start of the iteration that ends now."""
         phases = self._phases
         if phases.depth:
-            self._cut_phase(end_ns)
+            self._record_phase_until(end_ns)
         if not (start_ns := self._start_ns):
-            self._once("an iteration ended without a start; it counts from the end of the previous iteration")
-            start_ns = self.free_ns
+            self._warn_once("an iteration ended without a start; it counts from the end of the previous iteration")
+            start_ns = self.earliest_start_ns
         between_ns, inside_ns = phases.end_iteration()
         if self._end_ns:
             self._wait_ns -= between_ns
         else:
             self._end_ns = start_ns  # the first iteration has no data wait
         self._step_ns -= inside_ns
-        self._is_special = self._boundary or phases.depth > 0
+        self._is_special = self._has_window_ended or phases.depth > 0
         return start_ns
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the sync point of the running iteration: the point at which this rank first waits for other ranks.
 
         The time before this point, without data waits and phases, is the rank's own time.  Later calls do nothing,
-        except after `work_again`.
+        except after `end_rank_wait`.
         """
-        if (self._own_ns and not self._again_ns) or not self._start_ns or self._phases.depth or not self.is_on:
+        if (self._own_ns and not self._wait_end_ns) or not self._start_ns or self._phases.depth or not self.is_on:
             return
-        since_ns = self._again_ns if self._own_ns else self._start_ns
+        since_ns = self._wait_end_ns if self._own_ns else self._start_ns
         self._own_ns += _now() - self._phases.inside_ns - since_ns
-        self._again_ns = 0
+        self._wait_end_ns = 0
 
-    def work_again(self, _now: Any = time.monotonic_ns) -> None:
+    def end_rank_wait(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the end of a wait for other ranks: the time to the next sync point of the iteration is own time too."""
         if self._own_ns and self._start_ns and not self._phases.depth and self.is_on:
-            self._again_ns = _now() - self._phases.inside_ns
+            self._wait_end_ns = _now() - self._phases.inside_ns
 
-    def waited(self, spent_ns: int) -> None:
+    def add_data_wait(self, spent_ns: int) -> None:
         """Count this time of the running iteration as data wait: the iteration's start is moved by this time."""
         if self.is_on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
-            if self._again_ns:
-                self._again_ns += spent_ns
+            if self._wait_end_ns:
+                self._wait_end_ns += spent_ns
 
     def add_late_counts(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known after the end of their iteration; the next record includes them."""
         if self.is_on and not self._counters.add_counts(0, samples, tokens, tokens_loss):
-            self._once("counts added after an iteration must be whole numbers of at least 0; these counts are ignored")
+            self._warn_once("counts added after an iteration must be whole numbers of at least 0; these are ignored")
             self.reject_counts()
 
     def reject_counts(self) -> None:
@@ -203,41 +204,41 @@ class Recorder:
         """Begin a phase; a nested phase is a part of the outer phase."""
         if not self.is_on:
             return
-        self._values_due()  # a phase may be long
+        self._write_values()  # a phase may be long
         self._is_special, now_ns = True, time.monotonic_ns()
         if self._phases.begin(name, now_ns):
-            self._writer.write_state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
+            self._writer.write_state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.open_index)
 
     def phase_end(self) -> None:
         """End the phase that the last `phase_start` began."""
         if not self.is_on or self._phases.depth == 0:
-            self._once("a phase ended without a start; this end is ignored")
+            self._warn_once("a phase ended without a start; this end is ignored")
             return
         if not self._phases.end():
             return
         end_ns = time.monotonic_ns()
-        self._cut_phase(end_ns)
+        self._record_phase_until(end_ns)
         if self._start_ns:
             self._writer.write_state(ring.STEP, self.ordinal + 1, self._start_ns)
         else:
             self._writer.write_state(ring.BETWEEN, self.ordinal, end_ns)
 
-    def _cut_phase(self, at_ns: int) -> None:
-        start_ns = self._phases.cut(at_ns, is_inside=self._start_ns > 0)
+    def _record_phase_until(self, at_ns: int) -> None:
+        start_ns = self._phases.add_open_until(at_ns, is_inside=self._start_ns > 0)
         self._write_totals()
-        self.put(ring.PHASE, self._phases.index, 0, start_ns, at_ns, 0.0)
+        self.put(ring.PHASE, self._phases.open_index, 0, start_ns, at_ns, 0.0)
 
     @property
-    def free_ns(self) -> int:
+    def earliest_start_ns(self) -> int:
         """Earliest start of the next iteration: the end of the last iteration or phase, or the recorder's start."""
-        return (self._end_ns or self._made_ns) + self._phases.between_ns
+        return (self._end_ns or self._created_ns) + self._phases.between_ns
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def phase_marks(self) -> tuple[int, ...]:
         """Values that change when a phase or a generation begins or ends."""
         return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
-    def moved(self) -> None:
+    def publish_replay(self) -> None:
         """Publish that the device works, although no iteration ends: a CUDA graph was replayed."""
         if self.is_on and not self._phases.depth:
             is_inside = bool(self._start_ns)
@@ -245,14 +246,14 @@ class Recorder:
             self._writer.write_state(state, self.ordinal + is_inside, time.monotonic_ns())
 
     def publish_evaluation(self) -> None:
-        """Publish that this rank may be in an evaluation; `evaluated` confirms the evaluation after its end."""
+        """Publish that this rank may be in an evaluation; `count_as_phase` confirms it after its end."""
         if self.is_on and not self._phases.depth:
             self._writer.write_state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
-    def evaluated(self, start_ns: int, end_ns: int, index: int = 0) -> None:
-        """Count a part of the running iteration as an evaluation; the part must contain no phase and no data wait.
+    def count_as_phase(self, start_ns: int, end_ns: int, index: int = 0) -> None:
+        """Count a past part of the running iteration, without phases and data waits, as a phase.
 
-        ``index`` is that of another phase in `PHASES`.
+        ``index`` is that of the phase in `PHASES`, by default of an evaluation.
         """
         if self.is_on and self._start_ns and not self._phases.depth:
             self._writer.write_state(ring.STEP, self.ordinal + 1, self._start_ns)
@@ -261,18 +262,18 @@ class Recorder:
             self._write_totals()
             self.put(ring.PHASE, index, 0, start_ns, end_ns, 0.0)
 
-    def put_aside(self, _now: Any = time.monotonic_ns) -> bool:
-        """Count the running iteration as another phase: the next `start` replaces it.  ``False`` if it has a phase."""
+    def count_as_other_phase(self, _now: Any = time.monotonic_ns) -> bool:
+        """Count the running iteration as ``other``: the next `start` replaces it; ``False`` if it has a phase."""
         if self._phases.inside_ns or self._phases.depth:
             return False
-        self.evaluated(self._start_ns, _now(), PHASES.index("other"))
+        self.count_as_phase(self._start_ns, _now(), PHASES.index("other"))
         return True
 
     def _write_totals(self) -> None:
         if self.is_on:
             self._writer.replace_totals(self._phases.total_ns, self.generations.total_ns, self._counters)
 
-    def loss(self, number: int | None, loss: float | None) -> None:
+    def record_loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the last completed iteration, with the caller's number of this iteration."""
         self.has_loss = self.has_loss or loss is not None
         if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
@@ -284,11 +285,11 @@ class Recorder:
         return self.ordinal + 1 == self._boundary_ordinal
 
     @property
-    def shown_next(self) -> int:
+    def displayed_iteration(self) -> int:
         """Displayed number of the running iteration."""
         return self.ordinal + 1 + self._offset
 
-    def seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
+    def record_seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
         """Record a loss that a hook has seen, in the running iteration or, with ``is_over``, after the last one.
 
         Args:
@@ -299,11 +300,11 @@ class Recorder:
         if self.is_on:
             self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))
 
-    def _values_due(self) -> None:
-        self._values.write(self.ordinal + (self._start_ns > 0))
+    def _write_values(self) -> None:
+        self._values.write_values(self.ordinal + (self._start_ns > 0))
 
     def reset(self) -> None:
-        """Reset the run-to-date values at the end of the current window."""
+        """Request that the run-to-date values are reset at the end of the current window."""
         self.put(ring.RESET, 0, 0, (now_ns := time.monotonic_ns()), now_ns, 0.0)
 
     def finish(self, status: str = "completed") -> None:
@@ -312,8 +313,8 @@ class Recorder:
             return
         while self._phases.depth:  # an exception may have left a phase open
             self.phase_end()
-        self._values.begin()
-        self._values_due()
+        self._values.begin_iteration()
+        self._write_values()
         now_ns = time.monotonic_ns()
         is_status = isinstance(status, str) and status in ring.STATUSES
         self.put(ring.END, ring.STATUSES.index(status if is_status else "failed"), 0, now_ns, now_ns, 0.0)
@@ -323,8 +324,8 @@ class Recorder:
 
     def disable(self) -> None:
         """Stop recording without a final status, as in a forked child."""
-        self.is_on, self._is_special, self._once.is_on = False, True, False
-        self._values.disconnect(self._values_due)
+        self.is_on, self._is_special, self._warn_once.is_on = False, True, False
+        self._values.disconnect(self._write_values)
 
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
@@ -335,8 +336,8 @@ class Recorder:
             self._writer.write_record(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
 
 
-def pair_s() -> float | None:
-    """Return the time to record an iteration's start and end on this host; ``None`` if there is not enough memory.
+def measured_pair_s() -> float | None:
+    """Measure the time to record an iteration's start and end on this host; ``None`` if memory is too short.
 
     The result is a median, measured within 1 ms.  It is a lower bound, because a real loop has colder caches.
     """
@@ -359,7 +360,7 @@ def pair_s() -> float | None:
 
 
 def _disable_all() -> None:
-    for recorder in list(_live):
+    for recorder in list(_live_recorders):
         recorder.disable()
 
 

@@ -34,7 +34,7 @@ from effllm.records.shared_memory import RingError
 from effllm.store.redaction import redacted
 from effllm.trainer.address import AggregatorAddress, print_line
 from effllm.trainer.declared import Declared, text
-from effllm.trainer.recorder import Recorder, pair_s
+from effllm.trainer.recorder import Recorder, measured_pair_s
 from effllm.trainer.value_buffer import PENDING
 from effllm.trainer.waking import Waker
 
@@ -44,7 +44,7 @@ RESTRICTED = "1"
 READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
 OTHER_RANKS_END_S = 1.0
-STEP_S = 0.02
+WAIT_STEP_S = 0.02
 MAX_WARNINGS = 20
 MAX_COMMAND_LETTERS = 8_000
 
@@ -95,7 +95,7 @@ class Session:
         self._pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._waker: Waker | None = None
-        self._closed = False
+        self._is_closed = False
         self._ring = RingWriter(config.history_size)
         try:
             self.board = Board()
@@ -125,9 +125,9 @@ class Session:
         )
         if device is not None:
             with contextlib.suppress(Exception):
-                device.look()
+                device.find_gpus()
         return WatchedRecorder(
-            *about, profile_every=config.profile_every, torch=torch, place=device, send_facts=self.send_facts
+            *about, profile_every=config.profile_every, torch=torch, rank_device=device, send_facts=self.send_facts
         )
 
     def start(self) -> None:
@@ -135,15 +135,15 @@ class Session:
         self._declared.set(**self._own_facts())
         if self._place.rank == 0 and not self._config.endpoint:
             self._choose_run_folder()
-        find = self._address.find()
+        find = self._address.open_or_search()
         self._waker = waker = Waker()
         self._process = self._start_agent(waker.agents_end)
         _allow_inspection(self._process.pid)
         find()
         if waker.is_agent_ending(READY_S):
-            _wait(1.0, lambda: self._process is None or self._process.poll() is not None)
+            _wait_until(1.0, lambda: self._process is None or self._process.poll() is not None)
         if (code := self._process.poll()) is not None:
-            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at start ({sys.executable})")
+            raise AgentError(f"the agent of rank {self._place.rank} {_death_text(code)} at start ({sys.executable})")
         self._register_at_exit()
         self._stay_idle(self._config.baseline_seconds)
 
@@ -192,7 +192,7 @@ class Session:
             "visible_devices": process_environ().get("CUDA_VISIBLE_DEVICES"),
             "hip_visible_devices": process_environ().get("HIP_VISIBLE_DEVICES"),
             "rocr_visible_devices": process_environ().get("ROCR_VISIBLE_DEVICES"),
-            "recorder_pair_s": pair_s(),
+            "recorder_pair_s": measured_pair_s(),
             "thread_id": threading.get_ident(),
             # The following values remove those of an earlier session.
             "job": "",
@@ -226,7 +226,7 @@ class Session:
         self._wake_agent()
 
     def send_facts(self) -> None:
-        if not self._closed and not self._ring.write_facts(self._declared.facts):
+        if not self._is_closed and not self._ring.write_facts(self._declared.facts):
             self._declared.set(run={})  # the caller's facts do not fit into the ring
             self._ring.write_facts(self._declared.facts)
         self._wake_agent()
@@ -239,7 +239,7 @@ class Session:
             self.send_facts()
 
     def _wake_agent(self) -> None:
-        if self._waker is not None and not self._closed:
+        if self._waker is not None and not self._is_closed:
             self._waker.wake()
 
     def finish(self, status: str) -> None:
@@ -248,16 +248,16 @@ class Session:
         if (process := self._process) is None:
             return
         limit_s = FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S
-        left_s = _wait(limit_s, lambda: process.poll() is not None)
+        left_s = _wait_until(limit_s, lambda: process.poll() is not None)
         if code := process.poll():
             self._report_death(code, left_s)
 
     def _report_death(self, code: int, limit_s: float) -> None:
         """Print that the agent has died; on rank 0, wait for the aggregator's end, as agents do."""
         rank = self._place.rank
-        print_line(f"the agent of rank {rank} {_how_it_died(code)}: after that, no metric includes rank {rank}")
+        print_line(f"the agent of rank {rank} {_death_text(code)}: after that, no metric includes rank {rank}")
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
-            _wait(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
+            _wait_until(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
 
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
@@ -277,12 +277,12 @@ class Session:
 
     def close(self) -> None:
         """Release all resources; an agent that still runs continues alone."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         atexit.unregister(self._at_exit)
         self.recorder.disable()
-        self._address.is_over = True
+        self._address.is_session_over = True
         self._close_descriptors()
         if self._waker is not None:
             self._waker.close()
@@ -300,25 +300,25 @@ class Session:
             util.Finalize(None, self._at_exit, exitpriority=0)
 
     def _at_exit(self) -> None:
-        if self._closed or os.getpid() != self._pid:  # the second in a forked child
+        if self._is_closed or os.getpid() != self._pid:  # the second in a forked child
             return
-        self.finish(_how_it_ended())
+        self.finish(_final_status())
         self.close()
 
 
-def _wait(limit_s: float, is_over: Callable[[], bool]) -> float:
+def _wait_until(limit_s: float, is_over: Callable[[], bool]) -> float:
     """Wait until a condition holds; return the seconds that are left of the limit.
 
     Steps are counted, because a frozen clock (freezegun) reaches no deadline.
     """
-    steps = int(limit_s / STEP_S)
+    steps = int(limit_s / WAIT_STEP_S)
     while steps > 0 and not is_over():
-        time.sleep(STEP_S)
+        time.sleep(WAIT_STEP_S)
         steps -= 1
-    return steps * STEP_S
+    return steps * WAIT_STEP_S
 
 
-def _how_it_died(code: int) -> str:
+def _death_text(code: int) -> str:  # the end of a sentence about the agent
     if code >= 0:
         return f"ended with status {code}" + (f", because {WHY_NO_RESOURCES}" if code == NO_RESOURCES else "")
     killed = -code == signal.SIGKILL
@@ -337,7 +337,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _how_it_ended() -> str:
+def _final_status() -> str:
     """Return the final status of this process; the interpreter stores an uncaught exception in ``sys.last_value``."""
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]  # the second in a child of multiprocessing
     if isinstance(error, KeyboardInterrupt):
@@ -352,7 +352,7 @@ def _run_folder(config: Config, place: Place) -> str:
 
 
 def _wanted_folder(config: Config, place: Place) -> Path:
-    parent, restart_id = Path(config.run_dir).absolute(), _safe(place.restart_id)
+    parent, restart_id = Path(config.run_dir).absolute(), _safe_name(place.restart_id)
     if config.run_name:
         return parent / config.run_name
     if restart_id and not _UUID.fullmatch(restart_id):
@@ -364,7 +364,7 @@ def _wanted_folder(config: Config, place: Place) -> Path:
     return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
 
 
-def _safe(name: str) -> str:
+def _safe_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).lstrip(".-_")[:100]
 
 

@@ -40,19 +40,19 @@ class SpanChain:
         _next_chain += 1
         self._lifecycle = lifecycle
         self._recorder: Recorder | None = None
-        self.edge_ns = 0  #: end of the last span, on the monotonic clock
-        self._read = 0  # running number of the last answer that was read
-        self._asked: set[int] = set()  # numbers of the requests without an answer
-        self._parts: dict[int, list[SpanPart]] = {}
+        self.last_end_ns = 0  #: end of the last span, on the monotonic clock
+        self._last_read = 0  # running number of the last answer that was read
+        self._unanswered: set[int] = set()  # numbers of the requests without an answer
+        self._parts_by_request: dict[int, list[SpanPart]] = {}
         self._spans: list[AnsweredSpan] = []
         self.devices: list[dict[str, Any]] = []  #: facts of the devices, by `SpanPart.device`
         self.unavailable: list[str] = []  #: reasons why the agent has not opened a device
-        self.lost = 0  #: number of lost requests: the request or its answer was overwritten before it was read
+        self.num_lost = 0  #: number of lost requests: the request or its answer was overwritten before it was read
 
     @property
-    def waiting(self) -> int:
+    def num_unanswered(self) -> int:
         """Number of the requests without an answer."""
-        return len(self._asked)
+        return len(self._unanswered)
 
     def begin(self) -> bool:
         """Begin the first span now; ``False`` if no agent runs."""
@@ -60,67 +60,67 @@ class SpanChain:
         board = self._lifecycle.board
         if recorder is None or board is None:
             return False
-        self._read = board.spans.newest
-        self._asked.clear()
-        self._parts.clear()
-        self.edge_ns = _put_request(recorder, self._number, 0, None)
-        self._lifecycle.chains.add(self)
-        return self.edge_ns > 0
+        self._last_read = board.spans.newest
+        self._unanswered.clear()
+        self._parts_by_request.clear()
+        self.last_end_ns = _put_request(recorder, self._number, 0, None)
+        self._lifecycle.span_chains.add(self)
+        return self.last_end_ns > 0
 
-    def cut(self) -> int:
+    def end_span(self) -> int:
         """End the span, and begin the next span; return the number of the request, 0 without an agent."""
-        return self._request(self._number, self.edge_ns)
+        return self._request(self._number, self.last_end_ns)
 
-    def cut_alone(self, start_ns: int, end_ns: int) -> int:
+    def request_past_span(self, start_ns: int, end_ns: int) -> int:
         """Request a span of past time that is not a part of the chain; return the number, 0 without an agent."""
         return self._request(ALONE, start_ns, end_ns) if start_ns < end_ns else 0
 
-    def take(self) -> list[AnsweredSpan]:
+    def take_answers(self) -> list[AnsweredSpan]:
         """Return the new answers, oldest first, without waiting."""
-        if self._running() is not None and (board := self._lifecycle.board) is not None:
-            self.read(board)
+        if self._running_recorder() is not None and (board := self._lifecycle.board) is not None:
+            self.read_answers(board)
         spans, self._spans = self._spans, []
         return spans
 
-    def read(self, board: Board) -> None:
+    def read_answers(self, board: Board) -> None:
         """Read the new answers from a board."""
-        parts, self._read = board.spans.read(self._read)
+        parts, self._last_read = board.spans.read(self._last_read)
         if any(not 0 <= part.device < len(self.devices) for part in parts):
             document = board.devices.read() or {}
             self.devices, self.unavailable = document.get("devices", []), document.get("unavailable", [])
         for part in parts:
-            if part.number in self._asked:
-                self._take(part)
+            if part.number in self._unanswered:
+                self._add_part(part)
         # Answers have the order of their requests, so an older request without an answer has lost its answer.
-        for number in [number for number in self._asked if parts and number < parts[-1].number]:
-            self._asked.discard(number)
-            self._parts.pop(number, None)
-            self.lost += 1
+        for number in [number for number in self._unanswered if parts and number < parts[-1].number]:
+            self._unanswered.discard(number)
+            self._parts_by_request.pop(number, None)
+            self.num_lost += 1
 
-    def _take(self, part: SpanPart) -> None:
-        parts = self._parts.setdefault(part.number, [])
+    def _add_part(self, part: SpanPart) -> None:
+        parts = self._parts_by_request.setdefault(part.number, [])
         if part.num_devices:
             parts.append(part)
         if len(parts) == part.num_devices:
-            self._asked.discard(part.number)
+            self._unanswered.discard(part.number)
             self._spans.append(
-                AnsweredSpan(part.number, part.start_ns, part.end_ns, tuple(self._parts.pop(part.number)))
+                AnsweredSpan(part.number, part.start_ns, part.end_ns, tuple(self._parts_by_request.pop(part.number)))
             )
 
-    def _running(self) -> Recorder | None:
+    def _running_recorder(self) -> Recorder | None:
         return self._recorder if self._recorder is not None and self._recorder is self._lifecycle.recorder else None
 
     def _request(self, chain: int, start_ns: int, end_ns: int | None = None) -> int:
         global _newest_request
-        recorder = self._running()
-        if len(self._asked) >= MAX_WAITING:
+        recorder = self._running_recorder()
+        if len(self._unanswered) >= MAX_WAITING:
             return 0
         if recorder is None or not (end_ns := _put_request(recorder, chain, _newest_request + 1, start_ns, end_ns)):
             return 0
         _newest_request += 1
-        self._asked.add(_newest_request)
+        self._unanswered.add(_newest_request)
         if chain != ALONE:
-            self.edge_ns = end_ns
+            self.last_end_ns = end_ns
         return _newest_request
 
 
@@ -133,9 +133,9 @@ def _put_request(recorder: Recorder, chain: int, number: int, start_ns: int | No
     if not recorder.is_on:
         return 0
     if end_ns is None:
-        end_ns, free_ns = time.monotonic_ns(), recorder.free_ns
-        if start_ns is not None and start_ns < free_ns and end_ns - free_ns < NEAR_NS:
-            end_ns = free_ns
+        end_ns, earliest_start_ns = time.monotonic_ns(), recorder.earliest_start_ns
+        if start_ns is not None and start_ns < earliest_start_ns and end_ns - earliest_start_ns < NEAR_NS:
+            end_ns = earliest_start_ns
     recorder.put(SPAN, chain, number, end_ns if start_ns is None else start_ns, end_ns, 0.0)
     recorder.wake()
     return end_ns

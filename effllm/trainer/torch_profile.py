@@ -23,7 +23,7 @@ from effllm.records.timeline import Interval, Split, device_kind, group_kind, ho
 from effllm.trainer.cuda_graphs import GRAPHS
 
 #: If one of these variables is set, Nsight or another tool uses CUPTI, and CUPTI allows only one user.
-HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
+CUPTI_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
 #: Maximal number of records of one iteration; reading this many records takes about 2 s.
 MAX_RECORDS = 1_000_000
@@ -60,9 +60,9 @@ class TorchProfile:
     def __init__(self, every: int, warn: Callable[[str], None], torch: Any = None) -> None:
         self._every, self._warn = every, warn
         self._torch = torch
-        self._neighbours: Neighbours | None = None
+        self._others: OtherProfilers | None = None
         self._profiler: Any = None  # while it runs
-        self._on_device = False
+        self._is_of_device = False
         self.thread_id = 0  # of the training loop
         self._start_ns = self._cost_ns = 0
         self._failures = 0
@@ -72,17 +72,17 @@ class TorchProfile:
             GRAPHS.watch(getattr(getattr(torch, "cuda", None), "CUDAGraph", None))
 
     def start(self, number: int) -> None:
-        """Start profiling if this iteration is to be profiled; called before the start stamp."""
+        """Start profiling if this iteration is to be profiled; called before the iteration's start is stamped."""
         if self._is_off:
             return
         began_ns = time.monotonic_ns()
         try:
             if self._profiler is not None:  # the previous iteration did not end
                 self.abandon()
-            if self._neighbours is None and not self._meet():
+            if self._others is None and not self._watch_other_profilers():
                 return
-            if number % self._every == 0 and not self._is_taken():
-                self._open()
+            if number % self._every == 0 and not self._has_other_profiler():
+                self._start_profiler()
                 self._cost_ns = time.monotonic_ns() - began_ns
         except Exception as error:  # noqa: BLE001 - no exception from torch may end a training step
             self._give_up(f"{type(error).__name__}: {error}")
@@ -99,17 +99,17 @@ class TorchProfile:
         began_ns = time.monotonic_ns()
         end_ns = time.time_ns() - max(began_ns - ended_ns, 0)
         try:
-            with self._as_ourselves():
+            with self._ignoring_own_calls():
                 profiler.__exit__(None, None, None)
-            split = self._read(profiler, end_ns)
+            split = self._read_split(profiler, end_ns)
             # Free the records now (10 MB for 8,000 records); a reference cycle would keep them in memory for longer.
             profiler.kineto_results = None
             if split is not None:
                 self._failures = 0
-                return Profiled(split, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
+                return Profiled(split, self._is_of_device, self._cost_ns + time.monotonic_ns() - began_ns)
             self._failures += 1
             if self._failures >= MAX_FAILURES:
-                what = "no kernel" if self._on_device else "no operator"
+                what = "no kernel" if self._is_of_device else "no operator"
                 self._give_up(f"the profile had {what}; another profiler may use CUPTI")
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(f"{type(error).__name__}: {error}")
@@ -120,7 +120,7 @@ class TorchProfile:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             try:
-                self._drop()
+                self._stop_without_reading()
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(f"{type(error).__name__}: {error}")
 
@@ -131,71 +131,71 @@ class TorchProfile:
             failed: whether the training failed; then a communication may never end, and stopping a profile of the
                 device may hang.
         """
-        if failed and self._on_device:
+        if failed and self._is_of_device:
             self._profiler = None
         self.abandon()
         self._is_off = True
-        if self._neighbours is not None:
-            self._neighbours.leave()
+        if self._others is not None:
+            self._others.restore_functions()
 
-    def _meet(self) -> bool:
-        """Detect other profilers from now on; return ``False`` if torch is not imported or cannot be profiled."""
+    def _watch_other_profilers(self) -> bool:
+        """Detect other profilers from now on; ``False`` without torch, or if another tool uses CUPTI."""
         torch = self._torch = self._torch or sys.modules.get("torch")
         if torch is None:
             return False
-        holder = next((name for name in HOLDERS if switches.process_environ().get(name)), None)
+        holder = next((name for name in CUPTI_VARIABLES if switches.process_environ().get(name)), None)
         if holder is not None:
             self._give_up(f"{holder} is set, so another profiler uses CUPTI")
             return False
-        self._neighbours = Neighbours(torch.autograd.profiler, self.abandon)
+        self._others = OtherProfilers(torch.autograd.profiler, self.abandon)
         return True
 
-    def _is_taken(self) -> bool:
+    def _has_other_profiler(self) -> bool:
         """Whether another profiler runs or is prepared to run."""
         autograd = self._torch.autograd
         return (
-            (self._neighbours is not None and self._neighbours.are_profiling)
+            (self._others is not None and self._others.are_profiling)
             or bool(getattr(autograd, "_profiler_enabled", bool)())
             or bool(getattr(autograd.profiler, "_is_profiler_enabled", False))
         )
 
-    def _open(self) -> None:
+    def _start_profiler(self) -> None:
         cuda = getattr(self._torch, "cuda", None)
-        self._on_device = bool(cuda is not None and cuda.is_initialized())
-        if self._on_device and GRAPHS.num_captured and _is_before(self._torch.version.cuda, FIXED_CUPTI):
+        self._is_of_device = bool(cuda is not None and cuda.is_initialized())
+        if self._is_of_device and GRAPHS.num_captured and _is_before(self._torch.version.cuda, FIXED_CUPTI):
             raise RuntimeError(f"CUDA graphs are used, and CUPTI crashes with CUDA graphs before CUDA {FIXED_CUPTI}")
         # torch.profiler.profile uses this class, too, but its start also imports the compiler.
         profile = self._torch.autograd.profiler.profile
-        named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
-        if self._on_device:
+        named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._is_of_device}
+        if self._is_of_device:
             is_newer = "use_device" in inspect.signature(profile).parameters
             named |= {"use_device": "cuda"} if is_newer else {"use_cuda": True}  # from PyTorch 2.1 on
         profiler = profile(**named)
         self._profiler, self.thread_id = profiler, threading.get_ident()
         _profiling.add(self)
-        with self._as_ourselves():
+        with self._ignoring_own_calls():
             profiler.__enter__()
         self._start_ns = time.time_ns()  # the profiler's clock
 
-    def _as_ourselves(self) -> contextlib.AbstractContextManager[None]:
-        assert self._neighbours is not None
-        return self._neighbours.away()
+    def _ignoring_own_calls(self) -> contextlib.AbstractContextManager[None]:
+        assert self._others is not None
+        return self._others.ignored()
 
-    def _drop(self) -> None:
+    def _stop_without_reading(self) -> None:
         # The profiler's __exit__ would wait for the device, which is not necessary here.
         module = self._torch.autograd.profiler
-        with self._as_ourselves():
+        with self._ignoring_own_calls():
             module._disable_profiler()
             getattr(module, "_run_on_profiler_stop", lambda: None)()
 
-    def _read(self, profiler: Any, end_ns: int) -> Split | None:
+    def _read_split(self, profiler: Any, end_ns: int) -> Split | None:
         results = getattr(profiler, "kineto_results", None)
         if results is None:
             raise RuntimeError("this version of torch has no kineto_results")
         events = results.events()
         if len(events) > MAX_RECORDS:
             raise RuntimeError(f"an iteration has {len(events):,} records; to read them would take too long")
-        if self._on_device:
+        if self._is_of_device:
             return device_split(events)
         return _split(events, self._start_ns, end_ns, host_kind)
 
@@ -204,7 +204,7 @@ class TorchProfile:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:  # the profiler failed during its start
             with contextlib.suppress(Exception):
-                self._drop()
+                self._stop_without_reading()
         self._warn(f"computation and communication are not separated; torch.profiler cannot be used: {why}")
 
 
@@ -214,7 +214,7 @@ def _is_before(version: str | None, other: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-class Neighbours:
+class OtherProfilers:
     """Detects other profilers in this process: it wraps three functions that every profiler of torch calls.
 
     Args:
@@ -225,7 +225,7 @@ class Neighbours:
     def __init__(self, module: Any, make_room: Callable[[], None]) -> None:
         self._module, self._make_room = module, make_room
         self.are_profiling = False
-        self._is_away = False
+        self._is_ignoring = False
         self._replaced: dict[str, tuple[Any, Any]] = {}
         for name, begins in (("_prepare_profiler", True), ("_enable_profiler", True), ("_disable_profiler", False)):
             original = getattr(module, name)  # raises in a version of torch without this function
@@ -235,7 +235,7 @@ class Neighbours:
 
     def _watched(self, original: Any, begins: bool) -> Any:
         def watched(*arguments: Any, **named: Any) -> Any:
-            if not self._is_away:
+            if not self._is_ignoring:
                 if begins:
                     self._make_room()
                 self.are_profiling = begins
@@ -244,15 +244,15 @@ class Neighbours:
         return watched
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
+    def ignored(self) -> Iterator[None]:
         """Ignore all calls in this ``with`` block, because they are effllm's own."""
-        self._is_away = True
+        self._is_ignoring = True
         try:
             yield
         finally:
-            self._is_away = False
+            self._is_ignoring = False
 
-    def leave(self) -> None:
+    def restore_functions(self) -> None:
         """Restore torch's functions, except functions that other code has replaced in the meantime."""
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
@@ -265,10 +265,10 @@ def device_split(events: Any) -> Split | None:
     The device runs behind the host, so the iteration is measured on the device, from its first record to its last.
     The first record belongs to the first kernel that was launched in the iteration.
     """
-    on_device = [event for event in events if not _is_host(event)]
+    on_device = [event for event in events if not _is_no_device_work(event)]
     if not on_device:
         return None
-    starts_ends = [_times(event) for event in on_device]
+    starts_ends = [_start_and_end_ns(event) for event in on_device]
     return _split(on_device, min(s for s, _ in starts_ends), max(e for _, e in starts_ends), device_kind)
 
 
@@ -281,9 +281,9 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
         kind = kinds[name] if name in kinds else kinds.setdefault(name, kind_of(name))
         if kind is None:
             continue
-        begin, end = _times(event)
+        begin, end = _start_and_end_ns(event)
         if kind:
-            communicating.append((_group(event) or kind, begin, end))
+            communicating.append((_group_kind(event) or kind, begin, end))
         else:
             computing.append((begin, end))
     if not computing and not communicating:
@@ -291,7 +291,7 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
     return split_iteration(start_ns, end_ns, computing, communicating)
 
 
-def _times(event: Any) -> Interval:
+def _start_and_end_ns(event: Any) -> Interval:
     if hasattr(event, "start_ns"):
         begin = event.start_ns()
         return begin, begin + event.duration_ns()
@@ -299,15 +299,15 @@ def _times(event: Any) -> Interval:
     return begin, begin + event.duration_us() * 1000
 
 
-def _is_host(event: Any) -> bool:
-    """Whether a record is not work of a device: a record of the host, or a range that the program has marked."""
+def _is_no_device_work(event: Any) -> bool:
+    """Whether a record is of the host, or a range that the program has marked, and so no work of a device."""
     if str(event.device_type()).endswith("CPU"):
         return True
     activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""
     return "annotation" in activity or "sync" in activity or "overhead" in activity
 
 
-def _group(event: Any) -> str | None:
+def _group_kind(event: Any) -> str | None:
     """Return the kind of a communication's process group; ``None`` if the record does not have the group."""
     text = event.metadata_json() if hasattr(event, "metadata_json") else ""
     if "Process Group" not in text:

@@ -43,19 +43,20 @@ class _Joining:
     def __init__(self) -> None:
         self.source: ValueSource | None = None
         self.rank = self.pid = 0
-        self.written: dict[str, int] = {}  # name of a tracker -> newest report in one of its calls
+        self.newest_reports: dict[str, int] = {}  # name of a tracker -> newest report in one of its calls
 
-    def join(self, name: str, data: Any) -> Any:
+    def with_new_values(self, name: str, data: Any) -> Any:
         """Return the data of a call with the values of a new report; otherwise the same data."""
-        if self.source is None or name not in self.written or not isinstance(data, dict):
+        if self.source is None or name not in self.newest_reports or not isinstance(data, dict):
             return data
         values = self.source.values()
-        if values.report <= self.written[name]:
+        if values.report <= self.newest_reports[name]:
             return data
-        self.written[name] = values.report
+        self.newest_reports[name] = values.report
         # Some frameworks log the contract's values themselves, under a prefix.
         has_contract = any(isinstance(key, str) and "efficientllm/" in key for key in data)
-        return {**data, **{key: value for key, value in values.tracked(not has_contract).items() if key not in data}}
+        new = values.values_for_tracker(not has_contract)
+        return {**data, **{key: value for key, value in new.items() if key not in data}}
 
 
 _JOINING = _Joining()
@@ -64,11 +65,11 @@ _JOINING = _Joining()
 def begin(source: ValueSource, sinks: Collection[str], rank: int) -> None:
     """Add the values of a session to the calls of the trackers among its sinks."""
     names = sorted(MODULES.keys() & set(sinks))
-    _JOINING.source, _JOINING.rank, _JOINING.written = source, rank, dict.fromkeys(names, 0)
+    _JOINING.source, _JOINING.rank, _JOINING.newest_reports = source, rank, dict.fromkeys(names, 0)
     _JOINING.pid = os.getpid()
     if names:
         atexit.register(end, source)  # runs before the session's handler, which was registered earlier
-    for name in _JOINING.written:
+    for name in _JOINING.newest_reports:
         if (module := sys.modules.get(MODULES[name])) is not None:
             with contextlib.suppress(Exception):  # another version; at the end one line reports that no value joined
                 wrap(name, module)
@@ -79,39 +80,39 @@ def end(source: ValueSource) -> None:
     if _JOINING.source is not source or _JOINING.pid != os.getpid():  # an earlier session, or a forked child
         return
     atexit.unregister(end)
-    missing = [name for name, report in _JOINING.written.items() if not report]
+    missing = [name for name, report in _JOINING.newest_reports.items() if not report]
     if _JOINING.rank == 0 and missing and source.values().report and not ownership.holder().startswith(_OTHER_RANK):
         for name in missing:
             source.warn(
                 f"sink {name}: no call of {name}.log on this rank after the first report, so no value joined a run here"
             )
-    _JOINING.source, _JOINING.written = None, {}
+    _JOINING.source, _JOINING.newest_reports = None, {}
 
 
 def wrap(name: str, module: ModuleType) -> None:
-    """Wrap the method ``log`` of a tracker's runs, once; also of a run that is already open."""
+    """Make the method ``log`` of a tracker's runs add the values, once; also that of a run that is already open."""
     run_class = getattr(module, "Run", None)
     original = getattr(run_class, "log", None)
     if run_class is None or original is None or hasattr(original, _MARK):
         return
-    run_class.log = _joined(name, original)
+    run_class.log = _log_with_values(name, original)
     package = sys.modules.get(name)
     if getattr(getattr(package, "log", None), "__func__", None) is original:  # bound to the open run
         package.log = package.run.log  # type: ignore[union-attr]
 
 
-def _joined(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _log_with_values(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     parameter = _PARAMETERS[name]
 
     @functools.wraps(original)
     def log(run: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if args:
-                args = (_JOINING.join(name, args[0]), *args[1:])
+                args = (_JOINING.with_new_values(name, args[0]), *args[1:])
             elif parameter in kwargs:
-                kwargs = {**kwargs, parameter: _JOINING.join(name, kwargs[parameter])}
+                kwargs = {**kwargs, parameter: _JOINING.with_new_values(name, kwargs[parameter])}
         except Exception:  # noqa: BLE001 - the call of the training happens with its own data
-            _JOINING.written.pop(name, None)
+            _JOINING.newest_reports.pop(name, None)
         return original(run, *args, **kwargs)
 
     setattr(log, _MARK, True)

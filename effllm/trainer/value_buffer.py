@@ -20,7 +20,7 @@ WAKE_RECORDS = 250
 MAX_TOGETHER = 10 * MAX_VALUES
 #: At the ends of iterations, values are written at most once in this time: with cold caches, a write takes as long as
 #: the recorder's two calls of an iteration.
-EVERY_NS = 100_000_000
+WRITE_EVERY_NS = 100_000_000
 #: Maximum number of values of a second thread that wait for the training loop; further values are dropped and counted.
 MAX_PENDING = 1000
 #: Maximum number of names whose index is stored here; if a loop creates more names, the later names are ignored.
@@ -51,7 +51,7 @@ class ValueBuffer:
         """Keep values from now on.
 
         Args:
-            due: called at `limit` values; calls `write`.
+            due: called at `limit` values; calls `write_values`.
             writer: the ring.
             wake: wakes the agent; must not wait.
             index_of: returns the index of a name of values, or -1 if there are too many names.
@@ -61,7 +61,7 @@ class ValueBuffer:
         self._writer, self._wake, self._index_of, self._warn = writer, wake, index_of, warn
         self._indices: dict[str, int] = {}
         self._thread = get_ident()
-        self._is_writing = False  # a signal handler may call `write` during a call
+        self._is_writing = False  # a signal handler may call `write_values` during a call
         self._num_values = self._num_records = 0
         self._num_dropped = 0  # only a second thread changes this number
 
@@ -84,12 +84,12 @@ class ValueBuffer:
             if len(pending) >= self.limit:
                 due()
 
-    def begin(self) -> None:
+    def begin_iteration(self) -> None:
         """Begin an iteration; the calling thread is the thread of the training loop."""
         self._thread = get_ident()
         self.limit = MAX_TOGETHER
 
-    def write(self, ordinal: int, now_ns: int = 0) -> int:
+    def write_values(self, ordinal: int, now_ns: int = 0) -> int:
         """Write all values, if the calling thread is the thread of the training loop.
 
         Args:
@@ -110,12 +110,12 @@ class ValueBuffer:
                 pairs = pending[:]
                 del pending[: len(pairs)]  # another thread may have appended a value meanwhile
                 for at in range(0, len(pairs), MAX_VALUES):
-                    self._put(ordinal, pairs[at : at + MAX_VALUES])
+                    self._write_record(ordinal, pairs[at : at + MAX_VALUES])
             finally:
                 self._is_writing = False
-        return now_ns + EVERY_NS
+        return now_ns + WRITE_EVERY_NS
 
-    def _put(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:
+    def _write_record(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:
         index_of, indices, values = self._indices, [], []
         for name, value in pairs:
             index = index_of.get(name)

@@ -51,19 +51,19 @@ class JobValues:
         if state.report:
             self.report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
-    def replace(self, by_tag: Mapping[str, float]) -> None:
+    def use_summary(self, by_tag: Mapping[str, float]) -> None:
         """Set the values of the run's summary; without new values, the earlier values stay."""
         self._by_tag = by_tag or self._by_tag
 
-    def tracked(self, with_contract: bool) -> dict[str, float]:
+    def values_for_tracker(self, with_contract: bool) -> dict[str, float]:
         """Return the measured values for a tracker by its keys, with the contract's six values if asked for."""
         return {
             "efficientllm/iteration": self._iteration,
             **self._by_key(TRACKED),
-            **{key: value for key, value in self.tags().items() if with_contract and math.isfinite(value)},
+            **{key: value for key, value in self.values_by_tag().items() if with_contract and math.isfinite(value)},
         }
 
-    def logged(self) -> dict[str, float]:
+    def values_for_logs(self) -> dict[str, float]:
         """Return the measured values for the logs of Hugging Face's Trainer, with four digits."""
         return {key: float(f"{value:.4g}") for key, value in self._by_key(LOGGED).items()}
 
@@ -79,11 +79,11 @@ class JobValues:
         """Return the headline values and IT."""
         return EfficientLLMMetrics(**{name: self.value(name) for name in HEADLINE}, it=self._by_tag.get(_IT, NAN))
 
-    def tags(self) -> dict[str, float]:
-        """Return the values of the contract's six tags; ``nan`` for a value that is not measured."""
+    def values_by_tag(self) -> dict[str, float]:
+        """Return the contract's six values by their tags; ``nan`` for a value that is not measured."""
         return {f"efficientllm/{tag}": self._by_tag.get(tag, NAN) for tag in HEADLINE.values()}
 
-    def write(self, writer: Any) -> None:
+    def write_once(self, writer: Any) -> None:
         """Pass the measured values of a new report to a writer, each report once; its exceptions are not caught."""
         if self.report > self._written:
             self._written = self.report

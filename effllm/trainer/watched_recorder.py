@@ -58,28 +58,29 @@ class DeviceTime:
     def __init__(self, cuda: Any, device: RankDevice) -> None:
         self._cuda, self._device = cuda, device
         self._free: list[_Events] = []
-        self._made = 0
+        self._num_made = 0
         self._open: _Events | None = None
         self._pending: deque[_Events] = deque()
         self.total_ns = 0  # time of the measured iterations
-        self.iterations = 0  # number of measured iterations
+        self.num_iterations = 0  # number of measured iterations
         self.own_ns = 0  # own time of the iterations with a sync point
-        self.own_iterations = 0  # number of iterations with a sync point
+        self.num_own_iterations = 0  # number of iterations with a sync point
 
     def start(self) -> None:
         """Mark the start of an iteration on the device."""
-        self._device.run(self._start)
+        self._device.call_on_gpu(self._start)
 
     def _start(self) -> None:
-        self._open = self._open or self._events()
+        self._open = self._open or self._unused_events()
         if self._open is not None:
             self._open.num_marks = 0
             self._open.start.record()
 
     def mark(self, is_sync: bool) -> None:
-        """Mark a sync point, or the end of a wait for other ranks; the same mark again has no effect."""
-        if self._open is not None and (self._open.num_marks % 2 == 0) == is_sync and self._open.num_marks <= MAX_MARKS:
-            self._device.run(self._mark)
+        """Mark a sync point, or the end of a wait for other ranks; a second mark of the same kind has no effect."""
+        events = self._open  # its marks are sync points and ends of waits in turn, beginning with a sync point
+        if events is not None and (events.num_marks % 2 == 0) == is_sync and events.num_marks <= MAX_MARKS:
+            self._device.call_on_gpu(self._mark)
 
     def _mark(self) -> None:
         assert self._open is not None
@@ -90,7 +91,7 @@ class DeviceTime:
 
     def end(self) -> None:
         """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
-        if not self._device.run(self._end) and self._open is not None:
+        if not self._device.call_on_gpu(self._end) and self._open is not None:
             self._free.append(self._open)
             self._open = None
 
@@ -98,10 +99,10 @@ class DeviceTime:
         while self._pending and self._pending[0].end.query():
             events = self._pending.popleft()
             self.total_ns += round(events.start.elapsed_time(events.end) * 1e6)
-            self.iterations += 1
+            self.num_iterations += 1
             if 0 < events.num_marks <= MAX_MARKS:
                 self.own_ns += round(events.own_ms() * 1e6)
-                self.own_iterations += 1
+                self.num_own_iterations += 1
             self._free.append(events)
         if self._open is not None:
             self._open.end.record()
@@ -111,15 +112,15 @@ class DeviceTime:
 
     def forget_events(self) -> None:
         """Drop all events, because the rank's GPU has changed; an event belongs to one GPU."""
-        self._free, self._made, self._open = [], 0, None
+        self._free, self._num_made, self._open = [], 0, None
         self._pending.clear()
 
-    def _events(self) -> _Events | None:
+    def _unused_events(self) -> _Events | None:
         if self._free:
             return self._free.pop()
-        if self._made >= MAX_PENDING:
+        if self._num_made >= MAX_PENDING:
             return None
-        self._made += 1
+        self._num_made += 1
         return _Events(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))
 
 
@@ -139,8 +140,8 @@ class DeviceMemory:
         self.open_phase = -1  #: index of the open phase whose start was read
         self.positions = 0  #: largest number of positions of a micro-batch in this window; 0 if it is not known
 
-    def is_first(self, phase: int) -> bool:
-        """Whether a phase is the first of its kind in this window: a phase of every iteration is not read each time."""
+    def add_if_first(self, phase: int) -> bool:
+        """Remember a phase of this window; return whether it is the first of its kind, so that its memory is read."""
         if phase in self._phases:
             return False
         self._phases.add(phase)
@@ -151,11 +152,9 @@ class DeviceMemory:
         self._phases.clear()
 
     def read(self) -> tuple[float, ...] | None:
-        """Return the values of `ring.MEMORY_FIELDS`; ``None`` without a known GPU, or during a capture.
-
-        `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
-        """
-        stats = None if self.is_off else self._device.run(self._cuda.memory_stats_as_nested_dict)
+        """Return the values of `ring.MEMORY_FIELDS`; ``None`` without a known GPU, or during a capture."""
+        # `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
+        stats = None if self.is_off else self._device.call_on_gpu(self._cuda.memory_stats_as_nested_dict)
         if stats is None:
             return None
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
@@ -178,45 +177,45 @@ class WatchedRecorder(Recorder):
         arguments: arguments of `Recorder`.
         profile_every: an iteration is profiled if this number divides the iteration number; 0 for no profiles.
         torch: the torch module, if it is imported.
-        place: the rank's GPU, with a CUDA build of torch.
+        rank_device: the rank's GPU, with a CUDA build of torch.
         send_facts: sends changed facts to the agent.
         named: keyword arguments of `Recorder`.
     """
 
-    __slots__ = ("_device", "_memory", "_place", "_profile", "_send_facts")
+    __slots__ = ("_device_times", "_memory", "_profile", "_rank_device", "_send_facts")
 
     def __init__(
         self,
         *arguments: Any,
         profile_every: int = 0,
         torch: Any = None,
-        place: RankDevice | None = None,
+        rank_device: RankDevice | None = None,
         send_facts: Callable[[], None] = lambda: None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self._profile = TorchProfile(profile_every, self._warn, torch) if profile_every else None
-        self._place, self._send_facts = place, send_facts
-        self._device = DeviceTime(torch.cuda, place) if place is not None else None
-        self._memory = DeviceMemory(torch.cuda, place) if place is not None else None
+        self._rank_device, self._send_facts = rank_device, send_facts
+        self._device_times = DeviceTime(torch.cuda, rank_device) if rank_device is not None else None
+        self._memory = DeviceMemory(torch.cuda, rank_device) if rank_device is not None else None
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; the profiler starts before the stamp."""
         if not self.is_on:
             return
-        if self._place is not None and self._place.is_due:
-            self._place.is_due = False
-            self._look()
+        if self._rank_device is not None and self._rank_device.is_due:
+            self._rank_device.is_due = False
+            self._find_gpus()
         if self._memory is not None and not self._end_ns and not self._start_ns:
-            self._read_memory(ring.AFTER_STARTUP)
+            self._put_memory(ring.AFTER_STARTUP)
         if self._profile is not None:
             self._profile.start(self.ordinal + 1 + self._offset)
         super().start(_now)
-        if self._device is not None:
+        if self._device_times is not None:
             try:
-                self._device.start()
+                self._device_times.start()
             except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
-                self._without_device(error)
+                self._stop_device_times(error)
 
     def end(
         self,
@@ -229,18 +228,18 @@ class WatchedRecorder(Recorder):
         """Stamp the end of an iteration, as `Recorder.end`; the profiler stops after the stamp."""
         if not self.is_on:
             return
-        if self._device is not None:
+        if self._device_times is not None:
             try:
-                self._device.end()
+                self._device_times.end()
             except Exception as error:  # noqa: BLE001 - as above
-                self._without_device(error)
+                self._stop_device_times(error)
         if self.ordinal + 1 == self._boundary_ordinal:  # before the record that ends the window is written
-            if self._place is not None:
-                self._place.end_window()
-            self._put_device(self.ordinal + 1)
+            if self._rank_device is not None:
+                self._rank_device.end_window()
+            self._put_device_times(self.ordinal + 1)
             if self._memory is not None:
                 if not self._phases.depth:
-                    self._read_memory(ring.AFTER_STEPS, self.ordinal + 1)
+                    self._put_memory(ring.AFTER_STEPS, self.ordinal + 1)
                 self._memory.end_window()
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
@@ -252,24 +251,24 @@ class WatchedRecorder(Recorder):
         super().sync_point(_now)
         self._mark(is_sync=True)
 
-    def work_again(self, _now: Any = time.monotonic_ns) -> None:
-        """Stamp the end of a wait for other ranks, as `Recorder.work_again`, on the host and on the device."""
-        super().work_again(_now)
+    def end_rank_wait(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the end of a wait for other ranks, as `Recorder.end_rank_wait`, on the host and on the device."""
+        super().end_rank_wait(_now)
         self._mark(is_sync=False)
 
     def _mark(self, is_sync: bool) -> None:
-        if self._device is not None and self._own_ns and not self._phases.depth:
+        if self._device_times is not None and self._own_ns and not self._phases.depth:
             try:
-                self._device.mark(is_sync)
+                self._device_times.mark(is_sync)
             except Exception as error:  # noqa: BLE001 - as above
-                self._without_device(error)
+                self._stop_device_times(error)
 
     def phase_start(self, name: str) -> None:
         """Begin a phase, as `Recorder.phase_start`; the memory so far is the memory of the steps."""
         if self._memory is not None and self.is_on and not self._phases.depth:
             index = PHASES.index(name) if isinstance(name, str) and name in PHASES else PHASES.index("other")
-            if self._memory.is_first(index):
-                self._read_memory(ring.AFTER_STEPS if self._end_ns or self._start_ns else ring.AFTER_STARTUP)
+            if self._memory.add_if_first(index):
+                self._put_memory(ring.AFTER_STEPS if self._end_ns or self._start_ns else ring.AFTER_STARTUP)
                 self._memory.open_phase = index
         super().phase_start(name)
 
@@ -277,10 +276,10 @@ class WatchedRecorder(Recorder):
         """End a phase, as `Recorder.phase_end`."""
         super().phase_end()
         if self._memory is not None and not self._phases.depth and self._memory.open_phase >= 0:
-            self._read_memory(self._memory.open_phase)
+            self._put_memory(self._memory.open_phase)
             self._memory.open_phase = -1
 
-    def micro_batch(self, positions: int) -> None:
+    def record_positions(self, positions: int) -> None:
         """Record the number of positions of a micro-batch, with padding: the memory of a step depends on this."""
         if self._memory is not None and type(positions) is int and positions > self._memory.positions:
             self._memory.positions = positions
@@ -290,29 +289,29 @@ class WatchedRecorder(Recorder):
         if self.is_on:
             if self._profile is not None:
                 self._profile.close(failed=status != "completed")
-            self._put_device(self.ordinal)
+            self._put_device_times(self.ordinal)
             if self._memory is not None:
                 # An error may have left a phase open.
-                self._read_memory(self._memory.open_phase if self._memory.open_phase >= 0 else ring.AFTER_STEPS)
+                self._put_memory(self._memory.open_phase if self._memory.open_phase >= 0 else ring.AFTER_STEPS)
                 self._memory.open_phase = -1
         super().finish(status)
 
-    def _look(self) -> None:
-        assert self._place is not None
-        index = self._place.index
+    def _find_gpus(self) -> None:
+        assert self._rank_device is not None
+        index = self._rank_device.index
         try:
-            if self._place.look():
+            if self._rank_device.find_gpus():
                 self._send_facts()
         except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
             self._warn(f"it is not known which GPU this process uses: {type(error).__name__}: {error}")
-        if self._device is not None and self._place.index != index:
-            self._device.forget_events()
+        if self._device_times is not None and self._rank_device.index != index:
+            self._device_times.forget_events()
 
-    def _read_memory(self, after: int, ordinal: int = 0) -> None:
+    def _put_memory(self, after: int, ordinal: int = 0) -> None:
         """Write a record of the allocator's state; ``after`` is `Slot.number`."""
         assert self._memory is not None
-        if self._place is not None and self._place.index is None:  # an error may end the script before an iteration
-            self._look()
+        if self._rank_device is not None and self._rank_device.index is None:  # perhaps no iteration has begun
+            self._find_gpus()
         try:
             if self.is_on and (values := self._memory.read()) is not None:
                 self._writer.write_values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
@@ -332,13 +331,12 @@ class WatchedRecorder(Recorder):
             self.put(ring.PROFILE, what, communication_ns, begin_ns, end_ns, exposed_ns * _NS)
         self.put(ring.PROFILE, ring.COMPUTING, split.computing_ns, begin_ns, end_ns, profiled.cost_ns * _NS)
 
-    def _put_device(self, ordinal: int) -> None:
-        if self._device is not None and self._device.iterations:
-            total_s = self._device.total_ns * _NS
-            self.put(ring.DEVICE_TIME, 0, self._device.iterations, 0, 0, total_s, ordinal)
-            if self._device.own_iterations:
-                self.put(ring.OWN_TIME, 0, self._device.own_iterations, 0, 0, self._device.own_ns * _NS, ordinal)
+    def _put_device_times(self, ordinal: int) -> None:
+        if (times := self._device_times) is not None and times.num_iterations:
+            self.put(ring.DEVICE_TIME, 0, times.num_iterations, 0, 0, times.total_ns * _NS, ordinal)
+            if times.num_own_iterations:
+                self.put(ring.OWN_TIME, 0, times.num_own_iterations, 0, 0, times.own_ns * _NS, ordinal)
 
-    def _without_device(self, error: Exception) -> None:
-        self._device = None
+    def _stop_device_times(self, error: Exception) -> None:
+        self._device_times = None
         self._warn(f"iterations are not timed on the device any more: {type(error).__name__}: {error}")

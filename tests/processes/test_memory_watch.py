@@ -73,9 +73,9 @@ class Recorded:
         self.writer = RingWriter(500)
         self.reader, self.warnings = RingReader(self.writer.descriptor), []
         self.recorder = WatchedRecorder(
-            self.writer, 5, offset, warn=self.warnings.append, torch=torch, place=RankDevice(torch, Declared())
+            self.writer, 5, offset, warn=self.warnings.append, torch=torch, rank_device=RankDevice(torch, Declared())
         )
-        self.recorder._device = None
+        self.recorder._device_times = None
 
     def iterate(self, count):
         for _ in range(count):
@@ -107,8 +107,8 @@ def recorded(allocator):
 def test_allocator_is_read_at_the_first_start_and_at_the_ends_of_windows(allocator, recorded):
     allocator.use(3 * GB, 5 * GB)
     recorded.recorder.start()
-    recorded.recorder.micro_batch(4096)
-    recorded.recorder.micro_batch(1024)
+    recorded.recorder.record_positions(4096)
+    recorded.recorder.record_positions(1024)
     recorded.recorder.end(100, 2)
     allocator.retries = 2
     recorded.iterate(9)
@@ -191,7 +191,7 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
 def test_reading_of_a_window_has_the_largest_micro_batch(allocator, recorded):
     for positions in ((200, 300), (400, 100)):
         for one in positions:
-            recorded.recorder.micro_batch(one)
+            recorded.recorder.record_positions(one)
         recorded.iterate(5)
 
     assert [fields["positions"] for place, _, fields in recorded.memory() if place == ring.AFTER_STEPS] == [

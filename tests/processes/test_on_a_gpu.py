@@ -147,7 +147,7 @@ def test_events_and_allocator_belong_to_the_gpu_of_the_rank(torch):
     declared = Declared()
     declared.parameter_devices = (0,)
     device = RankDevice(torch, declared)
-    assert device.look()
+    assert device.find_gpus()
     times, memory = DeviceTime(torch.cuda, device), DeviceMemory(torch.cuda, device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_events_and_allocator_belong_to_the_gpu_of_the_rank(torch):
     times.start()
     times.end()
 
-    assert times.iterations == 3
+    assert times.num_iterations == 3
     assert times.total_ns / 3e6 == pytest.approx(begin.elapsed_time(end), rel=0.05)
     assert memory.read()[0] == torch.cuda.memory_allocated()
 
@@ -189,7 +189,7 @@ def test_energy_of_a_known_load_is_that_of_the_counter(torch, reader):
 def test_gpu_of_the_rank_has_the_uuid_that_the_driver_reports(torch, reader):
     torch.zeros(1, device="cuda")
     declared = Declared()
-    RankDevice(torch, declared).look()
+    RankDevice(torch, declared).find_gpus()
     site = Site(cuda_uuid=declared.facts.cuda_uuid, cuda_pci_bus_id=declared.facts.cuda_pci_bus_id)
 
     assert declared.facts.unclear_gpu == ""

@@ -35,7 +35,7 @@ def play(loop, calls):
     for call in calls.split(", "):
         at_ns, name, *words = call.split()
         loop.now_ns = int(at_ns)
-        now = {"_now": loop.clock} if name in ("start", "end", "sync_point", "work_again") else {}
+        now = {"_now": loop.clock} if name in ("start", "end", "sync_point", "end_rank_wait") else {}
         arguments = [word if word.isalpha() and word != "None" else ast.literal_eval(word) for word in words]
         (methods.get(name) or getattr(loop.recorder, name))(*arguments, **now)
 
@@ -51,8 +51,8 @@ TIMES = {
         [(2000, 700, 0, (0, 300, 0)), (4000, 700 + 500, 200, (800, 300, 0))],
     ),
     "step excludes an evaluation that is reported later": (
-        "2000 start, 2000 evaluated 2100 2400, 2000 waited 50, 3000 end, 3000 evaluated 3000 3100, 3200 start, "
-        "3500 end",  # the second evaluation is reported without an open iteration
+        "2000 start, 2000 count_as_phase 2100 2400, 2000 add_data_wait 50, 3000 end, 3000 count_as_phase 3000 3100, "
+        "3200 start, 3500 end",  # the second evaluation is reported without an open iteration
         [(2050, 650, 0, (300, 0, 0)), (3200, 650 + 300, 200, (300, 0, 0))],
     ),
     "nested phase is a part of the outer phase": (
@@ -91,9 +91,9 @@ def test_every_time_of_a_loop_has_one_class(loop, calls, expected):
 def test_iteration_that_is_put_aside_is_another_phase(loop):
     play(loop, "2000 start")
     loop.now_ns = 9000
-    assert loop.recorder.put_aside(lambda: 9000)
+    assert loop.recorder.count_as_other_phase(lambda: 9000)
     play(loop, "9000 start, 9500 end, 9500 start, 9600 phase_start evaluation, 9700 phase_end")
-    assert not loop.recorder.put_aside(lambda: 9800), "an iteration with a phase stays one"
+    assert not loop.recorder.count_as_other_phase(lambda: 9800), "an iteration with a phase stays one"
     loop.end(9900)
 
     first, second = loop.iterations()
@@ -282,7 +282,7 @@ def test_calls_with_any_arguments_never_raise_an_exception(data):
             loop.recorder.phase_start(data.draw(ANYTHING))
             loop.recorder.phase_end()
             loop.end(at_ns + 1, *data.draw(st.lists(ANYTHING, max_size=4)))
-            loop.recorder.loss(data.draw(ANYTHING), data.draw(ANYTHING))
+            loop.recorder.record_loss(data.draw(ANYTHING), data.draw(ANYTHING))
         loop.recorder.reset()
         loop.recorder.finish(data.draw(ANYTHING))
 
@@ -294,8 +294,8 @@ def test_calls_with_any_arguments_never_raise_an_exception(data):
 
 def test_loss_is_recorded_with_the_last_and_the_given_iteration(loop):
     loop.end(2000)
-    loop.recorder.loss(5001, 3.25)
-    loop.recorder.loss(5001, None)
+    loop.recorder.record_loss(5001, 3.25)
+    loop.recorder.record_loss(5001, None)
 
     first, second = loop.slots(ring.LOSS)
     assert (first.ordinal, first.number, first.value) == (1, 5001, 3.25)
@@ -304,7 +304,7 @@ def test_loss_is_recorded_with_the_last_and_the_given_iteration(loop):
 
 def test_decreasing_iteration_number_warns_once_and_is_kept(loop):
     for number in (10, 9, 8):
-        loop.recorder.loss(number, 1.0)
+        loop.recorder.record_loss(number, 1.0)
 
     assert [slot.number for slot in loop.slots(ring.LOSS)] == [10, 9, 8]
     assert len(loop.warnings) == 1
@@ -337,7 +337,7 @@ def test_state_changes_with_the_calls_of_the_loop(loop):
 
 def test_finish_ends_an_open_phase_and_writes_an_end_record(loop):
     play(loop, "2000 end, 2000 phase_start evaluation, 2000 phase_start checkpoint, 2500 finish failed")
-    play(loop, "2500 finish completed, 3000 start, 3100 end, 3100 loss 1 1.0")
+    play(loop, "2500 finish completed, 3000 start, 3100 end, 3100 record_loss 1 1.0")
 
     slots = loop.slots()
     assert [slot.kind for slot in slots] == [ring.ITERATION, ring.PHASE, ring.END]
@@ -365,8 +365,8 @@ recorder = Recorder(writer, 1)
 recorder.start(); recorder.end(5, 1)
 child = os.fork()
 if child == 0:
-    recorder.start(); recorder.end(5, 1); recorder.loss(1, 1.0); recorder.phase_start("other"); recorder.phase_end()
-    recorder.reset(); recorder.finish()
+    recorder.start(); recorder.end(5, 1); recorder.record_loss(1, 1.0); recorder.phase_start("other")
+    recorder.phase_end(); recorder.reset(); recorder.finish()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 reader = RingReader(writer.descriptor)
@@ -386,7 +386,7 @@ def test_memory_does_not_grow_over_20000_iterations(loop):
         for number in range(times):
             recorder.start()
             recorder.end(512, 4, -1)  # each iteration also has an invalid count
-            recorder.loss(number, 1.0)
+            recorder.record_loss(number, 1.0)
 
     iterate(1000)
     tracemalloc.start()
@@ -494,7 +494,7 @@ def test_generation_end_without_start_warns_once(loop):
 
 SYNC_POINTS = {
     "without data wait and phases": (
-        "2000 start, 2000 waited 100, 2300 phase_start other, 2500 phase_end, 3000 sync_point, 3600 end",
+        "2000 start, 2000 add_data_wait 100, 2300 phase_start other, 2500 phase_end, 3000 sync_point, 3600 end",
         [3000 - 2100 - 200],
     ),
     "only the first sync point of an iteration": (
@@ -503,9 +503,9 @@ SYNC_POINTS = {
         [300, 0, 300],
     ),
     "also between two waits for other ranks": (
-        "2000 start, 2300 sync_point, 2500 work_again, 2500 waited 20, 2550 phase_start other, 2560 phase_end, "
-        "2600 sync_point, 2600 sync_point, 2700 work_again, 3000 end, "
-        "4000 start, 4000 work_again, 4100 sync_point, 4900 end",  # work_again of the iteration before
+        "2000 start, 2300 sync_point, 2500 end_rank_wait, 2500 add_data_wait 20, 2550 phase_start other, "
+        "2560 phase_end, 2600 sync_point, 2600 sync_point, 2700 end_rank_wait, 3000 end, "
+        "4000 start, 4000 end_rank_wait, 4100 sync_point, 4900 end",  # end_rank_wait of the iteration before
         [300 + 100 - 20 - 10, 100],
     ),
     "not outside an iteration": (

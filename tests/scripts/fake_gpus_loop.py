@@ -43,7 +43,9 @@ for iteration in range(1, given.iterations + 1):
     time.sleep(0.02)
     if given.late and iteration == 25:
         fake.cuda.allocate(used, 10**9)
-        collector.declared.parameters_on([SimpleNamespace(type="cuda", index=used)])  # as a step of an optimizer does
+        collector.declared.set_parameter_devices(
+            [SimpleNamespace(type="cuda", index=used)]
+        )  # as a step of an optimizer does
     collector.record_iteration_end(100, 2)
     assert fake.cuda.current_device() == 0
 effllm.finalize_efficientllm_metrics()

@@ -29,12 +29,12 @@ for _ in range(iterations):
     time.sleep(step_s)
     collector.record_iteration_end(100, 1)
     began_s = time.monotonic()
-    asked.append(chain.cut())
-    spans += chain.take()
+    asked.append(chain.end_span())
+    spans += chain.take_answers()
     held_s.append(time.monotonic() - began_s)
-alone = chain.cut_alone(chain.edge_ns - 400_000_000, chain.edge_ns)
+alone = chain.request_past_span(chain.last_end_ns - 400_000_000, chain.last_end_ns)
 effllm.finalize_efficientllm_metrics()
-spans += chain.take()
+spans += chain.take_answers()
 found = [{"number": span.number, "parts": [fields(part) for part in span.parts]} for span in spans]
 truth = {"spans": found, "asked": asked, "alone": alone, "held_s": held_s, "devices": chain.devices}
-Path("truth.json").write_text(json.dumps({**truth, "lost": chain.lost, "waiting": chain.waiting}))
+Path("truth.json").write_text(json.dumps({**truth, "lost": chain.num_lost, "waiting": chain.num_unanswered}))

@@ -48,20 +48,20 @@ class Optimizer:
 
 def test_replay_names_the_optimizers_whose_steps_its_graph_has(torch, graphs):
     seen, step, forward, optimizer = [], torch.Graph(), torch.Graph(), Optimizer()
-    graphs.replayed = seen.append
+    graphs.on_replay = seen.append
     step.capture_begin(pool=1)
-    assert graphs.takes_step(optimizer)
+    assert graphs.keep_if_captured(optimizer)
     step.capture_end()
     forward.capture_begin()
     forward.capture_end()
-    assert not graphs.takes_step(optimizer)
+    assert not graphs.keep_if_captured(optimizer)
 
     assert (step.replay(), forward.replay(), graphs.num_captured) == ("replayed", "replayed", 2)
     assert seen == [[optimizer], []]
 
 
 def test_error_in_effllm_does_not_reach_the_replay(torch, graphs):
-    graphs.replayed = lambda _optimizers: 1 / 0
+    graphs.on_replay = lambda _optimizers: 1 / 0
 
     assert torch.Graph().replay() == "replayed"
 
@@ -70,7 +70,7 @@ def test_step_after_a_capture_that_failed_is_a_step(torch, graphs):
     torch.Graph().capture_begin()
     torch.is_capturing = False  # an error has ended the capture without a call of capture_end
 
-    assert not graphs.takes_step(Optimizer())
+    assert not graphs.keep_if_captured(Optimizer())
 
 
 def test_class_is_watched_once(torch, graphs):

@@ -4,7 +4,7 @@ import pytest
 from builders import Job, row
 
 from effllm import metrics
-from effllm.trainer.recorder import pair_s
+from effllm.trainer.recorder import measured_pair_s
 
 
 def test_overhead_of_agents_is_summed_and_never_decreases():
@@ -68,4 +68,4 @@ def test_each_window_has_the_overhead_as_metrics():
 
 
 def test_time_needed_for_two_timestamps_is_measured():
-    assert 0.0 < pair_s() < 0.01
+    assert 0.0 < measured_pair_s() < 0.01

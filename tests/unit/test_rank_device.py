@@ -29,10 +29,10 @@ def on(*indices):
 def found(torch, *, current=0, parameters=()):
     """Return the facts of the GPU after one look, and the index for events."""
     declared = Declared()
-    declared.parameters_on(on(*parameters))
+    declared.set_parameter_devices(on(*parameters))
     torch.cuda.set_device(current)
     place = RankDevice(torch, declared)
-    place.look()
+    place.find_gpus()
     assert torch.cuda.current_device() == current
     return declared.facts, place.index
 
@@ -66,7 +66,7 @@ def test_process_without_cuda_is_not_asked():
     torch = FakeTorch(2)
     torch.cuda.is_there = False
 
-    assert not RankDevice(torch, Declared()).look()
+    assert not RankDevice(torch, Declared()).find_gpus()
 
 
 def test_parameters_on_several_gpus_are_all_measured():
@@ -81,7 +81,7 @@ def test_stated_gpus_of_inference_are_measured_without_an_optimizer():
     torch = FakeTorch(4, (0, 1))
     torch.cuda.used.update({0: 5, 1: 5})
 
-    RankDevice(torch, declared).look()
+    RankDevice(torch, declared).find_gpus()
     assert (declared.facts.gpus, declared.facts.cuda_index, declared.facts.unclear_gpu) == ((0, 1), 0, "")
 
 
@@ -89,15 +89,15 @@ def test_gpus_of_an_earlier_training_are_forgotten():
     declared, torch = Declared(), FakeTorch(4, (0, 1, 2))
     for used in ((0, 1), (0,), (2,)):
         declared.parameter_devices = ()  # as at the end of a session
-        declared.parameters_on(on(*used))
-        RankDevice(torch, declared).look()
+        declared.set_parameter_devices(on(*used))
+        RankDevice(torch, declared).find_gpus()
 
     assert (declared.facts.gpus, declared.facts.cuda_uuid) == ((), UUIDS[2])
 
 
 def test_parameters_on_the_host_say_nothing():
     declared = Declared()
-    declared.parameters_on([SimpleNamespace(type="cpu", index=None)])
+    declared.set_parameter_devices([SimpleNamespace(type="cpu", index=None)])
 
     assert declared.parameter_devices == ()
 
@@ -109,7 +109,7 @@ class Loop:
         self.torch, self.declared, self.sent, self.warned = torch, Declared(), [], []
         self.writer = RingWriter(64)
         self.recorder = WatchedRecorder(
-            self.writer, 2, 0, warn=self.warned.append, torch=torch, place=RankDevice(torch, self.declared),
+            self.writer, 2, 0, warn=self.warned.append, torch=torch, rank_device=RankDevice(torch, self.declared),
             send_facts=lambda: self.sent.append(self.declared.facts.cuda_index),
         )  # fmt: skip
 
@@ -134,11 +134,11 @@ def test_gpu_of_the_parameters_replaces_the_first_one():
     torch.cuda.allocate(3, 100)
     loop.iterate(4)
     assert loop.sent == [0, None], "GPUs 0 and 3 have contexts"
-    assert loop.recorder._device.iterations > 0
+    assert loop.recorder._device_times.num_iterations > 0
 
-    loop.declared.parameters_on(on(3))
+    loop.declared.set_parameter_devices(on(3))
     loop.iterate(1)
-    loop.declared.parameters_on(on(1))  # the model has moved
+    loop.declared.set_parameter_devices(on(1))  # the model has moved
     torch.cuda.allocate(1, 100)
     loop.iterate(1)
     assert loop.sent == [0, None, 3, 1] and loop.warned == []
@@ -152,7 +152,7 @@ def test_no_event_is_recorded_while_the_gpu_is_not_known():
     loop.iterate(5)
     assert (torch.cuda.made, loop.sent) == (0, [None])
 
-    loop.declared.parameters_on(on(3))
+    loop.declared.set_parameter_devices(on(3))
     loop.iterate(3)
     assert (torch.cuda.made > 0, loop.sent) == (True, [None, 3])
     loop.close()
@@ -171,7 +171,7 @@ def test_current_device_of_another_thread_does_not_matter():
     thread.start()
     thread.join()
     assert (loop.sent, loop.warned, torch.cuda.contexts) == ([2], [], {2})
-    assert loop.recorder._device.iterations > 0
+    assert loop.recorder._device_times.num_iterations > 0
     loop.close()
 
 
@@ -202,7 +202,7 @@ def shown(monkeypatch):
 
 def test_optimizer_shows_its_parameters_once_in_a_window(shown):
     optimizer = Optimizer(2, 2, 3)
-    for shown.declared.windows in (0, 0, 0, 1, 1):
+    for shown.declared.num_windows in (0, 0, 0, 1, 1):
         shown.gpus.show(optimizer)
 
     assert shown.declared.parameter_devices == (2, 3)
@@ -215,7 +215,7 @@ def test_model_that_moves_is_followed_at_the_next_window(shown):
     optimizer.parameters = Optimizer(1).parameters
     shown.gpus.show(optimizer)
     assert shown.declared.parameter_devices == (0,)
-    shown.declared.windows = 1
+    shown.declared.num_windows = 1
     shown.gpus.show(optimizer)
     assert shown.declared.parameter_devices == (1,)
 
@@ -227,9 +227,9 @@ def test_gpu_of_an_optimizer_that_is_gone_or_idle_is_not_measured(shown):
     assert shown.declared.parameter_devices == (0, 1, 2)
     shown.asked.clear()
     del warm_up, one
-    shown.declared.windows = 1
+    shown.declared.num_windows = 1
     shown.gpus.show(optimizer)
     assert shown.declared.parameter_devices == (1, 2)
-    shown.declared.windows = _rounds.IDLE_WINDOWS + 1
+    shown.declared.num_windows = _rounds.IDLE_WINDOWS + 1
     shown.gpus.show(optimizer)
     assert shown.declared.parameter_devices == (2,)

@@ -30,7 +30,7 @@ def device_time():
     """Return the times of a GPU, and the fake torch.cuda."""
     torch = FakeTorch()
     place = RankDevice(torch, Declared())
-    place.look()
+    place.find_gpus()
     return DeviceTime(torch.cuda, place), torch.cuda
 
 
@@ -45,12 +45,12 @@ def test_iteration_time_is_read_when_the_next_iteration_ends():
     device, cuda = device_time()
 
     step(device, cuda, 10, 30)
-    assert device.iterations == 0, "its own end is too early to read"
+    assert device.num_iterations == 0, "its own end is too early to read"
     step(device, cuda, 40, 55)
     step(device, cuda, 60, 70)
 
     # The two read iterations took 20 ms and 15 ms; the last iteration is not read yet.
-    assert (device.iterations, device.total_ns) == (2, 35 * MS)
+    assert (device.num_iterations, device.total_ns) == (2, 35 * MS)
 
 
 def test_late_device_causes_no_wait_and_no_new_cuda_events():
@@ -58,7 +58,7 @@ def test_late_device_causes_no_wait_and_no_new_cuda_events():
     cuda.done_ms = -1
     for number in range(20):
         step(device, cuda, 10 * number, 10 * number + 5)
-    assert (device.iterations, cuda.made) == (0, 2 * MAX_PENDING)
+    assert (device.num_iterations, cuda.made) == (0, 2 * MAX_PENDING)
 
     cuda.done_ms = float("inf")
     step(device, cuda, 200, 207)
@@ -66,7 +66,7 @@ def test_late_device_causes_no_wait_and_no_new_cuda_events():
     step(device, cuda, 220, 227)
 
     # Events were recorded in 4 of the 20 iterations of 5 ms; then one iteration of 7 ms was read.
-    assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
+    assert (device.num_iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
     assert cuda.made == 2 * MAX_PENDING
 
 
@@ -76,13 +76,13 @@ def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
     cuda, place = torch.cuda, RankDevice(torch, Declared())
     cuda.is_there, cuda.captured = why != "no CUDA yet", {0} if why == "a graph is captured" else set()
     device = DeviceTime(cuda, place)
-    place.look()
+    place.find_gpus()
     step(device, cuda, 10, 30)
     assert cuda.made == 0
 
     cuda.is_there, cuda.captured = True, set()
     cuda.allocate(0, 1)
-    place.look()
+    place.find_gpus()
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
     assert device.total_ns == 10 * MS
 
@@ -96,7 +96,7 @@ def test_only_the_captured_iteration_has_no_device_time():
     cuda.captured = set()
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
 
-    assert (device.iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as before"
+    assert (device.num_iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as before"
 
 
 class Given:
@@ -122,7 +122,7 @@ def recording(splits=None, cuda=None, offset=0):
     reader = RingReader(writer.descriptor)
     torch = cuda and cuda.torch
     place = RankDevice(torch, Declared()) if torch else None
-    recorder = WatchedRecorder(writer, 2, offset, warn=(warned := []).append, torch=torch, place=place)
+    recorder = WatchedRecorder(writer, 2, offset, warn=(warned := []).append, torch=torch, rank_device=place)
     recorder._profile = Given(splits or {})
     try:
         yield SimpleNamespace(recorder=recorder, reader=reader, warned=warned)
@@ -200,7 +200,7 @@ def test_profiled_iterations_are_summed_in_their_window():
 def test_data_wait_before_a_profiled_step_is_not_idle_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
-        made.recorder.waited(10 * MS)  # of 100 ms: wait 10, computation 60, exposed communication 25, so idle 5
+        made.recorder.add_data_wait(10 * MS)  # of 100 ms: wait 10, computation 60, exposed communication 25, so idle 5
         made.recorder.end(_now=lambda: 100 * MS + 1)
         made.recorder._profile.is_of_device = True
         iterate(made.recorder, 1)

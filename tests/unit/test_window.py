@@ -267,7 +267,7 @@ def test_totals_that_fall_and_repeated_iterations_make_no_report_negative():
 def test_logged_iteration_number_is_shown_and_changes_no_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)
-        loop.recorder.loss(5001, None)
+        loop.recorder.record_loss(5001, None)
         iterate(loop, 1)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
 
@@ -286,7 +286,7 @@ def test_loss_after_the_end_of_an_iteration_is_in_its_window(losses, expected):
     with looping(log_interval=2) as loop:
         for loss in losses:
             iterate(loop, 1)
-            loop.recorder.loss(40 + loop.recorder.ordinal, loss)
+            loop.recorder.record_loss(40 + loop.recorder.ordinal, loss)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
 
     assert [(row.loss, row.losses_not_finite, row.first_not_finite) for row in rows] == expected
@@ -355,7 +355,7 @@ def test_cutter_keeps_no_data_of_cut_windows():
             for _ in range(count):
                 iterate(loop, 1)
                 device.add_sample(Sample(loop.now_ns, 1.0, 0.5, 100.0, 0.0))
-                loop.recorder.loss(1, 3.0)
+                loop.recorder.record_loss(1, 3.0)
                 loop.phase("evaluation", loop.now_ns, loop.now_ns + NS)
                 for slot in loop.slots():
                     one.add_record(slot)
