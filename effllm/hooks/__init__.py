@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from effllm.hooks._imports import when_imported
-from effllm.hooks._wrap import no_metrics, say_once
+from effllm.hooks._wrap import explain_at_exit, print_once
 
 #: Module of a framework -> the function that hooks it, in a file of this folder.
 TARGETS: dict[str, str] = {
@@ -90,8 +90,8 @@ class _Hook:
         try:
             getattr(import_module(f"effllm.hooks.{self._file}"), self._function)(module)
         except Unknown as error:
-            say_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
-            no_metrics(f"this version of {module.__name__} is unknown: {error}")
+            print_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
+            explain_at_exit(f"this version of {module.__name__} is unknown: {error}")
         except Exception as error:  # noqa: BLE001 - an import of the user must not fail because of effllm
-            say_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
-            no_metrics(f"{module.__name__} could not be hooked")
+            print_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
+            explain_at_exit(f"{module.__name__} could not be hooked")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from effllm.hooks._parameters import Parameters, convention_of, flops_per_token, vocabulary_of
+from effllm.hooks._parameters import Parameters, convention_of, flops_per_token, vocabulary_size_of
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 from effllm.trainer.batch import MASK, PACKED, UNKNOWN, Batch, read_batch
@@ -24,7 +24,7 @@ _OTHER_NAMES_OF_IDS = ("idx", "tokens")  # litgpt and nanoGPT, torchtune
 _COUNTING = Guard("the number of FLOPs")
 
 
-def pinned(num_values: int) -> Any:
+def pinned_memory(num_values: int) -> Any:
     """Return host memory that a GPU can write asynchronously."""
     torch: Any = sys.modules["torch"]
     return torch.empty(num_values, dtype=torch.int64, pin_memory=True)
@@ -57,7 +57,7 @@ class LateSums:
         self._num_sums = num_sums
         self._arrived = [0] * num_sums  # sums of the numbers that have arrived since the last call of `take_sums`
         self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
-        self._free_buffers: list[Any] = []  # pinned memory of finished copies, used again
+        self._free_buffers: list[Any] = []  # pinned_memory memory of finished copies, used again
 
     def add_numbers(self, values: Sequence[Any]) -> bool:
         """Add numbers, or tensors of one number each, without a wait for a GPU.
@@ -75,21 +75,21 @@ class LateSums:
             else:
                 on_devices.setdefault(value.device, {})[place] = value
         for device, on_device in on_devices.items():
-            self._send(device, on_device)
+            self._copy_from_device(device, on_device)
         return True
 
-    def _send(self, device: Any, on_device: dict[int, Any]) -> None:
+    def _copy_from_device(self, device: Any, on_device: dict[int, Any]) -> None:
         torch: Any = sys.modules["torch"]
         zero = torch.zeros_like(next(iter(on_device.values())))
         row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
-        buffer = self._free_buffers.pop() if self._free_buffers else pinned(self._num_sums)
+        buffer = self._free_buffers.pop() if self._free_buffers else pinned_memory(self._num_sums)
         buffer.copy_(row, non_blocking=True)
         self._coming.append((recorded_event(device), buffer))
 
     def take_sums(self) -> list[int]:
         """Return the sums of the numbers that have arrived since the last call."""
         while self._coming and self._coming[0][0].query():
-            self._read()
+            self._add_oldest_copy()
         sums, self._arrived = self._arrived, [0] * self._num_sums
         return sums
 
@@ -97,10 +97,10 @@ class LateSums:
         """Wait for all numbers, and return the remaining sums; after training, this wait costs nothing."""
         while self._coming:
             self._coming[0][0].synchronize()
-            self._read()
+            self._add_oldest_copy()
         return self.take_sums()
 
-    def _read(self) -> None:
+    def _add_oldest_copy(self) -> None:
         _, buffer = self._coming.popleft()
         for place, value in enumerate(buffer.tolist()):
             self._arrived[place] += value
@@ -129,7 +129,7 @@ class LazyNumber:
             self._value = float(getattr(tensor, "detach", lambda: tensor)())
 
     def read(self) -> float | None:
-        """Return the number, or ``None`` before it has arrived."""
+        """Return the number; ``None`` before it has arrived, and always on an accelerator without CUDA's interface."""
         if self._event is not None and self._event.query():
             self._value, self._event = float(self._copy), None
         return self._value
@@ -145,46 +145,46 @@ class Batches:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._late = LateSums(3)  # samples, tokens, tokens with a label
-        self._processed = 0
+        self._tokens_processed = 0
         self._source = ""
-        self._new: Batch | None = None  # a batch of another source
+        self._batch_of_new_source: Batch | None = None
         self.has_packed = False  # whether the last batch had rows of packed sequences, which are samples
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
-        self.vocabulary: int | None = None  # of the model, if it is known and a language model
+        self.vocabulary_size: int | None = None  # of the model, if it is known and a language model
         self._at_exit = functools.partial(Guard("the count of the last iterations"), self._add_arrived_at_exit)
 
-    def of_model(self, model: Any, parameters: Parameters | None) -> None:
+    def set_model(self, model: Any, parameters: Parameters | None) -> None:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
-        self.vocabulary = _COUNTING(vocabulary_of, model)
+        self.vocabulary_size = _COUNTING(vocabulary_size_of, model)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # handlers run in reverse order: this one runs before the session's handler
 
     def add_batch(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count tokens and samples of a micro-batch, or of a hook's `Batch`; if it has no text, only samples."""
-        counts = inputs if isinstance(inputs, Batch) else counts_of_batch(inputs, self.vocabulary is not None)
+        counts = inputs if isinstance(inputs, Batch) else counts_of_batch(inputs, self.vocabulary_size is not None)
         if counts.source and counts.source != self._source:
-            self._new = counts
-        self._processed += counts.tokens_processed
-        self._steps.micro_batch(counts.tokens_processed)
+            self._batch_of_new_source = counts
+        self._tokens_processed += counts.tokens_processed
+        self._steps.record_positions(counts.tokens_processed)
         self.has_packed = counts.source == PACKED
         samples = counts.samples if counts_samples else 0
         if not self._late.add_numbers((samples, counts.tokens, counts.tokens_loss)):
             # Counts on this accelerator cannot be read without a wait, so all positions count as tokens.
             self._late.add_numbers((samples if isinstance(samples, int) else 1, counts.tokens_processed, 0))
 
-    def end(self, at_ns: int | None = None) -> None:
+    def end_iteration(self, at_ns: int | None = None) -> None:
         """End the iteration with the sums; if `effllm.count` was called, its counts are used instead.
 
         For ``at_ns`` see `Steps.end`.
         """
         samples, tokens, tokens_loss = self._late.take_sums()
-        processed, self._processed = self._processed, 0
+        processed, self._tokens_processed = self._tokens_processed, 0
         is_counted_here = not get_metrics_collector().has_counted
-        if self._new is not None and is_counted_here:
-            self._learn(self._new)
-            self._new = None
+        if self._batch_of_new_source is not None and is_counted_here:
+            self._declare_batch_facts(self._batch_of_new_source)
+            self._batch_of_new_source = None
         if self._source and is_counted_here:
             self._steps.end(processed, samples, tokens, tokens_loss, at_ns=at_ns)
         else:
@@ -200,10 +200,10 @@ class Batches:
     def _add_arrived_at_exit(self) -> None:
         """Add the counts that the GPU has computed since the last iteration's end; do not wait for other counts."""
         samples, tokens, tokens_loss = self._late.take_sums()
-        if self._source and self._processed == 0:  # otherwise counts of an iteration that has not ended are included
+        if self._source and not self._tokens_processed:  # otherwise counts of an open iteration are included
             self._steps.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
-    def _learn(self, counts: Batch) -> None:
+    def _declare_batch_facts(self, counts: Batch) -> None:
         is_first, self._source = not self._source, counts.source
         facts: dict[str, Any] = {"token_source": counts.source}
         flops = None
@@ -213,7 +213,7 @@ class Batches:
                 convention = convention_of(self._model())
                 facts["flops_convention"] = f"{convention}; sequence length: width of the first batch"
                 flops = flops_of_token[0]
-        self._steps.learn(flops_per_token=flops, facts=facts)
+        self._steps.add_late_facts(flops_per_token=flops, facts=facts)
 
 
 def counts_of_batch(inputs: Any, is_language_model: bool = False) -> Batch:
@@ -226,15 +226,15 @@ def counts_of_batch(inputs: Any, is_language_model: bool = False) -> Batch:
     batches = map(read_batch, _mappings_in(inputs, _DEPTH))
     counts = next((batch for batch in batches if batch is not None and batch.source), None) or read_batch(inputs)
     if (counts is None or not counts.source) and is_language_model:
-        counts = _of_ids(inputs) or counts
+        counts = _counts_of_ids(inputs) or counts
     if counts is None or not counts.source:
-        first = next(_tensors(inputs, _DEPTH), None)
+        first = next(_tensors_in(inputs, _DEPTH), None)
         counts = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
     return counts
 
 
 def _mappings_in(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the tensors with names in a batch: a mapping, also one in another one, or the fields of an object."""
+    """Yield each mapping in a batch, outer ones first; the first may be the fields of an object."""
     is_object = depth == _DEPTH and not hasattr(inputs, "numel")  # objects in a batch may refer to anything
     members = inputs if isinstance(inputs, Mapping) else getattr(inputs, "__dict__", {}) if is_object else {}
     if members:
@@ -243,12 +243,12 @@ def _mappings_in(inputs: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         yield from _mappings_in(member, depth - 1)
 
 
-def _of_ids(inputs: Any) -> Batch | None:
+def _counts_of_ids(inputs: Any) -> Batch | None:
     """Return the counts of a batch without names: rows of ids, perhaps with their labels and a mask of 0 and 1.
 
     Labels are the ids, or the next ids; so the two texts of a pair and the columns of a table are no ids with labels.
     """
-    tensors = list(_tensors(inputs, _DEPTH))
+    tensors = list(_tensors_in(inputs, _DEPTH))
     if not 0 < len(tensors) <= 3 or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return None
     first = tensors[0]
@@ -263,11 +263,11 @@ def _of_ids(inputs: Any) -> Batch | None:
     return Batch(rows * width, rows, tokens, source=MASK if masks else UNKNOWN, width=width)
 
 
-def _is_mask(tensor: Any) -> bool:
+def _is_mask(tensor: Any) -> bool:  # on a GPU, to read the values would be a wait
     return tensor.device.type == "cpu" and bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _are_labels(ids: Any, labels: Any) -> bool:
+def _are_labels(ids: Any, labels: Any) -> bool:  # a label below 0 marks a position without loss
     if ids.device.type != "cpu" or labels.device.type != "cpu":
         return False
     ignored = labels < 0
@@ -280,7 +280,7 @@ def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
         return args[0]  # the whole batch
     kind: Any = type(module)
-    inputs = {**dict(zip(_names(kind), args, strict=False)), **kwargs}
+    inputs = {**dict(zip(_parameter_names(kind), args, strict=False)), **kwargs}
     if not any(isinstance(name, str) and name.endswith(_IDS) for name in inputs):
         for name in _OTHER_NAMES_OF_IDS:
             ids: Any = inputs.get(name)
@@ -291,7 +291,7 @@ def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 @functools.lru_cache(maxsize=16)
-def _names(kind: Any) -> tuple[str, ...]:
+def _parameter_names(kind: Any) -> tuple[str, ...]:
     try:
         parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
@@ -299,14 +299,14 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(own.name for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD))
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Any]:
+def _tensors_in(value: Any, depth: int) -> Iterator[Any]:
     if hasattr(value, "numel") and hasattr(value, "dim"):
         yield value
     elif depth and isinstance(value, Mapping):
         for member in value.values():
-            yield from _tensors(member, depth - 1)
+            yield from _tensors_in(member, depth - 1)
     elif depth and isinstance(value, list | tuple):
         for member in value:
-            yield from _tensors(member, depth - 1)
+            yield from _tensors_in(member, depth - 1)
     elif depth and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), depth - 1)
+        yield from _tensors_in(vars(value), depth - 1)

@@ -11,7 +11,7 @@ _GROUPS = tuple(f"{_PREFIX}{group}/" for group in ("energy_step", "energy_interv
 _MARK = "__effllm_keeps_energy_keys__"
 
 
-def keep(module: ModuleType) -> None:
+def wrap_rewrite_logs(module: ModuleType) -> None:
     """Wrap ``rewrite_logs`` of ``transformers.integrations.integration_utils``, once; other keys are unchanged.
 
     The Trainer's callbacks for W&B, TensorBoard and other trackers pass their logs through this function, which puts
@@ -23,13 +23,13 @@ def keep(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def rewrite_logs(*args: Any, **kwargs: Any) -> Any:
-        return _renamed(original(*args, **kwargs))
+        return _without_train(original(*args, **kwargs))
 
     setattr(rewrite_logs, _MARK, True)
     module.rewrite_logs = rewrite_logs  # type: ignore[attr-defined]
 
 
-def _renamed(logs: Any) -> Any:
+def _without_train(logs: Any) -> Any:
     if not isinstance(logs, dict):
         return logs
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 Hook = Callable[[ModuleType], None]
 
-_waiting: dict[str, list[Hook]] = {}
+_waiting_hooks: dict[str, list[Hook]] = {}
 
 
 def when_imported(name: str, hook: Hook) -> None:
@@ -24,16 +24,16 @@ def when_imported(name: str, hook: Hook) -> None:
     if module is not None and not getattr(spec, "_initializing", False):
         hook(module)
         return
-    _waiting.setdefault(name, []).append(hook)
+    _waiting_hooks.setdefault(name, []).append(hook)
     if module is not None and spec is not None:
-        _watch(spec)
+        _watch_import(spec)
     elif FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
 
 
-def _loaded(name: str) -> None:
+def _call_hooks(name: str) -> None:
     module = sys.modules.get(name)
-    for hook in _waiting.pop(name, []):
+    for hook in _waiting_hooks.pop(name, []):
         if module is not None:
             hook(module)
 
@@ -44,13 +44,13 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _waiting:
+        if name not in _waiting_hooks:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
-                _run_after(spec)
+                _wrap_loader(spec)
                 return spec
         return None
 
@@ -58,7 +58,7 @@ class _Finder:
 FINDER: Any = _Finder()
 
 
-def _run_after(spec: ModuleSpec) -> None:
+def _wrap_loader(spec: ModuleSpec) -> None:
     """Wrap a module's loader for one call, and call the hooks after this call."""
     loader: Any = spec.loader
     run = getattr(loader, "exec_module", None)
@@ -70,7 +70,7 @@ def _run_after(spec: ModuleSpec) -> None:
             del loader.exec_module
         run(module)
         if module.__name__ == spec.name:
-            _loaded(spec.name)
+            _call_hooks(spec.name)
 
     loader.exec_module = exec_module
 
@@ -87,9 +87,9 @@ class _WatchedSpec(ModuleSpec):
         self.__dict__["_initializing"] = value
         if not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
-            _loaded(self.name)
+            _call_hooks(self.name)
 
 
-def _watch(spec: ModuleSpec) -> None:
+def _watch_import(spec: ModuleSpec) -> None:
     if type(spec) is ModuleSpec:
         spec.__class__ = _WatchedSpec

@@ -38,8 +38,8 @@ def strategy_facts(strategy: Any) -> dict[str, str]:
 def zero_facts(engine: Any) -> dict[str, Any]:
     """Return the layout of an engine of DeepSpeed; ``zero_stage`` is 0 without ZeRO."""
     stage = engine.zero_optimization_stage()
-    without = DDP if getattr(engine, "dp_world_size", 1) > 1 else SINGLE
-    return {"parallel_layout": ZERO if stage else without, "zero_stage": stage}
+    without_zero = DDP if getattr(engine, "dp_world_size", 1) > 1 else SINGLE
+    return {"parallel_layout": ZERO if stage else without_zero, "zero_stage": stage}
 
 
 def is_sharded_over_all_ranks(model: Any) -> bool:
@@ -51,17 +51,17 @@ def is_sharded_over_all_ranks(model: Any) -> bool:
     is_sharded = bool(wrappers) or any(hasattr(module, "_get_fsdp_state") for module in model.modules())
     meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
     meshes += [wrapper._device_mesh for wrapper in wrappers if getattr(wrapper, "_device_mesh", None) is not None]
-    sizes = {_replicas(wrapper) for wrapper in wrappers} | {mesh.size() for mesh in meshes}
-    return is_sharded and sizes == {world} and all(map(is_for_data, meshes))
+    sizes = {_num_sharing_ranks(wrapper) for wrapper in wrappers} | {mesh.size() for mesh in meshes}
+    return is_sharded and sizes == {world} and all(map(divides_only_data, meshes))
 
 
-def _replicas(wrapper: Any) -> int:
+def _num_sharing_ranks(wrapper: Any) -> int:
     """Return the number of ranks that share a module of FSDP1; a hybrid one has two groups."""
     between = getattr(wrapper, "_inter_node_pg", None)
     return int(wrapper.process_group.size()) * (int(between.size()) if between is not None else 1)
 
 
-def is_for_data(mesh: Any) -> bool:
+def divides_only_data(mesh: Any) -> bool:
     """Whether a mesh, and the one from which it was made, divides only the data; that of FSDP itself has no names."""
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     named = [

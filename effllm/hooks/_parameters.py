@@ -35,7 +35,7 @@ class Parameters:
     active: int | None  # parameters that one token uses; ``None`` if it uses all parameters, or if this is unknown
     active_trainable: int
 
-    def share(self, counts_them: bool) -> dict[str, int]:
+    def share_of_rank(self, counts_them: bool) -> dict[str, int]:
         """Return the share of a rank: all parameters if the rank counts them, else 0."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
@@ -45,7 +45,7 @@ class Parameters:
 
 def parameters_of(model: Any) -> Parameters:
     """Return the parameter counts of a model; it may be compiled, wrapped, sharded or quantised, and have adapters."""
-    active_share = _active_share(config_of(model))
+    active_share = _active_share_of_experts(config_of(model))
     total = trainable = 0
     active = active_trainable = 0.0
     for name, count, is_trainable in each_parameter(model):
@@ -93,7 +93,7 @@ def _flat_parameters(model: Any) -> dict[int, Any]:
     return flats
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: Any) -> Any:  # of a multimodal model, the config of its text part
     inner = unwrapped(model)
     config = next((member for name in _CONFIGS if (member := getattr(inner, name, None)) is not None), None)
     return getattr(config, "text_config", None) or config
@@ -116,29 +116,29 @@ def model_of(parameters: Sequence[Any]) -> Any:
     return next((wrapper for wrapper, inner in wrapped if inner is not None and inner is owner), owner)
 
 
-def vocabulary_of(model: Any) -> int | None:
-    """Return the vocabulary of a language model; ``None`` for other models.
+def vocabulary_size_of(model: Any) -> int | None:
+    """Return the number of ids in the vocabulary of a language model; ``None`` for other models.
 
     One of few embeddings has the size that the config states, or as many rows as the last layer has outputs.
     """
-    tables = [module.num_embeddings for module in model.modules() if _is_table(module)]
+    tables = [module.num_embeddings for module in model.modules() if _is_lookup_table(module)]
     outputs = [size for module in model.modules() if isinstance(size := getattr(module, "out_features", None), int)]
-    sizes = {_number(config_of(model), _VOCABULARIES), *outputs[-1:]}
+    sizes = {_first_count(config_of(model), _VOCABULARIES), *outputs[-1:]}
     return max((size for size in tables if size in sizes), default=None) if len(tables) <= _MAX_TABLES else None
 
 
 def convention_of(model: Any) -> str:
     """Return the convention of `flops_per_token` for a model."""
     config = config_of(model)
-    has_shape = _number(config, _LAYERS) and _attention_width(config)
+    has_shape = _first_count(config, _LAYERS) and _attention_width(config)
     return CONVENTION if has_shape else f"{_WEIGHTS}left out, because the model has no config with layers and width"
 
 
-def _is_table(module: Any) -> bool:
+def _is_lookup_table(module: Any) -> bool:
     return hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")
 
 
-def _number(config: Any, names: Sequence[str]) -> int | None:
+def _first_count(config: Any, names: Sequence[str]) -> int | None:
     """Return the first number above 0 with one of these names, of an object or a dictionary."""
     values = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
@@ -168,8 +168,8 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _active_share(config: Any) -> float | None:
-    """Return the share of the experts that a token uses; ``None`` for a model without experts."""
+def _active_share_of_experts(config: Any) -> float | None:
+    """Return the share of the experts that a token uses; ``None`` if it uses all, or without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -187,10 +187,10 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
         sequence_length: number of positions that a token attends to.
     """
     config = config_of(model)
-    layers, width = _number(config, _LAYERS) or 0, _attention_width(config) or 0
-    if (not (layers and width) and vocabulary_of(model) is None) or getattr(config, "is_encoder_decoder", False):
+    layers, width = _first_count(config, _LAYERS) or 0, _attention_width(config) or 0
+    if (not (layers and width) and vocabulary_size_of(model) is None) or getattr(config, "is_encoder_decoder", False):
         return None
-    looked_up, looked_up_trainable = _looked_up(model, config)
+    looked_up, looked_up_trainable = _num_looked_up(model, config)
     active = (counted.total if counted.active is None else counted.active) - looked_up
     trained = counted.active_trainable - looked_up_trainable
     attention = 4 * layers * width * (sequence_length or 0)
@@ -201,57 +201,58 @@ class FlopsByWidth:
     """The FLOPs of a token if batches are padded to different widths: attention needs more FLOPs at a larger width.
 
     Args:
-        short: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.
-        known: FLOPs of a token at ``width``, in total and forward.
+        at_zero: FLOPs of a token at a width of 0, in total and forward, from `flops_per_token`.
+        at_width: FLOPs of a token at ``width``, in total and forward.
         width: the width of the first batch.
     """
 
     def __init__(
-        self, short: tuple[float, float] = (0.0, 0.0), at_width: tuple[float, float] = (0.0, 0.0), width: int = 0
+        self, at_zero: tuple[float, float] = (0.0, 0.0), at_width: tuple[float, float] = (0.0, 0.0), width: int = 0
     ) -> None:
-        self._short = short
+        self._at_zero = at_zero
         self._width: float = width  # the last reported width
         self._slopes: tuple[float, ...] = (
-            tuple((there - here) / width for here, there in zip(short, at_width, strict=True)) if width else ()
+            tuple((there - here) / width for here, there in zip(at_zero, at_width, strict=True)) if width else ()
         )
-        self._tokens = self._weighted = 0
+        self._tokens = self._tokens_times_width = 0
 
-    def add_tokens(self, tokens: int, weighted: int) -> None:
+    def add_tokens(self, tokens: int, tokens_times_width: int) -> None:
         self._tokens += tokens
-        self._weighted += weighted
+        self._tokens_times_width += tokens_times_width
 
     @property
     def mean_width(self) -> float:
-        """The mean width of the batches, weighted by their tokens."""
-        return self._weighted / self._tokens if self._tokens else 0.0
+        """The mean width of the batches, tokens_times_width by their tokens."""
+        return self._tokens_times_width / self._tokens if self._tokens else 0.0
 
     def has_changed(self, tolerance: float) -> bool:
         """Whether the mean width differs from the last reported width by more than the share ``tolerance``."""
-        return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
+        return bool(self._slopes and self._tokens_times_width) and abs(self.mean_width / self._width - 1) > tolerance
 
     def report_width(self, width: float) -> tuple[float, float]:
         """Return the FLOPs of a token at this width, in total and forward; it is the reported width from now on."""
         self._width = width
-        return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width
+        return self._at_zero[0] + self._slopes[0] * width, self._at_zero[1] + self._slopes[1] * width
 
 
 def _attention_width(config: Any) -> int | None:
     heads, head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     if heads and head:
         return int(heads) * int(head)
-    return _number(config, _WIDTHS)
+    return _first_count(config, _WIDTHS)
 
 
-def _looked_up(model: Any, config: Any) -> tuple[int, int]:
+def _num_looked_up(model: Any, config: Any) -> tuple[int, int]:
     """Return the number of elements in lookup tables, in total and trained; a lookup has no multiplication."""
     inner = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
     entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
     total = trainable = 0
-    heads = {id(head.weight) for head in model.modules() if hasattr(head, "out_features") and hasattr(head, "weight")}
+    layers = [module for module in model.modules() if hasattr(module, "out_features") and hasattr(module, "weight")]
+    multiplied = {id(layer.weight) for layer in layers}  # weights of a tied table are no lookup alone
     for module in model.modules():
-        if _is_table(module) and module is not entry and id(getattr(module, "weight", None)) not in heads:
+        if _is_lookup_table(module) and module is not entry and id(getattr(module, "weight", None)) not in multiplied:
             count = int(module.num_embeddings) * int(module.embedding_dim)
             total += count
             weight = getattr(module, "weight", None)

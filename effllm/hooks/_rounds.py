@@ -27,7 +27,7 @@ from effllm.hooks._batches import Batches, counts_of_batch
 from effllm.hooks._layout import DDP, FSDP, SINGLE, is_sharded_over_all_ranks
 from effllm.hooks._parameters import model_of, parameters_of, size_of
 from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
-from effllm.hooks._wrap import Guard, no_metrics
+from effllm.hooks._wrap import Guard, explain_at_exit
 from effllm.trainer import ownership
 from effllm.trainer.batch import Batch
 from effllm.trainer.collector import get_metrics_collector
@@ -36,11 +36,12 @@ MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few
 
 _GUARD = Guard("evaluation by the model's eval()")
 _COUNTING = Guard("the parameter count of the model")
-_listeners: list[EvalMode] = []
+_eval_modes: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
 MAX_AHEAD = 64  # batches that are kept for later backward passes
 PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
+MAX_COUNTED_ITERATION = 16  # parameters of an optimizer that steps first in a later iteration are not counted
 
 
 class EvalMode:
@@ -64,44 +65,44 @@ class EvalMode:
         self._since_ns = 0  # start of the eval mode; 0 while the model is not in eval mode
         self._waited_ns = 0  # data wait while the model is in eval mode
         self._marks: tuple[int, ...] = ()
-        self._is_in_this = False
-        self._was_in_last = True  # whether the last iteration had a period in eval mode; True before the first
+        self._was_on_in_this = False  # whether this iteration had a period in eval mode
+        self._was_on_in_last = True  # whether the last iteration had one; True before the first
 
-    def follow(self, parameters: Iterable[Any]) -> None:
+    def set_parameters(self, parameters: Iterable[Any]) -> None:
         """Set the trained parameters; a module with all these parameters is a model."""
         self._trained = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
         self._known.clear()
         self._since_ns = 0
-        if self not in _listeners:
-            _listeners.append(self)
-        _wrap(sys.modules["torch"])
+        if self not in _eval_modes:
+            _eval_modes.append(self)
+        _wrap_module_train(sys.modules["torch"])
 
-    def changed(self, module: Any, is_training: bool) -> None:
+    def set_mode(self, module: Any, is_training: bool) -> None:  # of any module; only the model's mode counts
         recorder = self._steps.recorder
-        if recorder is None or is_training != bool(self._since_ns) or not self._owns(module):
+        if recorder is None or is_training != bool(self._since_ns) or not self._has_trained_parameters(module):
             return
         now_ns = time.monotonic_ns()
         if not is_training:
-            self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
-            if not self._was_in_last:
+            self._since_ns, self._waited_ns, self._marks = now_ns, 0, _phase_marks()
+            if not self._was_on_in_last:
                 recorder.publish_evaluation()
             return
-        self._is_in_this = True
-        if not self._was_in_last and self._marks == _marks():
+        self._was_on_in_this = True
+        if not self._was_on_in_last and self._marks == _phase_marks():
             recorder.count_as_phase(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
-        self._drop()
+        self._drop_evaluation()
 
     @property
     def is_on(self) -> bool:
         """Whether the model is in eval mode, and no optimizer has stepped in it."""
         return bool(self._since_ns)
 
-    def stepped(self, is_end: bool) -> None:
-        """Drop a possible evaluation at an optimizer's step: the model is being trained in eval mode."""
-        self._drop()
+    def drop_at_step(self, is_end: bool) -> None:
+        """Drop a possible evaluation at an optimizer's step: the model is trained in eval mode."""
+        self._drop_evaluation()
         if is_end:
-            self._was_in_last, self._is_in_this = self._is_in_this, False
+            self._was_on_in_last, self._was_on_in_this = self._was_on_in_this, False
 
     def keep_data_wait(self, spent_ns: int) -> bool:
         """Keep a data wait that is inside a possible evaluation; return whether it is inside."""
@@ -109,12 +110,12 @@ class EvalMode:
             self._waited_ns += spent_ns
         return bool(self._since_ns)
 
-    def _drop(self) -> None:
+    def _drop_evaluation(self) -> None:
         if self._since_ns:
             self._since_ns = 0
             self._steps.add_data_wait(self._waited_ns)  # these waits belong to the iteration
 
-    def _owns(self, module: Any) -> bool:
+    def _has_trained_parameters(self, module: Any) -> bool:
         entry = self._known.get(id(module))
         if entry is None or entry[0]() is not module:
             if len(self._known) >= MAX_MODULES:
@@ -124,19 +125,19 @@ class EvalMode:
         return entry[1]
 
 
-def _marks() -> tuple[int, ...]:
+def _phase_marks() -> tuple[int, ...]:
     """Return values that change when a phase or a generation begins or ends, or when new metrics begin."""
     recorder = get_metrics_collector().recorder
     return (id(recorder), *recorder.phase_marks) if recorder is not None else ()
 
 
-def _changed(module: Any, is_training: bool) -> None:
-    for listener in _listeners:
-        listener.changed(module, is_training)
+def _pass_mode(module: Any, is_training: bool) -> None:
+    for listener in _eval_modes:
+        listener.set_mode(module, is_training)
 
 
 @functools.lru_cache(maxsize=1)
-def _wrap(torch: Any) -> None:
+def _wrap_module_train(torch: Any) -> None:
     """Wrap ``torch.nn.Module.train``; nested calls, for submodules, are passed through."""
     kind = torch.nn.Module
     train = kind.train
@@ -148,7 +149,7 @@ def _wrap(torch: Any) -> None:
         nonlocal is_inside
         if is_inside or is_compiling():  # compiled code must not depend on effllm
             return train(self, mode)
-        _GUARD(_changed, self, mode)
+        _GUARD(_pass_mode, self, mode)
         is_inside = True
         try:
             return train(self, mode)
@@ -169,7 +170,7 @@ class OptimizerGpus:
         # Optimizer -> the window of its newest step, and the devices of its parameters.
         self._known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Any]]] = weakref.WeakKeyDictionary()
 
-    def show(self, optimizer: Any) -> None:
+    def declare_devices(self, optimizer: Any) -> None:  # at its step
         collector = get_metrics_collector()
         if collector.recorder is not self._recorder:
             self._known, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
@@ -177,8 +178,8 @@ class OptimizerGpus:
         if last_seen is not None and last_seen[0] == window:
             return
         devices = last_seen[1] if last_seen is not None else frozenset()
-        if len(devices) != 1 or next(_parameters(optimizer)).device not in devices:
-            devices = frozenset(weight.device for weight in _parameters(optimizer))
+        if len(devices) != 1 or next(_parameters_in(optimizer)).device not in devices:
+            devices = frozenset(weight.device for weight in _parameters_in(optimizer))
         self._known[optimizer] = window, devices
         newest = [devices_of_one for last, devices_of_one in self._known.values() if window - last <= IDLE_WINDOWS]
         collector.declared.set_parameter_devices(frozenset().union(*newest))
@@ -198,24 +199,24 @@ class BatchCounter:
 
     def __init__(self, steps: Steps, evaluation: EvalMode) -> None:
         self._steps, self._evaluation, self.batches = steps, evaluation, Batches(steps)
-        self._fresh: dict[int, list[Batch]] = {}  # by loader: the batches since the last backward pass, newest last
+        self._fetched: dict[int, list[Batch]] = {}  # by loader: its batches since a backward pass, newest last
         self._ahead: list[Batch] = []  # earlier batches without a backward pass
-        self._is_used = self._is_at_end = self._is_on = False
+        self._has_backward = self._is_at_end = self._counts_batches = False
 
-    def follow(self, parameters: Sequence[Any]) -> None:
+    def begin_training(self, parameters: Sequence[Any]) -> None:
         """Begin a training; batches are counted if the ranks are known to have different batches.
 
         This is so under DDP and FSDP over all ranks, and not with tensor, context or pipeline parallelism.
         """
         layout, model = _layout_and_model(parameters)
-        self._is_on = bool(layout)
+        self._counts_batches = bool(layout)
         self.batches = Batches(self._steps)
         if layout:
-            self._steps.learn(facts={"parallel_layout": layout})
+            self._steps.add_late_facts(facts={"parallel_layout": layout})
         if model is not None:
-            self.batches.of_model(model, _COUNTING(parameters_of, model))
+            self.batches.set_model(model, _COUNTING(parameters_of, model))
 
-    def fetched(self, batch: Any, loader: Any) -> None:
+    def batch_fetched(self, batch: Any, loader: Any) -> None:
         """Keep the counts of a batch, or the end of the loader (``None``)."""
         if not self._steps.is_owner and get_metrics_collector().recorder is not None:
             return
@@ -224,20 +225,20 @@ class BatchCounter:
         self._is_at_end = batch is None
         if batch is None:
             return
-        if self._is_used:
-            self._is_used = False
-            self._ahead = [*self._ahead, *chain(*self._fresh.values())][-MAX_AHEAD:]
-            self._fresh = {}
-        kept = self._fresh.setdefault(id(loader), [])
-        kept.append(counts_of_batch(batch, self.batches.vocabulary is not None))  # the batch itself is not kept
+        if self._has_backward:
+            self._has_backward = False
+            self._ahead = [*self._ahead, *chain(*self._fetched.values())][-MAX_AHEAD:]
+            self._fetched = {}
+        kept = self._fetched.setdefault(id(loader), [])
+        kept.append(counts_of_batch(batch, self.batches.vocabulary_size is not None))  # the batch itself is not kept
         del kept[:-MAX_AHEAD]
 
-    def backward(self) -> None:
-        self._is_used = True
-        trained = [batches.pop() for batches in self._fresh.values() if batches]
+    def backward_begins(self) -> None:
+        self._has_backward = True
+        trained = [batches.pop() for batches in self._fetched.values() if batches]
         if not trained and self._is_at_end and self._ahead:
             trained = [self._ahead.pop()]
-        if self._is_on and self._steps.recorder is not None:
+        if self._counts_batches and self._steps.recorder is not None:
             for batch in trained:
                 self.batches.add_batch(batch)
 
@@ -252,16 +253,16 @@ class Rounds:
 
     def __init__(self, level: int, name: str) -> None:
         self._steps = Steps(level, name)
-        self.EvalMode = EvalMode(self._steps)
+        self._eval_mode = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: dict[int, weakref.ref[Any]] = {}  # by id, which a later parameter may have, too
         self._steps_of_others = 0
         self._plain_steps = 0  # number of steps on plain tensors; counted up to MIN_STEPS
-        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counted: set[int] = set()  # ids of parameters, because two optimizers may share parameters
+        self._counted_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._counted_parameters: set[int] = set()  # ids of parameters, because two optimizers may share parameters
         self._share = {"total": 0, "trainable": 0}
         self._gpus = OptimizerGpus()
-        self._counter = BatchCounter(self._steps, self.EvalMode)
+        self._counter = BatchCounter(self._steps, self._eval_mode)
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
@@ -275,22 +276,21 @@ class Rounds:
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._steps.level, self._steps.name)
-            if self._plain_steps < MIN_STEPS and any(weight.grad is not None for weight in _parameters(optimizer)):
+            if self._plain_steps < MIN_STEPS and any(weight.grad is not None for weight in _parameters_in(optimizer)):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:
-                    no_metrics("the optimizer updates plain tensors, which are not the parameters of a model")
+                    explain_at_exit("the optimizer updates plain tensors, which are not the parameters of a model")
             return False
-        self._begin()
+        self._begin_metrics()
         return True
 
-    def _begin(self) -> None:
+    def _begin_metrics(self) -> None:
         collector = get_metrics_collector()
-        declares_parameters = self._steps.may_declare_parameters
-        self._leader, self._counted, self._joined = None, set(), weakref.WeakSet()
+        self._leader, self._counted_parameters, self._counted_optimizers = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the previous optimizer step; the time of torch's DataLoader is excluded",
-            **({"parameters_from": "optimizer"} if declares_parameters else {}),
+            **({"parameters_from": "optimizer"} if self._steps.may_declare_parameters else {}),
         }
         # An earlier call of the loop may have set the number of the first iteration; without such a call, 1 is assumed.
         first = None if collector.is_collecting else 1
@@ -304,65 +304,65 @@ class Rounds:
         shell = find() if find is not None else None
         if shell is not None and not self._watches_cells:
             self._watches_cells = True
-            shell.events.register("post_run_cell", self._cell_ended)
-            shell.events.register("pre_run_cell", self._cell_begins)
+            shell.events.register("post_run_cell", self._pause_after_cell)
+            shell.events.register("pre_run_cell", self._resume_at_cell)
 
-    def _cell_ended(self, *_: Any) -> None:
+    def _pause_after_cell(self, *_: Any) -> None:
         self._between_cells = get_metrics_collector().recorder
         self._steps.phase_start("other")
 
-    def _cell_begins(self, *_: Any) -> None:
+    def _resume_at_cell(self, *_: Any) -> None:
         recorder, self._between_cells = self._between_cells, None
         if recorder is not None and recorder is get_metrics_collector().recorder:
             self._steps.phase_end()
 
-    def stepped(self, optimizer: Any) -> None:
-        """Process an optimizer's step; a step of the leader ends the iteration."""
-        self._gpus.show(optimizer)
+    def process_step(self, optimizer: Any) -> None:
+        """Count an optimizer's step: a step of the leader ends the iteration, any other may make a new leader."""
+        self._gpus.declare_devices(optimizer)
         if not self.claim(optimizer):
             return
-        recorder = get_metrics_collector().recorder
-        if recorder is None:
+        if (recorder := get_metrics_collector().recorder) is None:
             return
         leader = self._leader() if self._leader is not None else None
-        self.EvalMode.stepped(is_end=optimizer is leader)
+        self._eval_mode.drop_at_step(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
-            self._counter.batches.end()
+            self._counter.batches.end_iteration()
             self._steps.start()
             return
-        if optimizer not in self._joined and recorder.ordinal < PATIENCE_STEPS:
-            self._join(optimizer)
+        if optimizer not in self._counted_optimizers and recorder.ordinal < MAX_COUNTED_ITERATION:
+            self._count_parameters(optimizer)
         self._steps_of_others += 1
         if leader is None or self._steps_of_others > PATIENCE_STEPS or self._has_leaders_parameters(optimizer):
             is_first = self._leader is None
-            is_new = leader is None and not is_first and not self._has_leaders_parameters(optimizer)
+            replaces_deleted = leader is None and not is_first and not self._has_leaders_parameters(optimizer)
             self._leader = weakref.ref(optimizer)
-            self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in _parameters(optimizer)}
-            self.EvalMode.follow(_parameters(optimizer))
+            parameters = list(_parameters_in(optimizer))
+            self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+            self._eval_mode.set_parameters(parameters)
             self._steps_of_others = 0
-            if is_first or (is_new and recorder.count_as_other_phase()):
-                self._counter.follow(list(_parameters(optimizer)))
+            if is_first or (replaces_deleted and recorder.count_as_other_phase()):
+                self._counter.begin_training(parameters)
             else:
-                self._counter.batches.end()
+                self._counter.batches.end_iteration()
             self._steps.start()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         leaders = self._leaders_parameters
-        return any(id(own) in leaders and leaders[id(own)]() is own for own in _parameters(optimizer))
+        return any(id(own) in leaders and leaders[id(own)]() is own for own in _parameters_in(optimizer))
 
-    def _join(self, optimizer: Any) -> None:
-        self._joined.add(optimizer)
+    def _count_parameters(self, optimizer: Any) -> None:
+        self._counted_optimizers.add(optimizer)
         is_first = rank() == 0
-        for parameter in _parameters(optimizer):
-            if id(parameter) not in self._counted:
-                self._counted.add(id(parameter))
-                self._share["total"] += _size(parameter) if is_first or _is_shard(parameter) else 0
+        for parameter in _parameters_in(optimizer):
+            if id(parameter) not in self._counted_parameters:
+                self._counted_parameters.add(id(parameter))
+                self._share["total"] += _whole_size(parameter) if is_first or _has_only_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
         self._steps.declare_parameters(self._share)
 
     def add_data_wait(self, spent_ns: int) -> None:
-        if not self.EvalMode.keep_data_wait(spent_ns):
+        if not self._eval_mode.keep_data_wait(spent_ns):
             self._steps.add_data_wait(spent_ns)
 
 
@@ -372,13 +372,13 @@ def _layout_and_model(parameters: Sequence[Any]) -> tuple[str, Any]:
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not is_distributed or torch.distributed.get_world_size() == 1:
         return SINGLE, _COUNTING(model_of, parameters)
-    if (model := sys.modules["effllm.hooks.backward"].model_with(parameters[0])) is not None:
+    if (model := sys.modules["effllm.hooks.backward"].ddp_model_with(parameters[0])) is not None:
         return DDP, model
     model = _COUNTING(model_of, parameters)
     return (FSDP, model) if model is not None and _COUNTING(is_sharded_over_all_ranks, model) else ("", None)
 
 
-def _parameters(optimizer: Any) -> Iterator[Any]:
+def _parameters_in(optimizer: Any) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -386,15 +386,15 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 def _trains_a_model(optimizer: Any) -> bool:
     """Whether a model's parameter has a gradient; to avoid a scheduler's warning, some loops step without gradients."""
     parameter_type = sys.modules["torch"].nn.Parameter
-    return any(isinstance(weight, parameter_type) and weight.grad is not None for weight in _parameters(optimizer))
+    return any(isinstance(weight, parameter_type) and weight.grad is not None for weight in _parameters_in(optimizer))
 
 
-def _size(parameter: Any) -> int:
+def _whole_size(parameter: Any) -> int:
     """Return the number of elements of a whole parameter; a flat parameter of FSDP1 contains the original shapes."""
     shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
     return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
 
 
-def _is_shard(parameter: Any) -> bool:
+def _has_only_shard(parameter: Any) -> bool:
     """Whether FSDP1 has left only a shard of this original parameter; other parameters have the whole shape."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))

@@ -32,7 +32,7 @@ class Steps:
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self.open_phases = 0  # number of functions wrapped by `mark_phase` that run now
+        self.num_open_phases = 0  # number of functions wrapped by `wrap_as_phase` that run now
 
     @property
     def is_owner(self) -> bool:
@@ -45,7 +45,7 @@ class Steps:
         return get_metrics_collector().recorder if self.is_owner else None
 
     @property
-    def _phases(self) -> Recorder | None:
+    def _phase_recorder(self) -> Recorder | None:
         """The recorder of marked phases: also beside a loop that calls effllm itself, which may mark none."""
         return get_metrics_collector().recorder if self.is_owner or ownership.is_explicit() else None
 
@@ -113,9 +113,9 @@ class Steps:
         if (recorder := self.recorder) is not None:
             recorder.start()
 
-    def micro_batch(self, positions: int) -> None:
+    def record_positions(self, positions: int) -> None:
         """Record the positions of a micro-batch, with padding."""
-        if positions and (record := getattr(self.recorder, "micro_batch", None)) is not None:  # with CUDA
+        if positions and (record := getattr(self.recorder, "record_positions", None)) is not None:  # with CUDA
             record(positions)
 
     def end(
@@ -157,7 +157,7 @@ class Steps:
         if (recorder := self.recorder) is not None:
             recorder.add_late_counts(samples, tokens, tokens_loss)
 
-    def learn(
+    def add_late_facts(
         self,
         *,
         flops_per_token: float | None = None,
@@ -172,15 +172,15 @@ class Steps:
 
     def phase_start(self, name: str) -> None:
         """Begin a phase outside of iterations: ``evaluation``, ``checkpoint`` or ``other``."""
-        if (recorder := self._phases) is not None:
+        if (recorder := self._phase_recorder) is not None:
             recorder.phase_start(name)
 
     def phase_end(self) -> None:
         """End the innermost phase."""
-        if (recorder := self._phases) is not None:
+        if (recorder := self._phase_recorder) is not None:
             recorder.phase_end()
 
-    def mark_phase(
+    def wrap_as_phase(
         self, holder: Any, name: str, phase: str, guard: Guard, begins: Callable[[Call], Any] = lambda _call: True
     ) -> bool:
         """Wrap a function so that each call is a phase; ``False`` if ``holder`` has no function of this name.
@@ -196,20 +196,20 @@ class Steps:
         def start(call: Call) -> tuple[Recorder | None] | None:
             if not begins(call):
                 return None
-            self.open_phases += 1
-            if (recorder := self._phases) is not None:
+            self.num_open_phases += 1
+            if (recorder := self._phase_recorder) is not None:
                 recorder.phase_start(phase)
             return (recorder,)
 
         def end(begun: tuple[Recorder | None] | None, *_: Any) -> None:
             if begun is not None:
-                self.open_phases -= 1
+                self.num_open_phases -= 1
                 if begun[0] is not None:
                     begun[0].phase_end()  # without effect if the metrics of this recorder have ended
 
         return around(holder, name, guard, before=start, after=end, failed=end)
 
-    def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
+    def record_loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the last step, and return the newest values of the job."""
         return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
@@ -217,7 +217,7 @@ class Steps:
         """Return the newest values for the framework's logs; empty if a sink writes into the user's tracker."""
         return get_metrics_collector().values_for_logs() if self.is_owner else {}
 
-    def figures(self, figures: Mapping[str, Any]) -> None:
+    def record_figures(self, figures: Mapping[str, Any]) -> None:
         """Record figures that the framework has logged, by names in `FIGURES`; only rank 0 records them.
 
         A figure that is not a number above 0 is ignored.
@@ -259,16 +259,16 @@ def pass_data_wait(spent_ns: int) -> bool:
     return bool(_wait_listeners)
 
 
-def fetched(batch: Any, loader: Any) -> None:
+def pass_batch(batch: Any, loader: Any) -> None:
     """Pass a batch of an iterator of torch's DataLoader to the hooks that count batches; ``None`` if it has no more."""
     for listener in _batch_listeners:
-        listener.fetched(batch, loader)
+        listener.batch_fetched(batch, loader)
 
 
-def backward() -> None:
+def pass_backward() -> None:
     """Pass the begin of a backward pass to these hooks."""
     for listener in _batch_listeners:
-        listener.backward()
+        listener.backward_begins()
 
 
 def version(package: str) -> str:

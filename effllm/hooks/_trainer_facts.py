@@ -23,7 +23,7 @@ TOTALS = ("num_input_tokens_seen", "num_tokens")
 AXOLOTL = "tokens/train_per_sec_per_gpu"
 
 
-def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
+def counts_positions_and_samples(trainer: Any) -> tuple[bool, bool]:
     """Return whether this rank counts the positions of its batch, and whether it counts the samples.
 
     Tensor, context and pipeline parallel peers get the same batch, so only the first rank of each group counts it.
@@ -35,11 +35,11 @@ def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
         for name in mesh.mesh_dim_names:
             named.add(name)
             own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
-    size = tensor_parallel(trainer)
+    size = tensor_parallel_size(trainer)
     if "tp" not in named and size > 1:
-        own = own and _rank() % size == 0  # the ranks of a tensor parallel group are consecutive
+        own = own and _torch_rank() % size == 0  # the ranks of a tensor parallel group are consecutive
     split = getattr(sizes, "sp_size", 1) or 1
-    return own, own and (split <= 1 or _rank() % split == 0)
+    return own, own and (split <= 1 or _torch_rank() % split == 0)
 
 
 def meshes(trainer: Any) -> list[Any]:
@@ -58,16 +58,16 @@ def layout_facts(trainer: Any, args: Any) -> dict[str, Any]:
     engine: Any = getattr(trainer, "model_wrapped", None)
     if kind == "DEEPSPEED" and hasattr(engine, "zero_optimization_stage"):
         return zero_facts(engine)
-    if kind == "FSDP" or any(_size(mesh, "fsdp") > 1 for mesh in meshes(trainer)):
+    if kind == "FSDP" or any(_dimension_size(mesh, "fsdp") > 1 for mesh in meshes(trainer)):
         return {"parallel_layout": FSDP}
     if kind == "NO":
         return {"parallel_layout": "DataParallel" if getattr(args, "n_gpu", 1) > 1 else SINGLE}
     if kind.startswith("MULTI_"):
-        return {"parallel_layout": DDP if accelerator.num_processes > tensor_parallel(trainer) else SINGLE}
+        return {"parallel_layout": DDP if accelerator.num_processes > tensor_parallel_size(trainer) else SINGLE}
     return {"parallel_layout": kind} if kind else {}
 
 
-def _size(mesh: Any, name: str) -> int:
+def _dimension_size(mesh: Any, name: str) -> int:
     return int(mesh.size(mesh.mesh_dim_names.index(name))) if name in mesh.mesh_dim_names else 1
 
 
@@ -77,12 +77,12 @@ def mesh_text(trainer: Any) -> str | None:
     return " ".join(sizes) or None
 
 
-def tensor_parallel(trainer: Any) -> int:
+def tensor_parallel_size(trainer: Any) -> int:
     ask = getattr(trainer, "get_tp_size", None)
     return int(ask()) if ask is not None else 1
 
 
-def _rank() -> int:
+def _torch_rank() -> int:
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
     is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return int(distributed.get_rank()) if is_initialized else 0
@@ -98,14 +98,14 @@ class TrainerFigures:
     def take_figures(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Return the figures of a log after this step, by names in `FIGURES`."""
         figures: dict[str, Any] = {TOKENS_PER_S_PER_GPU: logs.get(AXOLOTL)}
-        total = next(filter(None, (_number(logs, name) for name in TOTALS)), None)
+        total = next(filter(None, (_logged_number(logs, name) for name in TOTALS)), None)
         tokens, last = self._total or (0.0, step)
         if total is not None and (self._total is None or (step > last and total > tokens)):
             self._total = (total, step)
             if step > last:
                 figures[TOKENS_PER_ITERATION] = (total - tokens) / (step - last)
         # transformers logs the mean rate since the start of the training, and the seconds since then.
-        rate, seconds = _number(logs, "train_tokens_per_second"), _number(logs, "train_runtime")
+        rate, seconds = _logged_number(logs, "train_tokens_per_second"), _logged_number(logs, "train_runtime")
         if rate is not None and seconds is not None:
             (tokens, start_s), self._to_date = self._to_date, (rate * seconds, seconds)
             if 0 < start_s < seconds:
@@ -113,7 +113,7 @@ class TrainerFigures:
         return figures
 
 
-def _number(logs: Mapping[str, Any], name: str) -> float | None:
+def _logged_number(logs: Mapping[str, Any], name: str) -> float | None:
     value: Any = logs.get(name)
     return float(value) if type(value) in (int, float) else None
 
@@ -126,12 +126,12 @@ def max_positions(trainer: Any, args: Any) -> int | None:
     """
     collator = getattr(trainer, "data_collator", None)
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-    limits = [(most, of) for most, of in _limits(trainer, args, collator) if type(most) is int and most > 0]
+    limits = [(most, of) for most, of in _length_limits(trainer, args, collator) if type(most) is int and most > 0]
     rows = args.per_device_train_batch_size
     return min((of * rows * -(-most // multiple) * multiple for most, of in limits), default=None)
 
 
-def _limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:
+def _length_limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:
     """Yield the lengths at which sequences end, each with the number of sequences of a sample."""
     is_prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     for kind in type(trainer).__mro__:
@@ -141,10 +141,10 @@ def _limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]
         if kind.__name__ in _COLLATORS:
             sequences = _WITH_KL if getattr(trainer, "calculate_KL", False) else _COLLATORS[kind.__name__]
             yield getattr(collator, "max_length", None), sequences
-    yield _longest(trainer), 1
+    yield _longest_sequence(trainer), 1
 
 
-def _longest(trainer: Any) -> int | None:
+def _longest_sequence(trainer: Any) -> int | None:
     """Return the length of the longest sequence that the sampler lists."""
     sampler: Any = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
     for _ in range(_DEPTH):

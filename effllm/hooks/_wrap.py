@@ -13,7 +13,7 @@ _MARK = "__effllm_wraps__"
 _printed: set[str] = set()
 
 
-def say_once(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line to stderr, once in this process, and only on rank 0."""
     if line in _printed:
         return
@@ -23,7 +23,7 @@ def say_once(line: str) -> None:
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
 
 
-def no_metrics(reason: str) -> None:
+def explain_at_exit(reason: str) -> None:
     """At the end of rank 0, print this reason and the calls that measure a loop, unless the job was measured."""
     with contextlib.suppress(Exception):
         from effllm.trainer.without_metrics import suggest_at_exit
@@ -62,7 +62,7 @@ class Guard:
             return function(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - no exception may end a training step
             self.is_broken = True
-            say_once(f"{self.name} is not measured any more, training goes on: {type(error).__name__}: {error}")
+            print_once(f"{self.name} is not measured any more, training goes on: {type(error).__name__}: {error}")
             return None
 
 

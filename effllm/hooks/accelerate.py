@@ -21,11 +21,11 @@ _GUARD = Guard("accelerate")
 def attach(module: ModuleType) -> None:
     """Hook the steps of accelerate's optimizers, in ``accelerate.optimizer``."""
     optimizer = getattr(module, "AcceleratedOptimizer", None)
-    if optimizer is None or not around(optimizer, "step", _GUARD, before=_before, after=_after):
+    if optimizer is None or not around(optimizer, "step", _GUARD, before=_claim_step, after=_process_step):
         raise Unknown("accelerate.optimizer has no AcceleratedOptimizer.step")
 
 
-def _before(call: Call) -> Any:
+def _claim_step(call: Call) -> Any:
     """Return the optimizer if it will step; become the owner before torch's own hook runs."""
     accelerated = call.args[0]
     if not accelerated.gradient_state.sync_gradients:
@@ -34,6 +34,6 @@ def _before(call: Call) -> Any:
     return accelerated.optimizer
 
 
-def _after(optimizer: Any, call: Call, result: Any) -> None:
+def _process_step(optimizer: Any, call: Call, result: Any) -> None:
     if optimizer is not None:
-        _ROUNDS.stepped(optimizer)
+        _ROUNDS.process_step(optimizer)

@@ -40,7 +40,7 @@ def attach(module: ModuleType) -> None:
     plain = getattr(module, "backward", None)
     if not callable(plain):
         raise Unknown("torch.autograd has no backward: the own time of ranks under DDP is not measured")
-    module.backward = _between_marks(plain, _backward_begins)  # type: ignore[attr-defined]
+    module.backward = _with_own_time_marks(plain, _backward_begins)  # type: ignore[attr-defined]
 
 
 def attach_ddp(module: ModuleType) -> None:
@@ -49,7 +49,7 @@ def attach_ddp(module: ModuleType) -> None:
     plain = getattr(kind, "_sync_buffers", None)
     if not callable(plain) or not around(kind, "__init__", _GUARD, after=_keep_model):
         raise Unknown("DistributedDataParallel has no _sync_buffers: the own time of ranks under DDP is not measured")
-    kind._sync_buffers = _between_marks(plain, _buffers_begin)
+    kind._sync_buffers = _with_own_time_marks(plain, _broadcast_begins)
 
 
 def attach_scaler(module: ModuleType) -> None:
@@ -68,7 +68,7 @@ def attach_scaler(module: ModuleType) -> None:
     kind.scale = never_compiled(scale)  # not `around`: its wrappers share their code, and others may be compiled
 
 
-def _between_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
+def _with_own_time_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
     """Return a function that calls ``begins``, and stamps the end of a wait for other ranks after the call.
 
     Args:
@@ -84,12 +84,12 @@ def _between_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]]
         try:
             return plain(*args, **kwargs)
         finally:
-            _GUARD(_ended, recorder)
+            _GUARD(_resume_own_time, recorder)
 
     return never_compiled(marked)
 
 
-def _recorder() -> Any:
+def _recorder_of_loop() -> Any:
     """Return the recorder of the loop in this thread; ``None`` elsewhere, and inside of another call."""
     recorder = _collector().recorder
     return recorder if recorder is not None and not _is_inside and recorder.thread_id == threading.get_ident() else None
@@ -106,22 +106,22 @@ def _keep_model(_token: Any, call: Call, _result: Any) -> None:
     _models.add(call.args[0])
 
 
-def _backward_begins(args: tuple[Any, ...]) -> Any:
+def _backward_begins(args: tuple[Any, ...]) -> Any:  # also keeps the loss, and passes the event to other hooks
     global _is_inside
-    recorder = _recorder()
+    recorder = _recorder_of_loop()
     if recorder is not None:
         _is_inside = True
         _LOSS_GUARD(_LOSS.keep_newest, recorder, args[0] if args else None)
         if (steps := sys.modules.get("effllm.hooks._steps")) is not None:
-            _BATCH_GUARD(steps.backward)
+            _BATCH_GUARD(steps.pass_backward)
         if any(model.require_backward_grad_sync and model.require_forward_param_sync for model in _models):
             recorder.sync_point()
     return recorder
 
 
-def _buffers_begin(_args: tuple[Any, ...]) -> Any:
+def _broadcast_begins(_args: tuple[Any, ...]) -> Any:
     global _is_inside
-    recorder = _recorder()
+    recorder = _recorder_of_loop()
     if recorder is None or not sys.modules["torch"].is_grad_enabled():  # an evaluation is no part of an iteration
         return None
     _is_inside = True
@@ -129,7 +129,7 @@ def _buffers_begin(_args: tuple[Any, ...]) -> Any:
     return recorder
 
 
-def _ended(recorder: Any) -> None:
+def _resume_own_time(recorder: Any) -> None:
     global _is_inside
     _is_inside = False
     recorder.end_rank_wait()
@@ -141,7 +141,7 @@ def _keep_scaled_loss(loss: Any, result: Any) -> None:
         _scaled = weakref.ref(result), loss.detach()
 
 
-def model_with(parameter: Any) -> Any:
+def ddp_model_with(parameter: Any) -> Any:
     """Return the model in DDP with this parameter and the process group of all ranks; ``None`` without one."""
     world = sys.modules["torch"].distributed.get_world_size()
     for model in _models:
@@ -159,19 +159,19 @@ class _Loss:
         self._coming: Any = None  # the newest loss of a window, which may not have arrived yet
         self._newest: Any = None  # the loss of this iteration: a number, or a tensor on a GPU
         self._has_scale = False  # whether the scale of losses is known
-        self._recorded = 0  # number of the newest iteration whose loss was recorded
+        self._last_recorded = 0  # number of the newest iteration whose loss was recorded
 
     def keep_newest(self, recorder: Any, tensor: Any) -> None:
         """Read the loss that has arrived, and take the loss of the last iteration of a window."""
         if recorder is not self._recorder:
             self.__init__()  # type: ignore[misc]
             self._recorder = recorder
-            atexit.unregister(_at_exit)
-            atexit.register(_at_exit)  # handlers run in reverse order: this one runs before the session's handler
+            atexit.unregister(_record_last_loss)
+            atexit.register(_record_last_loss)  # runs before the session's handler, which was registered earlier
         if recorder.ordinal != self._ordinal:
             self._calls_before, self._calls, self._ordinal = self._calls, 0, recorder.ordinal
             self._newest = None
-            self._read()
+            self._record_arrived()
         self._calls += 1
         if self._calls > 1 or not _is_scalar(tensor) or _is_captured(tensor):
             return
@@ -186,34 +186,34 @@ class _Loss:
 
             self._coming = LazyNumber(recorder.displayed_iteration, loss)
 
-    def end(self) -> None:
+    def record_last(self) -> None:
         """Record the loss of the last iteration, if this needs no wait for a GPU."""
         recorder, loss = self._recorder, self._newest
         if recorder is None or not recorder.is_on or recorder.ordinal == self._ordinal:
             return  # the iteration of this loss has not ended
-        self._read()
+        self._record_arrived()
         if loss is not None and not isinstance(loss, float):
             is_there = sys.modules["torch"].cuda.current_stream(loss.device).query()
             loss = float(loss) if is_there else None
         if loss is not None:
             self._record(recorder.displayed_iteration - 1, loss, is_over=True)
 
-    def _read(self) -> None:
+    def _record_arrived(self) -> None:
         value = self._coming.read() if self._coming is not None else None
         if value is not None:
             self._record(self._coming.iteration, value)
             self._coming = None
 
-    def _record(self, number: int, value: float, is_over: bool = False) -> None:
+    def _record(self, iteration: int, value: float, is_over: bool = False) -> None:
         # A loop or a framework that gives its loss sees NaN itself: it is counted once.
         has_use = self._has_scale or not math.isfinite(value)
-        if number > self._recorded and has_use and not self._recorder.has_loss:
-            self._recorded = number
-            self._recorder.record_seen_loss(number, value, is_over)
+        if iteration > self._last_recorded and has_use and not self._recorder.has_loss:
+            self._last_recorded = iteration
+            self._recorder.record_seen_loss(iteration, value, is_over)
 
 
-def _at_exit() -> None:
-    _LOSS_GUARD(_LOSS.end)
+def _record_last_loss() -> None:
+    _LOSS_GUARD(_LOSS.record_last)
 
 
 def _is_scalar(tensor: Any) -> bool:

@@ -47,7 +47,7 @@ def attach(module: ModuleType) -> None:
     ):
         raise Unknown("deepspeed.runtime.engine has no DeepSpeedEngine with forward and step")
     around(engine, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
-    _LOOP.mark_checkpoint(engine)
+    _LOOP.wrap_checkpoint(engine)
 
 
 def attach_pipeline(module: ModuleType) -> None:
@@ -72,7 +72,7 @@ class _DeepSpeedLoop:
         self._is_running = self._is_evaluating = False
         self._idle_since_ns = 0  # end of the last micro-batch if no optimizer step followed; 0 during a micro-batch
         self._counts_data = self._counts_samples = True
-        self._timed = (0, 0.0)  # steps and their time in DeepSpeed's timer, at its last log
+        self._at_last_log = (0, 0.0)  # steps and their time in DeepSpeed's timer, at its last log
 
     # --- the engine ---
 
@@ -82,9 +82,9 @@ class _DeepSpeedLoop:
             return
         torch: Any = sys.modules["torch"]
         if not (engine.module.training and torch.is_grad_enabled()):
-            self._evaluate(engine)
-        elif self._leads(engine):
-            self._train()
+            self._begin_evaluation(engine)
+        elif self._becomes_leader(engine):
+            self._begin_micro_batch()
             if self._counts_data:
                 inputs = inputs_of(engine.module, call.args[1:], call.kwargs)
                 self._batches.add_batch(inputs, self._counts_samples)
@@ -109,10 +109,10 @@ class _DeepSpeedLoop:
             self._idle_since_ns = time.monotonic_ns()
             return
         self._idle_since_ns, self._is_running = 0, False
-        self._batches.end()
-        _TIMER_GUARD(self._read_timer, call.args[0])
+        self._batches.end_iteration()
+        _TIMER_GUARD(self._record_timer_rate, call.args[0])
 
-    def _read_timer(self, engine: Any) -> None:
+    def _record_timer_rate(self, engine: Any) -> None:
         """When DeepSpeed logs its samples/s, read the totals from which it computes them: the mean since its last log.
 
         DeepSpeed counts rows of the configured batch; rows of packed sequences are no samples.
@@ -120,15 +120,15 @@ class _DeepSpeedLoop:
         timer = engine.tput_timer
         if not timer.steps_per_output or timer.global_step_count % timer.steps_per_output:
             return
-        (steps, time_s), self._timed = self._timed, (timer.global_step_count, timer.total_elapsed_time)
-        if 0 < time_s < self._timed[1] and not self._batches.has_packed:
-            rate = timer.batch_size * (self._timed[0] - steps) / (self._timed[1] - time_s)
-            self._steps.figures({SAMPLES_PER_S: rate})
+        (steps, time_s), self._at_last_log = self._at_last_log, (timer.global_step_count, timer.total_elapsed_time)
+        if 0 < time_s < self._at_last_log[1] and not self._batches.has_packed:
+            rate = timer.batch_size * (self._at_last_log[0] - steps) / (self._at_last_log[1] - time_s)
+            self._steps.record_figures({SAMPLES_PER_S: rate})
 
-    def mark_checkpoint(self, engine: Any) -> None:
-        self._steps.mark_phase(engine, "save_checkpoint", "checkpoint", _GUARD, self._saves)
+    def wrap_checkpoint(self, engine: Any) -> None:
+        self._steps.wrap_as_phase(engine, "save_checkpoint", "checkpoint", _GUARD, self._checkpoint_begins)
 
-    def _saves(self, call: Call) -> bool:
+    def _checkpoint_begins(self, call: Call) -> bool:
         is_ours = self._is_leader(call.args[0])
         if is_ours:
             self._end_evaluation()
@@ -138,9 +138,9 @@ class _DeepSpeedLoop:
 
     def pipeline_begins(self, call: Call) -> bool:
         """Begin an iteration of a pipeline, which fetches its own batches."""
-        if not self._leads(call.args[0]):
+        if not self._becomes_leader(call.args[0]):
             return False
-        self._train()
+        self._begin_micro_batch()
         return True
 
     def pipeline_ended(self, is_ours: bool | None, call: Call, _result: Any) -> None:
@@ -152,30 +152,28 @@ class _DeepSpeedLoop:
             self._steps.end_counted(samples if self._counts_data and engine.is_first_stage() else 0)
 
     def pipeline_evaluates(self, call: Call) -> None:
-        self._evaluate(call.args[0])
+        self._begin_evaluation(call.args[0])
 
     # --- both ---
 
     def _is_leader(self, engine: Any) -> bool:
         return self._leader is not None and self._leader() is engine
 
-    def _leads(self, engine: Any) -> bool:
-        """Return whether this engine leads; the first engine that trains starts the metrics."""
+    def _becomes_leader(self, engine: Any) -> bool:
+        """Return whether this engine leads, perhaps from now on; the first engine that trains starts the metrics."""
         if self._is_leader(engine):
             return self._steps.is_owner
         leader = self._leader() if self._leader is not None else None
-        if leader is not None or not hasattr(engine.optimizer, "step"):
+        if leader is not None or not hasattr(engine.optimizer, "step") or not self._steps.claim():
             return False
-        if not self._steps.claim():
-            return False
-        self._leader, self._timed = weakref.ref(engine), (0, 0.0)
+        self._leader, self._at_last_log = weakref.ref(engine), (0, 0.0)
         self._begin(engine)
         return True
 
     def _begin(self, engine: Any) -> None:
-        model_parallel = _size(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+        model_parallel = _ask_groups(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
         self._counts_data = (
-            model_parallel == 1 or _size(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank") == 0
+            model_parallel == 1 or _ask_groups(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank") == 0
         )
         split = getattr(engine, "sequence_parallel_size", 1) or 1
         own_rank = rank()
@@ -187,7 +185,7 @@ class _DeepSpeedLoop:
         counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
         is_new = not get_metrics_collector().is_collecting
         self._steps.begin(
-            parameter_share=counted.share(counts_them) if counted else None,
+            parameter_share=counted.share_of_rank(counts_them) if counted else None,
             first_iteration=engine.global_steps if is_new else None,
             facts={
                 "framework_version": version("deepspeed"),
@@ -202,9 +200,9 @@ class _DeepSpeedLoop:
                 "global_batch_size": engine.train_batch_size(),
             },
         )
-        self._batches.of_model(engine.module, None if is_pipeline else counted)
+        self._batches.set_model(engine.module, None if is_pipeline else counted)
 
-    def _train(self) -> None:
+    def _begin_micro_batch(self) -> None:
         self._end_evaluation()
         if self._idle_since_ns:
             self._steps.add_data_wait(time.monotonic_ns() - self._idle_since_ns)
@@ -213,7 +211,7 @@ class _DeepSpeedLoop:
             self._is_running = True
             self._steps.start()
 
-    def _evaluate(self, engine: Any) -> None:
+    def _begin_evaluation(self, engine: Any) -> None:
         if self._is_leader(engine) and not self._is_evaluating:
             self._is_evaluating = True
             self._steps.phase_start("evaluation")
@@ -226,8 +224,8 @@ class _DeepSpeedLoop:
                 self._idle_since_ns = time.monotonic_ns()
 
 
-def _size(engine: Any, *names: str) -> int:
-    """Call the first of these methods that the engine's process groups have, and return its result; else return 1."""
+def _ask_groups(engine: Any, *names: str) -> int:
+    """Return the result of the first of these methods that the engine's process groups have; 1 without one."""
     groups = getattr(engine, "mpu", None)
     size = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
     return int(size()) if size is not None else 1

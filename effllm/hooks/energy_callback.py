@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from effllm.hooks import _energy_keys
 from effllm.hooks import transformers as trainer_hook
-from effllm.hooks._wrap import Guard, say_once
+from effllm.hooks._wrap import Guard, print_once
 from effllm.instruments import energy_report
 from effllm.instruments._energy import checked, energy_amounts
 from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
@@ -28,10 +28,10 @@ _ATTACHING = Guard("the run of a Trainer")
 _active: EnergyTrackingCallback | None = None  # the callback that measures the running training
 
 
-def _attach() -> None:
+def _attach_hooks() -> None:
     trainer_hook.attach(import_module("transformers.trainer"))
     with contextlib.suppress(ImportError):  # in a version without this module, trackers have the keys with train/
-        _energy_keys.keep(import_module("transformers.integrations.integration_utils"))
+        _energy_keys.wrap_rewrite_logs(import_module("transformers.integrations.integration_utils"))
 
 
 class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
@@ -82,16 +82,16 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             raise ValueError(f"gpu_monitor is {type(gpu_monitor).__name__}, not a RobustGPUMonitor")
         if log is not None and not callable(log):
             raise ValueError(f"log={log!r} is not a function")
-        self._send = log
+        self._log_function = log
         self.monitor = gpu_monitor or RobustGPUMonitor()
         self._folder, self._language = output_dir, language
         self._guard, self._end_guard = Guard("the energy of steps"), Guard("the report of the energy")
-        _ATTACHING(_attach)
-        self._forget()
+        _ATTACHING(_attach_hooks)
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._state: Any = None  # state of the Trainer; None outside of a training
-        self._asked: dict[int, tuple[int, float]] = {}  # number of a span -> step and epoch
+        self._step_of_span: dict[int, tuple[int, float]] = {}  # number of a span -> step and epoch
         self._last_step = -1
         self._first_epoch = self._last_epoch = 0.0  # before the first measured step, and after the last
         self._has_started = self._owns_monitoring = False
@@ -112,7 +112,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         """Begin the first step."""
         if self._state is not None and not self._has_started:
             self._has_started = True
-            self._guard(self._start)
+            self._guard(self._start_first_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Request the readings of the step, and take the answers to earlier requests."""
@@ -122,7 +122,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add new values to the logs; the last log of a training also gets the final values."""
         if self._state is not None and isinstance(logs, dict) and not logs.keys().isdisjoint(_TRAINING_LOGS):
-            self._guard(self._log, state, logs)
+            self._guard(self._add_to_logs, state, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the files, and print the final report."""
@@ -135,18 +135,18 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         global _active
         if _active is not None and _active._state is state:
             if _active is not self:
-                say_once("a Trainer has two EnergyTrackingCallbacks; only the first one measures")
+                print_once("a Trainer has two EnergyTrackingCallbacks; only the first one measures")
             return
         if _active is not None:  # the training of the active callback has failed
             _active._end_guard(_active._finish, _active._state.is_world_process_zero)
-        self._forget()
+        self._reset()
         self._state, _active = state, self
         self._first_epoch = self._last_epoch = float(state.epoch or 0.0)  # above 0 in a training that is resumed
         atexit.register(self._at_exit)
         self._owns_monitoring = not self.monitor.is_monitoring
         self.monitor.start_monitoring()
 
-    def _start(self) -> None:
+    def _start_first_step(self) -> None:
         self.monitor.measure_baseline()
         self.monitor.cut()  # the time before the first step is not a part of a step
 
@@ -157,14 +157,14 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
     def _end_step(self, state: Any) -> None:
         self._last_step = state.global_step
         if number := self.monitor.cut():
-            self._asked[number] = (state.global_step, float(state.epoch or 0.0))
-            if len(self._asked) > 2 * MAX_HISTORY:  # some answers were lost
-                self._asked.pop(next(iter(self._asked)))
-        self._take()
+            self._step_of_span[number] = (state.global_step, float(state.epoch or 0.0))
+            if len(self._step_of_span) > 2 * MAX_HISTORY:  # some answers were lost
+                self._step_of_span.pop(next(iter(self._step_of_span)))
+        self._take_answers()
 
-    def _take(self) -> None:
+    def _take_answers(self) -> None:
         for span, readings in self.monitor.take():
-            asked = self._asked.pop(span.number, None)
+            asked = self._step_of_span.pop(span.number, None)
             if asked is None:
                 continue  # a span of another user of the monitor
             step, epoch = asked
@@ -186,26 +186,26 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self.interval_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
         self._new_logs |= energy_report.interval_logs(done, step)
 
-    def _log(self, state: Any, logs: dict[str, Any]) -> None:
+    def _add_to_logs(self, state: Any, logs: dict[str, Any]) -> None:
         if "train_runtime" in logs:  # the training has ended
-            self._take_rest()
+            self._wait_and_take_rest()
             self._final = energy_report.final_values(self.total, self._epochs, self._carbon)
             self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
-        if state.is_world_process_zero and not self._was_sent(self._new_logs):
+        if state.is_world_process_zero and not self._send_values(self._new_logs):
             logs.update(self._new_logs)
         self._new_logs, self._since_log = {}, StepBlock()
 
-    def _was_sent(self, values: dict[str, float]) -> bool:
-        if self._send is None:
+    def _send_values(self, values: dict[str, float]) -> bool:
+        if self._log_function is None:
             return False
         try:
             if values:
-                self._send(values)
+                self._log_function(values)
         except Exception as error:  # noqa: BLE001 - the function is the script's, and the training must go on
-            self._send = None
+            self._log_function = None
             line = one_line(f"{type(error).__name__}: {error}")
-            say_once(f"the function log= failed; the energy is in the logs of the Trainer from now on: {line}")
-        return self._send is not None
+            print_once(f"the function log= failed; the energy is in the logs of the Trainer from now on: {line}")
+        return self._log_function is not None
 
     @property
     def _epochs(self) -> float:
@@ -216,7 +216,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._state = None
         _active = None if _active is self else _active
         atexit.unregister(self._at_exit)
-        self._guard(self._take_rest)  # after a fault, the report has the steps before the fault
+        self._guard(self._wait_and_take_rest)  # after a fault, the report has the steps before the fault
         if self._owns_monitoring:
             self.monitor.stop_monitoring()
         self.monitor.warn_if_unmeasured()
@@ -224,13 +224,13 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             last = self.step_history[-1]
             self._end_interval(last["step"], last["epoch"])
         if is_first_rank:
-            self._write()
+            self._write_files_and_print()
 
-    def _take_rest(self) -> None:
+    def _wait_and_take_rest(self) -> None:
         self.monitor.wait(ANSWER_S)
-        self._take()
+        self._take_answers()
 
-    def _write(self) -> None:
+    def _write_files_and_print(self) -> None:
         epochs = self._epochs
         final = energy_report.final_values(self.total, epochs, self._carbon)
         summary = {
@@ -247,12 +247,12 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             "steps_in_history": len(self.step_history),
             "steps_left_out_of_history": self._num_steps - len(self.step_history),
             "intervals_left_out_of_history": self._num_intervals - len(self.interval_history),
-            "steps_without_an_answer": len(self._asked),
+            "steps_without_an_answer": len(self._step_of_span),
         }
         if self._folder is not None:
             bodies = (list(self.step_history), list(self.interval_history), summary, self.monitor.summary())
             try:
                 energy_report.write_files(self._folder, bodies)
             except OSError as error:
-                say_once(f"the energy files were not written: {error}")
+                print_once(f"the energy files were not written: {error}")
         print(energy_report.report(self.total, epochs, self._carbon, self._language))  # noqa: T201 - after the training

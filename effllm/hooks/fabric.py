@@ -47,10 +47,10 @@ def attach(module: ModuleType) -> None:
     if not (
         callable(getattr(model, "forward", None))
         and around(optimizer, "__init__", _GUARD, after=_LOOP.optimizer_made)
-        and around(optimizer, "step", _GUARD, after=_LOOP.stepped)
+        and around(optimizer, "step", _GUARD, after=_LOOP.optimizer_stepped)
     ):
         raise Unknown(f"{module.__name__} has no _FabricModule.forward and _FabricOptimizer.step")
-    _see_forward(model)
+    _wrap_forward(model)
 
 
 def attach_fabric(module: ModuleType) -> None:
@@ -60,11 +60,11 @@ def attach_fabric(module: ModuleType) -> None:
         Unknown: the module has no ``Fabric.save``.
     """
     fabric = getattr(module, "Fabric", None)
-    if not _LOOP.mark_checkpoint(fabric):
+    if not _LOOP.wrap_checkpoint(fabric):
         raise Unknown(f"{module.__name__} has no Fabric.save: checkpoints are counted as data wait")
 
 
-def _see_forward(model: Any) -> None:
+def _wrap_forward(model: Any) -> None:
     forward = model.forward
     is_compiling = getattr(sys.modules["torch"].compiler, "is_compiling", lambda: False)
 
@@ -82,9 +82,9 @@ class _FabricLoop:
         self._steps = Steps(ownership.CORE, "fabric", "Step")
         self._batches = Batches(self._steps)
         self._has_optimizer = self._is_running = self._is_evaluating = False
-        self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # by model
+        self._parameters_of: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
-        self._counted: Any = None  # model whose batches are counted; a weak reference, like the next 2 attributes
+        self._counted_model: Any = None  # model whose batches are counted; a weak reference, like the next 2 attributes
         self._leader: Any = None  # the optimizer whose step ends the iteration
         self._stepped_last: Any = None
         self._steps_of_others = 0
@@ -98,13 +98,13 @@ class _FabricLoop:
         may_evaluate = not is_training_mode and model in self._in_train_mode
         if may_evaluate or not sys.modules["torch"].is_grad_enabled():
             if may_evaluate:
-                self._evaluate()
+                self._begin_evaluation()
             return
         if not self._claim():
             return
-        if model not in self._found or _alive(self._counted) is None:
-            self._join(model)
-            if _alive(self._counted) is None:
+        if model not in self._parameters_of or _referent(self._counted_model) is None:
+            self._add_model(model)
+            if _referent(self._counted_model) is None:
                 return  # this model is frozen, and no other model has trained so far
         if is_training_mode:
             self._in_train_mode.add(model)
@@ -112,27 +112,27 @@ class _FabricLoop:
         if not self._is_running:
             self._is_running, self._leader, self._steps_of_others = True, self._stepped_last, 0
             self._steps.start()
-        if _alive(self._counted) is model:
+        if _referent(self._counted_model) is model:
             is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
             self._batches.add_batch(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
 
-    def stepped(self, _token: Any, call: Call, _result: Any) -> None:
+    def optimizer_stepped(self, _token: Any, call: Call, _result: Any) -> None:
         """End the iteration if this optimizer leads; a step that a gradient scaler skips counts too."""
         if not self._steps.is_owner:
             return
-        optimizer, leader = call.args[0], _alive(self._leader)
+        optimizer, leader = call.args[0], _referent(self._leader)
         self._stepped_last = weakref.ref(optimizer)
         self._steps_of_others += 1
         if optimizer is leader or leader is None or self._steps_of_others > _PATIENCE_STEPS:
             self._leader, self._steps_of_others = self._stepped_last, 0
             if self._is_running:
                 self._is_running = False
-                self._batches.end()
+                self._batches.end_iteration()
 
-    def mark_checkpoint(self, fabric: Any) -> bool:
-        return self._steps.mark_phase(fabric, "save", "checkpoint", _GUARD, self._saves)
+    def wrap_checkpoint(self, fabric: Any) -> bool:
+        return self._steps.wrap_as_phase(fabric, "save", "checkpoint", _GUARD, self._checkpoint_begins)
 
-    def _saves(self, _call: Call) -> bool:
+    def _checkpoint_begins(self, _call: Call) -> bool:
         self._end_evaluation()
         return True
 
@@ -142,21 +142,21 @@ class _FabricLoop:
             return True
         if not self._has_optimizer or not self._steps.claim():
             return False
-        self._found.clear()
-        self._counted, self._is_running, self._is_evaluating = None, False, False
+        self._parameters_of.clear()
+        self._counted_model, self._is_running, self._is_evaluating = None, False, False
         listen_to_waits(self._steps)
         return True
 
-    def _join(self, model: Any) -> None:
+    def _add_model(self, model: Any) -> None:
         """Add the parameters of a new model; the first model that trains starts the metrics."""
-        counted = self._found[model] = _COUNTING(parameters_of, model._forward_module)
+        counted = self._parameters_of[model] = _COUNTING(parameters_of, model._forward_module)
         if counted is not None and not counted.trainable:
             return
-        if _alive(self._counted) is not None:
+        if _referent(self._counted_model) is not None:
             if share := self._share():
                 self._steps.declare_parameters(share)
             return
-        self._counted = weakref.ref(model)
+        self._counted_model = weakref.ref(model)
         strategy = model._strategy
         self._steps.begin(
             parameter_share=self._share(),
@@ -169,20 +169,20 @@ class _FabricLoop:
                 "precision": precision_of(getattr(strategy.precision, "precision", "unknown")),
             },
         )
-        self._batches.of_model(model.module, counted)
+        self._batches.set_model(model.module, counted)
 
     def _share(self) -> dict[str, int] | None:
         """Return this rank's share of the parameters; ``None`` if the number of any model is unknown."""
-        training = [parameters for parameters in self._found.values() if parameters is None or parameters.trainable]
+        training = [own for own in self._parameters_of.values() if own is None or own.trainable]
         counted = [parameters for parameters in training if parameters is not None]
         if not counted or len(counted) < len(training):
             return None
-        shares = [parameters.share(rank() == 0) for parameters in counted]
+        shares = [parameters.share_of_rank(rank() == 0) for parameters in counted]
         if len(shares) == 1:
             return shares[0]
         return {key: sum(share[key] for share in shares) for key in ("total", "trainable")}
 
-    def _evaluate(self) -> None:
+    def _begin_evaluation(self) -> None:
         if self._steps.is_owner and not self._is_evaluating:
             self._is_evaluating = True
             self._steps.phase_start("evaluation")
@@ -193,7 +193,7 @@ class _FabricLoop:
             self._steps.phase_end()
 
 
-def _alive(reference: Any) -> Any:
+def _referent(reference: Any) -> Any:
     return reference() if reference is not None else None
 
 

@@ -52,18 +52,18 @@ def _generated(begun: Any, call: Call, result: Any) -> None:
         return
     counts: tuple[int | None, int, int] = None, 0, 1
     try:
-        counts = _count(call, getattr(result, "sequences", result))
+        counts = _counts_of_call(call, getattr(result, "sequences", result))
     finally:
         _REQUESTS.end(begun, *counts)
 
 
-def _count(call: Call, sequences: Any) -> tuple[int, int, int]:
+def _counts_of_call(call: Call, sequences: Any) -> tuple[int, int, int]:
     """Return three numbers: generated tokens, tokens in prompts, prompts."""
-    rows, length = _shape(sequences)
-    prompts, prompt_length = _shape(_prompt(call))
-    first = _prefix(call, prompt_length)
+    rows, length = _rows_and_length(sequences)
+    prompts, prompt_length = _rows_and_length(_prompt(call))
+    first = _num_not_generated(call, prompt_length)
     return (
-        rows * max(length - first, 0) - _ended_early(call, sequences, first),
+        rows * max(length - first, 0) - _num_padding(call, sequences, first),
         prompts * prompt_length,
         prompts or rows,
     )
@@ -76,21 +76,21 @@ def _prompt(call: Call) -> Any:
     return next((named[name] for name in _PROMPTS if named.get(name) is not None), None)
 
 
-def _prefix(call: Call, prompt_length: int) -> int:
+def _num_not_generated(call: Call, prompt_length: int) -> int:
     """Return the number of tokens in a result that were not generated: the prompt, or a decoder's forced start."""
     if getattr(getattr(call.args[0], "config", None), "is_encoder_decoder", False):
-        return max(_shape(call.kwargs.get("decoder_input_ids"))[1], 1)
+        return max(_rows_and_length(call.kwargs.get("decoder_input_ids"))[1], 1)
     if call.kwargs.get("inputs_embeds") is not None:
-        return _shape(call.kwargs.get("input_ids"))[1]  # the result does not contain embeddings of the prompt
+        return _rows_and_length(call.kwargs.get("input_ids"))[1]  # the result does not contain embeddings of the prompt
     return prompt_length or 1
 
 
-def _shape(tensor: Any) -> tuple[int, int]:
+def _rows_and_length(tensor: Any) -> tuple[int, int]:
     shape = getattr(tensor, "shape", None)
     return (int(shape[0]), int(shape[1])) if shape is not None and len(shape) >= 2 else (0, 0)
 
 
-def _ended_early(call: Call, sequences: Any, first: int) -> int:
+def _num_padding(call: Call, sequences: Any, first: int) -> int:
     """Return the number of positions from ``first`` on that are padding after the end of a sequence; 0 on a GPU."""
     device = getattr(sequences, "device", None)
     if device is None or device.type != "cpu" or not hasattr(sequences, "tolist"):
@@ -99,14 +99,14 @@ def _ended_early(call: Call, sequences: Any, first: int) -> int:
     ends = call.kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
     ends = {ends} if isinstance(ends, int) else set(ends) if isinstance(ends, (list, tuple)) else set()
     pad = call.kwargs.get("pad_token_id", getattr(config, "pad_token_id", None))
-    return sum(_padding(row, ends, pad) for row in sequences[:, first:].tolist())
+    return sum(_num_padding_in_row(row, ends, pad) for row in sequences[:, first:].tolist())
 
 
-def _padding(row: list[int], ends: set[int], pad: int | None) -> int:
+def _num_padding_in_row(row: list[int], ends: set[int], pad: int | None) -> int:
     """Return the number of tokens after the end of a sequence.
 
-    >>> _padding([5, 6, 2, 0, 0], {2}, 0), _padding([5, 6, 2, 2, 2], {2}, 2), _padding([5, 6, 0], set(), 0)
-    (2, 2, 1)
+    >>> [_num_padding_in_row(row, {2}, p) for row, p in (([5, 6, 2, 0, 0], 0), ([5, 6, 2, 2, 2], 2), ([5, 6, 0], 0))]
+    [2, 2, 1]
     """
     for place, token in enumerate(row):
         if token in ends:

@@ -58,7 +58,7 @@ def callback_of(package: str) -> Any:
     if package not in _classes:
         base = import_module(package).Callback
         _classes[package] = type("EfficientLLM", (_Callback, base), {"package": package, "__module__": __name__})
-        _STEPS.mark_phase(import_module(package).Trainer, "save_checkpoint", "checkpoint", _GUARD)
+        _STEPS.wrap_as_phase(import_module(package).Trainer, "save_checkpoint", "checkpoint", _GUARD)
     return _classes[package]()
 
 
@@ -97,7 +97,7 @@ class _Callback:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._training is not None:
             _GUARD(self._training.batch_end, outputs, batch)
-            _LOGGING(self._training.log)
+            _LOGGING(self._training.log_values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an evaluation, which may also run before training."""
@@ -107,7 +107,7 @@ class _Callback:
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._training is not None:
             _GUARD(_STEPS.phase_end)
-            self._training.evaluated()
+            self._training.restart_data_wait()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._finish("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")
@@ -133,7 +133,7 @@ class LightningTraining:
         self._trainer, self._module = trainer, module
         self._idle_since_ns = 0  # end of a micro-batch without an optimizer step; 0 between iterations
         self._step = 0
-        self._ended = False  # whether the last batch ended an iteration
+        self._has_ended_iteration = False  # whether the last batch ended an iteration
         self._loss: float | None = None
         self._batches = Batches(_STEPS)
         self._counts_data = True
@@ -141,12 +141,12 @@ class LightningTraining:
     def begin(self) -> bool:
         trainer = self._trainer
         self._step = trainer.global_step
-        self._counts_data = _is_counted_here(trainer)
+        self._counts_data = _counts_batches(trainer)
         parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
         has_begun = _STEPS.begin(
-            parameter_share=parameters.share(trainer.global_rank == 0) if parameters else None,
+            parameter_share=parameters.share_of_rank(trainer.global_rank == 0) if parameters else None,
             first_iteration=self._step,
-            total_iterations=_total(trainer, self._module),
+            total_iterations=_total_iterations(trainer, self._module),
             facts={
                 "framework_version": version(type(trainer).__module__),
                 "model": type(self._module).__name__,
@@ -155,7 +155,7 @@ class LightningTraining:
                 "gradient_accumulation_steps": trainer.accumulate_grad_batches,
             },
         )
-        self._batches.of_model(self._module, None)
+        self._batches.set_model(self._module, None)
         return has_begun
 
     def batch_start(self) -> None:
@@ -166,7 +166,7 @@ class LightningTraining:
         else:
             _STEPS.start()
 
-    def evaluated(self) -> None:
+    def restart_data_wait(self) -> None:
         """After an evaluation between two micro-batches, measure the data wait from now on."""
         if self._idle_since_ns:
             self._idle_since_ns = time.monotonic_ns()
@@ -174,22 +174,22 @@ class LightningTraining:
     def batch_end(self, outputs: Any, batch: Any) -> None:
         """Count a micro-batch; end the iteration if ``global_step`` has increased."""
         step = self._trainer.global_step
-        self._ended = step != self._step
+        self._has_ended_iteration = step != self._step
         end_ns = time.monotonic_ns()
         if self._counts_data:
             self._batches.add_batch(batch)
-        if not self._ended:
+        if not self._has_ended_iteration:
             self._idle_since_ns = end_ns
             return
         self._step, self._idle_since_ns = step, 0
-        self._batches.end(at_ns=end_ns)
+        self._batches.end_iteration(at_ns=end_ns)
         self._loss = number(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
 
-    def log(self) -> None:
+    def log_values(self) -> None:
         """Record the loss, and pass the measured values to the Trainer's loggers, at their own interval."""
-        if not self._ended:
+        if not self._has_ended_iteration:
             return
-        values = _STEPS.loss(self._step, self._loss)
+        values = _STEPS.record_loss(self._step, self._loss)
         trainer = self._trainer
         loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
         step = getattr(loop, "_batches_that_stepped", self._step)
@@ -206,7 +206,7 @@ class LightningTraining:
         _STEPS.finish(status)
 
 
-def _total(trainer: Any, module: Any) -> int | None:
+def _total_iterations(trainer: Any, module: Any) -> int | None:
     if not getattr(module, "automatic_optimization", True):
         return None
     if trainer.max_steps and trainer.max_steps > 0:
@@ -217,7 +217,7 @@ def _total(trainer: Any, module: Any) -> int | None:
     return int(-(-batches // trainer.accumulate_grad_batches) * epochs)
 
 
-def _is_counted_here(trainer: Any) -> bool:
+def _counts_batches(trainer: Any) -> bool:
     """Whether this rank counts its batch: tensor-parallel peers have the same batch, and only the first counts it."""
     mesh: Any = getattr(trainer.strategy, "device_mesh", None)
     if "tensor_parallel" not in (getattr(mesh, "mesh_dim_names", None) or ()):

@@ -12,7 +12,7 @@ from typing import Any
 from effllm.hooks._layout import DDP, FSDP, SINGLE, ZERO
 
 #: Megatron before 0.5, used by the old examples of Pai-Megatron-Patch, has no context parallelism.
-_CONTEXT = "get_context_parallel_rank"
+_CONTEXT_RANK = "get_context_parallel_rank"
 
 
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
@@ -30,7 +30,7 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
         active, all_experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
         chosen = chosen or ((active, all_experts) if active and all_experts else None)
         for name, parameter in chunk.named_parameters():
-            if _is_counted_here(name, parameter):
+            if _counts_parameter(name, parameter):
                 total += parameter.numel()
                 trainable += parameter.numel() if parameter.requires_grad else 0
                 experts += parameter.numel() if _is_expert(name, parameter) else 0
@@ -51,12 +51,12 @@ def reports_data() -> bool:
 
     return bool(
         groups.get_tensor_model_parallel_rank() == 0
-        and _rank(groups, _CONTEXT) == 0
+        and _first_result(groups, _CONTEXT_RANK) == 0
         and groups.get_pipeline_model_parallel_rank() == groups.get_pipeline_model_parallel_world_size() - 1
     )
 
 
-def peers() -> tuple[str, str]:
+def peer_group_and_replica() -> tuple[str, str]:
     """Return the peer group and the replica of this rank, for `effllm.set_peer_group`.
 
     The peer group is the pipeline stage.  The ranks of a replica exchange activations within an iteration, in tensor,
@@ -65,11 +65,11 @@ def peers() -> tuple[str, str]:
     from megatron.core import parallel_state as groups
 
     stage = groups.get_pipeline_model_parallel_rank()
-    context = getattr(groups, "get_context_parallel_world_size", lambda: 1)()
-    experts = groups.get_expert_model_parallel_world_size()
-    sizes = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size(), context)
-    replica = groups.get_data_parallel_rank() // experts  # ranks that share experts are consecutive
-    return f"stage {stage}", f"replica {replica}" if max(*sizes, experts) > 1 else ""
+    context_size = getattr(groups, "get_context_parallel_world_size", lambda: 1)()
+    expert_size = groups.get_expert_model_parallel_world_size()
+    sizes = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size())
+    replica = groups.get_data_parallel_rank() // expert_size  # ranks that share experts are consecutive
+    return f"stage {stage}", f"replica {replica}" if max(*sizes, context_size, expert_size) > 1 else ""
 
 
 def layout_facts(settings: Any, replicas: int) -> dict[str, Any]:
@@ -97,19 +97,19 @@ def configuration(chunk: Any) -> Any:
     return None
 
 
-def _is_counted_here(name: str, parameter: Any) -> bool:
+def _counts_parameter(name: str, parameter: Any) -> bool:
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 
     if getattr(parameter, "shared", False):
         return False
     if not _is_expert(name, parameter):
-        is_first_replica = groups.get_data_parallel_rank() == 0 and _rank(groups, _CONTEXT) == 0
+        is_first_replica = groups.get_data_parallel_rank() == 0 and _first_result(groups, _CONTEXT_RANK) == 0
         return is_first_replica and bool(param_is_not_tensor_parallel_duplicate(parameter))
     is_split = getattr(parameter, "tensor_model_parallel", False)
     # The second name is from megatron-core 0.8, which has no expert data parallelism.
-    replica = _rank(groups, "get_expert_data_parallel_rank", "get_data_modulo_expert_parallel_rank")
-    part = _rank(groups, "get_expert_tensor_parallel_rank", "get_tensor_model_parallel_rank")
+    replica = _first_result(groups, "get_expert_data_parallel_rank", "get_data_modulo_expert_parallel_rank")
+    part = _first_result(groups, "get_expert_tensor_parallel_rank", "get_tensor_model_parallel_rank")
     return replica == 0 and (is_split or part == 0)
 
 
@@ -119,7 +119,7 @@ def _is_expert(name: str, parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True) or ".experts." in name
 
 
-def _rank(groups: Any, *names: str) -> int:
+def _first_result(groups: Any, *names: str) -> int:
     """Return the result of the first of these functions that this version of megatron-core has; 0 without one."""
     ask: Callable[[], int] = next((getattr(groups, name) for name in names if hasattr(groups, name)), int)
     return ask()

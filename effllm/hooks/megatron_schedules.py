@@ -16,8 +16,8 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
-from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import configuration, layout_facts, parameter_share, peers, reports_data
+from effllm.hooks._wrap import Call, Guard, around, print_once
+from effllm.hooks.megatron import configuration, layout_facts, parameter_share, peer_group_and_replica, reports_data
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
@@ -30,13 +30,12 @@ def attach(module: ModuleType) -> None:
     Raises:
         Unknown: the module has no schedule.
     """
-    schedules = [name for name, own in vars(module).items() if name.startswith("forward_backward_") and _is_one(own)]
+    schedules = [name for name, own in vars(module).items() if _is_schedule(name, own)]
     if not schedules:
         raise Unknown("it has no forward_backward_ function that takes num_microbatches")
     for name in schedules:
-        around(
-            module, name, _guard, before=_iterations.pass_starts, after=_iterations.pass_ended, failed=_iterations.fails
-        )
+        begins, ends, fails = _iterations.pass_starts, _iterations.pass_ended, _iterations.pass_failed
+        around(module, name, _guard, before=begins, after=ends, failed=fails)
 
 
 def attach_optimizer(module: ModuleType) -> None:
@@ -49,7 +48,7 @@ def attach_optimizer(module: ModuleType) -> None:
     if not classes and module.__name__ == OPTIMIZER:
         raise Unknown("it has no optimizer with a step")
     for optimizer in classes:
-        begins, ends, fails = _iterations.optimizer_starts, _iterations.optimizer_ended, _iterations.optimizer_fails
+        begins, ends, fails = _iterations.optimizer_starts, _iterations.optimizer_ended, _iterations.optimizer_failed
         around(optimizer, "step", _guard, before=begins, after=ends, failed=fails)
 
 
@@ -63,8 +62,9 @@ def attach_gradients(module: ModuleType) -> None:
         raise Unknown("it has no finalize_model_grads: the own time of ranks is not measured")
 
 
-def _is_one(schedule: Any) -> bool:
-    return inspect.isfunction(schedule) and "num_microbatches" in inspect.signature(schedule).parameters
+def _is_schedule(name: str, own: Any) -> bool:
+    is_named = name.startswith("forward_backward_")
+    return is_named and inspect.isfunction(own) and "num_microbatches" in inspect.signature(own).parameters
 
 
 class _Iterations:
@@ -72,30 +72,30 @@ class _Iterations:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
         self._peers = Guard("the rank's peer group in megatron.core")
-        self._runs = False  # whether there was a pass since the last optimizer step
+        self._has_passes = False  # whether there was a pass since the last optimizer step
         self._depth = 0  # depth of nested optimizer steps
         self._samples = self._tokens = 0
-        self._reports = False
+        self._reports_data = False
 
     def pass_starts(self, call: Call) -> str:
         """Start an iteration at its first pass; but if the pass is forward-only, start an evaluation."""
         if call.get("forward_only"):
             self._steps.phase_start("evaluation")
             return "evaluation"
-        if not self._runs and self._is_counting(call):
-            self._runs = True
+        if not self._has_passes and self._claim_and_begin(call):
+            self._has_passes = True
             self._steps.start()
         return "training"
 
     def pass_ended(self, kind: str, call: Call, _result: Any) -> None:
         if kind == "evaluation":
             self._steps.phase_end()
-        elif self._reports and self._runs:
+        elif self._reports_data and self._has_passes:
             samples = call.get("num_microbatches") * call.get("micro_batch_size")
             self._samples += samples
             self._tokens += samples * call.get("seq_length")
 
-    def fails(self, kind: str) -> None:
+    def pass_failed(self, kind: str) -> None:
         if kind == "evaluation":
             self._steps.phase_end()
 
@@ -105,15 +105,15 @@ class _Iterations:
     def optimizer_ended(self, *_: Any) -> None:
         """End the iteration at the end of the outermost optimizer step."""
         self._depth -= 1
-        if self._depth == 0 and self._runs:
-            self._runs = False
+        if self._depth == 0 and self._has_passes:
+            self._has_passes = False
             self._steps.end(self._tokens, self._samples)
             self._samples = self._tokens = 0
 
-    def optimizer_fails(self, _before: None) -> None:
+    def optimizer_failed(self, _before: None) -> None:
         self._depth -= 1
 
-    def _is_counting(self, call: Call) -> bool:
+    def _claim_and_begin(self, call: Call) -> bool:  # whether this loop's iterations are counted
         if self._steps.is_owner:
             return True
         # Without Megatron's optimizer, no hook would end an iteration.
@@ -123,13 +123,13 @@ class _Iterations:
         chunks = chunks if isinstance(chunks, list | tuple) else [chunks]
         config = configuration(chunks[0])
         if getattr(config, "variable_seq_lengths", False):
-            say_once("megatron.core is used with sequences of varying length: tokens and samples are not counted")
+            print_once("megatron.core is used with sequences of varying length: tokens and samples are not counted")
         else:
-            self._reports = reports_data()
+            self._reports_data = reports_data()
         self._steps.begin(
             parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, chunks[0], config)
         )
-        get_metrics_collector().set_peer_group(*(self._peers(peers) or ("",)))
+        get_metrics_collector().set_peer_group(*(self._peers(peer_group_and_replica) or ("",)))
         return True
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._batches import LazyNumber
 from effllm.hooks._steps import Steps
-from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import layout_facts, parameter_share, peers, reports_data
+from effllm.hooks._wrap import Call, Guard, around, print_once
+from effllm.hooks.megatron import layout_facts, parameter_share, peer_group_and_replica, reports_data
 from effllm.records.framework_figures import TFLOPS_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
@@ -62,7 +62,6 @@ FACTS = {
     "seed": "seed",
 }
 
-
 #: The figure of ``--log-throughput`` in Megatron's log line, with one digit after the point.
 THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)")
 #: A smaller figure has a rounding error of more than 2 %.
@@ -84,14 +83,14 @@ def attach(module: ModuleType) -> None:
         "setup_model_and_optimizer": around(module, "setup_model_and_optimizer", guard, after=training.model_is_built),
         "training_log": around(module, "training_log", guard, before=training.before_log, after=training.after_log),
     }
-    around(module, "print_rank_last", guard, before=training.prints)
+    around(module, "print_rank_last", guard, before=training.read_throughput)
     for name, phase in PHASES.items():
-        is_marked[name] = training.mark_phase(name, phase, guard)
+        is_marked[name] = training.wrap_as_phase(name, phase, guard)
     for name in ("train", "pretrain"):
-        around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
+        around(module, name, guard, before=training.loop_begins, after=training.loop_ended, failed=training.loop_failed)
     absent = [name for name, is_there in is_marked.items() if not is_there]
     if absent:
-        say_once(f"{module.__name__} has no {', '.join(absent)}: these functions are not measured")
+        print_once(f"{module.__name__} has no {', '.join(absent)}: these functions are not measured")
 
 
 def attach_data(module: ModuleType) -> None:
@@ -122,11 +121,11 @@ class _Training:
 
     def _reset(self) -> None:
         self._has_begun = False  # whether this run has tried to start the metrics
-        self._reports = self._reports_loss = False
+        self._reports_data = self._reports_loss = False
         self._replicas, self._replica = 1, 0
-        self._ended: tuple[int, int, int] | None = None  # end time and counts of a step that is not recorded yet
-        self._loss_to_report: LazyNumber | None = None
-        self._skipped = self._first_iteration = 0
+        self._unrecorded_end: tuple[int, int, int] | None = None  # of a step: time, positions and samples
+        self._coming_loss: LazyNumber | None = None
+        self._num_skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
 
@@ -153,27 +152,27 @@ class _Training:
             facts=facts,
         ):
             return
-        get_metrics_collector().set_peer_group(*(self._peers(peers) or ("",)))
+        get_metrics_collector().set_peer_group(*(self._peers(peer_group_and_replica) or ("",)))
         from megatron.core import parallel_state as groups
 
-        self._reports = reports_data()
+        self._reports_data = reports_data()
         self._replica, self._replicas = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
-        self._reports_loss = self._reports and self._replica == 0
+        self._reports_loss = self._reports_data and self._replica == 0
 
     def _flops_per_token(self, args: Any) -> float | None:
         count = getattr(self._module, "num_floating_point_operations", None)
         return count(args, args.global_batch_size) / (args.global_batch_size * args.seq_length) if count else None
 
-    def enters(self, _call: Call) -> None:
+    def loop_begins(self, _call: Call) -> None:
         self._depth += 1
 
-    def leaves(self, *_: Any) -> None:
+    def loop_ended(self, *_: Any) -> None:
         """End the metrics at the end of the outermost call: ``pretrain`` evaluates and saves after the last step."""
         self._depth -= 1
         if self._depth == 0:
             self._finish("completed")
 
-    def fails(self, _before: Any) -> None:
+    def loop_failed(self, _before: Any) -> None:
         """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
@@ -184,9 +183,9 @@ class _Training:
 
     def _finish(self, status: str) -> None:
         if self._steps.is_owner:
-            self._report_end()
-            if self._skipped:
-                get_metrics_collector().record_facts(skipped_iterations=self._skipped)
+            self._record_end()
+            if self._num_skipped:
+                get_metrics_collector().record_facts(skipped_iterations=self._num_skipped)
         self._steps.finish(status)
         self._reset()
 
@@ -197,8 +196,8 @@ class _Training:
         if not self._has_begun:
             self._begin(call.get("model"))
         if self._steps.is_owner:
-            self._report_end()
-            self._report_loss()
+            self._record_end()
+            self._record_loss()
             self._steps.start()
 
     def step_ended(self, _before: Any, _call: Call, result: Any) -> None:
@@ -207,14 +206,14 @@ class _Training:
             return
         ended_ns = time.monotonic_ns()
         samples = tokens = 0
-        if self._reports:
+        if self._reports_data:
             args = self._module.get_args()
             samples = args.micro_batch_size * self._num_microbatches()
             tokens = samples * args.seq_length
-        self._skipped += bool(result[1])
-        self._ended = (ended_ns, tokens, samples)
+        self._num_skipped += bool(result[1])
+        self._unrecorded_end = (ended_ns, tokens, samples)
         if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):
-            self._report_end()
+            self._record_end()
 
     def _num_microbatches(self) -> int:
         if hasattr(self._module, "get_num_microbatches"):  # in any version
@@ -223,61 +222,61 @@ class _Training:
 
         return int(get_num_microbatches())
 
-    def _report_end(self, tokens: int | None = None) -> None:
+    def _record_end(self, tokens: int | None = None) -> None:
         """Record the end of the last step; from Megatron 0.18 on, tokens without padding are known after the end."""
-        if self._ended is not None:
-            (ended_ns, processed, samples), self._ended = self._ended, None
+        if self._unrecorded_end is not None:
+            (ended_ns, processed, samples), self._unrecorded_end = self._unrecorded_end, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
 
     def before_log(self, call: Call) -> None:
         """Read the arguments of Megatron's log: tokens of packed sequences; at the end of a window, also the loss."""
         if not self._steps.is_owner:
             return
-        self._report_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
+        self._record_end(self._share_of_tokens(call.get("total_real_tokens_in_batch")))
         collector = get_metrics_collector()
         recorder, iteration = collector.recorder, call.get("iteration")
         if not self._reports_loss or call.get("skipped_iter") or recorder is None or iteration is None:
             return
         # If Megatron skips iterations, its iteration number is larger than the number of counted iterations.
         if collector.should_log(self._first_iteration + recorder.ordinal):
-            loss = _loss(call.get("loss_dict"))
-            self._loss_to_report = LazyNumber(int(iteration), loss) if loss is not None else None
+            loss = _main_loss(call.get("loss_dict"))
+            self._coming_loss = LazyNumber(int(iteration), loss) if loss is not None else None
 
-    def prints(self, call: Call) -> None:
+    def read_throughput(self, call: Call) -> None:
         """Read the throughput in a line that Megatron passes to its last rank's output; every rank has the line."""
         line = call.args[0] if call.args else None
         if self._steps.is_owner and isinstance(line, str) and (match := THROUGHPUT.search(line)):
             tflops = float(match[1])
             if tflops >= MIN_TFLOPS:
-                self._steps.figures({TFLOPS_PER_GPU: tflops})
+                self._steps.record_figures({TFLOPS_PER_GPU: tflops})
 
     def after_log(self, *_: Any) -> None:
         if self._steps.is_owner:
-            self._report_loss()
+            self._record_loss()
 
-    def _report_loss(self) -> None:
-        if self._loss_to_report is not None and (value := self._loss_to_report.read()) is not None:
-            self._steps.loss(self._loss_to_report.iteration, value)
-            self._loss_to_report = None
+    def _record_loss(self) -> None:
+        if self._coming_loss is not None and (value := self._coming_loss.read()) is not None:
+            self._steps.record_loss(self._coming_loss.iteration, value)
+            self._coming_loss = None
 
-    def _real_tokens(self, of_all: Any) -> int | None:
+    def _share_of_tokens(self, of_all: Any) -> int | None:
         """Return this rank's share of the whole job's token count; 0 if this rank does not report data."""
         if isinstance(of_all, bool) or not isinstance(of_all, int | float):
             return None
-        if not self._reports:
+        if not self._reports_data:
             return 0
         share, rest = divmod(round(of_all), self._replicas)
         return share + (1 if self._replica < rest else 0)
 
     # --- evaluations and checkpoints ---
 
-    def mark_phase(self, name: str, phase: str, guard: Guard) -> bool:
+    def wrap_as_phase(self, name: str, phase: str, guard: Guard) -> bool:
         """Hook a function whose calls are a phase; ``False`` if the module has no function of this name."""
-        return self._steps.mark_phase(self._module, name, phase, guard, self._phase_begins)
+        return self._steps.wrap_as_phase(self._module, name, phase, guard, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
         if self._steps.is_owner:
-            self._report_end()
+            self._record_end()
         return True
 
 
@@ -313,7 +312,7 @@ def _total_iterations(args: Any) -> int | None:
     return int(samples) // int(args.global_batch_size) if samples else None
 
 
-def _loss(losses: Any) -> Any:
+def _main_loss(losses: Any) -> Any:
     """Return the loss, preferably the language model's; Megatron has averaged it over replicas and micro-batches."""
     if not isinstance(losses, Mapping) or not losses:
         return None

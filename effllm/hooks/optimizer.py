@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._wrap import Guard, around, never_compiled, no_metrics
+from effllm.hooks._wrap import Guard, around, explain_at_exit, never_compiled
 from effllm.trainer.cuda_graphs import GRAPHS
 
 MIN_BATCHES = 10  # a loop with fewer batches does not count as training
@@ -33,14 +33,14 @@ def attach(module: ModuleType) -> None:
         raise Unknown("torch.optim.optimizer has no register_optimizer_step_post_hook; torch 2.0 or later is needed")
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        _guard(_stepped, optimizer)
+        _guard(_process_step, optimizer)
 
     register(never_compiled(stepped))
 
 
-def _stepped(optimizer: Any) -> None:
+def _process_step(optimizer: Any) -> None:
     if not GRAPHS.keep_if_captured(optimizer):
-        _rounds().stepped(optimizer)
+        _rounds().process_step(optimizer)
 
 
 @functools.lru_cache(maxsize=1)
@@ -53,17 +53,17 @@ def _rounds() -> Any:
 
 def attach_graphs(module: ModuleType) -> None:
     """Watch CUDA graphs, in ``torch.cuda.graphs``; a replay of a captured step is a step."""
-    GRAPHS.on_replay = _replayed
+    GRAPHS.on_replay = _process_replay
     GRAPHS.watch(getattr(module, "CUDAGraph", None))
 
 
-def _replayed(optimizers: Sequence[Any]) -> None:
+def _process_replay(optimizers: Sequence[Any]) -> None:
     from effllm.trainer.collector import get_metrics_collector
 
     if (recorder := get_metrics_collector().recorder) is not None:
         recorder.publish_replay()
     for optimizer in optimizers:
-        _guard(_rounds().stepped, optimizer)
+        _guard(_rounds().process_step, optimizer)
 
 
 def attach_loader(module: ModuleType) -> None:
@@ -72,8 +72,8 @@ def attach_loader(module: ModuleType) -> None:
     loader = getattr(module, "DataLoader", None)
     fetch = _Fetch()
     if not (
-        around(iterator, "__next__", _guard, before=fetch.start, after=fetch.batch, failed=fetch.failed)
-        and around(loader, "__iter__", _guard, before=fetch.start, after=fetch.made, failed=fetch.made)
+        around(iterator, "__next__", _guard, before=fetch.begin, after=fetch.end_with_batch, failed=fetch.end_at_last)
+        and around(loader, "__iter__", _guard, before=fetch.begin, after=fetch.end_of_iter, failed=fetch.end_of_iter)
     ):
         raise Unknown("torch.utils.data.dataloader has no _BaseDataLoaderIter: iterations include data waits")
 
@@ -83,41 +83,41 @@ class _Fetch:
 
     def __init__(self) -> None:
         self._start_ns = 0
-        self._batches = 0  # batches before the first step, counted up to MIN_BATCHES
-        self._early: Any = None  # the newest of these batches, which a loop may train after the first step
-        self._early_of: Any = None  # the loader that returned it
+        self._num_early = 0  # batches before the first step, counted up to MIN_BATCHES
+        self._early_batch: Any = None  # the newest of these batches, which a loop may train after the first step
+        self._early_loader: Any = None  # the loader that returned it
 
-    def start(self, _call: Any) -> bool:
+    def begin(self, _call: Any) -> bool:
         if self._start_ns:
             return False
         self._start_ns = time.monotonic_ns()
         return True
 
-    def made(self, is_outer: bool | None, *_: Any) -> None:
+    def end_of_iter(self, is_outer: bool | None, *_: Any) -> None:
         if is_outer:
-            self._waited()
+            self._end_and_pass_wait()
 
-    def failed(self, is_outer: bool | None) -> None:
+    def end_at_last(self, is_outer: bool | None) -> None:
         """End a call without a batch: there are no more."""
-        if is_outer and (steps := self._waited()) is not None:
-            steps.fetched(None, None)
+        if is_outer and (steps := self._end_and_pass_wait()) is not None:
+            steps.pass_batch(None, None)
 
-    def batch(self, is_outer: bool | None, call: Any, batch: Any) -> None:
+    def end_with_batch(self, is_outer: bool | None, call: Any, batch: Any) -> None:
         if not is_outer:
             return
-        steps = self._waited()
+        steps = self._end_and_pass_wait()
         if steps is not None:
-            if self._early is not None:
-                steps.fetched(self._early, self._early_of)
-            self._early = self._early_of = None
-            steps.fetched(batch, call.args[0])
-        elif self._batches < MIN_BATCHES:
-            self._batches, self._early, self._early_of = self._batches + 1, batch, call.args[0]
-            if self._batches == MIN_BATCHES:
-                self._early = self._early_of = None
-                no_metrics("a DataLoader returned batches, but no step of a torch optimizer was detected")
+            if self._early_batch is not None:
+                steps.pass_batch(self._early_batch, self._early_loader)
+            self._early_batch = self._early_loader = None
+            steps.pass_batch(batch, call.args[0])
+        elif self._num_early < MIN_BATCHES:
+            self._num_early, self._early_batch, self._early_loader = self._num_early + 1, batch, call.args[0]
+            if self._num_early == MIN_BATCHES:
+                self._early_batch = self._early_loader = None
+                explain_at_exit("a DataLoader returned batches, but no step of a torch optimizer was detected")
 
-    def _waited(self) -> Any:
+    def _end_and_pass_wait(self) -> Any:
         """Pass the time of the call on; return the module that counts steps, if any hook does."""
         spent_ns, self._start_ns = time.monotonic_ns() - self._start_ns, 0
         steps = sys.modules.get("effllm.hooks._steps")

@@ -27,7 +27,6 @@ _GUARD = Guard("torchtitan")
 _LOGGING = Guard("torchtitan's logger")
 _COUNTING = Guard("the parameter count of torchtitan's model")
 
-
 #: Name in torchtitan's metrics -> name of the figure, and its scale.
 FIGURES = {
     "throughput(tps)": (TOKENS_PER_S_PER_GPU, 1.0),
@@ -43,10 +42,10 @@ def attach(module: ModuleType) -> None:
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
     # With `-m torchtitan.train`, older versions define the Trainer in __main__, and this import cannot be hooked.  When
     # the metrics object is created, the class of the Trainer exists.
-    around(processor, "__init__", _GUARD, after=_look_in_main)
+    around(processor, "__init__", _GUARD, after=_attach_in_main)
 
 
-def _look_in_main(*_: Any) -> None:
+def _attach_in_main(*_: Any) -> None:
     _attach_if_there(sys.modules.get("__main__"))
 
 
@@ -60,8 +59,8 @@ def _attach_if_there(module: Any) -> bool:
     trainer = getattr(module, "Trainer", None)
     return (
         hasattr(trainer, "train")
-        and around(trainer, "train_step", _GUARD, before=_before_step, after=_after_step, failed=_failed_step)
-        and around(trainer, "train", _GUARD, after=lambda *_: _finish("completed"), failed=_failed)
+        and around(trainer, "train_step", _GUARD, before=_before_step, after=_after_step, failed=_step_failed)
+        and around(trainer, "train", _GUARD, after=lambda *_: _finish("completed"), failed=_train_failed)
     )
 
 
@@ -83,10 +82,10 @@ def _after_step(training: Any, call: Call, result: Any) -> None:
         training.end()
 
 
-def _failed_step(training: Any) -> None:
+def _step_failed(training: Any) -> None:
     # The exception at the end of the data is normal; any other exception also ends `train` or the process.
     if training is not None:
-        training.cancel()
+        training.drop_counts()
 
 
 def _before_log(call: Call) -> Any:
@@ -98,12 +97,12 @@ def _before_log(call: Call) -> Any:
 
 def _after_log(training: Any, call: Call, result: Any) -> None:
     if training is not None:
-        training.reset()
-        values = _STEPS.loss(int(call.get("step")), number(call.get("global_avg_loss")))
-        _LOGGING(training.log, int(call.get("step")), values)
+        training.store_counts_after_log()
+        values = _STEPS.record_loss(int(call.get("step")), number(call.get("global_avg_loss")))
+        _LOGGING(training.log_values, int(call.get("step")), values)
 
 
-def _failed(_: Any) -> None:
+def _train_failed(_: Any) -> None:
     _finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
 
 
@@ -129,8 +128,8 @@ class TitanTraining:
         words = (getattr(model, name, None) for name in ("name", "flavor"))
         self._model = " ".join(word for word in words if isinstance(word, str))  # such as "llama3 8B"
         self._length = getattr(self._settings, "seq_len", None)
-        self._counts_data = _is_counted_here(trainer.parallel_dims)
-        self._tokens = self._tokens_seen = self._waits_seen = 0
+        self._counts_data = _counts_batches(trainer.parallel_dims)
+        self._tokens = self._tokens_seen = self._num_waits_seen = 0
         self._wait_s = 0.0
 
     def begin(self) -> None:
@@ -138,7 +137,7 @@ class TitanTraining:
         trainer = self.trainer
         flops = getattr(self.processor, "num_flops_per_token", -1)
         _STEPS.begin(
-            parameter_share=_COUNTING(self._parameters),
+            parameter_share=_COUNTING(self._parameter_share),
             first_iteration=max(int(trainer.step) - 1, 0),
             total_iterations=getattr(self._settings, "steps", None),
             flops_per_token=flops if flops > 0 else None,
@@ -153,9 +152,9 @@ class TitanTraining:
             },
         )
         for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):
-            _STEPS.mark_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
-        around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_read_figures)
-        self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+            _STEPS.wrap_as_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
+        around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_record_figures)
+        self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def start(self) -> None:
         _STEPS.start()
@@ -164,12 +163,12 @@ class TitanTraining:
         """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
-        self._wait_s += sum(waits[self._waits_seen :])
-        self._tokens_seen, self._waits_seen = tokens, len(waits)
+        self._wait_s += sum(waits[self._num_waits_seen :])
+        self._tokens_seen, self._num_waits_seen = tokens, len(waits)
 
-    def reset(self) -> None:
+    def store_counts_after_log(self) -> None:
         """Store torchtitan's new counts, after its log has set them to 0; later counts are compared with these."""
-        self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+        self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:
         self.add_new_counts()
@@ -178,12 +177,12 @@ class TitanTraining:
         self._tokens, self._wait_s = 0, 0.0
         _STEPS.end(tokens, tokens // self._length if self._length else 0)
 
-    def cancel(self) -> None:
+    def drop_counts(self) -> None:
         """Drop the tokens and waits of a step that did not end."""
         self.add_new_counts()
         self._tokens, self._wait_s = 0, 0.0
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log_values(self, step: int, values: dict[str, float]) -> None:
         measured = {name: value for name, value in values.items() if value == value}  # nan: not measured
         if measured:
             self.processor.logger.log(measured, step)
@@ -191,7 +190,7 @@ class TitanTraining:
     def _waits(self) -> list[float]:
         return list(getattr(self.processor, "data_loading_times", ()))
 
-    def _parameters(self) -> dict[str, int]:
+    def _parameter_share(self) -> dict[str, int]:
         share = {"total": 0, "trainable": 0}
         if not _is_first_of_its_stage(self.trainer.parallel_dims):
             return share
@@ -202,11 +201,11 @@ class TitanTraining:
         return share
 
 
-def _read_figures(call: Call) -> None:
+def _record_figures(call: Call) -> None:
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
         figures = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
-        _STEPS.figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in figures.items()})
+        _STEPS.record_figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in figures.items()})
 
 
 def _layout_facts(dims: Any) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def _layout_facts(dims: Any) -> dict[str, Any]:
     return {"parallel_layout": layout, **{fact: size for fact, size in sizes.items() if type(size) is int}}
 
 
-def _is_counted_here(dims: Any) -> bool:
+def _counts_batches(dims: Any) -> bool:  # the first of the peers that have the same batch
     for name in ("pp", "cp", "tp"):
         if getattr(dims, f"{name}_enabled", False):
             mesh = dims.get_mesh(name) if hasattr(dims, "get_mesh") else dims.world_mesh[name]

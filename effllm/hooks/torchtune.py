@@ -66,10 +66,10 @@ def attach_batches(module: ModuleType) -> None:
 def _attach_recipe(recipe: Any) -> None:
     own = vars(recipe)
     if "train" in own:
-        around(recipe, "train", _GUARD, before=_LOOP.begins, after=_LOOP.ended, failed=_LOOP.failed)
+        around(recipe, "train", _GUARD, before=_LOOP.train_begins, after=_LOOP.train_ended, failed=_LOOP.train_failed)
     for name, phase in PHASES.items():
         if name in own:
-            _LOOP.mark_phase(recipe, name, phase)
+            _LOOP.wrap_as_phase(recipe, name, phase)
 
 
 class _TorchtuneLoop:
@@ -77,42 +77,43 @@ class _TorchtuneLoop:
         self._steps = Steps(ownership.FRAMEWORK, "torchtune", "Step")
         self._batches = Batches(self._steps)
         self._recipe: Any = None
-        self._figure: LazyNumber | None = None  # tokens/s of the last log
+        self._coming_figure: LazyNumber | None = None  # tokens/s of the last log
         self._step = 0
         self._is_running = False
         self._counts_data = True
 
-    def begins(self, call: Call) -> None:
+    def train_begins(self, call: Call) -> None:
         """Store a recipe at the start of its training; the first batch starts the metrics."""
         recipe = self._recipe = call.args[0]
-        self._is_running, self._figure = False, None
+        self._is_running, self._coming_figure = False, None
         profiler = getattr(recipe, "_profiler", None)  # without a profiler, the next batch ends an iteration
         around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
-        around(type(getattr(recipe, "_metric_logger", None)), "log_dict", _LOGGING, before=self.logs)
+        around(type(getattr(recipe, "_metric_logger", None)), "log_dict", _LOGGING, before=self.read_figure)
         client = getattr(recipe, "_checkpoint_client", None)
         if client is not None:
-            self.mark_phase(type(client), "save_checkpoint", "checkpoint")
+            self.wrap_as_phase(type(client), "save_checkpoint", "checkpoint")
 
     def batch_begins(self, call: Call) -> None:
         """Begin or continue an iteration, and count the batch while it is on the CPU."""
         batch, recipe = call.get("batch"), self._recipe
-        if recipe is None or self._steps.open_phases or not isinstance(batch, Mapping):
+        if recipe is None or self._steps.num_open_phases or not isinstance(batch, Mapping):
             return
         ids, labels = batch.get("tokens"), batch.get("labels")
-        if not (hasattr(ids, "numel") and hasattr(labels, "numel")) or not (self._steps.is_owner or self._begin()):
+        has_tensors = hasattr(ids, "numel") and hasattr(labels, "numel")
+        if not has_tensors or not (self._steps.is_owner or self._claim_and_begin()):
             return
         self._end_if_stepped()
         if not self._is_running:
             self._is_running = True
             self._steps.start()
         if self._counts_data:
-            self._batches.add_batch(_read(batch, recipe))
+            self._batches.add_batch(_counts_of(batch, recipe))
 
     def profiler_stepped(self, _token: Any, call: Call, _result: Any) -> None:
         if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):
             self._end_if_stepped()
 
-    def logs(self, call: Call) -> None:
+    def read_figure(self, call: Call) -> None:
         """Read the figure that the recipe logs; from a GPU, it arrives with the next log.
 
         The figure is of the last step only, so it is ignored if only some steps log: these may be special.
@@ -120,24 +121,24 @@ class _TorchtuneLoop:
         recipe, values = self._recipe, call.args[1] if len(call.args) > 1 else call.get("payload")
         is_ours = recipe is not None and call.args[0] is getattr(recipe, "_metric_logger", None)
         if is_ours and getattr(recipe, "_log_every_n_steps", 1) == 1 and isinstance(values, Mapping):
-            if self._figure is not None:
-                self._steps.figures({TOKENS_PER_S_PER_GPU: self._figure.read()})
+            if self._coming_figure is not None:
+                self._steps.record_figures({TOKENS_PER_S_PER_GPU: self._coming_figure.read()})
             figure = values.get("tokens_per_second_per_gpu")
-            self._figure = LazyNumber(recipe.global_step, figure) if figure is not None else None
+            self._coming_figure = LazyNumber(recipe.global_step, figure) if figure is not None else None
 
-    def mark_phase(self, holder: Any, name: str, phase: str) -> None:
+    def wrap_as_phase(self, holder: Any, name: str, phase: str) -> None:
         """Hook a function; its calls are a phase while a recipe trains."""
-        self._steps.mark_phase(holder, name, phase, _GUARD, self._phase_begins)
+        self._steps.wrap_as_phase(holder, name, phase, _GUARD, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
         if self._recipe is not None:
             self._end_if_stepped()
         return self._recipe is not None
 
-    def ended(self, *_: Any) -> None:
+    def train_ended(self, *_: Any) -> None:
         self._finish("completed")
 
-    def failed(self, _token: Any) -> None:
+    def train_failed(self, _token: Any) -> None:
         self._finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
 
     def _finish(self, status: str) -> None:
@@ -147,9 +148,9 @@ class _TorchtuneLoop:
     def _end_if_stepped(self) -> None:
         if self._is_running and self._recipe.global_step != self._step:
             self._step, self._is_running = self._recipe.global_step, False
-            self._batches.end()
+            self._batches.end_iteration()
 
-    def _begin(self) -> bool:
+    def _claim_and_begin(self) -> bool:
         """Start the metrics; return whether these steps are counted."""
         if not self._steps.claim():
             return False
@@ -161,7 +162,7 @@ class _TorchtuneLoop:
         counted = _COUNTING(parameters_of, recipe._model)
         epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
         self._steps.begin(
-            parameter_share=counted.share(own_rank == 0) if counted else None,
+            parameter_share=counted.share_of_rank(own_rank == 0) if counted else None,
             first_iteration=self._step,
             total_iterations=epochs * steps if epochs and steps else None,
             facts={
@@ -172,7 +173,7 @@ class _TorchtuneLoop:
                 **_model_of(recipe),
             },
         )
-        self._batches.of_model(recipe._model, None)
+        self._batches.set_model(recipe._model, None)
         listen_to_waits(self._steps)
         return True
 
@@ -184,7 +185,7 @@ def _model_of(recipe: Any) -> dict[str, str]:
     return {"model": folder.name} if isinstance(folder, PurePath) and folder.name else {}
 
 
-def _read(batch: Mapping[str, Any], recipe: Any) -> Batch:
+def _counts_of(batch: Mapping[str, Any], recipe: Any) -> Batch:
     ids: Any = batch["tokens"]
     labels: Any = batch["labels"]
     places: Any = batch.get("input_pos")

@@ -29,12 +29,12 @@ from effllm.hooks._parameters import (
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_facts import (
     TrainerFigures,
-    counts_its_batch,
+    counts_positions_and_samples,
     layout_facts,
     max_positions,
     mesh_text,
     precision,
-    tensor_parallel,
+    tensor_parallel_size,
 )
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
@@ -78,7 +78,7 @@ def attach_reports(module: ModuleType) -> None:
     callbacks.setdefault("efficientllm", EfficientLLMCallback)
 
 
-def running() -> TrainerRun | None:
+def measured_training() -> TrainerRun | None:
     """Return the currently measured training, for the hooks of systems built on transformers."""
     return _training
 
@@ -93,9 +93,9 @@ def _wrap(module: ModuleType) -> None:
 
 def _wrap_inside(trainer: Any) -> None:
     """Wrap the methods that a Trainer calls in training, including methods that a subclass defines."""
-    around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
+    around(trainer, "training_step", _GUARD, before=_batch_begins, after=_batch_ended, failed=_leave_batch)
     for name, phase in PHASES.items():
-        _STEPS.mark_phase(trainer, name, phase, _GUARD, _training_of)
+        _STEPS.wrap_as_phase(trainer, name, phase, _GUARD, _training_of)
 
 
 class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
@@ -124,7 +124,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Record the logged loss, and add the measured values to the logs for the Trainer's other callbacks."""
         if self._is_counting and logs and "loss" in logs:
-            _GUARD(_log, state, logs)
+            _GUARD(_record_log, state, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the metrics."""
@@ -171,7 +171,7 @@ class TrainerRun:
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
         self._not_finite = LateSums(1)  # number of losses that are NaN or infinite; the Trainer does not log them
         self._flops = FlopsByWidth()
-        self._processed = 0
+        self._tokens_processed = 0
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0
         self._has_only_ids = False  # whether the last batch had one kind of token ids
@@ -179,20 +179,20 @@ class TrainerRun:
         self.figures = TrainerFigures()
         self._source = ""
         self._is_encoder_decoder = False
-        self._counts = self._counts_samples = True
+        self._counts_positions = self._counts_samples = True
         self._model: Any = None
         self._parameters: Parameters | None = None
 
     def begin(self, args: Any, state: Any, model: Any) -> bool:
         """Start the metrics; called again if the Trainer restarts with a smaller batch."""
-        self._counts, self._counts_samples = counts_its_batch(self.trainer)
+        self._counts_positions, self._counts_samples = counts_positions_and_samples(self.trainer)
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
         # The rank of the metrics is used, because transformers may treat each rank as a job of one process.
         self.is_begun = _STEPS.begin(
-            parameter_share=self._parameters.share(rank() == 0) if self._parameters else None,
+            parameter_share=self._parameters.share_of_rank(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
             total_iterations=state.max_steps,
             facts=self._facts(args),
@@ -209,7 +209,7 @@ class TrainerRun:
         """
         return self._has_only_ids and not self._is_encoder_decoder
 
-    def see(self, inputs: Any) -> None:
+    def count_micro_batch(self, inputs: Any) -> None:
         """Count a micro-batch."""
         batch = read_batch(inputs, self._is_encoder_decoder)
         collator = getattr(self.trainer, "data_collator", None)
@@ -219,20 +219,20 @@ class TrainerRun:
             return
         self._num_batches += 1
         self._has_only_ids = [name for name in inputs if str(name).endswith("input_ids")] == ["input_ids"]
-        _STEPS.micro_batch(batch.tokens_processed)
+        _STEPS.record_positions(batch.tokens_processed)
         if batch.source != self._source or not self._source:
-            self._learn(batch)
-        if self._counts:
-            self._processed += batch.tokens_processed
+            self._declare_batch_facts(batch)
+        if self._counts_positions:
+            self._tokens_processed += batch.tokens_processed
         samples = batch.samples if self._counts_samples else 0
         weighted = batch.tokens * (batch.width or 0)
-        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._counts else (samples, 0, 0, 0)
+        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._counts_positions else (samples, 0, 0, 0)
         if not self._late.add_numbers(sums):
             self._has_unknown = True
             self._late.add_numbers((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
-    def see_loss(self, loss: Any) -> None:
-        """Count a loss that is NaN or infinite, if the Trainer will log a mean of other losses in its place."""
+    def count_if_not_finite(self, loss: Any) -> None:
+        """Count a loss if it is NaN or infinite, and the Trainer will log a mean of other losses in its place."""
         is_replaced = getattr(getattr(self.trainer, "args", None), "logging_nan_inf_filter", False)
         if is_replaced and hasattr(loss, "dim") and loss.dim() == 0:
             self._not_finite.add_numbers([loss.detach() * 0 != 0])
@@ -241,7 +241,7 @@ class TrainerRun:
         """Record the end of a step, and whether a loss was not finite: on a GPU, perhaps a loss of an earlier step."""
         self._end_step(args, state)
         if self._not_finite.take_sums()[0]:
-            _STEPS.loss(state.global_step, float("nan"))
+            _STEPS.record_loss(state.global_step, float("nan"))
 
     def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
@@ -253,7 +253,7 @@ class TrainerRun:
             _STEPS.end(tokens, samples if self._counts_samples else 0)
             return
         samples, tokens, tokens_loss, weighted = self._late.take_sums()
-        processed, self._processed = self._processed, 0
+        processed, self._tokens_processed = self._tokens_processed, 0
         _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
         self._flops.add_tokens(tokens, weighted)
         if self._flops.has_changed(WIDTH_TOLERANCE):
@@ -273,12 +273,12 @@ class TrainerRun:
         """Replace the FLOPs of a token by the value at the mean width of the batches so far."""
         width = self._flops.mean_width
         flops, forward = self._flops.report_width(width)
-        more = forward if _is_checkpointing(getattr(self.trainer, "args", None)) else 0.0
+        more = forward if _recomputes_activations(getattr(self.trainer, "args", None)) else 0.0
         convention = f"{CONVENTION}; sequence length: mean width of the batches, over the tokens of one rank"
         facts = {"sequence_length": round(width, 1), "flops_convention": convention}
-        _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
+        _STEPS.add_late_facts(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
-    def _learn(self, batch: Batch) -> None:
+    def _declare_batch_facts(self, batch: Batch) -> None:
         """Send the facts of a batch: the source of its token count; from the first batch, also the sequence length."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
@@ -292,10 +292,10 @@ class TrainerRun:
                 flops, forward = flops_of_token
                 if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
                     self._flops = FlopsByWidth(short, flops_of_token, batch.width)
-                hardware = flops + (forward if _is_checkpointing(args) else 0.0)
+                hardware = flops + (forward if _recomputes_activations(args) else 0.0)
                 left_out = "" if length else " ; attention is left out, because the sequence length is unknown"
                 facts["flops_convention"] = CONVENTION + left_out
-        _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
+        _STEPS.add_late_facts(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
 
     def _facts(self, args: Any) -> dict[str, Any]:
         accelerator = getattr(self.trainer, "accelerator", None)
@@ -311,21 +311,21 @@ class TrainerRun:
             "precision": precision(args, self._model),
             **layout_facts(self.trainer, args),
             "device_mesh": mesh_text(self.trainer),
-            "tensor_parallel": tensor_parallel(self.trainer),
+            "tensor_parallel": tensor_parallel_size(self.trainer),
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
         }
         return {name: value for name, value in facts.items() if value is not None}
 
 
-def _is_checkpointing(args: Any) -> bool:
+def _recomputes_activations(args: Any) -> bool:
     return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
 
 
-def _log(state: Any, logs: dict[str, Any]) -> None:
+def _record_log(state: Any, logs: dict[str, Any]) -> None:
     if _training is not None and _training.compares_tokens and state.is_world_process_zero:
-        _STEPS.figures(_training.figures.take_figures(logs, state.global_step))
-    _STEPS.loss(state.global_step, logs["loss"])
+        _STEPS.record_figures(_training.figures.take_figures(logs, state.global_step))
+    _STEPS.record_loss(state.global_step, logs["loss"])
     if state.is_world_process_zero:
         logs.update(_STEPS.values_for_logs())
 
@@ -374,23 +374,23 @@ def _train_ended(token: Any, *_: Any, status: str = "completed") -> None:
         _finish(status)
 
 
-def _micro_batch(call: Call) -> Any:
+def _batch_begins(call: Call) -> Any:
     if (training := _training_of(call)) is None:
         return None
     training.depth += 1
     if training.depth == 1:
         # In TRL, the method's parameters may be *args; every call passes (self, model, inputs, ...).
-        training.see(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
+        training.count_micro_batch(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
     return training
 
 
-def _micro_batch_ended(training: TrainerRun | None, call: Call, result: Any) -> None:
-    _micro_batch_failed(training)
+def _batch_ended(training: TrainerRun | None, call: Call, result: Any) -> None:
+    _leave_batch(training)
     if training is not None and not training.depth:
-        training.see_loss(result)
+        training.count_if_not_finite(result)
 
 
-def _micro_batch_failed(training: TrainerRun | None) -> None:
+def _leave_batch(training: TrainerRun | None) -> None:
     if training is not None:
         training.depth -= 1
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.hooks.transformers import running
+from effllm.hooks.transformers import measured_training
 from effllm.instruments.grpo import tracker_of
 from effllm.trainer.collector import get_metrics_collector
 
@@ -36,25 +36,26 @@ def attach(module: ModuleType) -> None:
     if not trainers:
         raise Unknown("a trainer with _generate_single_turn")
     for trainer in trainers:
-        around(trainer, "_generate_single_turn", _GUARD, before=_generates, after=_generated, failed=_generation_failed)
-        around(trainer, "_generate", _GUARD, before=_rolls_out, after=_rolled_out, failed=_generation_failed)
-        around(trainer, "_prepare_inputs", _GUARD, after=_prepared)
+        begins, ends, fails = _generation_begins, _generation_ended, _generation_failed
+        around(trainer, "_generate_single_turn", _GUARD, before=begins, after=ends, failed=fails)
+        around(trainer, "_generate", _GUARD, before=_rollout_begins, after=_rollout_ended, failed=_generation_failed)
+        around(trainer, "_prepare_inputs", _GUARD, after=_count_prepared_batch)
         # TRL gathers the rewards of all ranks, and keeps them and its step metrics as Python numbers for its own logs.
         # Only these numbers are added to the process's `GRPOMetricsTracker`, so there is no further synchronisation.
         if "_generate_and_score_completions" in trainer.__dict__:
-            around(trainer, "_generate_and_score_completions", _REWARDS_GUARD, after=_scored)
-            around(trainer, "log", _REWARDS_GUARD, before=_logs)
+            around(trainer, "_generate_and_score_completions", _REWARDS_GUARD, after=_track_rewards)
+            around(trainer, "log", _REWARDS_GUARD, before=_track_log)
 
 
-def _generates(call: Call) -> Any:
-    training, recorder = running(), get_metrics_collector().recorder
+def _generation_begins(call: Call) -> Any:
+    training, recorder = measured_training(), get_metrics_collector().recorder
     if training is None or recorder is None or training.trainer is not call.args[0]:
         return None
     recorder.generations.start(is_phase=True)
     return recorder
 
 
-def _generated(recorder: Any, call: Call, result: Any) -> None:
+def _generation_ended(recorder: Any, call: Call, result: Any) -> None:
     if recorder is None:
         return
     prompts = call.get("prompt_ids")
@@ -62,7 +63,7 @@ def _generated(recorder: Any, call: Call, result: Any) -> None:
         prompts, completions = result[:2]
     else:
         completions = result[0] if isinstance(result, tuple) else result
-    recorder.generations.end(_length(completions), _length(prompts))
+    recorder.generations.end(_num_tokens(completions), _num_tokens(prompts))
 
 
 def _generation_failed(recorder: Any) -> None:
@@ -70,34 +71,35 @@ def _generation_failed(recorder: Any) -> None:
         recorder.generations.end(0)
 
 
-def _rolls_out(call: Call) -> Any:
+def _rollout_begins(call: Call) -> Any:
     # A user's own rollout replaces _generate_single_turn; the time of tools in the rollout counts as generation.
-    return _generates(call) if getattr(call.args[0], "rollout_func", None) is not None else None
+    return _generation_begins(call) if getattr(call.args[0], "rollout_func", None) is not None else None
 
 
-def _rolled_out(recorder: Any, call: Call, result: Any) -> None:
+def _rollout_ended(recorder: Any, call: Call, result: Any) -> None:
     if recorder is not None:
-        recorder.generations.end(_length(result[1]), _length(result[0]))
+        recorder.generations.end(_num_tokens(result[1]), _num_tokens(result[0]))
 
 
-def _prepared(_token: Any, call: Call, result: Any) -> None:
-    training = running()
+def _count_prepared_batch(_token: Any, call: Call, result: Any) -> None:
+    training = measured_training()
     if training is not None and training.trainer is call.args[0] and training.depth and "completion_ids" in result:
-        training.see({_NAMES.get(name, name): value for name, value in result.items() if name != "labels"})
+        batch = {_NAMES.get(name, name): value for name, value in result.items() if name != "labels"}
+        training.count_micro_batch(batch)
 
 
-def _length(sequences: Any) -> int:
+def _num_tokens(sequences: Any) -> int:
     return sum(len(sequence) for sequence in sequences if isinstance(sequence, Sized))
 
 
-def _scored(_token: None, call: Call, _result: Any) -> None:
+def _track_rewards(_token: None, call: Call, _result: Any) -> None:
     trainer = call.args[0]
-    if not _is_fed(trainer):
+    if not _is_tracked(trainer):
         return
     tracker, size = tracker_of(trainer), trainer.num_generations
     count = len(call.get("inputs")) * trainer.accelerator.num_processes
     by_function = {name: _newest(rewards, count) for name, rewards in trainer._logs["rewards"].items()}
-    totals = list(_totals(list(by_function.values()), trainer.args.reward_weights))
+    totals = list(_total_rewards(list(by_function.values()), trainer.args.reward_weights))
     means = {name: _mean(rewards) for name, rewards in by_function.items()}
     # The completions are for the next step; TRL logs a step after its end.
     tracker.update_grpo_step(trainer.state.global_step + 1, mean_reward=_mean(totals), reward_components=means)
@@ -105,9 +107,9 @@ def _scored(_token: None, call: Call, _result: Any) -> None:
         tracker.update_group_rewards(totals[at : at + size])
 
 
-def _logs(call: Call) -> None:
+def _track_log(call: Call) -> None:
     trainer = call.args[0]
-    if not _is_fed(trainer):
+    if not _is_tracked(trainer):
         return
     tracker, step = tracker_of(trainer), trainer.state.global_step
     tracker.update_grpo_step(step, policy_loss=call.get("logs").get("loss"))
@@ -115,7 +117,7 @@ def _logs(call: Call) -> None:
         tracker.update_grpo_step(step, kl_divergence=value)
 
 
-def _is_fed(trainer: Any) -> bool:
+def _is_tracked(trainer: Any) -> bool:
     """Whether these are values of training, in the first process; in all processes TRL has the same values."""
     return bool(trainer.model.training and trainer.accelerator.is_main_process)
 
@@ -124,7 +126,7 @@ def _newest(values: Sequence[float], count: int) -> list[float]:
     return list(islice(values, max(len(values) - count, 0), None))
 
 
-def _totals(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
+def _total_rewards(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
     """Yield the reward of each completion as TRL computes it: functions whose reward is NaN are left out."""
     for rewards in zip(*columns, strict=True):
         counts = [

@@ -9,7 +9,7 @@ import pytest
 LOOK = """
 import sys, torch
 from effllm.hooks import TARGETS, _imports
-print(sorted(name for name in TARGETS if name in sys.modules and name in _imports._waiting))
+print(sorted(name for name in TARGETS if name in sys.modules and name in _imports._waiting_hooks))
 print("effllm.hooks.optimizer" in sys.modules, len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks))
 """
 

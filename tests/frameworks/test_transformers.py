@@ -394,13 +394,13 @@ class Mesh:
 def test_shared_batch_is_counted_by_only_one_rank(places, counts):
     """The test calls only the selection of the rank, because accelerate runs no tensor or context parallelism on a
     CPU."""
-    from effllm.hooks._trainer_facts import counts_its_batch
+    from effllm.hooks._trainer_facts import counts_positions_and_samples
 
     by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
     by_transformers = SimpleNamespace(accelerator=None, model=SimpleNamespace(_device_mesh=Mesh(**places), config=1))
 
-    assert counts_its_batch(by_accelerate) == (counts, counts)
-    assert counts_its_batch(by_transformers) == (counts, counts)
+    assert counts_positions_and_samples(by_accelerate) == (counts, counts)
+    assert counts_positions_and_samples(by_transformers) == (counts, counts)
 
 
 def test_active_parameters_of_mixtral_exclude_unused_experts(frameworks):

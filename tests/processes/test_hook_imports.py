@@ -25,7 +25,7 @@ def package(tmp_path, monkeypatch):
 
     yield write
     sys.meta_path[:] = finders
-    _imports._waiting.clear()
+    _imports._waiting_hooks.clear()
     for name in set(sys.modules) - before:
         del sys.modules[name]
 

@@ -17,7 +17,7 @@ from effllm.hooks._parameters import (  # noqa: E402
     model_of,
     parameters_of,
     unwrapped,
-    vocabulary_of,
+    vocabulary_size_of,
 )
 
 pytestmark = pytest.mark.torch
@@ -157,8 +157,8 @@ def test_vocabulary_is_known_of_language_models_alone():
     classifier = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 4))
     table = torch.nn.Sequential(*(torch.nn.Embedding(10, 4) for _ in range(5)), torch.nn.Linear(20, 10))
 
-    assert (vocabulary_of(Gpt()), vocabulary_of(Tiny(vocab_size=10))) == (10, 10)
-    assert [vocabulary_of(one) for one in (classifier, table, torch.nn.Linear(4, 10))] == [None] * 3
+    assert (vocabulary_size_of(Gpt()), vocabulary_size_of(Tiny(vocab_size=10))) == (10, 10)
+    assert [vocabulary_size_of(one) for one in (classifier, table, torch.nn.Linear(4, 10))] == [None] * 3
 
 
 def test_model_of_an_optimizer_is_the_innermost_module_with_its_parameters():

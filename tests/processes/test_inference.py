@@ -10,7 +10,7 @@ import pytest
 from cases import cases
 
 from effllm.hooks import Unknown
-from effllm.hooks.generate import _count, _padding
+from effllm.hooks.generate import _counts_of_call, _num_padding_in_row
 from effllm.hooks.generate import attach as attach_generate
 from effllm.hooks.vllm import attach as attach_vllm
 
@@ -41,7 +41,7 @@ def model(is_encoder_decoder=False, ends=2, pad=0):
 
 
 def counted(result, *args, **kwargs):
-    return _count(SimpleNamespace(args=args, kwargs=kwargs), result)
+    return _counts_of_call(SimpleNamespace(args=args, kwargs=kwargs), result)
 
 
 PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
@@ -81,7 +81,7 @@ def test_tokens_of_the_answer_of_the_prompt_and_samples_are_counted(result, argu
     ],
 )
 def test_positions_after_the_end_token_are_counted_as_padding(row, ends, pad, padding):
-    assert _padding(row, ends, pad) == padding
+    assert _num_padding_in_row(row, ends, pad) == padding
 
 
 def test_module_without_the_hooked_functions_is_rejected():

@@ -85,7 +85,7 @@ def test_only_the_first_rank_warns_of_a_failing_hook(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    _wrap.say_once("a line")
+    _wrap.print_once("a line")
 
     assert capsys.readouterr().err == ""
 

@@ -1,4 +1,4 @@
-"""Sums that a GPU computes later, with fake events and fake pinned memory on the CPU."""
+"""Sums that a GPU computes later, with fake events and fake pinned_memory memory on the CPU."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def gpu(monkeypatch):
         copied[-1].event = events[-1]
         return events[-1]
 
-    monkeypatch.setattr(_batches, "pinned", make_buffer)
+    monkeypatch.setattr(_batches, "pinned_memory", make_buffer)
     monkeypatch.setattr(_batches, "recorded_event", make_event)
     return LateSums(2), events, buffers
 

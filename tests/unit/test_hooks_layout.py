@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from effllm.hooks import megatron, torchtitan
-from effllm.hooks._layout import is_for_data, precision_of, strategy_facts
+from effllm.hooks._layout import divides_only_data, precision_of, strategy_facts
 from effllm.hooks._trainer_facts import layout_facts
 
 
@@ -28,7 +28,7 @@ def test_precision_of_a_framework_has_its_short_name(name, precision):
     ],
 )  # fmt: skip
 def test_ranks_of_a_mesh_for_data_have_batches_of_their_own(names, is_for_them):
-    assert is_for_data(SimpleNamespace(mesh_dim_names=names, size=lambda _: 2)) == is_for_them
+    assert divides_only_data(SimpleNamespace(mesh_dim_names=names, size=lambda _: 2)) == is_for_them
 
 
 def test_mesh_that_was_made_of_one_for_context_parallelism_is_not_for_data():
@@ -38,7 +38,7 @@ def test_mesh_that_was_made_of_one_for_context_parallelism_is_not_for_data():
 
     for size, is_for_them in ((2, False), (1, True)):
         sizes.update({0: 2, 1: size})
-        assert is_for_data(made) == is_for_them
+        assert divides_only_data(made) == is_for_them
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def shown(monkeypatch):
 def test_optimizer_shows_its_parameters_once_in_a_window(shown):
     optimizer = Optimizer(2, 2, 3)
     for shown.declared.num_windows in (0, 0, 0, 1, 1):
-        shown.gpus.show(optimizer)
+        shown.gpus.declare_devices(optimizer)
 
     assert shown.declared.parameter_devices == (2, 3)
     assert len(shown.asked) == 2, "all, and again all, because the optimizer has two GPUs"
@@ -211,25 +211,25 @@ def test_optimizer_shows_its_parameters_once_in_a_window(shown):
 
 def test_model_that_moves_is_followed_at_the_next_window(shown):
     optimizer = Optimizer(0)
-    shown.gpus.show(optimizer)
+    shown.gpus.declare_devices(optimizer)
     optimizer.parameters = Optimizer(1).parameters
-    shown.gpus.show(optimizer)
+    shown.gpus.declare_devices(optimizer)
     assert shown.declared.parameter_devices == (0,)
     shown.declared.num_windows = 1
-    shown.gpus.show(optimizer)
+    shown.gpus.declare_devices(optimizer)
     assert shown.declared.parameter_devices == (1,)
 
 
 def test_gpu_of_an_optimizer_that_is_gone_or_idle_is_not_measured(shown):
     warm_up, idle, optimizer = Optimizer(0), Optimizer(1), Optimizer(2)
     for one in (warm_up, idle, optimizer):
-        shown.gpus.show(one)
+        shown.gpus.declare_devices(one)
     assert shown.declared.parameter_devices == (0, 1, 2)
     shown.asked.clear()
     del warm_up, one
     shown.declared.num_windows = 1
-    shown.gpus.show(optimizer)
+    shown.gpus.declare_devices(optimizer)
     assert shown.declared.parameter_devices == (1, 2)
     shown.declared.num_windows = _rounds.IDLE_WINDOWS + 1
-    shown.gpus.show(optimizer)
+    shown.gpus.declare_devices(optimizer)
     assert shown.declared.parameter_devices == (2,)
