@@ -53,7 +53,7 @@ class Trainer:
     def evaluate(self):
         time.sleep(0.5)
 
-assert Steps(1, "framework").mark_phase(Trainer, "evaluate", "evaluation", Guard("framework"))
+assert Steps(1, "framework").wrap_as_phase(Trainer, "evaluate", "evaluation", Guard("framework"))
 effllm.initialize_efficientllm_metrics(10)
 for i in range(20):
     get_metrics_collector().record_iteration_start()
