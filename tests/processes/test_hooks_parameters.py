@@ -109,7 +109,7 @@ def test_active_parameters_include_only_chosen_experts():
 
     found = parameters_of(inside)
     assert (found.total, found.active) == (112 + 64, 112 + 32)
-    assert found.share(counts_them=False) == {"total": 0, "trainable": 0, "active": 0}
+    assert found.share_of_rank(counts_them=False) == {"total": 0, "trainable": 0, "active": 0}
 
 
 def test_token_flops_exclude_embeddings_and_frozen_gradients():

@@ -195,7 +195,7 @@ def shown(monkeypatch):
     """The GPUs that steps of optimizers show; `shown.asked` has an optimizer for each look at all its parameters."""
     found = SimpleNamespace(declared=Declared(), recorder="first run", asked=[])
     monkeypatch.setattr(_rounds, "get_metrics_collector", lambda: found)
-    monkeypatch.setattr(_rounds, "_parameters", lambda one: found.asked.append(one) or iter(one.parameters))
+    monkeypatch.setattr(_rounds, "_parameters_in", lambda one: found.asked.append(one) or iter(one.parameters))
     found.gpus = _rounds.OptimizerGpus()
     return found
 
