@@ -66,7 +66,7 @@ class Recorder:
         self._losses, self._values = Losses(self._warn_once), values or ValueBuffer()
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
         self._values.connect(self._write_values, writer, wake, index_of_value, warn)
-        writer.write_state(ring.STARTUP, 0, self._created_ns)  # without this state, startup would begin at the host's boot
+        writer.write_state(ring.STARTUP, 0, self._created_ns)  # else startup would begin at the boot
         _live_recorders.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
