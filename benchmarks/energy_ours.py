@@ -55,7 +55,7 @@ class _Agent:
         """Measure windows until the pipe is closed, then write the results of all windows."""
         os.nice(NICENESS)
         self._track.sampler.start()
-        self._track.sampler.learn()
+        self._track.sampler.request_calibration()
         self._calibrated.wait(10.0)
         os.write(self._answers, b"ready\n")
         poller = select.poll()
@@ -102,7 +102,7 @@ class _Agent:
     def _cut(self) -> None:
         """Measure the windows whose edges are settled; edges alternate between start and end."""
         for edge_ns in self._waiting:
-            self._track.ask(edge_ns)
+            self._track.request_samples(edge_ns)
         while self._waiting:
             edge_ns = self._waiting[0]
             if not self._track.is_settled(edge_ns) and time.monotonic_ns() < edge_ns + EDGE_WAIT_S * 1e9:

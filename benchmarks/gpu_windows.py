@@ -96,7 +96,7 @@ class _Measuring:
         """Open the GPU twice."""
         self._reader = self._open()
         self._track.sampler.start()
-        self._track.sampler.learn()
+        self._track.sampler.request_calibration()
         if not self._ready.wait(10.0):
             raise RuntimeError(f"the GPU cannot be sampled: {self._track.sampler.unavailable}")
 
@@ -137,7 +137,7 @@ class _Measuring:
     def _edge(self) -> tuple[int, Sample]:
         assert self._reader is not None
         edge_ns = time.monotonic_ns()
-        self._track.ask(edge_ns)
+        self._track.request_samples(edge_ns)
         sample, _ = getattr(self._reader, "read_energy", self._reader.read)()
         return edge_ns, sample
 

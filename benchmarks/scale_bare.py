@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     while os.getppid() == parent:
         poller.poll(500)
         if gate:
-            gate.answer()
+            gate.answer_requests()
         try:
             while True:
                 peer, frame = socket.recv_multipart(zmq.NOBLOCK)

@@ -57,7 +57,7 @@ def main():
     fits = [fit(name) for name in MODELS]
     heading("Model Memory Requirements")
     print(*requirement_lines(fits), sep="\n")
-    print(*(f"note: {one.any.shape.name}: {note}" for one in fits for note in one.notes), sep="\n")
+    print(*(f"note: {one.main_estimate.shape.name}: {note}" for one in fits for note in one.notes), sep="\n")
     results["requirements"] = requirements(fits)
     print_document(results["requirements"])
     if not given.skip_throughput:
@@ -125,7 +125,7 @@ def fit(name):
 
 def requirements(fits):
     """Return each figure of the document beside the estimate, with the reason of the difference."""
-    of = {(one.any.shape.name, found.plan.mode): found for one in fits for found in (one.inference, one.training)}
+    of = {(one.main_estimate.shape.name, found.plan.mode): found for one in fits for found in (one.inference, one.training)}
     return [
         {
             "model": model,
@@ -161,7 +161,7 @@ def capacity(device):
 def compatibility(fits, gpu):
     return [
         {
-            "model": one.any.shape.name,
+            "model": one.main_estimate.shape.name,
             "use": found.plan.mode,
             "required_bytes": round(found.total.expected),
             "status": verdict(found.total, gpu.usable_bytes),
