@@ -125,7 +125,11 @@ def fit(name):
 
 def requirements(fits):
     """Return each figure of the document beside the estimate, with the reason of the difference."""
-    of = {(one.main_estimate.shape.name, found.plan.mode): found for one in fits for found in (one.inference, one.training)}
+    of = {
+        (one.main_estimate.shape.name, found.plan.mode): found
+        for one in fits
+        for found in (one.inference, one.training)
+    }
     return [
         {
             "model": model,
