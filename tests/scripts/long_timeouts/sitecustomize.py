@@ -10,7 +10,7 @@ import sys
 TIMES = 10
 LIMITS = {
     "effllm.trainer.session": ("READY_S", "FIRST_RANK_ENDS_S", "OTHER_RANKS_END_S"),
-    "effllm.agent.agent": ("SEND_REST_S", "AGGREGATOR_ENDS_S"),
+    "effllm.agent.agent": ("SEND_REMAINING_S", "AGGREGATOR_ENDS_S"),
 }
 
 
