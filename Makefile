@@ -48,7 +48,7 @@ test-faults: $(VENV)/.ready ## Run the short tests of faults: killed processes, 
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'faults and not long and not alone' $(call files,faults) $(ARGUMENTS)
 
 test-trainer: $(FRAMEWORKS)/.trainer ## Run one job of Hugging Face's Trainer with known counts
-	@$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks/test_transformers.py -k tokens_padding_and_labels
+	@$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks/test_transformers.py -k 'two and lengths'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) -m '' --timeout 300 tests/frameworks $(ARGUMENTS)
