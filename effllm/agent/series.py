@@ -208,7 +208,7 @@ class Series:
             sums,
             wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
             phases=phases,
-            energy_method=self.energy.readings.least_exact_method(start_ns, end_ns),
+            energy_method=self.energy.readings.coarsest_method(start_ns, end_ns),
         )
 
     def _sums_without_energy(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]] = ()) -> DeviceWindow:

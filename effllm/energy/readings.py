@@ -152,7 +152,7 @@ class Readings(deque[Point]):
         rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
         return point.total_variance_j2 - rest * point.variance_j2
 
-    def least_exact_method(self, from_ns: int, to_ns: int) -> str | None:
+    def coarsest_method(self, from_ns: int, to_ns: int) -> str | None:
         used = {
             point.method
             for before, point in pairwise(self)

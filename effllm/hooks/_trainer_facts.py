@@ -141,10 +141,10 @@ def _length_limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any
         if kind.__name__ in _COLLATORS:
             sequences = _WITH_KL if getattr(trainer, "calculate_KL", False) else _COLLATORS[kind.__name__]
             yield getattr(collator, "max_length", None), sequences
-    yield _longest_sequence(trainer), 1
+    yield _max_sequence_length(trainer), 1
 
 
-def _longest_sequence(trainer: Any) -> int | None:
+def _max_sequence_length(trainer: Any) -> int | None:
     """Return the length of the longest sequence that the sampler lists."""
     sampler: Any = getattr(getattr(trainer, "callback_handler", None), "train_dataloader", None)
     for _ in range(_DEPTH):

@@ -227,8 +227,8 @@ def _hang_text(summary: Summary) -> str:
 def _slow_text(slow: SlowIterations | None) -> str:
     if slow is None:
         return "single iterations are longer than the median"
-    longest = f"up to {_ms_text(slow.longest_s)} ms (iteration {slow.longest:,})"
-    return f"{_how_often(slow)}, {longest}, median {_ms_text(slow.median_s)} ms"
+    extent = f"up to {_ms_text(slow.longest_s)} ms (iteration {slow.longest:,})"
+    return f"{_how_often(slow)}, {extent}, median {_ms_text(slow.median_s)} ms"
 
 
 def _how_often(slow: SlowIterations) -> str:
@@ -297,7 +297,7 @@ def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_F
     counted_s = seconds / _devices_per_rank(summary, waterfall)
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
-        rank, count = last.most_often_last
+        rank, count = last.dominant_last_rank
         text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
     factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
     yield "uneven_ranks", seconds, text, _source("uneven_ranks"), factor

@@ -262,7 +262,7 @@ class DeviceWatch:
         """Whether a forecast is near enough, compared with the judged iterations, to be stated."""
         return forecast.iterations <= MAX_HORIZON * forecast.judged
 
-    def _longest_step_text(self, positions: int, capacity: float) -> str:
+    def _max_batch_text(self, positions: int, capacity: float) -> str:
         """Return the forecast for the longest possible micro-batch, if its step needs more than the capacity.
 
         The temporary bytes of a step are taken as linear in the positions; with attention scores they are more.
@@ -291,7 +291,7 @@ class DeviceWatch:
         if forecast is not None and self.is_near(forecast):
             self._reported.add("growth")
             yield MemoryWarning(FORECAST, self._forecast_text(forecast, capacity))
-        step = "" if "length" in self._reported else self._longest_step_text(max_positions, capacity)
+        step = "" if "length" in self._reported else self._max_batch_text(max_positions, capacity)
         if step:
             self._reported.add("length")
             yield MemoryWarning(FORECAST, step)

@@ -128,7 +128,7 @@ class LastRanks(Struct, frozen=True):
         return self.profiled_uneven_s / self.profiled_s if self.profiled_s else 0.0
 
     @property
-    def most_often_last(self) -> tuple[int, float]:
+    def dominant_last_rank(self) -> tuple[int, float]:
         """The rank that was most often the last one, and the number of these iterations; -1 without any."""
         return max(self.by_rank.items(), key=lambda item: item[1], default=(-1, 0.0))
 

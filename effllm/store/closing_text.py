@@ -240,7 +240,7 @@ def _slow_rank_texts(summary: Summary) -> Iterator[str]:
     if summary.stragglers:
         yield stragglers_text(summary.stragglers)
     last = summary.last_ranks
-    if summary.coverage.ranks_expected > 2 and last.most_often_last[1] > MIN_LAST_SHARE * last.iterations:
+    if summary.coverage.ranks_expected > 2 and last.dominant_last_rank[1] > MIN_LAST_SHARE * last.iterations:
         yield slowest_text(summary)
 
 

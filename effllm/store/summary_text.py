@@ -188,7 +188,7 @@ def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
 
 def slowest_text(summary: Summary) -> str:
     """Return the rank that was most often the last one; the summary must contain such a rank."""
-    rank, count = summary.last_ranks.most_often_last
+    rank, count = summary.last_ranks.dominant_last_rank
     return f"rank {rank}, last in {count:,.0f} of {summary.last_ranks.iterations:,.0f} iterations"
 
 

@@ -50,7 +50,7 @@ def energy(one, start_s, end_s):
 
 
 def method(one, start_s, end_s):
-    return one.readings.least_exact_method(at(start_s), at(end_s))
+    return one.readings.coarsest_method(at(start_s), at(end_s))
 
 
 def joules(one, start_s, end_s):

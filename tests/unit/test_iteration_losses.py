@@ -122,7 +122,7 @@ def test_ranks_that_are_last_most_often_are_kept():
 
     last = last.with_more(10.0, {999: 10.0}, {999: 5.0})
 
-    assert last.most_often_last == (999, 10.0) and last.max_waits_s[999] == 5.0
+    assert last.dominant_last_rank == (999, 10.0) and last.max_waits_s[999] == 5.0
     assert len(last.by_rank) == len(last.max_waits_s) == MAX_LAST
 
 
