@@ -17,12 +17,12 @@ from pathlib import Path
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
     "agent": 4_123,  # lines of code of the host, of long iterations and workers; readings between windows
-    "analysis": 3_063,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_570,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
+    "analysis": 3_065,  # one table of configurations with intervals; runs by their names; times of ranks by window
+    "commands": 6_572,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 924,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_702,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 5_019,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
+    "hooks": 5_020,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_504,  # no event and no read on a GPU that the process does not use
     "job": 9_064,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_100,  # the step of any model is measured, before in commands; five systems of YAML; settings left out

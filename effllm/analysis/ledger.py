@@ -79,7 +79,8 @@ class LedgerRun(msgspec.Struct):
         return self.measured_joules if self.total_joules is None else self.total_joules
 
     @property
-    def lost_gpu_hours(self) -> float:
+    def known_wasted_gpu_hours(self) -> float:
+        """`wasted_gpu_hours`; 0 if unknown or without GPUs."""
         return 0.0 if self.gpus == 0 else max(self.wasted_gpu_hours or 0.0, 0.0)
 
 
@@ -145,7 +146,7 @@ def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow
     for run, share in members:
         if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
             cause = one_line(run.cause)
-            causes[cause] = causes.get(cause, 0.0) + run.lost_gpu_hours * share
+            causes[cause] = causes.get(cause, 0.0) + run.known_wasted_gpu_hours * share
     currencies = sorted({one_line(run.currency) for run, _ in members if run.currency})
     has_one_currency = len(currencies) < 2
     return LedgerRow(
@@ -165,7 +166,7 @@ def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow
         goodput_ratio=(
             sum((run.goodput_ratio or 0.0) * weight for run, weight in known) / device_hours if device_hours else None
         ),
-        wasted_gpu_hours=sum(run.lost_gpu_hours * share for run, share in members),
+        wasted_gpu_hours=sum(run.known_wasted_gpu_hours * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
         simulated=sum(run.simulated for run, _ in members),
         slow_runs=sum(group in map(one_line, run.slow_hosts) for run, _ in members),

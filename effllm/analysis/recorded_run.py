@@ -136,8 +136,9 @@ class RankReports:
     def __init__(self) -> None:
         self.ranks: dict[int, RankMeans] = {}
         self.times = RankTimes()
-        self.first_window_end: int | None = None
-        self.last_window_end: int | None = None
+        # Shown iterations at the ends of the first and the last window that was read.
+        self.first_end_iteration: int | None = None
+        self.last_end_iteration: int | None = None
         self.skipped_lines = 0
         self.unread_bytes = 0  # of older reports
 
@@ -152,9 +153,9 @@ class RankReports:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
                 self.ranks.setdefault(line.rank, RankMeans()).add_report(line)
                 self.times.add_report(line)
-                self.last_window_end = line.iteration_shown or line.iteration_last
-                if self.first_window_end is None:
-                    self.first_window_end = self.last_window_end
+                self.last_end_iteration = line.iteration_shown or line.iteration_last
+                if self.first_end_iteration is None:
+                    self.first_end_iteration = self.last_end_iteration
         self.skipped_lines, self.unread_bytes = lines.num_skipped, lines.unread_bytes
 
 

@@ -188,12 +188,13 @@ def _fits_and_gpu(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None
     for model in models:
         with _model_in_errors(model, only_settings):
             planned.append(_plan_of(model, request, shared))
-    gpu = _named_or_smallest_gpu(request.gpu, max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus)
+    shown_count = max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus  # None: all that are here
+    gpu = _named_or_smallest_gpu(request.gpu, shown_count)
     fits = []
-    for model, plan in zip(models, planned, strict=True):
+    for model, (plan, settings, keeps_gpus) in zip(models, planned, strict=True):
         with _model_in_errors(model, only_settings):
-            fit = _fit_of_plan(model, *plan, request, gpu)
-        fits.append(replace(fit, notes=(*fit.notes, *notes, *_notes_of_ignored(request, plan[0]))))
+            fit = _fit_of_plan(model, plan, settings, keeps_gpus, request, gpu)
+        fits.append(replace(fit, notes=(*fit.notes, *notes, *_notes_of_ignored(request, plan))))
     return fits, gpu
 
 
@@ -273,10 +274,11 @@ def _with_num_gpus(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> Mem
 
 
 def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
-    """Return the plan of inference: weights in the precision of the products, on the same GPUs."""
+    """Return the plan of inference on the same GPUs: weights in the precision of the matrix products."""
     precision = plan.precision
     if PRECISIONS[precision].weights > PRECISIONS[precision].compute or "precision" not in settings:
         precision = "fp16" if precision.startswith("fp16") else "bf16"
+    # Adapters of LoRA are merged into a base that is not quantized any more.
     return replace(
         plan, mode=INFERENCE, precision=precision, lora_rank=0, zero=0, accumulation=1, checkpointing="none",
         base_bits=0 if plan.lora_rank else plan.base_bits, base_keeps_inputs=False, fused_loss=False,

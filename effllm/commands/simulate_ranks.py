@@ -112,7 +112,7 @@ class SimulatedRank:
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval
-        tokens = self.tokens_until(1)  # all windows have the same number
+        tokens = self.tokens_of_first(1)  # all windows have the same number
         energy_j = wave.energy_j(start_s, end_s)
         self.tokens += tokens
         self.energy_j += energy_j
@@ -153,9 +153,9 @@ class SimulatedRank:
             **counts,
         )
 
-    def tokens_until(self, window: int) -> int:
-        """Return the tokens of the reports up to a window."""
-        return window * self._log_interval * (TOKENS + self.rank)
+    def tokens_of_first(self, num_reports: int) -> int:
+        """Return the tokens of the first reports."""
+        return num_reports * self._log_interval * (TOKENS + self.rank)
 
     def bye(self, lost: int) -> Bye:
         return Bye(self.agent, self.rank, "completed", self._window * self._log_interval, lost)
@@ -205,7 +205,7 @@ class _SimulatedPeer:
     @property
     def tokens_confirmed(self) -> int:
         """Tokens of the confirmed reports; the confirmation of the BYE covers all reports before it."""
-        return self.rank.tokens if self.bye_seen else self.rank.tokens_until(self._confirmed)
+        return self.rank.tokens if self.bye_seen else self.rank.tokens_of_first(self._confirmed)
 
     def send_reports(self) -> int:
         if count := self.link.send_reports(self.outbox):

@@ -202,7 +202,7 @@ class SimulatedRun:
                     part.close()
                 if self._aggregator:
                     self._aggregator.close(is_waited_for=bool(self.result.status))
-                    self._add_totals(self._aggregator.folder / "summary.json")
+                    self._read_totals(self._aggregator.folder / "summary.json")
                 os.close(output)
         return self.result
 
@@ -315,7 +315,7 @@ class SimulatedRun:
                 sent = sum(part.sent for part in self._parts)
                 print(f"\r{sent:,} of {self._plan.ranks * self._plan.windows:,} reports", end="", file=sys.stderr)
 
-    def _add_totals(self, path: Path) -> None:
+    def _read_totals(self, path: Path) -> None:
         try:
             summary = msgspec.json.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError):

@@ -172,7 +172,7 @@ def _line_of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:
         tokens_per_second_per_gpu=run.tokens_per_second_per_gpu,
         mfu_ratio=run.mfu_ratio,
         verdict=one_line((run.cause or "").replace("_", " ")),
-        lost_gpus=(run.gpus or 0) * run.lost_gpu_hours / run.gpu_hours if run.gpu_hours else 0.0,
+        lost_gpus=(run.gpus or 0) * run.known_wasted_gpu_hours / run.gpu_hours if run.gpu_hours else 0.0,
         updated_time_s=(run.updated_time_s or 0.0) + STALE_AFTER_S,  # the next line of a run may be so late
     )
 

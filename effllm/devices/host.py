@@ -31,7 +31,7 @@ class Usage(NamedTuple):
 
 
 def usage_of(process: psutil.Process) -> Usage | None:
-    """Return the usage of a process, or ``None`` after it has ended."""
+    """Return the usage of a process, or ``None`` if it is gone."""
     try:
         with process.oneshot():
             times, memory = process.cpu_times(), process.memory_info()

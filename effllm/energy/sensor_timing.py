@@ -200,7 +200,7 @@ class SensorTiming:
     def reads_for(self, edge_ns: int) -> list[int]:
         """Return the times of the reads for the energy at an edge: at and after the edge, in order."""
         if self.clock is None or self.method != COUNTER:
-            return [edge_ns, edge_ns + late_ns] if (late_ns := self._delay_ns()) else [edge_ns]
+            return [edge_ns, edge_ns + late_ns] if (late_ns := self._second_read_delay_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # the counter then shows the energy at the edge
         last = self.clock.last_tick_before(shown_ns)
         tick_ns = self.clock.tick_ns
@@ -222,16 +222,16 @@ class SensorTiming:
         """Return whether the energy at an edge is final: later readings do not improve it."""
         newest_ns = self._readings[-1].time_ns if self._readings else 0
         if self.clock is None or self.method != COUNTER:
-            return newest_ns + self.valid_ns(max_gap_ns) >= edge_ns + self._delay_ns()
+            return newest_ns + self.valid_ns(max_gap_ns) >= edge_ns + self._second_read_delay_ns()
         edge_ns += max(round(self.sensor.lag_s / NS), 0)
         last = self.clock.last_tick_before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
-    def _delay_ns(self) -> int:
-        """Return the delay of readings after an edge, for sensors without known ticks; 0 below `MIN_TICK_S`."""
-        late_ns = self.mean_age_ns()
-        return late_ns if late_ns >= MIN_TICK_S / NS else 0
+    def _second_read_delay_ns(self) -> int:
+        """Return the time from a window's edge to its second read: the mean age of a reading; 0 below `MIN_TICK_S`."""
+        age_ns = self.mean_age_ns()
+        return age_ns if age_ns >= MIN_TICK_S / NS else 0
 
 
 def is_measured_share_unknown(device: Device) -> bool:

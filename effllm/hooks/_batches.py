@@ -186,7 +186,7 @@ class Batches:
             self._declare_batch_facts(self._batch_of_new_source)
             self._batch_of_new_source = None
         if self._source and is_counted_here:
-            self._steps.end(processed, samples, tokens, tokens_loss, at_ns=at_ns)
+            self._steps.end_step(processed, samples, tokens, tokens_loss, at_ns=at_ns)
         else:
             self._steps.end_counted(samples)
 

@@ -295,7 +295,7 @@ class Rounds:
         # An earlier call of the loop may have set the number of the first iteration; without such a call, 1 is assumed.
         first = None if collector.is_collecting else 1
         declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
-        if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
+        if self._steps.begin_training(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
             self._watch_cells()
 
     def _watch_cells(self) -> None:
@@ -328,7 +328,7 @@ class Rounds:
         if optimizer is leader:
             self._steps_of_others = 0
             self._counter.batches.end_iteration()
-            self._steps.start()
+            self._steps.start_step()
             return
         if optimizer not in self._counted_optimizers and recorder.ordinal < MAX_COUNTED_ITERATION:
             self._count_parameters(optimizer)
@@ -345,7 +345,7 @@ class Rounds:
                 self._counter.begin_training(parameters)
             else:
                 self._counter.batches.end_iteration()
-            self._steps.start()
+            self._steps.start_step()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         leaders = self._leaders_parameters

@@ -66,7 +66,7 @@ class Steps:
             initialize_efficientllm_metrics(parameter_share=share)
             Steps._parameters = collector.declared.facts.parameters
 
-    def begin(
+    def begin_training(
         self,
         *,
         parameter_share: Mapping[str, int] | None = None,
@@ -109,7 +109,8 @@ class Steps:
             Steps._parameters = collector.declared.facts.parameters
         return collector.is_collecting
 
-    def start(self) -> None:
+    def start_step(self) -> None:
+        """Record the start of a step."""
         if (recorder := self.recorder) is not None:
             recorder.start()
 
@@ -118,7 +119,7 @@ class Steps:
         if positions and (record := getattr(self.recorder, "record_positions", None)) is not None:  # with CUDA
             record(positions)
 
-    def end(
+    def end_step(
         self,
         tokens_processed: int = 0,
         samples: int = 0,

@@ -184,7 +184,7 @@ class _DeepSpeedLoop:
         is_pipeline = getattr(engine, "pipeline_parallelism", False)
         counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
         is_new = not get_metrics_collector().is_collecting
-        self._steps.begin(
+        self._steps.begin_training(
             parameter_share=counted.share_of_rank(counts_them) if counted else None,
             first_iteration=engine.global_steps if is_new else None,
             facts={
@@ -209,7 +209,7 @@ class _DeepSpeedLoop:
             self._idle_since_ns = 0
         elif not self._is_running:
             self._is_running = True
-            self._steps.start()
+            self._steps.start_step()
 
     def _begin_evaluation(self, engine: Any) -> None:
         if self._is_leader(engine) and not self._is_evaluating:

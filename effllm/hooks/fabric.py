@@ -111,7 +111,7 @@ class _FabricLoop:
         self._end_evaluation()
         if not self._is_running:
             self._is_running, self._leader, self._steps_of_others = True, self._stepped_last, 0
-            self._steps.start()
+            self._steps.start_step()
         if _referent(self._counted_model) is model:
             is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
             self._batches.add_batch(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
@@ -158,7 +158,7 @@ class _FabricLoop:
             return
         self._counted_model = weakref.ref(model)
         strategy = model._strategy
-        self._steps.begin(
+        self._steps.begin_training(
             parameter_share=self._share(),
             first_iteration=None if get_metrics_collector().is_collecting else 0,
             is_numbered=False,

@@ -143,7 +143,7 @@ class LightningTraining:
         self._step = trainer.global_step
         self._counts_data = _counts_batches(trainer)
         parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
-        has_begun = _STEPS.begin(
+        has_begun = _STEPS.begin_training(
             parameter_share=parameters.share_of_rank(trainer.global_rank == 0) if parameters else None,
             first_iteration=self._step,
             total_iterations=_total_iterations(trainer, self._module),
@@ -164,7 +164,7 @@ class LightningTraining:
             _STEPS.add_data_wait(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
         else:
-            _STEPS.start()
+            _STEPS.start_step()
 
     def restart_data_wait(self) -> None:
         """After an evaluation between two micro-batches, measure the data wait from now on."""

@@ -84,7 +84,7 @@ class _Iterations:
             return "evaluation"
         if not self._has_passes and self._claim_and_begin(call):
             self._has_passes = True
-            self._steps.start()
+            self._steps.start_step()
         return "training"
 
     def pass_ended(self, kind: str, call: Call, _result: Any) -> None:
@@ -107,7 +107,7 @@ class _Iterations:
         self._depth -= 1
         if self._depth == 0 and self._has_passes:
             self._has_passes = False
-            self._steps.end(self._tokens, self._samples)
+            self._steps.end_step(self._tokens, self._samples)
             self._samples = self._tokens = 0
 
     def optimizer_failed(self, _before: None) -> None:
@@ -126,7 +126,7 @@ class _Iterations:
             print_once("megatron.core is used with sequences of varying length: tokens and samples are not counted")
         else:
             self._reports_data = reports_data()
-        self._steps.begin(
+        self._steps.begin_training(
             parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, chunks[0], config)
         )
         get_metrics_collector().set_peer_group(*(self._peers(peer_group_and_replica) or ("",)))

@@ -144,7 +144,7 @@ class _Training:
         facts = _facts(args)
         if flops:
             facts["flops_convention"] = "Megatron's num_floating_point_operations, forward and backward"
-        if not self._steps.begin(
+        if not self._steps.begin_training(
             parameter_share=self._parameters(parameter_share, model if isinstance(model, list | tuple) else [model]),
             first_iteration=self._first_iteration,
             total_iterations=_total_iterations(args),
@@ -198,7 +198,7 @@ class _Training:
         if self._steps.is_owner:
             self._record_end()
             self._record_loss()
-            self._steps.start()
+            self._steps.start_step()
 
     def step_ended(self, _before: Any, _call: Call, result: Any) -> None:
         """Record the end of a step with its counts; a batch ramp-up changes the number of micro-batches."""
@@ -226,7 +226,7 @@ class _Training:
         """Record the end of the last step; from Megatron 0.18 on, tokens without padding are known after the end."""
         if self._unrecorded_end is not None:
             (ended_ns, processed, samples), self._unrecorded_end = self._unrecorded_end, None
-            self._steps.end(processed, samples, tokens, at_ns=ended_ns)
+            self._steps.end_step(processed, samples, tokens, at_ns=ended_ns)
 
     def before_log(self, call: Call) -> None:
         """Read the arguments of Megatron's log: tokens of packed sequences; at the end of a window, also the loss."""

@@ -72,14 +72,14 @@ def _before_step(call: Call) -> Any:
     trainer = call.args[0]
     if _training is None or _training.trainer is not trainer:
         _training = TitanTraining(trainer)
-        _training.begin()
-    _training.start()
+        _training.begin_training()
+    _training.start_step()
     return _training
 
 
 def _after_step(training: Any, call: Call, result: Any) -> None:
     if training is not None:
-        training.end()
+        training.end_step()
 
 
 def _step_failed(training: Any) -> None:
@@ -132,11 +132,11 @@ class TitanTraining:
         self._tokens = self._tokens_seen = self._num_waits_seen = 0
         self._wait_s = 0.0
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """Start the metrics of this rank, and hook torchtitan's checkpoints and evaluations."""
         trainer = self.trainer
         flops = getattr(self.processor, "num_flops_per_token", -1)
-        _STEPS.begin(
+        _STEPS.begin_training(
             parameter_share=_COUNTING(self._parameter_share),
             first_iteration=max(int(trainer.step) - 1, 0),
             total_iterations=getattr(self._settings, "steps", None),
@@ -156,8 +156,8 @@ class TitanTraining:
         around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_record_figures)
         self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
-    def start(self) -> None:
-        _STEPS.start()
+    def start_step(self) -> None:
+        _STEPS.start_step()
 
     def add_new_counts(self) -> None:
         """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""
@@ -170,12 +170,12 @@ class TitanTraining:
         """Store torchtitan's new counts, after its log has set them to 0; later counts are compared with these."""
         self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         self.add_new_counts()
         _STEPS.add_data_wait(int(self._wait_s * 1e9))
         tokens = self._tokens if self._counts_data else 0
         self._tokens, self._wait_s = 0, 0.0
-        _STEPS.end(tokens, tokens // self._length if self._length else 0)
+        _STEPS.end_step(tokens, tokens // self._length if self._length else 0)
 
     def drop_counts(self) -> None:
         """Drop the tokens and waits of a step that did not end."""

@@ -105,7 +105,7 @@ class _TorchtuneLoop:
         self._end_if_stepped()
         if not self._is_running:
             self._is_running = True
-            self._steps.start()
+            self._steps.start_step()
         if self._counts_data:
             self._batches.add_batch(_counts_of(batch, recipe))
 
@@ -161,7 +161,7 @@ class _TorchtuneLoop:
         self._counts_data = not data_size or own_rank % max(recipe.world_size // data_size, 1) == 0
         counted = _COUNTING(parameters_of, recipe._model)
         epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
-        self._steps.begin(
+        self._steps.begin_training(
             parameter_share=counted.share_of_rank(own_rank == 0) if counted else None,
             first_iteration=self._step,
             total_iterations=epochs * steps if epochs and steps else None,

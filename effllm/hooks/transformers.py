@@ -114,7 +114,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the start of a step."""
         if self._is_counting:
-            _STEPS.start()
+            _STEPS.start_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of a step with its counts."""
@@ -191,7 +191,7 @@ class TrainerRun:
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
         # The rank of the metrics is used, because transformers may treat each rank as a job of one process.
-        self.is_begun = _STEPS.begin(
+        self.is_begun = _STEPS.begin_training(
             parameter_share=self._parameters.share_of_rank(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
             total_iterations=state.max_steps,
@@ -250,11 +250,11 @@ class TrainerRun:
             # whole job.
             tokens = int(seen) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            _STEPS.end(tokens, samples if self._counts_samples else 0)
+            _STEPS.end_step(tokens, samples if self._counts_samples else 0)
             return
         samples, tokens, tokens_loss, weighted = self._late.take_sums()
         processed, self._tokens_processed = self._tokens_processed, 0
-        _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
+        _STEPS.end_step(processed, samples, None if self._has_unknown else tokens, tokens_loss)
         self._flops.add_tokens(tokens, weighted)
         if self._flops.has_changed(WIDTH_TOLERANCE):
             self._report_flops()

@@ -47,7 +47,7 @@ class WindowJoiner:
 
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
-        self._ended, self._ends = number, [until]  # the last ended joined window; ends of joined windows
+        self._last_ended, self._ends = number, [until]  # the last ended joined window; ends of joined windows
         self._is_new = number == 0  # until a joined window ends: it has the number of its first window
         self._long_at: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
@@ -78,7 +78,7 @@ class WindowJoiner:
         if rows is None:
             rows = self._waiting[rank] = []
         rows.append(row)
-        if number <= self._ended:
+        if number <= self._last_ended:
             if row.final or number <= closed or row.window >= self.end_of(number):
                 ready.append(self._take_joined(rank))
             return ready
@@ -99,7 +99,7 @@ class WindowJoiner:
         """
         ends = self._ends
         is_single = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
-        return self._ended if is_single and row.rank not in self._waiting else 0
+        return self._last_ended if is_single and row.rank not in self._waiting else 0
 
     def take_overdue(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
         """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
@@ -118,7 +118,7 @@ class WindowJoiner:
 
     def end_of(self, number: int) -> int:
         """Return the last window of an ended joined window."""
-        return self._ends[max(number - self._ended - 1, -len(self._ends))]
+        return self._ends[max(number - self._last_ended - 1, -len(self._ends))]
 
     @property
     def has_reports(self) -> bool:
@@ -130,7 +130,7 @@ class WindowJoiner:
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 
     def _joined_number_of(self, window: int) -> int:
-        return self._ended + 1 - len(self._ends) + bisect_left(self._ends, window)
+        return self._last_ended + 1 - len(self._ends) + bisect_left(self._ends, window)
 
     def _is_long(self, first: RankReport, last: RankReport) -> bool:
         return last.final or last.end_time_s - first.start_time_s >= self._min_s
@@ -140,8 +140,11 @@ class WindowJoiner:
         before = self._ends[-1]
         opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
         if self._is_new:
-            self._is_new, self._ended = False, statistics.median_low(rows[0].window for rows in opened.values()) - 1
-        self._ended += 1
+            self._is_new, self._last_ended = (
+                False,
+                statistics.median_low(rows[0].window for rows in opened.values()) - 1,
+            )
+        self._last_ended += 1
         self._ends.append(end)
         if len(self._ends) > MAX_ENDS:
             del self._ends[: MAX_ENDS // 2]
@@ -151,7 +154,7 @@ class WindowJoiner:
             rest = [row for row in rows if row.window > end]
             if rest or rows[-1].final or rows[-1].window == end:
                 self._waiting[rank] = [row for row in rows if row.window <= end]
-                ready.append(self._take_joined(rank) if self._waiting[rank] else Joined(rank, self._ended))
+                ready.append(self._take_joined(rank) if self._waiting[rank] else Joined(rank, self._last_ended))
             if rest:
                 self._waiting[rank], self._since_s = rest, now_s
                 long = next((row.window for row in rest if self._is_long(rest[0], row)), None)

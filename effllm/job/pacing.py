@@ -8,7 +8,7 @@ from __future__ import annotations
 
 LARGE_WORLD = 1000  # a world with more ranks is large
 RANKS_PER_S = 1000.0  # acknowledged ranks per second in a large world
-SHARE_OF_BUFFER = 8  # an eighth of an agent's buffer may wait for an acknowledgement
+BUFFER_DIVISOR = 8  # an eighth of an agent's buffer may wait for an acknowledgement
 ENDING_S = 1.0  # maximum wait for a state at the end; after its BYE an agent waits four seconds for its last Ack
 LARGE_PAUSE_S = 0.002  # pause between two reads of the socket; a wake-up takes more time than a frame
 QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # see `quiet_s`; reports may be a second apart
@@ -19,14 +19,14 @@ class Pace:
     """The times at which the state is saved.
 
     Args:
-        history_size: number of reports that an agent can store.
+        agent_buffer_size: number of reports that an agent can store.
     """
 
-    def __init__(self, history_size: int) -> None:
-        self._max_windows = max(history_size // SHARE_OF_BUFFER, 1)
+    def __init__(self, agent_buffer_size: int) -> None:
+        self._max_unsaved_windows = max(agent_buffer_size // BUFFER_DIVISOR, 1)
         self._unsaved_windows = 0  # windows that closed since the last saved state
         self._saved_s = float("-inf")
-        self._ending_s: float | None = None  # time at which the first rank left
+        self._ending_s: float | None = None  # first check after a rank left, in a large world
 
     def count_closed(self, windows: int) -> None:
         self._unsaved_windows += windows
@@ -43,7 +43,7 @@ class Pace:
             # The last reports arrive between BYEs, and would have to wait if the state were saved at once.
             self._ending_s = now_s if self._ending_s is None else self._ending_s
             every_s, since_s = ENDING_S, max(since_s, self._ending_s)
-        return self._unsaved_windows >= self._max_windows or now_s - since_s >= every_s
+        return self._unsaved_windows >= self._max_unsaved_windows or now_s - since_s >= every_s
 
 
 def is_large(world_size: int) -> bool:

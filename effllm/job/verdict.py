@@ -200,13 +200,13 @@ def _verdict_healthy(why: str, evidence: tuple[Evidence, ...]) -> Verdict:
 
 
 def _verdict_failed(
-    summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_reported_loss: bool
+    summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_loss_above_threshold: bool
 ) -> Verdict:
     """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
     named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
     text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
     event_reasons = [f"{_EVENT_REASONS[kind]} was reported" for kind in _EVENT_REASONS if summary.events.get(kind)]
-    largest = f"largest loss: {evidence[0].claim}" if evidence and has_reported_loss else ""
+    largest = f"largest loss: {evidence[0].claim}" if evidence and has_loss_above_threshold else ""
     why = "; ".join(filter(None, [*event_reasons, largest])) or _END_TEXTS[summary.status].why
     action = "events.jsonl: memory_leak, memory_forecast" if _MEMORY_GROWTH_KINDS & summary.events.keys() else ""
     return Verdict(FAILED, text, why, action or _END_TEXTS[summary.status].next, None, HIGH, evidence)

@@ -337,13 +337,13 @@ def _kv_cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     windowed = plan.micro_batch * min(shape.sliding_window or plan.seq_length, plan.seq_length)
     size = plan.numbers.compute
     if shape.latent:
-        whole = shape.layers * tokens * (shape.q_size + shape.value_size) / plan.tp
+        whole = shape.layers * tokens * (shape.q_size + shape.value_size) / plan.tp * size * share
         latent = shape.layers * tokens * (shape.latent.kv_rank + shape.latent.rope_head_dim) * size * share
-        return ByteRange(latent, latent, max(whole * size * share, latent))
-    heads = 2 * max(shape.kv_heads / plan.tp, 1) * shape.head_dim * size * share
+        return ByteRange(latent, latent, max(whole, latent))
+    token_bytes = 2 * max(shape.kv_heads / plan.tp, 1) * shape.head_dim * size * share
     full = shape.layers - shape.sliding_layers
-    least = (full * tokens + shape.sliding_layers * min(windowed, tokens)) * heads
-    return ByteRange(least, least, shape.layers * tokens * heads)
+    least = (full * tokens + shape.sliding_layers * min(windowed, tokens)) * token_bytes
+    return ByteRange(least, least, shape.layers * tokens * token_bytes)
 
 
 def _working_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:

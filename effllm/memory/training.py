@@ -212,21 +212,21 @@ def training_course(shape: ModelShape, plan: MemoryPlan, stage: Stage, held: lis
 
 
 def _layer_blocks(sizes: TensorSizes, weights: _BlockWeights, stage: Stage) -> list[list[LayerBlock]]:
+    """Return the blocks of each layer of a stage, dense layers first."""
     shape, routed = sizes.shape, sizes.shape.experts
     block = attention(sizes)
     if sizes.plan.checkpointing == "selective":  # recomputes the probabilities (Korthikanti et al., section 5)
         fused = attention(TensorSizes(shape, replace(sizes.plan, attention="sdpa")))
         block = replace(block, kept=fused.kept, backward=block.backward + block.kept - fused.kept)
-    inner = weights.attach(block, Group.ATTENTION)
-    dense = [norm(sizes), inner, *[norm(sizes)] * (shape.norms_per_layer - 1)]
-    layers = [[*dense, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]]
+    before_mlp = [norm(sizes), weights.attach(block, Group.ATTENTION), *[norm(sizes)] * (shape.norms_per_layer - 1)]
+    dense_layer = [*before_mlp, weights.attach(mlp(sizes, shape.intermediate), Group.MLP)]
     if not routed:
-        return layers * stage.layers
-    blocks = [*dense, weights.attach(experts(sizes, routed), Group.EXPERT, Group.ROUTER)]
+        return [dense_layer] * stage.layers
+    expert_layer = [*before_mlp, weights.attach(experts(sizes, routed), Group.EXPERT, Group.ROUTER)]
     if routed.shared_intermediate:
-        blocks.append(weights.attach(mlp(sizes, routed.shared_intermediate), Group.SHARED))
-    count = round(stage.layers * (routed.layers / shape.layers))
-    return layers * (stage.layers - count) + [blocks] * count
+        expert_layer.append(weights.attach(mlp(sizes, routed.shared_intermediate), Group.SHARED))
+    num_expert_layers = round(stage.layers * (routed.layers / shape.layers))
+    return [dense_layer] * (stage.layers - num_expert_layers) + [expert_layer] * num_expert_layers
 
 
 def _kept_bytes(layer: Sequence[LayerBlock]) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector, initialize_efficientllm_metrics
+from effllm.trainer.session import status_after
 
 
 def count(
@@ -117,10 +118,7 @@ def monitor(parameters: int | None = None, **arguments: Any) -> Iterator[Monitor
     collector.record_iteration_start()
     try:
         yield Monitor(collector)
-    except KeyboardInterrupt:
-        collector.stop_collection("interrupted")
-        raise
-    except BaseException:
-        collector.stop_collection("failed")
+    except BaseException as error:
+        collector.stop_collection(status_after(error))
         raise
     collector.stop_collection("completed")

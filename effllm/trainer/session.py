@@ -302,7 +302,8 @@ class Session:
     def _at_exit(self) -> None:
         if self._is_closed or os.getpid() != self._pid:  # the second in a forked child
             return
-        self.finish(_final_status())
+        # The interpreter stores an uncaught exception, but in a child of multiprocessing it is still being handled.
+        self.finish(status_after(getattr(sys, "last_value", None) or sys.exc_info()[1]))
         self.close()
 
 
@@ -337,12 +338,12 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _final_status() -> str:
-    """Return the final status of this process; the interpreter stores an uncaught exception in ``sys.last_value``."""
-    error = getattr(sys, "last_value", None) or sys.exc_info()[1]  # the second in a child of multiprocessing
+def status_after(error: BaseException | None) -> str:
+    """Return the status of a training that ended with this exception, or without one."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return "completed" if error is None or isinstance(error, SystemExit) else "failed"
+    has_failed = error.code not in (None, 0) if isinstance(error, SystemExit) else error is not None
+    return "failed" if has_failed else "completed"
 
 
 def _run_folder(config: Config, place: Place) -> str:

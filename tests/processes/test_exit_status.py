@@ -40,6 +40,8 @@ ENDS = {
     "os._exit after the last iteration": ("train(); os._exit(0)", 0, "completed"),
     "a forked child of multiprocessing": ("start('fork')", 0, "completed"),
     "an exception in a forked child of multiprocessing": ("start('fork', 'raise')", 1, "failed"),
+    "sys.exit within monitor": ("with effllm.monitor(1000):\n train(start=False)\n sys.exit()", 0, "completed"),
+    "an error code within monitor": ("with effllm.monitor(1000):\n train(start=False)\n sys.exit(3)", 3, "failed"),
     "a function of atexit that initialises": ("atexit.register(train)", 0, "completed"),
 }
 

@@ -12,9 +12,9 @@ from effllm.trainer.collector import get_metrics_collector
 
 def train(model):
     steps = Steps(1, "framework")
-    steps.begin(parameter_share={{"total": 10}}, facts={{"model": model}} if model else {{}})
-    steps.start()
-    steps.end(1, 1)
+    steps.begin_training(parameter_share={{"total": 10}}, facts={{"model": model}} if model else {{}})
+    steps.start_step()
+    steps.end_step(1, 1)
     print(get_metrics_collector().declared.facts.run.get("model"))
     effllm.finalize_efficientllm_metrics()
 

@@ -250,12 +250,12 @@ def test_step_time_excludes_generation_in_a_training_step(tmp_path):
         + """
 from effllm.hooks._steps import Steps
 steps = Steps(1, "a framework")
-steps.begin(parameter_share={"total": 1000})
+steps.begin_training(parameter_share={"total": 1000})
 for _ in range(4):
-    steps.start()
+    steps.start_step()
     llm.chat(['a'])
     time.sleep(0.01)
-    steps.end(100, 1)
+    steps.end_step(100, 1)
 steps.finish()
 """,
     )
@@ -274,11 +274,11 @@ def test_training_after_a_trial_generation_is_a_separate_run(tmp_path):
 llm.generate(['a trial'])
 from effllm.hooks._steps import Steps
 steps = Steps(1, "a framework")
-steps.begin(parameter_share={"total": 1000})
+steps.begin_training(parameter_share={"total": 1000})
 for _ in range(3):
-    steps.start()
+    steps.start_step()
     time.sleep(0.01)
-    steps.end(100, 1)
+    steps.end_step(100, 1)
 steps.finish()
 """,
     )

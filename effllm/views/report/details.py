@@ -86,8 +86,8 @@ def ranks(run: RecordedRun) -> Child:
     rows = [_rank_row(rank, sums, longest_s) for rank, sums in shown]
     what = "the slowest ranks first" if has_all else "the ranks that were most often an outlier first"
     about = [
-        f"Means over the windows that end in the iterations {reports.first_window_end:,} to "
-        f"{reports.last_window_end:,}.",
+        f"Means over the windows that end in the iterations {reports.first_end_iteration:,} to "
+        f"{reports.last_end_iteration:,}.",
         *_limit_sentences(run, world),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:

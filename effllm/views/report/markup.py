@@ -112,5 +112,5 @@ def section(anchor: str, title: str, *content: Child) -> Markup:
 
 
 def collapsed(summary: str, *content: Child) -> Markup:
-    """Return content that is opened with a click; a print has it open."""
+    """Return content that is opened with a click."""
     return element("details", element("summary", summary), *content)
