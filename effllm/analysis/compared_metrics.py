@@ -44,11 +44,7 @@ class ComparedMetric(NamedTuple):
 
 
 def compared_metrics(names: Collection[str] = ()) -> list[ComparedMetric]:
-    """Return the metrics with these names, or the default table, in the order of the table.
-
-    Raises:
-        ValueError: a metric has no better direction, or there is no such metric.
-    """
+    """Return the metrics with these names, or the default table, in the order of the table."""
     for name in names:
         if name not in _TABLE:
             reason = "has no better direction" if name in METRICS else "is not a metric"

@@ -177,13 +177,8 @@ def compare(
 ) -> list[MetricComparison]:
     """Compare side B with side A; a metric that no run has is left out.
 
-    Args:
-        a: the baseline.
-        b: the other side.
-        metrics: the metrics, in the order of the table.
-        are_primary: whether the user has named the metrics, so that all are primary; else only throughput is.
-        alpha: level of the intervals, each of one metric alone.
-        comparisons: number of such comparisons whose outcomes must hold together (Bonferroni).
+    All metrics that the user has named are primary (``are_primary``), else only throughput is. ``alpha`` is the level
+    of the intervals, each of one metric alone. The outcomes of so many ``comparisons`` hold together (Bonferroni).
     """
     evidence = {metric: _evidence(a, b, metric) for metric in metrics if any(_values(side, metric) for side in (a, b))}
     first: dict[str, ComparedMetric] = {}  # comparable metric of each quantity
@@ -360,11 +355,7 @@ class ConditionAnswer(NamedTuple):
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition in a text such as ``joules_per_token > +2%``.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Return the condition in a text such as ``joules_per_token > +2%``."""
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a condition such as 'joules_per_token > +2%' or 'tokens_per_second < -1%'")

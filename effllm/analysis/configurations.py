@@ -58,14 +58,8 @@ class Configurations(NamedTuple):
 def configurations(sides: Sequence[Side], *, is_paper: bool, names: Sequence[str] = ()) -> Configurations:
     """Return the table of configurations.
 
-    Args:
-        sides: the configurations.
-        is_paper: whether the table has the metrics and the score of the paper, and the best configuration first.
-        names: further metrics.
-
-    Raises:
-        UnreadableRun: runs have different kinds of parameters in the paper's table, or only some simulated devices.
-        ValueError: a metric has no better direction, or there is no such metric.
+    With ``is_paper`` it has the metrics and the score of the paper, and the best configuration is first; ``names`` are
+    further metrics.
     """
     _check_comparable(sides, is_paper=is_paper)
     wanted = [*(PAPER if is_paper else DEFAULT_COLUMNS), *names]

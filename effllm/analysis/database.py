@@ -66,11 +66,7 @@ class Skipped(NamedTuple):
 
 
 def connect() -> Any:
-    """Return a connection to a new database in memory, which loads no extension from the network.
-
-    Raises:
-        ImportError: DuckDB is not installed.
-    """
+    """Return a connection to a new database in memory, which loads no extension from the network."""
     try:
         import duckdb
     except ImportError:
@@ -118,7 +114,6 @@ class Database:
     database of the tables; tables that were not used are empty in it.
 
     Args:
-        runs: the run folders.
         tags: only runs with all these tags are read: values by name, or words and ``name=value``.
         columns: only these columns of the table `runs`, and its keys and tags, are read; "" is all columns.
         progress: called with the number of run folders that were read, and of all that must be read.
@@ -155,11 +150,7 @@ class Database:
         return self.connection.table(name)
 
     def sql(self, query: str) -> Any:
-        """Return the result of a query over the tables as a relation of DuckDB; ``None`` without a result.
-
-        Raises:
-            duckdb.Error: the query is wrong.
-        """
+        """Return the result of a query over the tables as a relation of DuckDB; ``None`` without a result."""
         self.read_tables_of(query)
         return self.connection.sql(query)
 

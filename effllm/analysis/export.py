@@ -28,10 +28,6 @@ def export_csv(runs: Runs, path: Path) -> int:
     """Append one row per run to a CSV file; return the number of new rows.
 
     A run whose row is in the file already is left out. Lists, maps and JSON are JSON in a cell.
-
-    Raises:
-        OtherColumns: the file has other columns.
-        OSError: the file cannot be written.
     """
     relation = runs.runs
     names = relation.columns
@@ -43,12 +39,7 @@ def export_csv(runs: Runs, path: Path) -> int:
 
 
 def export_json(runs: Runs, path: Path) -> int:
-    """Replace a file with one JSON object per run, one per line; return the number of runs.
-
-    Raises:
-        OSError: the file cannot be written.
-        duckdb.Error: the same.
-    """
+    """Replace a file with one JSON object per run, one per line; return the number of runs."""
     with own_files.replaced(path) as draft:
         runs.connection.execute(f"COPY runs TO {text_sql(draft)} (FORMAT json, ARRAY false)")
     return len(runs)
@@ -59,11 +50,6 @@ def export_parquet(runs: Runs, folder: Path) -> int:
 
     The dataset has one file per table, project and month: ``v5/runs/project=P/month=2026-01/data.parquet``. The rows of
     runs that the dataset already contains are replaced.
-
-    Raises:
-        OSError: a file cannot be written; the file of the dataset is unchanged.
-        duckdb.Error: the same.
-        TimeoutError: another process writes the dataset for longer than `LOCK_TIMEOUT_S`.
     """
     version = folder / f"v{SCHEMA_VERSION}"
     _make_folders(version)

@@ -116,15 +116,9 @@ class Totals(NamedTuple):
 
 
 def totals(runs: Sequence[LedgerRun], by: str, skipped: Sequence[str] = (), wasted: bool = False) -> Totals:
-    """Return the totals of runs by a key.
+    """Return the totals of runs by a key of `KEYS`, ordered by GPU-hours, or by ``wasted`` GPU-hours.
 
     A run on several hosts belongs to the group of each host, in equal parts.
-
-    Args:
-        runs: the runs.
-        by: a name in `KEYS`.
-        skipped: a line for each file that was not read.
-        wasted: order the groups by wasted GPU-hours instead of all GPU-hours.
     """
     groups: dict[str, list[tuple[LedgerRun, float]]] = {}
     for run in runs:
@@ -188,10 +182,6 @@ def read_ledger(
         paths: folders of runs, and files or folders of ``EFFICIENTLLM_LEDGER``.
         since_s: unix time; only later starts are returned.
         progress: called with the number of run folders that were read, and of all that are not in the cache.
-
-    Raises:
-        UnreadableRun: a path has neither.
-        ImportError: DuckDB is not installed.
     """
     runs: list[LedgerRun] = []
     skipped: list[str] = []

@@ -165,11 +165,7 @@ class QueryResult(NamedTuple):
 
 
 def run_query(runs: Runs, query: str) -> QueryResult:
-    """Run one query that reads the tables of runs; afterwards the connection can neither read nor write a file.
-
-    Raises:
-        QueryError: the query is wrong, changes something, or reads something else.
-    """
+    """Run one query that reads the tables of runs; afterwards the connection can neither read nor write a file."""
     import duckdb
 
     try:

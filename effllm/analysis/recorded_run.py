@@ -143,11 +143,7 @@ class RankReports:
         self.unread_bytes = 0  # of older reports
 
     def read(self, folder: Path) -> None:
-        """Read the newest rank reports of a run.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Read the newest rank reports of a run."""
         lines = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
         for line in lines:
             if line.rank in self.ranks or len(self.ranks) < MAX_RANKS:
@@ -176,11 +172,7 @@ class EventExtract:
         return sorted((*self._problems, *self._others), key=lambda event: event.time_s)
 
     def read(self, folder: Path) -> None:
-        """Read the newest events of a run; a run without events has no file.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Read the newest events of a run; a run without events has no file."""
         path = folder / "events.jsonl"
         if not path.is_file():
             return
@@ -194,11 +186,7 @@ class EventExtract:
 
 
 def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
-    """Return the names and the beginnings of the ``limit`` newest stack files, and the number of all stack files.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the names and the beginnings of the ``limit`` newest stack files, and the number of all stack files."""
     paths = sorted(
         (path for path in (folder / "stacks").glob("*.txt") if path.is_file()),
         key=lambda path: path.stat().st_mtime,
@@ -212,8 +200,6 @@ class RecordedRun:
     """The content of a run folder; ``problems`` has a sentence for everything that was not read.
 
     Args:
-        folder: the run folder.
-        tags: tags of the curves.
         max_events: maximum number of problems, and of other events.
         max_stacks: maximum number of stack files.
     """

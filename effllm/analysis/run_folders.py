@@ -42,11 +42,7 @@ class FoundRun(NamedTuple):
 def find_runs(paths: Paths) -> list[FoundRun]:
     """Return the run folders at the paths, each once, in the order of the paths and then of the names.
 
-    Args:
-        paths: a run folder or a file in it, a folder of runs, a glob of these, or several of these.
-
-    Raises:
-        UnreadableRun: a path does not exist or has no run folder.
+    A path is a run folder or a file in it, a folder of runs, or a glob of these.
     """
     runs: dict[str, FoundRun] = {}
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
@@ -63,14 +59,7 @@ def find_runs(paths: Paths) -> list[FoundRun]:
 
 
 def named_run(name: str) -> Path:
-    """Return the path of a run: a path, or the name of a run in the folder of runs, or how only one name begins.
-
-    Args:
-        name: a path, the name of a run folder or its beginning, or `LAST`.
-
-    Raises:
-        UnreadableRun: there is no such run, or several names begin so.
-    """
+    """Return the path of a run: a path, or the name of a run in the folder of runs or its beginning, or `LAST`."""
     path = Path(name)
     if path.exists() or os.sep in name:
         return path
@@ -96,11 +85,7 @@ def named_run(name: str) -> Path:
 
 
 def one_run(name: str) -> Path:
-    """Return the path of a run as `named_run`; of a folder of runs, that of its last one.
-
-    Raises:
-        UnreadableRun: there is no such run, or several names begin so.
-    """
+    """Return the path of a run as `named_run`; of a folder of runs, that of its last one."""
     path = named_run(name)
     if path.is_dir() and run_at(str(path)) is None:
         return max((run.folder for run in runs_below(os.path.realpath(path))), key=started_s, default=path)

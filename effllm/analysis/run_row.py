@@ -31,11 +31,7 @@ class Unreadable(Exception):
 
 
 def read_document(path: Path) -> Document | None:
-    """Return a JSON object from a regular file; ``None`` if there is no such file.
-
-    Raises:
-        Unreadable: the file cannot be read.
-    """
+    """Return a JSON object from a regular file; ``None`` if there is no such file."""
     try:
         document = msgspec.json.decode(read_regular(path), type=Document)
     except FileNotFoundError:
@@ -53,11 +49,7 @@ def read_document(path: Path) -> Document | None:
 
 
 def read_record(path: Path, form: type[Form]) -> Form | None:
-    """Return a JSON object from a regular file in a form; ``None`` if there is no such file.
-
-    Raises:
-        Unreadable: the file cannot be read, or has another form.
-    """
+    """Return a JSON object from a regular file in a form; ``None`` if there is no such file."""
     document = read_document(path)
     try:
         return None if document is None else msgspec.convert(document, form, str_keys=True)

@@ -71,14 +71,8 @@ class Side(NamedTuple):
 def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: str = "") -> tuple[list[Side], list[str]]:
     """Return the sides, the baseline first, and a line for every run that was left out.
 
-    Args:
-        arguments: paths, globs or tags; without ``by``, each is one side.
-        by: a tag, a column of the table `runs`, or a fact: runs with the same value are one side.
-        runs_folder: the folder in which tags are searched.
-        baseline: the name of the first side.
-
-    Raises:
-        UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
+    Each argument (a path, a glob, or a tag that is searched in the folder of runs) is a side. With ``by`` (a tag, a
+    column of the table `runs`, or a fact), runs with the same value are a side.
     """
     all_sides, left_out = _sides_of(arguments, runs_folder)
     sides = _sides_by_value(all_sides, by, left_out) if by else all_sides
@@ -98,16 +92,9 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
 
 
 def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[list[Side], list[str]]:
-    """Return the configurations of runs, and a line for every run that was left out.
+    """Return the configurations of runs, and a line for every run that was left out; arguments as in `find_sides`.
 
-    Args:
-        arguments: paths, globs or tags.
-        by: a tag, a column of the table `runs`, or a fact; without it, the tag ``config`` if a run has it, else each
-            run is a configuration.
-        runs_folder: the folder in which tags are searched.
-
-    Raises:
-        UnreadableRun: a path or a tag has no run.
+    The default of ``by`` is the tag ``config`` if a run has it; else each run is a configuration.
     """
     sides, left_out = _sides_of(arguments, runs_folder)
     runs = {run.folder: run for side in sides for run in side.runs}

@@ -133,11 +133,7 @@ class WindowCurves:
         self._tokens, self._first_s = 0.0, math.nan  # so far; end of the first window
 
     def read(self, folder: Path) -> None:
-        """Read the windows of a run.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Read the windows of a run."""
         lines = JsonLines([path for path in segments(folder, "windows") if path.is_file()], CurveLine)
         for line in lines:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.

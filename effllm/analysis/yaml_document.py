@@ -10,12 +10,7 @@ MAX_NODES = 100_000
 
 
 def load_yaml(content: str | bytes) -> Any:
-    """Return the content of a YAML document; merge keys (``<<: *base``) are expanded.
-
-    Raises:
-        ImportError: PyYAML is not installed.
-        yaml.YAMLError: the content is not YAML, or is refused.
-    """
+    """Return the content of a YAML document; merge keys (``<<: *base``) are expanded."""
     import yaml
 
     try:

@@ -104,12 +104,7 @@ def main(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Lock a campaign; its runs inherit the descriptor and hold the lock, also if the campaign is killed before them.
-
-    Raises:
-        WrongPlan: another process runs this campaign.
-        OSError: the folder cannot be made or written.
-    """
+    """Lock a campaign, else raise `WrongPlan`; its runs inherit the descriptor, and hold the lock if it is killed."""
     own_files.make_folder(folder)
     lock = own_files.open_file(folder / "campaign.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -130,11 +125,7 @@ class Campaign:
         self._order = order_of(plan)
 
     def run(self) -> int:
-        """Run what is missing; return 1 if a run of the campaign has failed, else 0.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C; the present run has ended.
-        """
+        """Run what is missing; return 1 if a run of the campaign has failed, else 0."""
         waiting = [run for run in self._order if not self._is_done(run)]
         total, done = len(self._order), len(self._order) - len(waiting)
         if done:
@@ -170,11 +161,7 @@ class Campaign:
                 return
 
     def _run_and_record(self, run: PlannedRun) -> str:
-        """Run one run; return why it has failed, which is also recorded, or "".
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C; the run has ended, and is still to do.
-        """
+        """Run one run; return why it has failed, which is also recorded, or ""; after Ctrl-C the run is still to do."""
         self._failure_path(run).unlink(missing_ok=True)
         *_, folder = self._folders_and_next(run)
         problem = self._execute_command(run, folder.name) or _wait_for_summary(folder)
@@ -285,13 +272,7 @@ class PlannedRun(NamedTuple):
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan in a YAML file, whose commands exist.
-
-    Raises:
-        WrongPlan: the file cannot be read, has an unknown key or a wrong value, two runs have one name, or a command
-            does not exist.
-        ImportError: PyYAML is not installed.
-    """
+    """Return the plan in a YAML file, whose commands exist; `WrongPlan` has the reason why a file is no plan."""
     import yaml
 
     try:
@@ -320,11 +301,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def command_of(plan: Plan, configuration: str) -> list[str]:
-    """Return the words of a configuration's command.
-
-    Raises:
-        WrongPlan: a text has an open quotation mark.
-    """
+    """Return the words of a configuration's command; an open quotation mark is a `WrongPlan`."""
     about = plan.configurations[configuration]
     command = about.command if about.command is not None else plan.command
     return [*_split_words(command), *_split_words(about.args)]

@@ -145,14 +145,7 @@ def comparison_page(
     fail_if: Sequence[str] | None = None,
     runs: str = "",
 ) -> ComparisonPage:
-    """Return all results of a comparison.
-
-    Raises:
-        UnreadableRun: a path or a tag has no run, or the runs do not make two sides.
-        ConfigError: a setting is invalid.
-        ImportError: SciPy is not installed.
-        ValueError: an argument is wrong.
-    """
+    """Return all results of a comparison."""
     _require_scipy()
     conditions = [parse_condition(text) for text in fail_if or ()]
     names = [*(metric or ()), *(condition.metric for condition in conditions)]

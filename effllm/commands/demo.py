@@ -94,11 +94,7 @@ def main(
 
 
 def _duration_s(text: str) -> float:
-    """Return a duration such as 90s, 10m or 1h in seconds; 0 for an empty text.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Return a duration such as 90s, 10m or 1h in seconds; 0 for an empty text."""
     if not text:
         return 0.0
     if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)) is None:

@@ -149,11 +149,7 @@ def main(
 
 
 def _parameter_count(text: str) -> int | None:
-    """Return the number in a text such as 7e9, 671B or 124M; ``None`` for an empty text.
-
-    Raises:
-        UnreadableModel: the text is no number from 1 on.
-    """
+    """Return the number in a text such as 7e9, 671B or 124M; ``None`` for an empty text."""
     factors = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     number, factor = (text[:-1], factors[text[-1].upper()]) if text[-1:].upper() in factors else (text, 1)
     try:
@@ -297,9 +293,6 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
     """Return the bytes of a training step of one rank, before ZeRO divides its tensors.
 
     `effllm.memory.measure_child` builds the model, with the adapters of PEFT, and trains it.
-
-    Raises:
-        CannotMeasure: the plan needs another trainer, a package is missing, or the model does not run.
     """
     _check_measurable(config, plan)
     assert config is not None

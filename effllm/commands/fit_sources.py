@@ -50,12 +50,7 @@ class FoundModel:
 
 
 def find_source(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
-    """Return the model of an argument; ``sizes`` are those of the options, for what the file does not state.
-
-    Raises:
-        UnreadableModel: there is no such file or name, or the file describes no model.
-        UnknownModel: its architecture is unknown.
-    """
+    """Return the model of an argument; ``sizes`` are those of the options, for what the file does not state."""
     if not text.strip():
         raise UnreadableModel("MODEL is empty: give a file, a folder or a name")
     if "--num-layers" in text:

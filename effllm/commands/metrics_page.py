@@ -26,11 +26,7 @@ class Unreachable(OSError):
 
 
 def address_of(url: str) -> tuple[str, str, int, str]:
-    """Return the scheme, host, port and path of a page; the default path is /metrics.
-
-    Raises:
-        ValueError: ``url`` is not an http or https URL.
-    """
+    """Return the scheme, host, port and path of a page of http or https; the default path is /metrics."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is not the http(s) URL of a page, such as http://127.0.0.1:8000/metrics")
@@ -43,9 +39,6 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
 
     The token is not sent to another address, because redirections are not followed. By default, the certificates of the
     system are trusted.
-
-    Raises:
-        Unreachable: the server did not answer, or answered with an error.
     """
     scheme, host, port, path = address_of(url)
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)

@@ -19,11 +19,7 @@ def complain(command: str, text: str, status: int = 0) -> int:
 
 
 def form_of(**forms: bool) -> str:
-    """Return the chosen form of the output, or "text".
-
-    Raises:
-        typer.BadParameter: two forms are chosen.
-    """
+    """Return the chosen form of the output, or "text"."""
     chosen = [name for name, is_chosen in forms.items() if is_chosen]
     if len(chosen) > 1:
         from typer import BadParameter  # most commands of one form, and `effllm top`, start without typer

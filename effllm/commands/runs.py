@@ -116,11 +116,7 @@ def main(
 
 
 def unix_time_of(text: str, now_s: float) -> float:
-    """Return the unix time of a date in UTC, or of a number of hours, days or weeks ago.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Return the unix time of a date in UTC, or of a number of hours, days or weeks ago."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text):
         return now_s - float(match[1]) * _SECONDS_OF_UNIT[match[2]]
     return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()

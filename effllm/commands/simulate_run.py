@@ -186,11 +186,7 @@ class SimulatedRun:
         self._rss_at: list[tuple[float, int]] = []
 
     def measure(self) -> Findings:
-        """Run the simulation.
-
-        Raises:
-            SimulationError: the simulation has failed.
-        """
+        """Run the simulation."""
         with tempfile.TemporaryDirectory(prefix="effllm-simulate-") as scratch:
             output = os.open(os.devnull, os.O_WRONLY)
             try:

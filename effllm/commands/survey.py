@@ -66,13 +66,7 @@ class Survey(Struct, frozen=True):
 
 
 def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey:
-    """Run all tests.
-
-    Args:
-        environ: the environment.
-        device: replaces the configured device if it is not empty.
-        has_load: whether the GPUs are put under load.
-    """
+    """Run all tests; ``device`` replaces the configured device if it is not empty."""
     findings = [*survey_host.python_findings(), *survey_host.setting_findings(environ)]
     config = read_config(without_wrong_values({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)

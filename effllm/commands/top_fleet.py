@@ -86,11 +86,7 @@ class Fleet:
         self.frame = FleetFrame()
 
     def refresh(self, for_s: float, now_s: float) -> bool:
-        """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time.
-
-        Raises:
-            UnreadableRun: there is no run at the path.
-        """
+        """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time."""
         until_s = time.monotonic() + for_s
         lines, _ = ledger_runs(self._path)
         try:
@@ -251,11 +247,7 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
 
 
 def show(fleet: Fleet) -> int:
-    """Show the jobs, and each job that the user opens, until the user quits; return the exit status.
-
-    Raises:
-        UnreadableRun: there is no run.
-    """
+    """Show the jobs, and each job that the user opens, until the user quits; return the exit status."""
     locale.setlocale(locale.LC_ALL, "")
     fleet.refresh(READ_FOR_S, time.time())
     selected = ""

@@ -73,12 +73,7 @@ class _Document:
         self.error = ""
 
     def refresh(self) -> bool:
-        """Read the document if it was replaced; return whether it was. Of an invalid document, `error` has the reason.
-
-        Raises:
-            OSError: the document cannot be read.
-            UnreadableRun: it has another version.
-        """
+        """Read the document if it was replaced; return whether it was. `error` is the reason of an invalid document."""
         try:
             about = self._path.stat()
         except FileNotFoundError:
@@ -147,11 +142,7 @@ class OwnTimes:
 
 
 class FolderSource:
-    """The values of a run folder at one position, which can be moved.
-
-    Args:
-        path: the run folder, a file in it, or a folder of runs, of which the last one is shown.
-    """
+    """The values of a run folder, or of the last one of a folder of runs, at one position, which can be moved."""
 
     every_s = 1.0  # period of reading while nothing is requested
 
@@ -177,12 +168,7 @@ class FolderSource:
         return self._found_files
 
     def refresh(self) -> bool:
-        """Read what is new in the folder; return whether something is.
-
-        Raises:
-            OSError: the folder cannot be read.
-            UnreadableRun: there is no run at the path, or it has another version.
-        """
+        """Read what is new in the folder; return whether something is."""
         # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
         files = self._files
         is_new = any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])

@@ -24,16 +24,7 @@ _NOTES = ("a metrics page has no verdict, events, reports of ranks or earlier wi
 
 
 class PageSource:
-    """The newest values of a metrics page.
-
-    Args:
-        url: address of the page.
-        token_file: file with the token that the page requires, or "".
-        ca_file: file with the certificate of the page or of its authority, or "".
-
-    Raises:
-        UnreadableRun: the address or a file cannot be used.
-    """
+    """The newest values of a metrics page; without a token or a certificate, the path of its file is ""."""
 
     every_s = 2.0
     has_more = False
@@ -54,12 +45,7 @@ class PageSource:
         self._points: list[WindowReport] = []
 
     def refresh(self) -> bool:
-        """Read the page.
-
-        Raises:
-            OSError: the page cannot be read now.
-            UnreadableRun: the page is not of a job with effllm.
-        """
+        """Read the page; `OSError` if it cannot be read now, `UnreadableRun` if it is not of a job with effllm."""
         samples = samples_of(fetch_text(self._url, self._token, self._tls))
         if f"{_PREFIX}run_info" not in samples:
             raise UnreadableRun(f"{self._url} is not a metrics page of effllm")

@@ -66,11 +66,7 @@ def can_move_cursor(term: str) -> bool:
 
 
 def show(source: TopSource, name: str) -> int:
-    """Show a source until the user quits; return the exit status.
-
-    Raises:
-        UnreadableRun: there is nothing to show.
-    """
+    """Show a source until the user quits; return the exit status."""
     locale.setlocale(locale.LC_ALL, "")
     sys.setswitchinterval(0.001)  # the thread that decodes lines must not delay a key
     wake_read, wake_write = wake_pipe()

@@ -249,21 +249,12 @@ class Interval(Struct, frozen=True):
 
 
 def fetch_page(url: str) -> Page:
-    """Return the current page.
-
-    Raises:
-        Unreachable: the server did not answer, or answered with an error.
-        NotVllm: the page is not a page of a vLLM server.
-    """
+    """Return the current page."""
     return parse_page(fetch_text(url), time.monotonic())
 
 
 def parse_page(text: str, time_s: float) -> Page:
-    """Read the names, labels and numbers of a page in the Prometheus text format.
-
-    Raises:
-        NotVllm: the page has no metric of vLLM.
-    """
+    """Read the names, labels and numbers of a page in the Prometheus text format; without one of vLLM, `NotVllm`."""
     samples = samples_of(text)
     if not any(name.startswith("vllm:") for name in samples):
         names = "none" if not samples else f"{len(samples)} other metrics, such as {next(iter(samples))[:60]}"

@@ -43,11 +43,7 @@ Fact = tuple[str, str]
 def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None, *, is_cut: bool = False) -> str:
     """Return the end of a run as text; summary.txt in the run folder has all values.
 
-    Args:
-        summary: the summary of the run.
-        folder: the run folder.
-        tensorboard_dir: folder of the event file.
-        is_cut: whether the text has at most `MAX_LINES` of 80 columns, for a terminal; else nothing is cut.
+    A cut text, for a terminal, has at most `MAX_LINES` of 80 columns.
     """
     simulated = " (SIMULATED: no hardware was measured)" * summary.simulated
     head = f"[EfficientLLM] Run {status_text(summary.status)}{simulated}"
@@ -74,10 +70,8 @@ _TWO_LINE_FACTS = (("Why", "Result", "Paper", "Ran"), ("Why",), ())
 def facts_of(summary: Summary, *, is_long: bool = False) -> Iterator[Fact]:
     """Yield the verdict, the numbers to copy, and what ran, each with its name.
 
-    Args:
-        summary: the summary of the run.
-        is_long: whether energies have the errors by timing and by the sensor, else only the larger one; then
-            also the tokens/s of the whole job and the warm-up are shown.
+    In the long form energies have the errors by timing and by the sensor, else only the larger one; the long form also
+    has the tokens/s of the whole job and the warm-up.
     """
     if summary.verdict is not None:
         yield from verdict_lines(summary.verdict)
@@ -109,14 +103,7 @@ def current_folder() -> Path | None:
 def how_to_open(
     folder: Path | None, tensorboard_dir: Path | None, root: Path | None = None, command: str = "inspect"
 ) -> Iterator[str]:
-    """Yield commands that open a run.
-
-    Args:
-        folder: the run folder.
-        tensorboard_dir: folder of the event file.
-        root: a folder to which both are named relative; ``None``: the whole paths, for a file.
-        command: of effllm.
-    """
+    """Yield commands that open a run; paths below ``root`` are relative to it."""
     # TensorBoard names a run by its folder, so that it is shown beside the other runs.
     if tensorboard_dir is not None and tensorboard_dir.parent != folder:
         tensorboard_dir = tensorboard_dir.parent

@@ -36,18 +36,8 @@ def append_rows(
     """Append rows to the file, which is created with its header if it is missing or empty; return their number.
 
     A value that is missing, ``None`` or not a finite number becomes an empty cell.  The file is locked while the rows
-    are written, and after a failed write the file has its old length.
-
-    Args:
-        path: path of the file; missing folders are made.
-        columns: the names of the columns, in order.
-        rows: values by column.
-        mode: permissions of a new file.
-        without_known: whether to leave out rows that the file has already.
-
-    Raises:
-        OtherColumns: the first line of the file is not the header.
-        OSError: the file cannot be written, or is locked for longer than `LOCK_TIMEOUT_S` (`TimeoutError`).
+    are written, and after a failed write the file has its old length. ``without_known`` leaves out rows that the file
+    has already.
     """
     lines = [_csv_line([cell(row.get(name)) for name in columns]) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,11 +39,7 @@ _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain types that JS
 
 
 class Journal:
-    """The lines of one kind: files ``<stem>-0001.jsonl`` and following, or ``<stem>.jsonl`` without a segment size.
-
-    Raises:
-        OSError: the first file cannot be opened.
-    """
+    """The lines of one kind: files ``<stem>-0001.jsonl`` and following, or ``<stem>.jsonl`` without a segment size."""
 
     def __init__(
         self,
@@ -82,11 +78,7 @@ class Journal:
             self.num_dropped += 1
 
     def flush(self) -> None:
-        """Write the waiting lines, oldest first.
-
-        Raises:
-            OSError: some lines still wait; the file contains no part of them.
-        """
+        """Write the waiting lines, oldest first; after an `OSError` some wait, and the file has no part of them."""
         while self._waiting:
             self._reopen_if_needed()
             text, constants, num_lines = bytearray(), self._constants, 0
@@ -170,9 +162,6 @@ class Written:
     """The windows and rank reports at the end of a run folder's files.
 
     The state does not show which lines are written: it may be missing, unreadable, or from the previous attempt.
-
-    Raises:
-        OSError: a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -211,9 +200,6 @@ def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
     """Remove the oldest files of detail until a folder is below its limit; return the number of removed files.
 
     The newest file of each kind, totals, events and facts are kept.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     over_bytes = folder_bytes(folder) - limit_mb * MB
     if over_bytes <= 0:

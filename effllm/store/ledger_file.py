@@ -33,11 +33,8 @@ MODE = 0o640  # the group of the project reads the lines of its members
 def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
     """Return the line of a run: identity, outcome, GPU-hours, joules and money.
 
-    The line has nothing of the configuration, because other users can read it.
-
-    Args:
-        summary: the newest summary of the run; a later line of a run replaces an earlier one.
-        folder: the run folder, if there is one.
+    The line has nothing of the configuration, because other users can read it. A later line of a run replaces an
+    earlier one.
     """
     # The hours of a job without GPUs are no GPU-hours.
     gpu_waterfall = waterfall if (waterfall := summary.waterfall) is not None and waterfall.unit == OF_GPUS else None
@@ -58,14 +55,7 @@ def ledger_line(summary: Summary, folder: Path | None) -> dict[str, Any]:
 
 
 class LedgerFile:
-    """Appends lines to the user's file in the ledger folder.
-
-    Args:
-        folder: the ledger folder, which is made if only its last part is missing.
-
-    Raises:
-        StoreUnavailable: the folder cannot be made or is not safe.
-    """
+    """Appends lines to the user's file in the ledger folder, which is made if only its last part is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{own_files.user_name()}.jsonl"
@@ -77,11 +67,7 @@ class LedgerFile:
             raise StoreUnavailable(f"EFFICIENTLLM_LEDGER={folder}: {error.strerror or error}") from error
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line; parallel runs wait for each other, and after a failed write the file has its old length.
-
-        Raises:
-            OSError: the file cannot be written, belongs to another user, or is locked for longer than `LOCK_TIMEOUT_S`.
-        """
+        """Append a line; parallel runs wait for each other, and after a failed write the file has its old length."""
         file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with regular_file.locked(file, self.path, LOCK_TIMEOUT_S):
             size = os.fstat(file).st_size

@@ -30,12 +30,7 @@ Lines = list[tuple[Position, bytes]]
 
 
 class LineFiles:
-    """The files ``<stem>-0001.jsonl`` and following of a run folder; torn last lines are left out.
-
-    Args:
-        folder: the run folder.
-        stem: ``windows``, ``ranks`` or ``events``.
-    """
+    """The files ``<stem>-0001.jsonl`` and following of a run folder; torn last lines are left out."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._folder, self._stem = folder, stem
@@ -160,11 +155,7 @@ def end_of(lines: Lines) -> Position:
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
-    """Return bytes of a regular file.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
+    """Return bytes of a regular file."""
     descriptor = open_regular(path)
     try:
         return os.pread(descriptor, size, offset)

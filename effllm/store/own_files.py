@@ -34,11 +34,7 @@ def user_name() -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, private to the user.
-
-    Raises:
-        OSError: the folder cannot be made, or other users can write to it.
-    """
+    """Make a folder and its missing parents, private to the user; `OSError` if other users can write to it."""
     with _opened_folder(folder, make=True) as at:
         status = os.fstat(at)
         if not stat.S_ISDIR(status.st_mode):
@@ -53,14 +49,8 @@ def make_folder(folder: Path) -> None:
 def open_folder(folder: Path, make: bool = False) -> int:
     """Return a descriptor (``O_PATH``) of a folder without following links of other users.
 
-    Each part of the path is opened relative to its parent's descriptor, so no part can be replaced after its check.
-
-    Args:
-        folder: the folder.
-        make: whether missing folders are made, private to the user.
-
-    Raises:
-        OSError: the folder does not exist, or its path contains a link or a world-writable folder of another user.
+    Each part of the path is opened relative to its parent's descriptor, so no part can be replaced after its check. A
+    path with a link, or with a world-writable folder of another user, is an `OSError`. New folders are private.
     """
     path = os.path.abspath(folder)  # noqa: PTH100 - links are not resolved
     Path(path, "_").exists()  # exists() triggers automatic mounts; O_PATH does not
@@ -143,11 +133,7 @@ def _check_part(status: os.stat_result, at: int, part: str, folder: Path) -> Non
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Return the descriptor of a file of this user; a file made by ``os.O_CREAT`` is private.
-
-    Raises:
-        OSError: the file cannot be opened, is a link, a pipe or another user's file, or has a second hard link.
-    """
+    """Return the descriptor of the user's file: no link, no pipe, no second name; a new file is private."""
     with _opened_folder(path.parent) as at:
         try:
             descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
@@ -166,13 +152,7 @@ def open_file(path: Path, flags: int) -> int:
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace a file atomically; on an error the old file stays.
 
-    Args:
-        path: path of the file.
-        content: content of the new file.
-        durable: whether the new file is synced to disk before it replaces the old file, because the machine may crash.
-
-    Raises:
-        OSError: the file cannot be written, or its folder cannot be opened (reasons: `open_folder`).
+    A durable file is synced to disk before it replaces the old file, because the machine may crash.
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -192,11 +172,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Give the path of a new private file in a folder of the user; it replaces ``path`` if no error occurs.
-
-    Raises:
-        OSError: the file cannot be written, or ``path`` is not a regular file.
-    """
+    """Give the path of a new private file; without an error it replaces ``path``, a regular file of the user."""
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -211,11 +187,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def rename_file(path: Path, name: str) -> None:
-    """Rename a file within its folder; an existing file of that name is replaced.
-
-    Raises:
-        OSError: see `os.replace` and `open_folder`.
-    """
+    """Rename a file within its folder; an existing file of that name is replaced."""
     with _opened_folder(path.parent) as at:
         os.replace(path.name, name, src_dir_fd=at, dst_dir_fd=at)
 
@@ -224,9 +196,6 @@ def append_text(path: Path, text: str, max_bytes: int) -> None:
     """Append text to a file of this user; a file that would exceed ``max_bytes`` is first renamed to ``<name>.1``.
 
     If the text itself is longer, only its last complete lines are written.
-
-    Raises:
-        OSError: the file cannot be written, or is rejected by `open_file`.
     """
     content = text.encode(errors="replace")
     if len(content) > max_bytes:
@@ -239,11 +208,7 @@ def append_text(path: Path, text: str, max_bytes: int) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it exists.
-
-    Raises:
-        OSError: see `os.unlink` and `open_folder`.
-    """
+    """Remove a file, if it exists."""
     with _opened_folder(path.parent) as at:
         _remove_if_exists(path.name, at)
 
@@ -254,11 +219,7 @@ def _remove_if_exists(name: str, at: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of this user.
-
-    Raises:
-        OSError: see `open_file`.
-    """
+    """Return the content of a file of this user."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -266,14 +227,7 @@ def read_file(path: Path) -> bytes:
 def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
     """Return the first bytes of a file that only its owner, the current user, can read.
 
-    Args:
-        path: path of the file, which may be a link unless the flags exclude links.
-        max_bytes: maximum number of returned bytes.
-        flags: further flags for `os.open`.
-
-    Raises:
-        NotPrivateError: other users can read the file, it belongs to another user, or it is not a regular file.
-        OSError: the file cannot be read.
+    The path may be a link unless the further flags for `os.open` exclude links.
     """
     # Non-blocking, because opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)

@@ -90,11 +90,7 @@ class Git:
         return "unknown" if changed is None else bool(changed)
 
     def _run(self, *arguments: str, settings: Sequence[str] = ()) -> str | None:
-        """Return the output of a command, or ``None`` if it fails or after `stop`.
-
-        Raises:
-            subprocess.TimeoutExpired: the command took too long.
-        """
+        """Return the output of a command, or ``None`` if it fails or after `stop`; a timeout is an error."""
         options = [word for setting in ("core.fsmonitor=", *settings) for word in ("-c", setting)]
         if self._is_stopped:
             return None

@@ -22,11 +22,7 @@ MAX_DOCUMENT_BYTES = 2**26
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor of a regular file, opened for reading.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-    """
+    """Return a descriptor of a regular file, opened for reading; for another file, `OSError`."""
     # Non-blocking, because opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -36,11 +32,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
-    """
+    """Return the content of a regular file of at most ``max_bytes``; for another file, `OSError`."""
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -49,15 +41,7 @@ def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a regular file; of a line longer than `MAX_LINE_BYTES`, only the beginning.
-
-    Args:
-        path: path of the file.
-        begin: lines that start before this offset are left out.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
+    """Yield the lines that start at an offset or later; of a line longer than `MAX_LINE_BYTES`, only the beginning."""
     with os.fdopen(open_regular(path), "rb") as file:
         file.seek(max(begin - 1, 0))
         is_rest = begin > 0  # of a line that starts before: at least its line break
@@ -72,11 +56,7 @@ def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def locked(descriptor: int, path: Path, timeout_s: float) -> Iterator[int]:
-    """Lock an open file, so that other processes wait; at the end it is closed.
-
-    Raises:
-        TimeoutError: another process has locked the file for longer than ``timeout_s``.
-    """
+    """Lock an open file, so that other processes wait (`TimeoutError` after ``timeout_s``); at the end it is closed."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while True:
@@ -101,11 +81,7 @@ def is_still_at(descriptor: int, path: Path) -> bool:
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append to an open file; after a failed write the file has its old length.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append to an open file; after a failed write the file has its old length."""
     size = os.fstat(descriptor).st_size
     try:
         while data:

@@ -66,11 +66,7 @@ class StoreUnavailable(Exception):
 
 
 def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> RunFolder:
-    """Open a run folder, with the arguments of `RunFolder`.
-
-    Raises:
-        StoreUnavailable: the folder cannot be written.
-    """
+    """Open a run folder, with the arguments of `RunFolder`; `StoreUnavailable` if it cannot be written."""
     try:
         return RunFolder(folder, facts, **options)
     except OSError as error:
@@ -92,9 +88,6 @@ class RunFolder:
         warn: called with one line about the folder.
         tensorboard_dir: folder of TensorBoard's event file, which summary.txt contains.
         limit_mb: size above which the oldest windows and rank reports are removed; 0 means no limit.
-
-    Raises:
-        OSError: the folder or a file in it cannot be opened.
     """
 
     def __init__(
@@ -325,11 +318,8 @@ class KeptReports(NamedTuple):
     ) -> KeptReports:
         """Return the reports to keep: of all ranks, or in worlds above 256 ranks only of outliers.
 
-        Args:
-            rows: all reports.
-            num_ranks: ranks of the job.
-            busy_s: the time of each report in steps, if it is already an array.
-            coverage: for each report the share of its time with measured energy, if it is already computed.
+        If they are already computed, ``busy_s`` is the time of each report in steps, and ``coverage`` the share of its
+        time with measured energy.
         """
         start_s = min(map(attrgetter("start_time_s"), rows), default=None)
         kept = outliers(rows, busy_s, coverage) if max(len(rows), num_ranks) > MAX_ROWS else rows

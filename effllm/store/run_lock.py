@@ -47,12 +47,9 @@ class _VersionAndStatus(Struct):
 
 
 class Lock:
-    """A locked run folder.
+    """A locked run folder, with the open file that holds the lock.
 
-    Args:
-        folder: the folder.
-        descriptor: an open file that holds the lock.
-        why_other: why this is not the configured folder; empty if it is, or if the run in that folder is completed.
+    ``why_other`` is why this is not the configured folder; empty if it is, or if the run in that folder is completed.
     """
 
     def __init__(self, folder: Path, descriptor: int, why_other: str) -> None:
@@ -89,15 +86,7 @@ def take_lock(
     """Lock and return the run folder NAME, or NAME-2 and following if NAME cannot be continued.
 
     A folder of a completed run or of another version of effllm is not continued, nor one that another job has locked.
-
-    Args:
-        wanted: the folder NAME.
-        holder: this process.
-        request_end: called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
-        wait_s: timeout for the lock.
-
-    Raises:
-        OSError: the folder cannot be made or written.
+    ``request_end`` is called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
     """
     why_other = ""
     for folder in _numbered_folders(wanted):

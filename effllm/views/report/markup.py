@@ -23,11 +23,8 @@ Child = str | None | Iterable[str | None]
 def element(name: str, /, *children: Child, **attributes: object) -> Markup:
     """Return an HTML element; texts and values of attributes are escaped and have no control characters.
 
-    Args:
-        name: name of the element.
-        children: texts, `Markup`, or several of these; ``None`` is left out.
-        attributes: values by name; ``class_`` is class, and an underscore in a name is a hyphen. ``True`` makes an
-            attribute without value; ``None`` and ``False`` leave it out.
+    ``class_`` is class, and an underscore in the name of an attribute is a hyphen. ``True`` makes an attribute without
+    value; ``None`` and ``False`` leave it out, as ``None`` does a child.
 
     >>> element("b", "<i>", title='"')
     '<b title="&quot;">&lt;i&gt;</b>'
@@ -68,11 +65,8 @@ def table(
 ) -> Markup:
     """Return a table in a frame that scrolls on narrow screens; the first column names the row.
 
-    Args:
-        caption: what the table shows.
-        header: names of the columns.
-        rows: the cells of each row; a row of one cell is the name of the group of the next rows.
-        texts: indices of the columns with text; the cells of the other columns are numbers.
+    A row of one cell is the name of the group of the next rows. ``texts`` are the indices of the columns with text; the
+    cells of the other columns are numbers.
     """
     classes = [None if at in texts else "number" for at in range(len(header))]
     head = [element("th", name, scope="col", class_=kind) for name, kind in zip(header, classes, strict=True)]

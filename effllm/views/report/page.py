@@ -55,11 +55,7 @@ class ComparedRuns(NamedTuple):
 
 
 def report_html(runs: Sequence[RecordedRun], compared: ComparedRuns) -> str:
-    """Return the page; it has at most `MAX_BYTES` bytes in UTF-8.
-
-    Raises:
-        ReportTooLarge: the texts of the runs alone are larger.
-    """
+    """Return the page of at most `MAX_BYTES` in UTF-8; `ReportTooLarge` if the texts of the runs alone are larger."""
     measured = sum(curve.count > 0 for run in runs for curve in run.curves.curves.values())
     buckets = min(_CURVE_BYTES // (_BUCKET_BYTES * max(measured, 1)), MAX_BUCKETS)
     while True:
