@@ -175,9 +175,9 @@ def top(
 
     The screen has the verdict, the values of the job, and the ranks or hosts, the worst first with the reason. The keys
     are in its last line; the key ? lists all of them. A finished run is replayed with the arrow keys, Home, End and
-    the space bar. The job needs no change; the command only reads its run folder. Without --once on a terminal that
-    cannot move the cursor (TERM=dumb), a frame is printed whenever the values have changed. A folder of runs, or of
-    EFFICIENTLLM_LEDGER, shows a line for each running job, the worst first; Enter opens the job.
+    the space bar. The job needs no change; the command only reads its run folder. A terminal that cannot move the
+    cursor (TERM=dumb) gets one frame, as with --once. A folder of runs, or of EFFICIENTLLM_LEDGER, shows a line for
+    each running job, the worst first; Enter opens the job.
 
     \b
     Examples:

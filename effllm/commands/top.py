@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +21,6 @@ from effllm.views.top.text import ASCII_BARS, BARS, plain
 from effllm.views.top.view_state import Order
 
 STOPPED = 130
-#: Period of the frames on a terminal without a screen.
-DUMB_EVERY_S = 10.0
 DEFAULT_SIZE = (80, 24)
 
 
@@ -36,10 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         if (folder := _folder_of_runs(given.run)) is not None:
             return _show_fleet(folder, is_once=given.once, as_json=given.json)
         source, name = _source_and_name(given)
-        if given.once or given.json or not sys.stdout.isatty():
+        if given.once or (terminal := _screen_module()) is None:
             return _print_once(source, as_json=given.json)
-        terminal = _screen_module()
-        return _print_frames(source) if terminal is None else terminal.show(source, one_line(name))
+        return terminal.show(source, one_line(name))
     except UnreadableRun as error:
         return complain("top", str(error), 1 if isinstance(error, NoRun) else NO_DATA)
     except KeyboardInterrupt:
@@ -132,8 +128,11 @@ def _print_once(source: TopSource, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(document(frame), allow_nan=False))
     else:
+        encoding = sys.stdout.encoding or "ascii"
+        bars = BARS if encoding.lower().replace("-", "") == "utf8" else ASCII_BARS
         width = shutil.get_terminal_size(DEFAULT_SIZE).columns
-        sys.stdout.write(_screen_text(frame, width, DEFAULT_SIZE[1]))
+        text = plain(plain_frame(frame, width, DEFAULT_SIZE[1], bars))
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
     return exit_status(frame)
 
@@ -148,25 +147,3 @@ def _read_whole_frame(source: TopSource) -> TopFrame:
         return ordered_frame(source, Order())
     except OSError as error:
         raise UnreadableRun(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from error
-
-
-def _screen_text(frame: TopFrame, width: int, height: int) -> str:
-    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    text = plain(plain_frame(frame, width, height, BARS if is_unicode else ASCII_BARS))
-    return text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
-
-
-def _print_frames(source: TopSource) -> int:
-    """Print a frame whenever the values have changed, for a terminal without a screen."""
-    last = ""
-    while True:
-        size = shutil.get_terminal_size(DEFAULT_SIZE)
-        frame = _read_whole_frame(source)
-        text = _screen_text(frame, size.columns, size.lines)
-        if text != last:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
-            last = text
-        if frame.head.is_over:
-            return exit_status(frame)
-        time.sleep(DUMB_EVERY_S)
