@@ -1,8 +1,7 @@
 """Check which metrics can be measured here, and by which sources.
 
-The command tests sensors, their cost, the run folder and the network, and compares the GPUs of the machine:
+The command tests sensors, their cost, the run folder and the settings, and compares the GPUs of the machine:
 clocks, limits, links and errors. For each metric that cannot be measured, the reason and the remedy are printed.
-All test files are deleted.
 
 \b
 Examples:
@@ -131,8 +130,6 @@ def _cost_sentences(result: Survey) -> Iterator[str]:
             f"A read of the device takes {cost.read_ms:.2f} ms. "
             f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
         )
-    if cost.stamps_us is not None:
-        yield f"The training thread needs {cost.stamps_us:.1f} µs per iteration to record times."
 
 
 def _short_metric_name(name: str) -> str:

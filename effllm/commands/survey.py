@@ -38,7 +38,6 @@ class Cost(Struct, frozen=True):
     read_ms: float | None = None  # median of a device read
     core_share: float | None = None  # share of a core for device reads at the configured interval
     interval_s: float | None = None
-    stamps_us: float | None = None  # time that the training thread needs to record an iteration's times
 
 
 class DeviceSurvey(NamedTuple):
@@ -79,7 +78,6 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     sources |= {need: _setting_source(config, need) for need in FROM_SETTINGS}
     sources["peak"] = _peak_source(config, opened)
     core_share = None if read_cpu_s is None else read_cpu_s / config.collection_interval_s
-    stamps_us, memory = survey_host.record_in_shared_memory(config)
     gpus = survey_gpus.read_states()
     if has_load:
         survey_gpus.measure_under_load(gpus)
@@ -88,14 +86,14 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
     elif scope.label:
         findings.append(Finding("power scope", OK, scope.label))
-    findings += [*survey_host.sink_findings(config), survey_host.run_folder_finding(config), survey_host.try_loopback()]
-    findings += [*survey_host.aggregator_findings(config), survey_host.security_finding(config), memory]
+    findings += [*survey_host.sink_findings(config), survey_host.run_folder_finding(config)]
+    findings += [*survey_host.aggregator_findings(config), survey_host.security_finding(config)]
     return Survey(
         measured=all(finding.state != BROKEN for finding in findings),
         device=opened,
         metrics=[measurable(name, sources) for name in METRICS],
         findings=findings,
-        cost=Cost(read_ms, core_share, interval_s=config.collection_interval_s, stamps_us=stamps_us),
+        cost=Cost(read_ms, core_share, interval_s=config.collection_interval_s),
         sensor=sensor,
         hardware=find_by_driver_name(opened.name) if opened and opened.is_gpu else None,
         gpus=gpus,

@@ -110,7 +110,6 @@ def test_check_lists_metrics_that_a_simulated_device_cannot_measure(cli):
         "set EFFICIENTLLM_PEAK_TFLOPS to the peak TFLOP/s of one device"
     ]
     assert 0 < survey["cost"]["read_ms"] < 10
-    assert 0 < survey["cost"]["stamps_us"] < 1000
 
 
 SETTINGS = {
