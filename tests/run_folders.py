@@ -53,7 +53,6 @@ def write_run(
     run: Mapping[str, Any] | None = None,
     summary: Mapping[str, Any] | None = None,
     board: Mapping[str, Any] | None = None,
-    windows: Sequence[Mapping[str, float]] = (),
     sensor_error: float | None = None,
 ) -> Path:
     """Write a finished run with metrics by tag; ``run``, ``summary`` and ``board`` replace fields."""
@@ -78,8 +77,4 @@ def write_run(
         "energy": {"scope": "gpu"},
         "metrics": {tag: {"value": value, "unit": "", **errors} for tag, value in metrics.items()},
     }
-    lines = [
-        {"window": at, "iteration_first": at, "iteration_last": at, "values": values}
-        for at, values in enumerate(windows, start=1)
-    ]
-    return write_files(folder, {**about, **(run or {})}, {**result, **(summary or {})}, windows=lines)
+    return write_files(folder, {**about, **(run or {})}, {**result, **(summary or {})})

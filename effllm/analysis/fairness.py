@@ -8,12 +8,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, ComparedRun, Side
-from effllm.analysis.window_curves import CurveLine
 from effllm.records.plain_text import one_line
-from effllm.store.reader import JsonLines, segments
 
-#: Lengths, clocks and temperatures that differ by less are alike.
-ALIKE, ALIKE_CLOCK, ALIKE_C = 0.10, 0.03, 8.0
+#: Lengths and clocks that differ by less are alike.
+ALIKE, ALIKE_CLOCK = 0.10, 0.03
 MAX_SHOWN = 120
 
 _COLUMNS = {
@@ -62,8 +60,7 @@ def unfair_differences(a: Side, b: Side) -> list[Dissimilarity]:
         _unlike_means("coverage of the energy", a, b, lambda run: run.value("energy_iterations_coverage"), share=0.001),
         _unlike_means("coverage of the ranks", a, b, _reporting_share, share=0.001),
         _unlike_means("SM clock (MHz)", a, b, lambda run: run.value("run_health_sm_clock_mhz"), share=ALIKE_CLOCK),
-        _unlike_means("temperature in the first window (degC)", a, b, _first_temperature_c, absolute=ALIKE_C),
-        _unlike_means("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0, absolute=0.0),
+        _unlike_means("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0),
         _several_configurations(a, b),
     ]
     return [*_unlike_values(a, b, _conditions), *(found for found in differences if found is not None)]
@@ -112,16 +109,6 @@ def _config(run: ComparedRun) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _first_temperature_c(run: ComparedRun) -> float | None:
-    """Return the highest temperature of a GPU in the first window of a run, which may be in the warm-up."""
-    try:
-        for line in JsonLines(segments(run.folder, "windows"), CurveLine):
-            return line.values.get("health/hottest_c")
-    except OSError:  # removed, or another user's
-        pass
-    return None
-
-
 def _reporting_share(run: ComparedRun) -> float | None:
     expected, reporting = run.value("ranks_expected"), run.value("ranks_reporting")
     return reporting / expected if expected and reporting is not None else None
@@ -137,11 +124,11 @@ def _several_configurations(a: Side, b: Side) -> Dissimilarity | None:
 
 
 def _unlike_means(
-    name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0, absolute: float = 0.0
+    name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0
 ) -> Dissimilarity | None:
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
     means = [fmean(values) for values in sides if values]
-    if not means or (len(means) == 2 and abs(means[0] - means[1]) <= max(absolute, share * max(map(abs, means)))):
+    if not means or (len(means) == 2 and abs(means[0] - means[1]) <= share * max(map(abs, means))):
         return None
     a_text, b_text = (f"{fmean(values):.4g}" if values else "unknown" for values in sides)
     return Dissimilarity(name, a_text, b_text)

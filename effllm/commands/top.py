@@ -33,9 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         if (folder := _folder_of_runs(given.run)) is not None:
             return _show_fleet(folder, is_once=given.once, as_json=given.json)
         source, name = _source_and_name(given)
-        if given.once or (terminal := _screen_module()) is None:
-            return _print_once(source, as_json=given.json)
-        return terminal.show(source, one_line(name))
+        terminal = None if given.once else _screen_module()
+        return _print_once(source, as_json=given.json) if terminal is None else terminal.show(source, one_line(name))
     except UnreadableRun as error:
         return complain("top", str(error), 1 if isinstance(error, NoRun) else NO_DATA)
     except KeyboardInterrupt:

@@ -209,7 +209,7 @@ def unfair(document):
 
 
 def test_unfair_differences_are_listed(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1.0, 1.1], windows=[{"health/hottest_c": 40.0}])
+    a = write_side(tmp_path, "a", [1.0, 1.1])
     b = write_side(
         tmp_path,
         "b",
@@ -217,13 +217,11 @@ def test_unfair_differences_are_listed(tmp_path, compared):
         board={"key": "GPU-2", "name": "A100", "power_limit_w": 400.0, "driver": "nvml 550", "power_profiles": "MAX_Q"},
         run={"sequence_length": 4096, "precision": "fp8", "global_batch_size": 8, "config": {"warmup": "60s"}},
         summary={"iterations": 500, "status": "failed", "losses_not_finite": 3},
-        windows=[{"health/hottest_c": 70.0}],
     )
 
     names = {one["name"] for one in unfair(compared(a, b)[0])}
     assert names >= {"GPU model", "boards", "power limit", "power profile", "driver", "sequence length", "precision"}
     assert names >= {"global batch size", "warm-up", "iterations", "status", "losses not finite"}
-    assert "temperature in the first window (degC)" in names
     assert "hosts" not in names
 
 
@@ -238,10 +236,10 @@ def test_a_side_with_several_configurations_is_unfair(tmp_path, compared):
 
 
 def test_a_condition_that_is_known_of_one_side_alone_is_listed(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1.0, 1.1], windows=[{"health/hottest_c": 40.0}])
-    b = write_side(tmp_path, "b", [1.0, 1.1], windows=[{}])
+    a = write_run(tmp_path / "a", {SPEED: 1.0, "run_health/sm_clock_mhz": 1400.0})
+    b = write_run(tmp_path / "b", {SPEED: 1.0})
 
-    assert unfair(compared(a, b)[0]) == [{"name": "temperature in the first window (degC)", "a": "40", "b": "unknown"}]
+    assert unfair(compared(a, b)[0]) == [{"name": "SM clock (MHz)", "a": "1400", "b": "unknown"}]
 
 
 def test_errors_of_other_sensors_hide_a_small_difference(tmp_path, compared):
