@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import time
-from types import FrameType
 
 import effllm
 from effllm.config.place import read_place
@@ -21,13 +20,6 @@ SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
 DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
 LOOK_EVERY_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
-#: Signals that end a rank, and the status of the run; after Ctrl-C the demo sends SIGUSR1.
-_STATUS_OF_SIGNAL = {
-    signal.SIGINT: "interrupted",
-    signal.SIGUSR1: "interrupted",
-    signal.SIGTERM: "killed",
-    signal.SIGHUP: "killed",
-}
 
 
 def main(arguments: list[str]) -> None:
@@ -38,27 +30,13 @@ def main(arguments: list[str]) -> None:
             each rank: how often it has waited for the others.
     """
     iterations, step_s, descriptor = int(arguments[0]), float(arguments[1]), int(arguments[2])
-    for number in _STATUS_OF_SIGNAL:
-        signal.signal(number, _raise_stopped)
-    try:
-        collector = effllm.initialize_efficientllm_metrics(
-            PARAMETERS, total_iterations=iterations, flops_per_token=FLOPS_PER_TOKEN
-        )
-        _train(collector, iterations, step_s, memoryview(mmap.mmap(descriptor, 0)).cast("I"))
-    except _Stopped as stopped:
-        effllm.get_metrics_collector().stop_collection(_STATUS_OF_SIGNAL[stopped.args[0]])
-        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGINT))  # the demo sends it after Ctrl-C
+    collector = effllm.initialize_efficientllm_metrics(
+        PARAMETERS, total_iterations=iterations, flops_per_token=FLOPS_PER_TOKEN
+    )
+    _train(collector, iterations, step_s, memoryview(mmap.mmap(descriptor, 0)).cast("I"))
     effllm.finalize_efficientllm_metrics()
-
-
-class _Stopped(BaseException):
-    """A signal with this number ends the rank."""
-
-
-def _raise_stopped(number: int, _frame: FrameType | None) -> None:
-    for other in _STATUS_OF_SIGNAL:
-        signal.signal(other, signal.SIG_IGN)  # Ctrl-C causes two signals: from the terminal and from the demo
-    raise _Stopped(number)
 
 
 def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, waits: memoryview[int]) -> None:
@@ -85,7 +63,7 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, w
             with effllm.phase("evaluation"):
                 time.sleep(EVALUATION_STEPS * step_s)
         if os.getppid() != launcher:  # the demo has ended without a signal to this rank
-            raise _Stopped(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def loss(iteration: int) -> float:
