@@ -24,7 +24,7 @@ from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_
 from effllm.job.job_facts import peak_of
 from effllm.job.power_scope import choose_scope
 from effllm.metrics import METRICS
-from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, GAUGES, OWN, READ, InputSource, Measurable, measurable
+from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
 from effllm.sensor_profile import SensorSummary, measured_or_cached_sensor
 from effllm.trainer.preflight import without_wrong_values
@@ -113,7 +113,7 @@ def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample any available device"
-        sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
+        sources = dict.fromkeys(READ, InputSource(why_not="no device, see above"))
         return DeviceSurvey(sources, Finding("device", BROKEN, f"{config.device}: {error}", advice))
     samples, failures, wall_s, cpu_s = _read_repeatedly(reader)
     sensor = measured_or_cached_sensor(reader, cache_folder() / "calibration")

@@ -40,7 +40,7 @@ PRECISIONS = ("bf16", "fp16")
 MFU_EXCESS, MFU_EXCESS_POINTS = 0.15, 0.02
 #: MFU is not compared with readings that cover less time in iterations than this number of intervals between samples.
 MIN_READINGS = 20
-#: What is in doubt: inputs of metrics, as in `effllm.metrics.measurable.TOTALS_WITHOUT`.
+#: What is in doubt: inputs of metrics, as in their decorators.
 TOKENS, FLOPS = "tokens", "FLOPs"
 Record = Callable[[Event, str], None]
 

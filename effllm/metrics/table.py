@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from effllm.records.job import ClusterTotals
 
 Formula = Callable[[ClusterTotals], float | None]
+#: A random and a systematic error: half-widths of 95 % intervals.
+Error = tuple[float, float]
+#: Totals and the metric's value -> the error of the value, or ``None`` if it is unknown.
+ErrorFormula = Callable[[ClusterTotals, float], Error | None]
 GB, GIB = 1e9, 2**30
 #: Largest relative random error of a shown energy; values from an energy with a larger error are not shown either.
 MAX_SHOWN_ERROR = 0.2
-#: Maximum relative rounding error of a float.
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class Metric:
 
     name: str
     unit: str
+    needs: tuple[str, ...]  # inputs without which the metric has no value
     help: str
     formula: Formula
     console: str | None  # label and format of a line in the console block; only metrics of the contract
     group: str  # TensorBoard group; empty for metrics of the contract
     bases: tuple[str, ...]  # totals on which the metric is evaluated: run, window, job
     chart: bool  # False: no chart, because the chart of another metric has the same information
-    error: Formula | None = None  # random error of a mean of samples: half-width of the 95 % interval
+    error: ErrorFormula
     in_windows: bool = True  # False: only in summaries, because another metric has the same value in another unit
 
     def tag(self, base: str) -> str:
@@ -59,15 +60,17 @@ METRICS: dict[str, Metric] = {}
 def metric(
     unit: str,
     *,
+    needs: Sequence[str],
     console: str | None = None,
     group: str = "",
     bases: Sequence[str] = ("run", "window", "job"),
     chart: bool = True,
-    error: Formula | None = None,
+    error: ErrorFormula | None = None,
     in_windows: bool = True,
 ) -> Callable[[Formula], Formula]:
     """Add a formula to the table that all sinks use.
 
+    Without an ``error``, a metric that needs energy is proportional to it, and other metrics have no stated error.
     A metric with a ``group`` has the tag ``group/name`` for the first of its bases, and ``base_group/name`` for others.
 
     Raises:
@@ -81,7 +84,17 @@ def metric(
         if not formula.__doc__:
             raise ValueError(f"metric {name} has no docstring, which is its help text")
         METRICS[name] = Metric(
-            name, unit, formula.__doc__.strip(), formula, console, group, tuple(bases), chart, error, in_windows
+            name=name,
+            unit=unit,
+            needs=tuple(needs),
+            help=formula.__doc__.strip(),
+            formula=formula,
+            console=console,
+            group=group,
+            bases=tuple(bases),
+            chart=chart,
+            error=error or (energy_error if "energy" in needs else no_error),
+            in_windows=in_windows,
         )
         return formula
 
@@ -144,107 +157,92 @@ def summary_values(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the errors of a summary's values: tag -> (random, systematic), half-widths of 95 % intervals.
-
-    For energy and power, an error is the change of the metric when the energy changes by the error of the energy. Means
-    of samples have only a random error.
-    """
+def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, Error]:
+    """Return the errors of a summary's values: tag -> (random, systematic), half-widths of 95 % intervals."""
     bases = {"run": run, "job": job}
-    by_tag: dict[str, tuple[float, float]] = {}
+    by_tag = {}
     for entry in METRICS.values():
         for base in entry.summary_bases:
-            totals = bases[base]
-            value = entry.formula(totals)
-            if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
-                by_tag[entry.tag(base)] = (error, 0.0)
-            if value is None or not totals.energy.joules:
-                continue
-            shares = (totals.energy.error_j / totals.energy.joules, totals.energy.gain_j / totals.energy.joules)
-            random = _change_by_error(entry.formula, totals, value, shares[0], is_gain=False)
-            systematic = _change_by_error(entry.formula, totals, value, shares[1], is_gain=True)
-            if random or systematic:
-                by_tag[entry.tag(base)] = (random, systematic)
+            value = entry.formula(bases[base])
+            error = None if value is None else entry.error(bases[base], value)
+            if error is not None:
+                by_tag[entry.tag(base)] = error
     return by_tag
 
 
-def _change_by_error(formula: Formula, totals: ClusterTotals, value: float, share: float, is_gain: bool) -> float:
-    """Return the absolute change of a metric's value if all energies are larger by a share; 0 for a rounding error."""
-    scale = 1 + share
-    energy, devices = totals.energy, totals.devices
-    moved = replace(
-        totals,
-        energy=replace(
-            energy,
-            joules=_scaled(energy.joules, scale),
-            gpus_j=_scaled(energy.gpus_j, scale),
-            measured_j=_scaled(energy.measured_j, scale),
-            gain_j=energy.gain_j * scale,
-            start_j2=energy.start_j2 * scale**2,
-            end_j2=energy.end_j2 * scale**2,
-            inside_j2=energy.inside_j2 * scale**2,
-        ),
-    )
-    if is_gain:  # the power readings of a sensor have the same gain error
-        moved = replace(
-            moved,
-            constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),
-            devices=replace(
-                devices,
-                power_peak_w=_scaled(devices.power_peak_w, scale),
-                # The middle of a bin is scaled.
-                power_histogram_s={(at + 0.5) * scale - 0.5: s for at, s in devices.power_histogram_s.items()},
-            ),
-        )
-    moved_value = formula(moved)
-    change = 0.0 if moved_value is None else abs(moved_value - value)
-    return change if change > ROUNDING * abs(value) else 0.0
+def energy_error(totals: ClusterTotals, value: float) -> Error | None:
+    """Return the error of a value that is proportional to the energy."""
+    energy = totals.energy
+    if not energy.joules or not (energy.error_j or energy.gain_j):
+        return None
+    return abs(value) * energy.error_j / energy.joules, abs(value) * energy.gain_j / energy.joules
 
 
-def _scaled(value: float | None, scale: float) -> float | None:
-    return None if value is None else value * scale
+def gain_error(totals: ClusterTotals, value: float) -> Error | None:
+    """Return the error of a power reading, which has the gain error of the same sensor's energy."""
+    gain_j, joules = totals.energy.gain_j, totals.energy.joules
+    return (0.0, abs(value) * gain_j / joules) if gain_j and joules else None
+
+
+def error_of_mean(error: float | None) -> Error | None:
+    """Return the error of a mean of samples, which has no systematic part."""
+    return None if error is None else (error, 0.0)
+
+
+def no_error(*_: object) -> None:
+    """Return no error: it is unknown, or the value is itself an error."""
 
 
 # --- the contract ---
 
 
-@metric("GiB", console="AMU (GB): {:.2f}", error=lambda job: measured_quotient(job.devices.memory_error_bytes, GIB))
+@metric(
+    "GiB",
+    needs=("memory",),
+    console="AMU (GB): {:.2f}",
+    error=lambda totals, _: error_of_mean(measured_quotient(totals.devices.memory_error_bytes, GIB)),
+)
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (Eq. 1)."""
     return measured_quotient(totals.devices.memory_mean_bytes, GIB)
 
 
-@metric("ratio", console="PCU (Ratio): {:.3f}", error=lambda totals: totals.devices.utilization_error)
+@metric(
+    "ratio",
+    needs=("utilization",),
+    console="PCU (Ratio): {:.3f}",
+    error=lambda totals, _: error_of_mean(totals.devices.utilization_error),
+)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
     """Peak compute utilization: share of time in which the device was busy; a mean, despite the name (Eq. 2)."""
     return totals.devices.utilization_mean
 
 
-@metric("s/iteration", console="AL (Seconds): {:.4f}")
+@metric("s/iteration", needs=("iterations",), console="AL (Seconds): {:.4f}")
 def al_seconds(totals: ClusterTotals) -> float | None:
     """Average latency: step time with computation and communication, mean over steps of the slowest rank (Eq. 3)."""
     return quotient(totals.loop.slowest_step_s, totals.loop.slowest_iterations)
 
 
-@metric("tokens/parameter/s", console="TT (Tokens/Param/Sec): {:.2e}")
+@metric("tokens/parameter/s", needs=("iterations", "tokens", "parameters"), console="TT (Tokens/Param/Sec): {:.2e}")
 def tt_tokens_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Token throughput of the whole job divided by its parameters (Eq. 4)."""
     return _rate_per_parameter(totals.counts.tokens, totals)
 
 
-@metric("samples/parameter/s", console="ST (Samples/Param/Sec): {:.2e}")
+@metric("samples/parameter/s", needs=("iterations", "samples", "parameters"), console="ST (Samples/Param/Sec): {:.2e}")
 def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Sample throughput of the whole job divided by its parameters (Eq. 5)."""
     return _rate_per_parameter(totals.counts.samples, totals)
 
 
-@metric("W", console="AEC (Watts): {:.2f}")
+@metric("W", needs=("energy", "iterations"), console="AEC (Watts): {:.2f}")
 def aec_watts(totals: ClusterTotals) -> float | None:
     """Average energy consumption: mean power of the whole job; a power, despite the name (Eq. 8)."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.time_s)
 
 
-@metric("tokens/s", console="IT (Tokens/Sec): {:.2f}")
+@metric("tokens/s", needs=("generated tokens",), console="IT (Tokens/Sec): {:.2f}")
 def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
     """Inference throughput: generated tokens per second of generation, not divided by parameters (Eq. 6)."""
     return inference_throughput(totals.counts.generated_tokens, totals.loop.generation_s)

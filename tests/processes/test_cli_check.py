@@ -8,9 +8,6 @@ from cases import cases
 from nvml_library import Curve, Gpu
 from redfish_service import Service, chassis, supply, tree
 
-from effllm.metrics import METRICS
-from effllm.metrics.measurable import TOTALS_WITHOUT, inputs_of
-
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 
 
@@ -46,45 +43,6 @@ def findings(survey, prefix=""):
 
 def broken(survey):
     return {name: one for name, one in findings(survey).items() if one["state"] == "broken"}
-
-
-@cases(
-    ("metric", "needs"),
-    [
-        ("amu_gb", ["memory"]),
-        ("pcu_ratio", ["utilization"]),
-        ("al_seconds", ["iterations"]),
-        ("tt_tokens_per_param_per_sec", ["iterations", "tokens", "parameters"]),
-        ("aec_watts", ["energy", "iterations"]),
-        ("joules_per_token", ["energy", "tokens"]),
-        ("mfu_ratio", ["iterations", "tokens", "FLOPs", "peak"]),
-        ("it_tokens_per_sec", ["generated tokens"]),
-        ("hfu_ratio", ["iterations", "tokens", "hardware FLOPs", "peak"]),
-        ("watts_per_gpu", ["gpu", "energy", "iterations"]),
-        ("power_limit_ratio", ["gpu", "energy", "power limit", "iterations"]),
-        ("p95_watts_per_gpu", ["gpu", "power"]),
-        ("timing_error_ratio", ["energy"]),
-        ("joules_above_baseline", ["energy", "baseline"]),
-        ("computation_seconds", ["iterations", "profile"]),
-        ("device_step_seconds", ["gpu", "steps on CUDA"]),
-        ("co2_kg", ["energy", "carbon intensity"]),
-        ("electricity_cost", ["energy", "price"]),
-        ("gpu_cost", ["gpu", "rent"]),
-        ("throttled_ratio", ["gpu", "throttling"]),
-        ("hottest_c", ["gpu", "temperature"]),
-        ("sm_clock_mhz", ["gpu", "clocks"]),
-        ("tensor_activity_ratio", ["gpu", "activity"]),
-    ],
-)
-def test_inputs_of_a_metric_are_derived_from_its_formula(metric, needs):
-    assert inputs_of(metric) == needs
-
-
-def test_every_metric_has_an_input_and_every_input_is_used():
-    needed = {name: inputs_of(name) for name in METRICS}
-
-    assert all(needed.values())
-    assert {need for needs in needed.values() for need in needs} == set(TOTALS_WITHOUT)
 
 
 PROFILED = {

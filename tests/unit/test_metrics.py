@@ -2,12 +2,14 @@
 
 import pytest
 from cases import cases
-from sink_examples import make_totals, with_keys
+from msgspec import structs
+from sink_examples import complete_totals, make_totals, with_keys
 
 from effllm import metrics
-from effllm.metrics import METRICS, contract_metrics, metric_of_tag, window_values
+from effllm.metrics import METRICS, contract_metrics, measurable, metric_of_tag, window_values
 from effllm.records.job import ClusterTotals, Overhead
 from effllm.records.rank import Profile
+from effllm.store.reader import keys_of
 
 GIB = 2**30
 
@@ -178,6 +180,62 @@ def test_evaluate_leaves_out_unmeasured_metrics():
     assert values["al_seconds"] == 0.4
 
 
+GPU_READINGS = {
+    "power": ("power_peak_w", "power_histogram_s"),
+    "power limit": ("power_limit_w",),
+    "throttling": ("throttled_s", "throttle_covered_s"),
+    "temperature": ("temperature_max_c",),
+    "clocks": ("sm_clock_hz",),
+    "activity": ("sm_activity", "tensor_activity", "dram_activity"),
+}
+ENERGY = tuple(key for key in keys_of(complete_totals()) if key.startswith("energy_"))
+#: Input of metrics -> keys without a value if the input is missing.
+MISSING_WITHOUT = {
+    "gpu": ("gpus", "energy_gpus_j", "device_steps", *(key for keys in GPU_READINGS.values() for key in keys)),
+    "memory": tuple(f"memory_{kind}_bytes" for kind in ("mean", "min", "max", "peak")),
+    "utilization": ("utilization_mean", "utilization_min", "utilization_max"),
+    "energy": (*ENERGY, "straggling_j", "class_j"),
+    **GPU_READINGS,
+    "iterations": ("iterations", "time_s", "slowest_iterations", "energy_time_s"),
+    "tokens": ("tokens", "energy_tokens"),
+    "samples": ("samples", "energy_samples"),
+    "parameters": ("parameters",),
+    "FLOPs": ("flops_per_token",),
+    "hardware FLOPs": ("hardware_flops_per_token",),
+    "peak": ("peak_flops_per_s",),
+    "generated tokens": ("generated_tokens", "generation_s"),
+    "profile": ("profile",),
+    "steps on CUDA": ("device_steps",),
+    "baseline": ("baseline_w",),
+    "carbon intensity": ("carbon_g_per_kwh",),
+    "price": ("price_per_kwh",),
+    "rent": ("price_per_gpu_hour",),
+    "stalls": ("stalled_s",),
+    "own time": ("straggling_s",),
+    "elapsed time": ("elapsed_s", "rank_seconds"),
+    "own cost": ("overhead",),
+}
+
+
+def test_a_metric_needs_the_inputs_without_which_it_has_no_value():
+    totals = complete_totals()
+    keys = {**keys_of(totals), **structs.asdict(totals.constants)}
+
+    for name, entry in METRICS.items():
+        lost = [
+            need
+            for need, missing in MISSING_WITHOUT.items()
+            if entry.formula(make_totals(**{key: value for key, value in keys.items() if key not in missing})) is None
+        ]
+        assert list(entry.needs) == lost, name
+
+
+def test_check_has_a_source_for_every_input():
+    assert {need for entry in METRICS.values() for need in entry.needs} == {
+        *measurable.READ, *measurable.FROM_LOOP, *measurable.OWN, *measurable.FROM_SETTINGS, "peak",
+    }  # fmt: skip
+
+
 def test_no_tag_has_two_bases():
     bases = {
         base: with_keys(COMPLETE, time_s=COMPLETE.loop.time_s * factor, energy_j=COMPLETE.energy.joules * factor)
@@ -238,12 +296,12 @@ def test_tag_is_mapped_to_its_metric():
 def test_new_metric_needs_only_one_decorated_function(metric_table):
     metric_table.clear()
 
-    @metrics.metric("iterations", console="Iterations: {:.0f}")
+    @metrics.metric("iterations", needs=("iterations",), console="Iterations: {:.0f}")
     def number_of_iterations(totals: ClusterTotals) -> float | None:
         """Iterations so far."""
         return float(totals.counts.iterations)
 
-    @metrics.metric("ratio", group="memory", bases=("window", "run"))
+    @metrics.metric("ratio", needs=("memory",), group="memory", bases=("window", "run"))
     def spread(totals: ClusterTotals) -> float | None:
         """Smallest mean over the largest mean."""
         return None
@@ -262,11 +320,11 @@ def test_duplicate_name_or_missing_help_is_an_error(metric_table):
         return None
 
     with pytest.raises(ValueError, match="nameless has no docstring"):
-        metrics.metric("s")(nameless)
+        metrics.metric("s", needs=())(nameless)
     nameless.__doc__ = "Say nothing."
-    metrics.metric("s")(nameless)
+    metrics.metric("s", needs=())(nameless)
     with pytest.raises(ValueError, match="two metrics are named nameless"):
-        metrics.metric("s")(nameless)
+        metrics.metric("s", needs=())(nameless)
 
 
 def test_every_metric_has_a_unit_and_a_help_text():
