@@ -103,7 +103,6 @@ class Rows(list[RankReport]):
 
     @cached_property
     def has_final_report(self) -> bool:
-        """Whether a report is the last report of its rank."""
         return bool(self.columns["final"].any())
 
     def merge(self, more: Rows) -> Rows:
@@ -124,9 +123,7 @@ class Rows(list[RankReport]):
     def in_rank_order(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:
         """Return reports in the order of ranks.
 
-        Args:
-            rows: the reports by rank.
-            everyone: all ranks of the job; tables of ten thousand ranks recognise one list without a comparison.
+        Tables of ten thousand ranks recognise the list ``everyone`` of all ranks without a comparison.
         """
         ranks = everyone if everyone is not None and len(everyone) == len(rows) else sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
@@ -186,12 +183,7 @@ class Account(GpuReadings):
     gpus_holes: int = 0  # number of covered windows in which the energy of the GPUs is unknown
 
     def add_rows(self, rows: Rows, has_hang: bool = False) -> None:
-        """Add the times and counts of reports; each report may be added only once.
-
-        Args:
-            rows: the reports.
-            has_hang: whether the job hung in this window: then its profiles are no sample of the steps.
-        """
+        """Add the times and counts of reports, each only once; after a hang, profiles are no sample of the steps."""
         numbers = rows.columns
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
@@ -234,12 +226,7 @@ class Account(GpuReadings):
         add_to(self.energy_counts, {"iterations": rows.max_iterations, **rows.counts}, sign)
 
     def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
-        """Return the totals for metrics: sums per rank first, then the maximum over ranks.
-
-        Args:
-            constants: constants of the job.
-            sample_s: time between two samples of a device, for the error of means.
-        """
+        """Return the totals: sums per rank, then the maximum over ranks; samples have a distance of ``sample_s``."""
         peaks = self.devices.column("memory_peak_bytes")
         memory = _mean_min_max(*self.devices.values[:, :2].T)
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)

@@ -70,9 +70,7 @@ class Aggregator:
     """Combines the reports of ranks into the metrics of the whole job.
 
     Args:
-        config: the job's settings.
         job: random id of the job; if empty, the id in the first HELLO.
-        attempt: number of this attempt, from 1.
         time_s: unix time of the start.
         ledger: state of a killed aggregator.
         boot: id of this machine's monotonic clock; empty if unknown.
@@ -192,7 +190,6 @@ class Aggregator:
                 self._recorded.append(RecordedStacks(*about, message.samples, message.torn, message.stacks))
 
     def take_recorded(self) -> list[RecordedStacks]:
-        """Return the recordings since the last call."""
         recorded, self._recorded = self._recorded, []
         return recorded
 

@@ -183,7 +183,6 @@ class AuditWatch:
 
 
 def audit_of(state: AuditState, job: KnownJob) -> Audit:
-    """Return the results of the audit so far."""
     figures = (compared_figure(name, sums, job) for name, sums in sorted(state.figures.items()))
     return Audit(figures=tuple(filter(None, figures)), doubts=tuple(state.doubts.values()), windows=state.windows)
 
@@ -266,13 +265,7 @@ def impossible_count_text(sums: CountSums, rows: Rows, job: KnownJob, *, has_gap
 
     There may be more labels than tokens without padding: some data sets have labels on padding.  The totals of each
     rank are compared, not its windows: tokens and labels counted on a GPU arrive some iterations after the positions of
-    their batch.
-
-    Args:
-        sums: the totals, with the reports of the window.
-        rows: the reports of the window.
-        job: the constants of the job.
-        has_gaps: whether reports were lost: then tokens of a batch may be here without its positions.
+    their batch.  With ``has_gaps``, reports were lost: then tokens of a batch may be here without its positions.
     """
     values = sums.values[sums.find_or_add(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))

@@ -49,11 +49,7 @@ SLOW_DATA = Remedy("give the rank the storage and DataLoader workers of its peer
 
 
 def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
-    """Return the next action for a cause in a job.
-
-    Args:
-        cause: a cause that has an action.
-        facts: facts of run.json: the framework, perhaps with its version, the layout, and the class of the Trainer.
+    """Return the next action for a cause, from facts of run.json: the framework, its version, the layout, the Trainer.
 
     Raises:
         KeyError: the cause has no action.

@@ -80,7 +80,6 @@ class ClosedWindows:
         return closed
 
     def take_ranks_to_record(self) -> list[int]:
-        """Return the ranks whose stacks are to be recorded now."""
         ranks, self._ranks_to_record = self._ranks_to_record, []
         return ranks
 

@@ -70,13 +70,7 @@ def window_energy(
 ) -> WindowEnergy:
     """Return the energy of a window and its coverage.
 
-    Args:
-        merged: the window's devices.
-        expected: every device that the window should have.
-        scope: the power scope of the job.
-        num_not_joined: number of ranks that have not joined.
-        num_without_device: number of ranks that have joined without a device.
-        departed: devices whose ranks have all left while other ranks train.
+    The ranks of the ``departed`` devices have all left while other ranks train.
     """
     lacking = num_not_joined + scope.lacking + (0 if scope.choice == NODE_PSU else num_without_device)
     rows = expected.rows_in(merged)
@@ -158,14 +152,7 @@ class EnergyTotals(Table):
         self._newest = 0
 
     def add_window(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
-        """Add a window, or with a sign of -1 subtract it.
-
-        Args:
-            window: number of the window.
-            keys: the devices.
-            amounts: energy of each device; columns: `AMOUNT`.
-            sign: 1 or -1.
-        """
+        """Add the energy of each device in a window (columns: `AMOUNT`), or with a sign of -1 subtract it."""
         rows = self.find_or_add(keys)
         self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED_COLUMNS])
         self._set_edge(window - 1, 1, rows, amounts[:, START_J2], sign)

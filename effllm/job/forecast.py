@@ -61,9 +61,7 @@ class Progress(Struct):
     def forecast(self, total: int | None, whole: ClusterTotals) -> Forecast:
         """Return the remaining time, and energy and costs of the whole job; empty if its length or rate is not known.
 
-        Args:
-            total: number of the job's last iteration.
-            whole: totals of the run so far.
+        ``total`` is the number of the job's last iteration.
         """
         if total is None or self.newest is None:
             return {}
@@ -87,11 +85,9 @@ class Progress(Struct):
 
 
 def foretold(sums: Sequence[tuple[int, float]], left: int) -> Foretold:
-    """Return what further iterations will take.
+    """Return what ``left`` further iterations will take.
 
-    Args:
-        sums: at least two ends of windows: iteration, and time or energy so far; both increase.
-        left: number of further iterations.
+    ``sums`` are at least two ends of windows: iteration, and time or energy so far; both increase.
     """
     at, so_far = np.array(sums, dtype=float).T
     goals = np.linspace(at[0], at[-1], min(PARTS, len(at) - 1) + 1)

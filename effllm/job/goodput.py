@@ -72,7 +72,6 @@ class Goodput(Struct):
         self.attempt.ranks.note_bye(rank, self.clock.at_s or 0.0, end_time_s)
 
     def end_attempt(self, status: str) -> None:
-        """End this attempt and begin the next attempt."""
         self.attempt.end(status)
         self.attempts.append(Attempt(self.attempt.number + 1))
         if len(self.attempts) > MAX_ATTEMPTS:
@@ -82,12 +81,7 @@ class Goodput(Struct):
         self.clock.is_resumed = True
 
     def windows_of(self, name: str, min_share: float) -> LossWindows | None:
-        """Return the windows in which a class has a large share of the time of the iterations.
-
-        Args:
-            name: the class, one of `goodput_attempt.PARTS`.
-            min_share: smallest share.
-        """
+        """Return the windows in which a class of `PARTS` has at least this share of the time of the iterations."""
         at, count, first, last, worst, worst_share = PARTS.index(name), 0, 0, 0, 0, 0.0
         for attempt in self.attempts:
             for span in attempt.spans:
@@ -111,12 +105,9 @@ class Goodput(Struct):
         return None if last is None or last.begin_s is None else last.zero_time_s + max(last.known_end_s, last.begin_s)
 
     def summary(self, is_over: bool = False, measures_energy: bool = True, status: str = "running") -> GoodputSummary:
-        """Return the classes so far.
+        """Return the classes so far; ``status`` is that of the running attempt.
 
-        Args:
-            is_over: whether the job has ended, so that time after its last message does not count.
-            measures_energy: whether any device measures energy.
-            status: status of the running attempt.
+        If the job ``is_over``, time after its last message does not count.
         """
         seconds, rank_seconds, device_seconds = (dict.fromkeys(CLASSES, 0.0) for _ in range(3))
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)

@@ -61,7 +61,6 @@ class Span(Struct, array_like=True):
         return tuple(seconds / whole_s * self.joules for seconds in self.seconds)
 
     def absorb(self, later: Span) -> None:
-        """Add the next span to this one."""
         self.window_last = later.window_last
         if later.last >= later.first:
             self.first = min(self.first, later.first) if self.last >= self.first else later.first
@@ -164,12 +163,7 @@ class Attempt(Struct):
         _add_by_class(self.joules, phases_j, sign)
 
     def move_from_kept(self, window: int, **seconds: float) -> None:
-        """Move rank-seconds of a closed window from kept to other classes.
-
-        Args:
-            window: number of the window.
-            seconds: by field of `Span`; a negative value moves time back to kept.
-        """
+        """Move rank-seconds, by field of `Span`, of a closed window from kept; negative ones move back."""
         span = self._span_of(window)
         if span is not None:
             self._add_sums_of(span, -1)
@@ -204,10 +198,7 @@ class Attempt(Struct):
     def move_to_hang(self, window: int, seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
 
-        Args:
-            window: the open window, whose iterations or shutdown contain the period. Until the window closes, the
-                period is a hang without a report.
-            seconds: duration of the period.
+        Until the open window closes, whose iterations or shutdown contain the period, it is a hang without a report.
         """
         self._move_to_hang(window, max(seconds, 0.0) * max(self.world_size, 1))
 
@@ -230,11 +221,7 @@ class Attempt(Struct):
 
         A hang is noted for the number after the last closed window.  The report has a larger number if windows are
         joined, and in the first window of a later attempt.  If reports were lost before, their windows keep their
-        hangs.
-
-        Args:
-            window: number of the reported window, which is not counted yet.
-            first: ordinal of its first iteration.
+        hangs.  The reported window is not counted yet; ``first`` is the ordinal of its first iteration.
         """
         if first <= self.last + 1:
             for hang in [number for number in self.hangs if number < window and self._span_of(number) is None]:

@@ -28,13 +28,7 @@ class Axis(Struct):
     is_resumed: bool = False  # whether another process continues from the stored state
 
     def advance(self, now_s: float, time_s: float | None, boot: str = "") -> None:
-        """Advance to the current time.
-
-        Args:
-            now_s: time of the monotonic clock.
-            time_s: unix time; ``None`` if it was not read.
-            boot: boot id of this machine.
-        """
+        """Advance to the current monotonic and unix time; the latter is ``None`` if it was not read."""
         is_same = not self.is_resumed or (bool(self.boot) and boot == self.boot and now_s >= self.now_s)
         step_s = max(now_s - self.now_s, 0.0)
         wall_s = step_s if time_s is None else time_s - self.time_s
@@ -70,11 +64,8 @@ class RankTimes(Table):
     def add_reports(self, ranks: Sequence[int], columns: Mapping[str, Array], seconds: Array, at_s: float) -> float:
         """Append one report of each rank; return the earliest start position of these ranks.
 
-        Args:
-            ranks: rank of each report.
-            columns: sequence, final, start_time_s and end_time_s of each report.
-            seconds: seconds that each report covers.
-            at_s: latest possible position of the receipt.
+        The columns are sequence, final, start_time_s and end_time_s.  Each report covers some ``seconds``; the latest
+        possible position of its receipt is ``at_s``.
         """
         at = self.find_or_add(ranks)
         covered_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over = self.values[at].T

@@ -88,12 +88,8 @@ def samples_and_places(host: HostTime, cause: str, data_share: float = 0.0) -> t
     """Return the samples of a loss, and its places with their most frequent function, most samples first.
 
     A place is a line; but lines in which a function runs its own code, and calls nothing, are one place.  If the loop
-    waits for DataLoader workers, the samples are those of a worker.
-
-    Args:
-        host: the samples.
-        cause: a cause in `KINDS`.
-        data_share: share of the time that is a wait for data.
+    waits for DataLoader workers, the samples are those of a worker.  ``data_share`` is the share of the time that is a
+    wait for data.
     """
     kinds = _kinds_of_loss(host, cause, data_share)
     count = attrgetter("long" if cause == SLOW else "samples")

@@ -105,11 +105,7 @@ class IterationMatrix(NamedTuple):
         return bool(self.weights[0] > 1)
 
     def lost_to_data(self, removed: Positions | None = None) -> Array:
-        """Return by how much each iteration is longer because ranks wait for data.
-
-        Args:
-            removed: the ranks whose waits are counted, by their places in the arrays; all ranks without it.
-        """
+        """Return by how much each iteration is longer because all ranks, or those in these places, wait for data."""
         waits, kept = self.waits, np.zeros_like(self.waits)
         if removed is not None:
             kept = waits.copy()

@@ -142,7 +142,6 @@ class JobFacts:
 
     @cached_property
     def constants(self) -> JobConstants:
-        """The constants of the job's totals."""
         config, shared = self._config, bool(self.shared_gpu)
         return JobConstants(
             parameters=self.parameters,

@@ -56,12 +56,7 @@ class WindowJoiner:
     def add_report(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
         """Add a report; return the joined reports that are complete now.
 
-        Args:
-            row: the next report of its rank.
-            num_ranks: number of reporting ranks.
-            closed: the last closed joined window, whose late reports do not wait.
-            is_full: whether too many reports of the rank wait.
-            now_s: current time.
+        Late reports of joined windows up to ``closed`` do not wait; if ``is_full``, too many reports of the rank do.
         """
         rank, number = row.rank, self._joined_number_of(row.window)
         ready: list[Joined] = []
@@ -189,12 +184,7 @@ def with_earlier_part(earlier: RankReport | None, row: RankReport) -> RankReport
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
-    """Return the exact sum of consecutive reports of one rank; missing reports shift its first iteration.
-
-    Args:
-        rows: reports of one rank, oldest first.
-        window: the number of the joined window.
-    """
+    """Return the exact sum of consecutive reports of one rank, oldest first; missing ones shift its first iteration."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first if first.window == window else replace(first, window=window)

@@ -209,7 +209,6 @@ class Ledger(Struct):
             self.goodput.attempt.move_to_hang(self.closed + 1, seconds)
 
     def note_waits(self, waited: Waited) -> None:
-        """Add the waits for stragglers in a window."""
         self.waited = waited
         if waited.seconds is not None:
             self.straggling_s = (self.straggling_s or 0.0) + waited.seconds
@@ -245,7 +244,6 @@ class Ledger(Struct):
         return self.spent.core_wait_s + sum(waits_s) if waits_s or self.spent.core_wait_s else None
 
     def note_loss_and_iteration(self, rows: Rows) -> None:
-        """Update the loss and the iteration from a closed window."""
         self.loss = self.loss if rows.loss is None else rows.loss
         self.iteration_last = max(self.iteration_last, int(rows.columns["iteration_last"].max()))
         self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))
@@ -277,8 +275,7 @@ class Ledger(Struct):
     def status(self, without_bye: str = "killed") -> str:
         """Return the final status of the job, from the BYEs of its ranks.
 
-        Args:
-            without_bye: the status if ranks have no BYE; a job whose aggregator has not seen the end was killed.
+        A rank without a BYE has the status ``without_bye``; a job whose aggregator has not seen the end was killed.
         """
         ends = [rank.bye or without_bye for rank in self.ranks.values()]
         # One rank is enough for the first two, because the launcher then kills the other ranks.
@@ -297,10 +294,8 @@ class Ledger(Struct):
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a restarted aggregator.
 
-        Reports of open windows are not in the state and count as not received, so the agents send them again.
-
-        Args:
-            safe: for each rank the last sequence up to which all reports are in the sums.
+        Reports of open windows are not in the state and count as not received, so the agents send them again.  ``safe``
+        is for each rank the last sequence up to which all reports are in the sums.
         """
         replace = msgspec.structs.replace
         ranks = {

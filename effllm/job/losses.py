@@ -73,10 +73,7 @@ class Loss(NamedTuple):
 def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[Loss]:
     """Return all losses of a job, the most important first, also those below their thresholds.
 
-    Args:
-        summary: the summary of the job.
-        waterfall: that of the job.
-        framework: the framework whose loop is measured; empty for a loop that calls effllm itself.
+    ``framework`` is empty for a loop that calls effllm itself.
     """
     made = [
         *_losses_of_parts(summary, waterfall, framework),
@@ -160,7 +157,6 @@ def _with_rest_of_job(made: _Fields, waterfall: Waterfall) -> Loss:
 
 
 def _used_device_seconds(waterfall: Waterfall) -> float:
-    """Return the time of the devices that ranks use."""
     return sum(part.device_seconds for part in waterfall.parts if part.name != "unused")
 
 
@@ -304,7 +300,6 @@ def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_F
 
 
 def cause_of(verdict: StragglerVerdict) -> str:
-    """Return the cause of the loss by a straggler."""
     if POWER_LIMIT in verdict.differences:
         return "power_limit"
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"

@@ -50,7 +50,6 @@ class MemoryPressure(Struct):
     failed_iteration: int = 0  # shown at the end of the newest window with such a report
 
     def add_window(self, rows: Rows) -> None:
-        """Add a closed window."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
                 sizes = {name: value.most for name, value in row.values.items() if name.endswith(_BYTES)}

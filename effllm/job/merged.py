@@ -32,7 +32,6 @@ class Expected(dict[str, Device]):
 
     @cached_property
     def sorted_keys(self) -> list[str]:
-        """Sorted keys of the devices."""
         return sorted(self)
 
     @cached_property
@@ -188,7 +187,6 @@ class Merged(Struct, dict=True, eq=False):
 
     @cached_property
     def row_by_key(self) -> dict[str, int]:
-        """The row of each device, by its key."""
         return dict(zip(self.keys, range(len(self)), strict=True))
 
     @cached_property
@@ -223,11 +221,6 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
     used.  So every window uses the same rank, whose periods are adjacent.  Shares of a shared device are added; if the
     share of a rank is missing, the device is not measured, because a partial sum would be wrong.
-
-    Args:
-        rows: the window's reports.
-        expected: every known device by its key.
-        members: the ranks that use each device.
     """
     by_key = _only_device_each(rows, expected)
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}

@@ -131,10 +131,8 @@ class OpenWindows:
     ) -> Iterator[OpenWindow]:
         """Yield the windows that close now, in order, up to a limit; the caller must close each window at once.
 
-        Args:
-            now_s: current time.
-            timeout_s: returns the seconds that a window waits for late ranks.
-            heard_until_s: all frames that arrived before this time have been handled.
+        ``timeout_s`` returns the seconds that a window waits for late ranks.  All frames that arrived before
+        ``heard_until_s`` have been handled.
         """
         self.is_closing, room = True, MAX_CLOSING_ROWS
         while (window := self._oldest) is not None and room > 0:

@@ -16,11 +16,7 @@ LARGE_REPORT_EVERY_S = 0.5  # at most two frames a second from each agent of a l
 
 
 class Pace:
-    """The times at which the state is saved.
-
-    Args:
-        agent_buffer_size: number of reports that an agent can store.
-    """
+    """The times at which the state is saved; an agent can store ``agent_buffer_size`` reports."""
 
     def __init__(self, agent_buffer_size: int) -> None:
         self._max_unsaved_windows = max(agent_buffer_size // BUFFER_DIVISOR, 1)

@@ -12,11 +12,7 @@ ABSENT_AFTER_BYE_S = 2.0  # the same timeout after the first BYE, because no ran
 
 
 class Presence:
-    """The time of each rank's last message, and the ranks that have left.
-
-    Args:
-        ledger: the job's state; it can contain ranks that left before a restart.
-    """
+    """The time of each rank's last message, and the ranks that have left, also before a restart."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

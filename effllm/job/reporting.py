@@ -192,7 +192,6 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
 
 
 def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_s: float, ended: bool) -> Summary:
-    """Return the summary of the run so far."""
     gaps = gaps_in_counts(ledger, ended)
     lacking = energy_gaps(ledger, ended)
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"

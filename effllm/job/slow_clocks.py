@@ -59,7 +59,6 @@ class SlowClocks(Struct):
     usual_s: list[float] = []  # iteration times of windows without a reason
 
     def add_window(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
-        """Add a closed window."""
         slow: dict[str, _SlowGpu] = {}
         named: set[int] = set()
         for row in rows:

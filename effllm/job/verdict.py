@@ -88,7 +88,6 @@ def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | 
 
 
 def windows_of_retries(summary: Summary) -> LossWindows | None:
-    """Return the windows with retries of the allocator."""
     pressure = summary.memory_pressure
     if pressure is None:
         return None
@@ -113,14 +112,8 @@ def verdict_of(
     """Return the verdict on a job; ``None`` before any time was reported.
 
     The primary cause is the loss with the most device time among the losses above their thresholds.  A job that ended
-    in a stall has the cause ``hang``.
-
-    Args:
-        summary: the summary with its waterfall.
-        facts: facts of run.json: the framework and the layout.
-        goodput: the windows with their time by class.
-        profile_every: the period of profiles that was set; 0 for no profiles.
-        ends: the ranks of a job that is over, by their final status.
+    in a stall has the cause ``hang``.  ``facts`` are those of run.json, ``ends`` the ranks of a job that is over, by
+    their final status; ``profile_every`` is 0 for no profiles.
     """
     waterfall = summary.waterfall
     if waterfall is None:

@@ -65,13 +65,9 @@ class _Steps(NamedTuple):
 def waterfall(
     goodput: GoodputSummary, whole: ClusterTotals, sources: Sources = ONE_ATTEMPT, uneven_share: float = 0.0
 ) -> Waterfall | None:
-    """Return the waterfall of a job; ``None`` before any time was reported.
+    """Return the waterfall of a job from its totals on the base ``job``; ``None`` before any time was reported.
 
-    Args:
-        goodput: the elapsed time and joules by class.
-        whole: the totals of the whole job, on the base ``job``.
-        sources: the reports from which the classes are computed.
-        uneven_share: share of waits of the ranks for each other in profiled iterations that are not long.
+    ``uneven_share`` is the share of waits of the ranks for each other in profiled iterations that are not long.
     """
     if not whole.constants.world_size or not sum(goodput.device_seconds.values()):
         return None
@@ -210,12 +206,8 @@ def _profiled_parts(
 ) -> dict[str, float]:
     """Return waits in communication, exposed communication and idle time, from the shares in profiled iterations.
 
-    Args:
-        kept: device-seconds of kept steps.
-        profile: the sums over profiled iterations.
-        inside: device-seconds inside the steps that belong to other classes.
-        uneven_share: share of waits of the ranks for each other in profiled iterations, without waits for slow ranks.
-        counted: device-seconds of these waits that own times show in all iterations.
+    ``uneven_share`` is the share of waits of the ranks for each other in profiled iterations, without waits for slow
+    ranks; own times show ``counted`` device-seconds of these waits in all iterations.
     """
     if profile is None or not profile.time_s:
         return {}
@@ -317,11 +309,7 @@ def _evidence_of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str
 def errors_of(seconds: Mapping[str, float], whole: ClusterTotals, steps: float, computing: float) -> dict[str, float]:
     """Return the sampling error (half-width, 95 %) of parts in device-seconds; parts without samples are left out.
 
-    Args:
-        seconds: the device-seconds of the parts of steps.
-        whole: the totals of the job.
-        steps: device-seconds to which the shares in profiled iterations were applied.
-        computing: device-seconds to which the clock was applied.
+    The shares in profiled iterations were applied to ``steps`` device-seconds, the clock to ``computing`` ones.
     """
     errors, profile, devices = {}, whole.profile, whole.devices
     if profile is not None and profile.time_s:

@@ -177,7 +177,6 @@ class RankComparison:
         return list(by_rank.values())
 
     def _take_whole_blocks(self, values: Array, weights: Array, iterations_s: Array, shown: int) -> Iterator[_Block]:
-        """Yield the blocks that are whole now."""
         start, ends = 0, np.cumsum(weights)
         while start < len(weights):
             before = float(ends[start - 1]) if start else 0.0

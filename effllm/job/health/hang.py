@@ -186,9 +186,7 @@ class Hang:
     def check(self, now_s: float, lost: Collection[int]) -> list[HangVerdict]:
         """Return the new verdicts: stalls of the job, hangs of ranks, and the ends of stalls and hangs.
 
-        Args:
-            now_s: current time.
-            lost: ranks without a recent heartbeat; their state is unknown.
+        The state of lost ranks, which have no recent heartbeat, is unknown.
         """
         if now_s - self._checked_s > SUSPENDED_S:
             # All messages of the pause arrived at once, so their order in time is unknown.

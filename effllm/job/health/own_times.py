@@ -48,13 +48,7 @@ class Waits(NamedTuple):
 
     @classmethod
     def of(cls, times: Times, groups: Sequence[Positions], named: Positions) -> Waits:
-        """Return the waits by own times.
-
-        Args:
-            times: own times.
-            groups: the places of ranks with the same work; only such ranks are compared.
-            named: the places of the slow ranks.
-        """
+        """Return the waits of the ranks in groups with the same work; ``named`` are the places of the slow ranks."""
         slow, uneven, max_slow, max_uneven = np.zeros((4, len(times.weights)))
         last_s = np.zeros(len(times.ranks))
         for group in groups:
@@ -111,12 +105,7 @@ class CountedWaits:
     ) -> tuple[list[LostTime], float, float]:
         """Add a window; return the losses, and the wait of each rank for slow ranks in it, and at most in all of them.
 
-        Args:
-            own: own times of the window.
-            groups: as in `Waits.of`.
-            num_ranks: number of ranks of the window.
-            slow: the slow ranks.
-            since: iteration from which the waits for slow ranks are counted again, if there is a new slow rank.
+        If there is a new slow rank, the waits for slow ranks are counted again from the iteration ``since``.
         """
         after = math.inf if since is None else since
         again = [kept for kept in self._kept.values() if kept.times.shown + kept.times.weights.sum() > after]
@@ -143,18 +132,10 @@ class CountedWaits:
         slow: Collection[int],
         has_long: bool,
     ) -> None:
-        """Add the profiled iterations of a window, if they are not long.
+        """Add the profiled iterations of a window, by their times of `in_profiles`, if they are not long.
 
         Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations
         show less waits than these have, by the factor that own times show.
-
-        Args:
-            profiled: the times of `in_profiles`.
-            own: own times of the window, if they are known.
-            rows: the reports of the window.
-            groups: as in `Waits.of`.
-            slow: the slow ranks.
-            has_long: whether an iteration of the window is long.
         """
         counts = [row.profile.iterations for row in rows if row.profile is not None]
         usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))

@@ -33,7 +33,6 @@ class PeerGroups:
         self.replicas: dict[str, set[int]] = {}
 
     def hello(self, message: Hello) -> None:
-        """Add a rank from its HELLO."""
         own = next((device for device in message.devices if not device.only_power), None)
         peer = Peer(
             group=f"{message.role} {message.peer_group}".rstrip(),
@@ -59,7 +58,6 @@ class PeerGroups:
 
     @property
     def has_peers(self) -> bool:
-        """Whether a rank has a peer."""
         return any(len(group) > 1 for group in self.groups.values())
 
     def reports_with_iterations(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:

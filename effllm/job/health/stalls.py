@@ -94,7 +94,6 @@ class Stalls:
     # --- outputs ---
 
     def take_new_seconds(self, now_s: float) -> float:
-        """Return the seconds of stalls since the last call."""
         # The end of a stall is detected late: the excess is subtracted from the next result.
         new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
         self._counted_s += new_s
@@ -161,7 +160,7 @@ class Stalls:
 
 
 class PositionNames(NamedTuple):
-    """PositionNames of ranks and iterations."""
+    """Names of ranks and iterations."""
 
     where: Callable[[int], str]  # returns host and device of a rank
     shown_minus_ordinal: int  # displayed number of an iteration minus its ordinal
@@ -186,14 +185,8 @@ def stall_text(
 ) -> str:
     """Return the text: the ranks that are furthest behind, other ranks, and ranks of unknown state.
 
-    Args:
-        stall: the verdict.
-        ranks: positions by rank.
-        names: names of ranks and iterations.
-        now_s: current time.
-        lost_s: seconds since the last heartbeat of each lost rank.
-        left: status of each rank that sent a BYE but did not complete.
-        num_missing: number of ranks that never joined.
+    Lost ranks have the seconds since their last heartbeat.  Ranks that have ``left`` sent a BYE with this status, but
+    did not complete; missing ranks never joined.
     """
     (first, behind), *others = stall.groups
     what = "stalled alone" if stall.is_partial else "stalled"

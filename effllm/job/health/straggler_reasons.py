@@ -102,12 +102,9 @@ class ComparedReadings(dict[str, ReadingSums]):
             sums.node += weight * node
 
     def add_windows(self, own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = ()) -> None:
-        """Add one window.
+        """Add one window of the slow rank's device, of its peers, and of other devices on its node.
 
-        Args:
-            own: window of the slow rank's device.
-            peers: windows of devices whose ranks do the same work.
-            node: windows of the other devices on the same host, without devices of slow ranks.
+        The node's devices are without those of slow ranks.
         """
         for name in (_CLOCK, _LIMIT, _CELSIUS):
             gauge = own.gauges.get(name)
@@ -124,9 +121,7 @@ class ComparedReadings(dict[str, ReadingSums]):
     def reason(self, is_gpu: bool = True, slowdown: float = 0.0) -> Reason:
         """Return the differences between a slow rank's device and other devices, or `NO_REASON`.
 
-        Args:
-            is_gpu: whether the device is a GPU, which is idle while its host is slow.
-            slowdown: time of the slow rank over the time of its peers, minus one.
+        A GPU is idle while its host is slow.  The slowdown is the time over that of the peers, minus one.
         """
         differences = {CLOCK: self._clock_text(), THROTTLED: self._throttle_texts(), POWER_LIMIT: self._limit_text()}
         kinds = tuple(kind for kind, texts in differences.items() if texts)
@@ -219,12 +214,7 @@ class Reasons:
         self._windows: dict[str, list[DeviceWindow]] = {}  # of peers, by group or host
 
     def begin_window(self, rows: Sequence[RankReport], units: Collection[Unit]) -> None:
-        """Begin a window.
-
-        Args:
-            rows: reports of the window.
-            units: all verdicts; their ranks are not compared with a slow rank.
-        """
+        """Begin a window; the ranks of all verdicts, ``units``, are not compared with a slow rank."""
         self._rows, self._windows = {row.rank: row for row in rows}, {}
         self._named = {rank for unit in units for rank in unit}
         for unit in units:
@@ -289,15 +279,9 @@ def events_of(
     has_gpus: bool,
     time_s: float,
 ) -> list[Event]:
-    """Return the events of verdicts.
+    """Return the events of verdicts, of the kind ``straggler`` or ``recovered``.
 
-    Args:
-        kind: ``straggler`` or ``recovered``.
-        verdicts: new verdicts, or verdicts that have just ended.
-        named: all ranks with a current verdict.
-        hosts: ranks by host.
-        has_gpus: whether the cost is in GPU-seconds, not rank-seconds.
-        time_s: unix time of the events.
+    All ranks with a current verdict are ``named``.  If the job ``has_gpus``, the cost is in GPU-seconds.
     """
     left, events = {verdict.ranks: verdict for verdict in verdicts}, []
     for host in sorted({verdict.host for verdict in verdicts} - {""}):

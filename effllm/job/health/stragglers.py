@@ -58,8 +58,6 @@ class _Named(Struct):
 
 
 class _Window(NamedTuple):
-    """An earlier window."""
-
     number: int
     shown: int  # displayed number of the last iteration
     iterations: int
@@ -380,7 +378,6 @@ def _slowdown(slow: Slow, evidence: str) -> float:
 
 
 def _with_cost(verdict: StragglerVerdict, joules: float | None, seconds: Mapping[str, float]) -> StragglerVerdict:
-    """Return a verdict with the costs of one more window."""
     sums = {name: getattr(verdict, name) + value for name, value in seconds.items()}
     return replace(verdict, joules=_known_sum(verdict.joules, joules, not verdict.gpu_seconds), **sums)
 

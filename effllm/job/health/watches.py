@@ -28,11 +28,8 @@ IDLE, BUSY = "gpus_idle", "gpus_busy"
 class WasteWatch:
     """Judges closed windows, except the first window, the last window and windows in warm-up.
 
-    The time of phases (evaluation, checkpoint, generation) is not judged.
-
-    Args:
-        events: number of earlier events by kind; a restarted aggregator restores its state from these numbers.
-        report: is called with each event.
+    The time of phases (evaluation, checkpoint, generation) is not judged.  A restarted aggregator restores the state
+    from the numbers of earlier events by kind.
     """
 
     def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
@@ -85,9 +82,7 @@ def _evidence(window: ClusterTotals) -> list[str]:
 class EnergyWatch:
     """Reports iterations that are synchronous with power sensors, and windows that are too short for the sensors.
 
-    Args:
-        is_reported: returns whether the job already has an event of this kind, also from an earlier aggregator.
-        report: is called with each event.
+    Each kind of event is reported once per job, also by a restarted aggregator.
     """
 
     def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
