@@ -121,23 +121,6 @@ def test_long_checkpoint_is_not_a_stall(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
-@pytest.mark.long
-@pytest.mark.fault("trainer-stopped")
-def test_hang_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
-    aggregator = launch.aggregator(stall_seconds=1)
-    options = ("--iterations", 600, "--stand", 40, "--seconds", 10, "--lone")
-    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
-    end(aggregator, ranks)
-    ledger = aggregator.ledger
-
-    (text,) = ledger.event_texts("stalled")
-    assert text.startswith("stalled alone: rank 1 (")
-    assert "at iteration 40 for " in text
-    (resumed,) = ledger.event_texts("resumed")
-    assert resumed.startswith("rank 1 resumed after ")
-    assert ledger.summary.metrics["health/stalled_s"].value == 0.0
-
-
 @pytest.mark.fault("trainer-stopped")
 def test_job_killed_in_a_stall_has_the_status_stalled(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=2)

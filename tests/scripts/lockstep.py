@@ -26,7 +26,6 @@ parser.add_argument("--seconds", type=float, default=0.0)
 parser.add_argument("--pipe", default="", help="... or until a process writes to this named pipe")
 parser.add_argument("--phase", default="", help="... in this marked phase after the iteration")
 parser.add_argument("--native", action="store_true", help="... in a call of a C function")
-parser.add_argument("--lone", action="store_true", help="ranks do not wait for each other")
 given = parser.parse_args()
 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
@@ -39,7 +38,7 @@ def all_reduce(iteration):
         # All ranks read this value, because the counter of rank 0 is written later.
         struct.pack_into("<q", counters, 8 * world_size, iteration)
     struct.pack_into("<q", counters, 8 * rank, iteration)
-    while not given.lone and min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
+    while min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.001)
 
 
@@ -70,7 +69,7 @@ for iteration in count(1):
     with collector.phase(given.phase) if is_here and given.phase else nullcontext():
         if is_here and given.phase:
             stand()
-    if iteration == (given.iterations if given.lone else struct.unpack_from("<q", counters, 8 * world_size)[0]):
+    if iteration == struct.unpack_from("<q", counters, 8 * world_size)[0]:
         break
 effllm.finalize_efficientllm_metrics()
 Path("truth.json").write_text(json.dumps({"steps": steps, "inner_s": inner_s}))

@@ -1,4 +1,4 @@
-"""effllm/job/health/hang.py: stalls of a job and of single ranks, and no false alarms; time is an argument."""
+"""effllm/job/health/hang.py: stalls of a job, and no false alarms; time is an argument."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.job.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
-from effllm.job.health.stalls import PositionNames, resumed_text, stall_text
+from effllm.job.health.stalls import PositionNames, stall_text
 from effllm.records.wire import Heartbeat
 
 
@@ -116,14 +116,6 @@ def test_new_aggregator_finds_a_stall_by_heartbeats_and_the_saved_iteration_time
     assert [stall.unmoved_s for stall in job.check(1001)] == unmoved_s
 
 
-def test_stall_is_reported_again_after_5_min_30_min_and_2_h():
-    job = Job(ranks=1)
-    job.run(100)
-    reported = [when_s for when_s, _ in job.reported(105, 100 + 6 * 3600, {0: (101, STEP, 100)})]
-
-    assert [round(when_s - 100, -2) for when_s in reported[1:]] == [300, 1800, 7200, 14400, 21600]
-
-
 def test_end_of_a_stall_is_reported_with_its_duration():
     job = Job()
     job.run(100)
@@ -132,7 +124,6 @@ def test_end_of_a_stall_is_reported_with_its_duration():
     job.heartbeat(1, 102, STEP, 1.0, 513)
 
     assert job.check(513) == [Resumed(412.0)]
-    assert resumed_text(Resumed(412.0)) == "resumed after 412 s"
     assert job.hang.total_s(600) == 412.0
     assert job.hang.since_s is None
 
@@ -197,22 +188,13 @@ def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
     assert job.check(203) == [Resumed(103.0)]
 
 
-def test_only_the_stalled_rank_is_reported():
+def test_job_has_not_stalled_while_a_rank_makes_progress():
     job = Job()
     job.run(100)
-    reported = []
     for now_s in range(105, 300, 5):
         job.all_heartbeat(now_s + 1, STEP, 0.5, now_s, ranks=(0, 1, 2))
         job.heartbeat(3, 101, STEP, now_s - 100, now_s)
-        reported += job.check(now_s)
-    job.heartbeat(3, 102, STEP, 0.0, 300)
-    reported += job.check(300)
-
-    stall, resumed = reported
-    assert stall.is_partial
-    assert ranks_of(stall) == [[3], [0, 1, 2]]
-    assert resumed == Resumed(200.0, 3)
-    assert job.hang.total_s(300) == 0.0  # the job has no stall
+        assert job.check(now_s) == []
 
 
 def test_ranks_that_wait_for_a_rank_in_a_phase_have_not_stalled():
@@ -243,28 +225,6 @@ def test_late_window_does_not_count_as_progress():
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.heartbeat(0, 105, STEP, 0.7, 104.7)
     assert job.reported(105, 300, {0: (105, "checkpoint", 104.8), 1: (105, STEP, 104.0)}) == []
-
-
-def test_delayed_heartbeat_causes_no_stall_of_a_rank():
-    job = Job(ranks=2)
-    job.run(100)
-    # Rank 1 reached iteration 140 by 104 s and saves; its heartbeat of 103 s (iteration 130) arrived 1.5 s late.
-    job.heartbeat(1, 130, STEP, 0.0, 104.5)
-    job.heartbeat(0, 141, STEP, 0.5, 104.6)
-    job.heartbeat(1, 140, "checkpoint", 1.0, 105.0)
-    assert job.reported(110, 300, {0: (141, STEP, 104), 1: (140, "checkpoint", 104)}) == []
-
-
-def test_suspended_aggregator_reports_no_stall_of_one_rank():
-    job = Job(ranks=2)
-    job.run(100)
-    # The aggregator is suspended until 170 s. At 130 s, rank 0 begins to save, and rank 1 waits for rank 0.
-    for sent_s in range(105, 170, 5):
-        ordinal = min(sent_s, 130)
-        job.heartbeat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
-        job.heartbeat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
-    assert job.check(170) == []
-    assert job.reported(175, 400, {0: (130, "checkpoint", 130), 1: (131, STEP, 130)}) == []
 
 
 @pytest.mark.parametrize("ordinal", [0, 101])
@@ -385,8 +345,6 @@ def test_rank_that_moved_within_its_timeout_has_not_stalled(moves, late_s):
             for stall in job.check(now_s + late_s):
                 if isinstance(stall, Stall):
                     stalled = {one for _, group in stall.groups for one in group}
-                    if stall.is_partial:
-                        stalled = set(stall.groups[0][1])
                     for one in stalled:
                         assert now_s - moved_s[one] >= 30.0
             next_beat_s += 5.0

@@ -1,4 +1,4 @@
-"""Detects stalls of the job and hangs of ranks from heartbeats and reports. No I/O.
+"""Detects stalls of the job from heartbeats and reports. No I/O.
 
 Heartbeats and reports contain the position of a rank.  Only heartbeats are evidence of a stall: a rank whose agent
 sends no heartbeats is reported as lost, not as stalled.
@@ -25,10 +25,6 @@ PHASE_STALLS, PHASE_TIMES = 20, 10
 STARTUP_STALLS = 60
 BEATS = 6  # heartbeats of an agent per STALL_S
 CHECKS = 15  # checks for a stall per STALL_S
-MAX_BEAT_DELAY_S = 5.0  # a larger difference between heartbeats shows which rank moved later
-SUSPENDED_S = 10.0  # a longer pause between checks (normally 0.5 s) means that the aggregator was stopped
-REPORT_AGAIN_S = (300.0, 1800.0)
-REPORT_EVERY_S = 7200.0
 
 STARTUP, BETWEEN, STEP = ring.STATE_NAMES[ring.STARTUP], ring.STATE_NAMES[ring.BETWEEN], ring.STATE_NAMES[ring.STEP]
 FINISHED = ring.STATE_NAMES[ring.FINISHED]
@@ -49,7 +45,6 @@ class RankPosition(Struct):
     seen_s: float = 0.0  # time of the last heartbeat with this position
     beat_s: float = 0.0  # seconds at this position by the agent's clock
     joined_s: float = 0.0
-    ended_s: float = 0.0  # the last iteration ended after this time
     utilization: float | None = None
     power_w: float | None = None
 
@@ -73,14 +68,12 @@ class Stall(NamedTuple):
 
     groups: Sequence[tuple[RankPosition, Sequence[int]]]  # ranks with the same position are a group
     unmoved_s: float
-    is_partial: bool = False  # other ranks make progress
 
 
 class Resumed(NamedTuple):
-    """End of a stall of the job, or of a hang of one rank."""
+    """End of a stall."""
 
     unmoved_s: float
-    rank: int | None = None  # None: the job
 
 
 HangVerdict = Stall | Resumed
@@ -101,13 +94,9 @@ class Hang:
         self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: windows and their seconds per iteration
         self._durations_s: dict[str, deque[float]] = {}  # by role: seconds per iteration before the first window
         self._max_phase_s: dict[str, float] = {}  # by phase
-        self._two_more_s = 0.0  # the latest time after which a rank has ended two iterations
         self._moved_s = 0.0  # time of the last progress of any rank
-        self._next_check_s = self._next_alone_s = 0.0
-        self._checked_s = 0.0
+        self._next_check_s = 0.0
         self.since_s: float | None = None  # start of the job's stall
-        self._next_report_s = 0.0  # time at which the stall is reported again
-        self._alone: dict[int, tuple[float, float]] = {}  # hangs by rank: start, and time of the next event
         self._resumed: list[Resumed] = []
         self.stalled_s = 0.0  # total seconds of ended stalls
 
@@ -117,7 +106,7 @@ class Hang:
         """Add a rank after its HELLO; ``is_new`` means that it has a new agent."""
         rank, total = message.rank, message.total_iterations
         if is_new or rank not in self.ranks:
-            self.ranks[rank] = RankPosition(since_s=now_s, seen_s=now_s, joined_s=now_s, ended_s=now_s)
+            self.ranks[rank] = RankPosition(since_s=now_s, seen_s=now_s, joined_s=now_s)
         position = self.ranks[rank]
         position.role, position.last_iteration = message.role, total - message.offset if total else None
 
@@ -125,8 +114,7 @@ class Hang:
         """Remove a rank after its BYE; only completion of the rank counts as progress."""
         if rank in self.ranks:
             if completed:
-                self._end_stall(rank, now_s)
-            self._alone.pop(rank, None)
+                self._end_stall(now_s)
             del self.ranks[rank]
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
@@ -139,7 +127,7 @@ class Hang:
         else:
             since_s = now_s - beat.since_s  # this may be earlier than the HELLO
             since_s = max(since_s, position.since_s) if position.state else since_s
-            self._set_position(beat.rank, position, beat.ordinal, beat.state, since_s)
+            self._set_position(position, beat.ordinal, beat.state, since_s)
         position.seen_s, position.beat_s, position.process = now_s, beat.since_s, beat.process
         position.utilization, position.power_w = beat.utilization, beat.power_w
 
@@ -159,10 +147,10 @@ class Hang:
                 of_role.append((row.window, row.time_s / row.iterations))
         if last > position.ordinal - (position.state == STEP):  # `completed`, without a call for each of 10,000 reports
             # This was the position at the end of the window; no heartbeat has confirmed it.
-            self._set_position(row.rank, position, last, BETWEEN, now_s)
+            self._set_position(position, last, BETWEEN, now_s)
             position.beat_s = 0.0
 
-    def _set_position(self, rank: int, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
+    def _set_position(self, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
         before, had_beaten, before_s = position.completed, bool(position.state), position.since_s
         position.ordinal, position.state, position.since_s = ordinal, state, since_s
         ended = position.completed - before
@@ -172,59 +160,31 @@ class Hang:
             if position.role not in self._windows:
                 # The first iteration is the longest; during the second iteration no other duration is known.
                 self._durations_s.setdefault(position.role, deque(maxlen=33)).append((since_s - before_s) / ended)
-            # All these iterations ended after the last heartbeat.
-            self._two_more_s = max(self._two_more_s, position.seen_s if ended > 1 else position.ended_s)
-            position.ended_s = position.seen_s
         if state != FINISHED:
             if since_s > self._moved_s:
                 self._moved_s = since_s
-            if self._alone or self.since_s is not None:
-                self._end_stall(rank, since_s)
+            self._end_stall(since_s)
 
     # --- outputs ---
 
     def check(self, now_s: float, lost: Collection[int]) -> list[HangVerdict]:
-        """Return the new verdicts: stalls of the job, hangs of ranks, and the ends of stalls and hangs.
+        """Return the new verdicts: the beginning and the end of a stall.
 
         The state of lost ranks, which have no recent heartbeat, is unknown.
         """
-        if now_s - self._checked_s > SUSPENDED_S:
-            # All messages of the pause arrived at once, so their order in time is unknown.
-            self._two_more_s = 0.0
-            for position in self.ranks.values():
-                position.ended_s = now_s
-        self._checked_s = now_s
         verdicts: list[HangVerdict] = list(self._resumed)
         self._resumed = []
-        may_have_stalled = now_s - self._moved_s >= self._stall_s and now_s >= self._next_check_s
-        if not may_have_stalled and now_s < self._next_alone_s:
+        if now_s - self._moved_s < self._stall_s or now_s < self._next_check_s:
             return verdicts
-        self._next_check_s, self._next_alone_s = now_s + self._stall_s / CHECKS, now_s + self._stall_s
+        self._next_check_s = now_s + self._stall_s / CHECKS
         here = {rank: position for rank, position in self.ranks.items() if rank not in lost}
         active = {rank: position for rank, position in here.items() if position.state not in ("", FINISHED)}
         if not active:
             return verdicts
         timeouts_s: dict[tuple[str, ...], float | None] = {}  # by `_timeout_key`; 10,000 ranks have few keys
-        stalled = {rank for rank, position in active.items() if self._has_stalled(position, timeouts_s)}
-        if len(stalled) == len(active):
-            self._alone = {}
-            if self.since_s is None:
-                self.since_s, self._next_report_s = max(position.since_s for position in active.values()), now_s
-            if now_s >= self._next_report_s:
-                unmoved_s = now_s - self.since_s
-                self._next_report_s = self.since_s + _next_event_s(unmoved_s)
-                verdicts.append(Stall(_by_position(active), unmoved_s))
-        elif self.since_s is None:
-            alone = {
-                rank: active[rank] for rank in stalled if active[rank].since_s < self._two_more_s - MAX_BEAT_DELAY_S
-            }
-            due = {rank: position for rank, position in alone.items() if now_s >= self._alone.get(rank, (0.0, 0.0))[1]}
-            for rank, position in due.items():
-                self._alone[rank] = (position.since_s, position.since_s + _next_event_s(now_s - position.since_s))
-            if due:
-                unmoved_s = max(now_s - position.since_s for position in due.values())
-                others = {rank: position for rank, position in active.items() if rank not in alone}
-                verdicts.append(Stall([*_by_position(due), *_by_position(others)], unmoved_s, is_partial=True))
+        if self.since_s is None and all(self._has_stalled(position, timeouts_s) for position in active.values()):
+            self.since_s = max(position.since_s for position in active.values())
+            verdicts.append(Stall(_by_position(active), now_s - self.since_s))
         return verdicts
 
     def total_s(self, now_s: float) -> float:
@@ -272,24 +232,13 @@ class Hang:
         durations_s = self._durations_s.get(role)
         return statistics.median(durations_s) if durations_s else self._earlier_s
 
-    def _end_stall(self, rank: int, at_s: float) -> None:
-        """End the stall of the job, or the hang of a rank, at the time of the rank's progress."""
+    def _end_stall(self, at_s: float) -> None:
+        """End a stall at the time of the first progress."""
         if self.since_s is not None:
             unmoved_s = max(at_s - self.since_s, 0.0)
             self.stalled_s += unmoved_s
             self.since_s = None
             self._resumed.append(Resumed(unmoved_s))
-        elif rank in self._alone:
-            since_s, _ = self._alone.pop(rank)
-            self._resumed.append(Resumed(at_s - since_s, rank))
-
-
-def _next_event_s(unmoved_s: float) -> float:
-    """Return the seconds from the start of a stall to its next event."""
-    for after_s in REPORT_AGAIN_S:
-        if unmoved_s < after_s:
-            return after_s
-    return (unmoved_s // REPORT_EVERY_S + 1) * REPORT_EVERY_S
 
 
 IDLE, BUSY = 0.1, 0.5  # an idle rank has a lower utilization, a busy rank a higher one

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from effllm.config.settings import Config
-from effllm.job.health.hang import BETWEEN, STARTUP, STEP, STOPPED, Hang, RankPosition, Resumed, Stall
+from effllm.job.health.hang import BETWEEN, STARTUP, STEP, STOPPED, Hang, RankPosition, Stall
 from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster
 from effllm.records.clock import Now
@@ -41,7 +41,7 @@ class Stalls:
         self._files: list[StackFile] = []
         self._num_stacks = 0
         self._counted_s = 0.0
-        self._is_reported = self._failed_before = False
+        self._failed_before = False
         self._left: dict[int, str] = {}
 
     # --- inputs ---
@@ -82,8 +82,8 @@ class Stalls:
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now)
             else:
-                self._report(Event(now.unix_s, "resumed", resumed_text(verdict), verdict.rank))
-                self._deadlines, self._tops, self._is_reported = {}, {}, False
+                self._report(Event(now.unix_s, "resumed", f"resumed after {seconds_text(verdict.unmoved_s)}"))
+                self._deadlines, self._tops = {}, {}
         overdue = [rank for rank, until_s in self._deadlines.items() if now.mono_s > until_s]
         for rank in overdue:
             del self._deadlines[rank]
@@ -131,8 +131,7 @@ class Stalls:
         text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, missing)
         behind = stall.groups[0][1]
         self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
-        if not stall.is_partial and not self._is_reported:
-            self._is_reported, self._failed_before = True, "failed" in self._left.values()
+        self._failed_before = "failed" in self._left.values()
         self._request_stacks(stall, now.mono_s)
 
     def _request_stacks(self, stall: Stall, now_s: float) -> None:
@@ -189,8 +188,7 @@ def stall_text(
     did not complete; missing ranks never joined.
     """
     (first, behind), *others = stall.groups
-    what = "stalled alone" if stall.is_partial else "stalled"
-    parts = [f"{what}: {_behind_text(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
+    parts = [f"stalled: {_behind_text(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
     shown, rest = others[:MAX_GROUPS], others[MAX_GROUPS:]
     for position, group in shown:
         place = names.text_of(position)
@@ -211,11 +209,6 @@ def stall_text(
     if num_missing:
         parts.append(f"{num_missing} ranks never joined")
     return "; ".join(parts)
-
-
-def resumed_text(resumed: Resumed) -> str:
-    who = "" if resumed.rank is None else f"rank {resumed.rank} "
-    return f"{who}resumed after {seconds_text(resumed.unmoved_s)}"
 
 
 def _behind_text(
