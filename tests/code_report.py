@@ -26,7 +26,7 @@ BUDGETS = {
     "instruments": 2_504,  # no event and no read on a GPU that the process does not use
     "job": 8_804,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_100,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
-    "metrics": 923,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
+    "metrics": 928,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_569,  # a link sends the reports of an outbox, before in agent and in commands
     "records": 3_448,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_266,  # rates of a matrix product and a copy under load

@@ -43,6 +43,11 @@ class Metric:
         return self.name if base == "run" else f"{base}/{self.name}"
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether a random error of the metric is that of a mean of samples, not of the times of readings."""
+        return not {"energy", "power"}.intersection(self.needs)
+
+    @property
     def summary_bases(self) -> tuple[str, ...]:
         """The bases in a summary; for a metric with a group, the base window is replaced by the run to date."""
         return tuple(

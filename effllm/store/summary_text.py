@@ -283,7 +283,7 @@ def _metric_row(name: str, value: Value, over: str) -> str:
     if value.value:
         timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
         entry = metric_of_tag(name.strip())
-        is_sampled = entry is not None and entry.error is not None
+        is_sampled = entry is not None and entry.is_sampled
         text = f"±{percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
         unit = f"{unit} {text}".rstrip()
     mark = "!" if value.doubt else " "

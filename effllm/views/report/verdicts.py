@@ -278,7 +278,7 @@ def _errors_text(tag: str, value: Value) -> str:
     timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
     entry = METRICS.get(tag.rpartition("/")[2])
     text = errors_text(timing, sensor)
-    return text.replace("timing", "sampling") if entry is not None and entry.error is not None else text
+    return text.replace("timing", "sampling") if entry is not None and entry.is_sampled else text
 
 
 def not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:
