@@ -314,7 +314,6 @@ def _outcome(
     interval: tuple[float, float] | None,
     detectable: float | None,
 ) -> tuple[str, str]:
-    """Return the outcome and its reason."""
     if test is None or interval is None or evidence.found is None:
         return UNKNOWN, evidence.reason
     share = evidence.share(evidence.found.estimate)

@@ -100,8 +100,6 @@ def _temporary_file(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 class _LineFile(NamedTuple):
-    """A JSON Lines file of a run."""
-
     folder: str  # path of the run folder
     run_id: str
     path: Path
@@ -196,7 +194,6 @@ class Database:
         self.connection.execute("DROP TABLE cached; DROP TABLE fresh; DROP TABLE wanted")
 
     def _make_table(self, table: str, types: Mapping[str, str], lines: Iterable[bytes]) -> None:
-        """Make a temporary table of lines of JSON."""
         names = ", ".join(map(quoted, types))
         with _temporary_file(lines) as path:
             self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json_sql(path, types)}")

@@ -312,7 +312,6 @@ def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _configuration(run: LedgerRun) -> str:
-    """Return the tag ``config``, or else the model and the devices."""
     devices = f"{run.ranks or '?'} x {', '.join(run.gpu_models or ()) or 'no GPU'}"
     return run.config or (f"{run.model}, {devices}" if run.model else devices)
 

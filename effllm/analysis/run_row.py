@@ -5,9 +5,8 @@ A value of a wrong type becomes null in the table.  A file that is missing or ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,13 +142,11 @@ def _distinct_texts(values: Iterator[Any]) -> list[str]:
     return sorted({value for value in values if isinstance(value, str) and value})
 
 
-@cache
-def _column_by_tag() -> Mapping[str, str]:
-    return {tag: column.name for tag, column in metric_columns().items()}
+_COLUMN_BY_TAG = {tag: column.name for tag, column in metric_columns().items()}
 
 
 def _metric_columns(summary: Document) -> Document:
-    columns = _column_by_tag()
+    columns = _COLUMN_BY_TAG
     row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
     for tag, stated in _object(summary.get("metrics")).items():
         entry = _object(stated)

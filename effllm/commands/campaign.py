@@ -149,7 +149,6 @@ class Campaign:
         return any(status_of(folder) == "completed" for folder in self._folders_and_next(run) if folder.exists())
 
     def _failure_path(self, run: PlannedRun) -> Path:
-        """Return the path of the file with the reason why a run has failed."""
         return self._folder / f"{run.key}.failed"
 
     def _folders_and_next(self, run: PlannedRun) -> Iterator[Path]:

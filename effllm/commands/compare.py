@@ -6,7 +6,7 @@ is tested first at 5 %, then the other quantities with Holm's correction. A metr
 tested alone. The needed packages are in the extra analysis.
 
 Differences that make a comparison unfair are listed: hardware, boards, driver, power limit and profile, sequence
-length, batch, precision, kind of parameters, coverage, warm-up, length, clock and temperature.
+length, batch, precision, kind of parameters, coverage, warm-up, length and clock.
 
 \b
 Examples:
@@ -111,7 +111,6 @@ def main(
 def _print_configurations(
     form: str, console: Console, runs: Sequence[str], by: str, metrics: Sequence[str], folder: str, *, is_paper: bool
 ) -> int:
-    """Print the table of configurations; return the exit status."""
     _require_scipy()
     sides, left_out = find_groups(runs, by, folder or read_config(process_environ()).run_dir)
     table = configurations(sides, is_paper=is_paper, names=metrics)

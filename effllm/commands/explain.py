@@ -136,7 +136,6 @@ def _columns_named(name: str) -> Iterator[Entry]:
 
 
 def _gpu_named(name: str) -> Iterator[Entry]:
-    """Yield the row of the hardware table for a name: all rates, the source and the remarks."""
     if row := find_by_driver_name(name) or find_by_typed_words(name):
         rates = ", ".join(f"{precision} {rate / 1e12:.6g}" for precision, rate in row.flops_per_s.items())
         text = f"Dense TFLOP/s: {rates or 'unknown'}. {row.note}".strip()

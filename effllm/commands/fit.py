@@ -162,7 +162,6 @@ def _parameter_count(text: str) -> int | None:
 
 
 def _check_options(mode: str, fsdp: bool, zero: int | None, measured: bool) -> None:
-    """Raise an error of wrong use if options contradict each other."""
     if mode not in ("", TRAINING, INFERENCE):
         raise typer.BadParameter(f"{mode} is not training or inference", param_hint="--mode")
     if measured and mode == INFERENCE:
@@ -205,7 +204,6 @@ def _model_in_errors(model: FoundModel, settings: Sequence[FoundModel]) -> Itera
 
 
 def _notes_of_ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
-    """Yield notes of settings that have no effect."""
     if request.mode == INFERENCE:
         names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "fused_loss", "zero", "sequence_parallel")
         given = [name.replace("_rank", "").replace("_", "-") for name in names if request.settings.get(name)]

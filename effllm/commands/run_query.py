@@ -40,7 +40,6 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
 
 
 def _warn_of_skipped(runs: Runs) -> None:
-    """Print the files that were not read, or not completely, on stderr."""
     for path, reason in runs.skipped[:5]:
         complain("runs", f"skipped {path}: {reason}")
     if (more := len(runs.skipped) - 5) > 0:

@@ -89,7 +89,6 @@ def main(
 
 
 def _check_options(plan: Simulation, config: Config) -> None:
-    """Raise a `ValueError` if options contradict each other or the files of this host."""
     if plan.endpoint and plan.run_dir:
         raise ValueError("--run-dir cannot be used with --endpoint: the aggregator has a run folder")
     if plan.endpoint and plan.security == "curve" and not secret_path(config).exists():

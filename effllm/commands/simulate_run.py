@@ -75,7 +75,6 @@ class Findings(Struct):
     unconfirmed: int = 0
     duplicates: int = 0
     status: str = ""
-    trouble: str = ""
 
     @property
     def is_exact(self) -> bool:

@@ -201,7 +201,6 @@ def _shown_facts(gpu: GpuState) -> Iterator[str]:
 
 
 def _faults_with_advice(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong, and what to do."""
     if reasons := [reason for reason in gpu.throttled_by if reason not in FAULTLESS]:
         names = ", ".join(reasons).replace("_", " ")
         yield f"its clock is lowered ({names})", "check its cooling and its power supply"

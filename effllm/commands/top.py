@@ -137,7 +137,6 @@ def _print_once(source: TopSource, *, as_json: bool) -> int:
 
 
 def _read_whole_frame(source: TopSource) -> TopFrame:
-    """Read everything, and return the values."""
     try:
         source.refresh()
         while source.has_more:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,9 +65,6 @@ class JobLine(NamedTuple):
     lost_gpus: float = 0.0  # GPUs whose whole time would be lost
     updated_time_s: float = 0.0  # unix time of these values
 
-    def sort_key(self) -> tuple[Any, ...]:
-        return STATES.index(self.state), -self.lost_gpus, self.name
-
 
 class FleetFrame(NamedTuple):
     """The jobs of a folder, in their order, the number of all runs, and a note."""
@@ -112,7 +109,8 @@ class Fleet:
         jobs = [line for _, job in by_folder.values() if job is not None and (line := _aged(job, now_s)) is not None]
         count = len(runs) + len(of_ledger.keys() - folders)
         note = "" if is_all_read else f"{len(by_folder):,} of {count:,} runs are read"
-        self.frame = FleetFrame(sorted(jobs, key=JobLine.sort_key), count, note)
+        jobs.sort(key=lambda job: (STATES.index(job.state), -job.lost_gpus, job.name))
+        self.frame = FleetFrame(jobs, count, note)
         return is_all_read
 
 
@@ -198,7 +196,9 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     first = max(min(selected - room // 2, len(frame.jobs) - room), 0)
     for at, job in enumerate(frame.jobs[first : first + room], first):
         numbers = "".join(fit(_cell_text(job, column), cells, right=True) + " " for column, cells in columns)
-        name, state = _fitted_end(job.name, name_width), fit(job.state, _STATE_WIDTH)
+        # Many names begin with the same date, so the end of a long one is shown.
+        end = job.name if len(job.name) <= name_width else f"…{job.name[1 - name_width :]}"
+        name, state = fit(end, name_width), fit(job.state, _STATE_WIDTH)
         if at == selected:
             lines.append([(fit(f"{name} {state} {numbers} {job.verdict}", width), REVERSE)])
             continue
@@ -211,11 +211,6 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
         lines.append([(one_line(frame.note), DIM)])
     lines.append([(fit(KEYS, width), REVERSE)])
     return [clipped(line, width) for line in lines][:height]
-
-
-def _fitted_end(name: str, cells: int) -> str:
-    """Return a name, or its end: many names begin with the same date."""
-    return fit(name if len(name) <= cells else f"…{name[1 - cells :]}", cells)
 
 
 def _cell_text(job: JobLine, column: str) -> str:

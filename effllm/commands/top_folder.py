@@ -56,7 +56,6 @@ _DECODERS = {form: msgspec.json.Decoder(form) for form in _FORMS}
 
 
 def _decoded(form: type[Struct], line: bytes) -> Any:
-    """Return a decoded line, or ``None`` if it is invalid."""
     try:
         return _DECODERS[form].decode(line)
     except DECODE_ERRORS:
@@ -95,8 +94,6 @@ class _Document:
 
 
 class _RunFiles:
-    """The files of a run folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.summary = _Document(folder / "summary.json", Summary)

@@ -42,7 +42,7 @@ class PageSource:
         if self._token and scheme != "https" and address_of(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
             raise UnreadableRun("a token is sent to another host only over https")
         self._samples: Mapping[str, Mapping[str, float]] = {}
-        self._points: list[WindowReport] = []
+        self._points: list[WindowReport] = []  # since the start of the command
 
     def refresh(self) -> bool:
         """Read the page; `OSError` if it cannot be read now, `UnreadableRun` if it is not of a job with effllm."""
@@ -62,6 +62,8 @@ class PageSource:
     def frame(self, now_s: float) -> TopFrame:
         """Return the values of the page; ``now_s`` is the unix time."""
         window, info = self._window_report(now_s), labels_of(next(iter(self._samples[f"{_PREFIX}run_info"]), ""))
+        if is_point(window) and (not self._points or self._points[-1].iteration != window.iteration):
+            self._points = [*self._points, window][-MAX_POINTS:]
         states = RankStates(stall="some ranks make no progress" if self._value("stalled") else "")
         age_s = self._value("report_age_seconds")
         is_fresh = bool(self._value("fresh"))
@@ -84,7 +86,7 @@ class PageSource:
             values=window.values,
             loss=window.loss,
             problems=list(self._problems(head, states, window.coverage)) if age_s is not None else [],
-            points=self._add_point(window),
+            points=self._points,
             over="newest window",
             ranks=rank_table(window, (), states, {}, window.coverage.ranks_expected),
             notes=_NOTES,
@@ -136,9 +138,3 @@ class PageSource:
             yield Problem("missing", f"no report of {missing:,} of {seen.ranks_expected:,} ranks in this window")
         if named := int(dict(self._values_by_tag()).get("straggler/named_ranks", 0)):
             yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
-
-    def _add_point(self, window: WindowReport) -> list[WindowReport]:
-        """Add the window to those that were seen since the start of the command, and return these."""
-        if is_point(window) and (not self._points or self._points[-1].iteration != window.iteration):
-            self._points = [*self._points, window][-MAX_POINTS:]
-        return self._points

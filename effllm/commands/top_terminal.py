@@ -154,7 +154,6 @@ class Canvas:
                 yield _CODES.get(key, "") if isinstance(key, int) else _KEYS.get(key, key)
 
     def _resize(self) -> None:
-        """Take the size of the terminal, and write everything anew."""
         width, height = os.get_terminal_size(sys.stdout.fileno())
         curses.resizeterm(height, width)
         self._window.clear()

@@ -15,7 +15,7 @@ from effllm.store.summary_text import (
     J_PER_KWH,
     audit_texts,
     duration,
-    energy_unit,
+    energy_amount,
     errors_text,
     fact_lines,
     loss_text,
@@ -152,14 +152,10 @@ def _energy(summary: Summary, is_long: bool) -> Iterator[str]:
         yield f"{number} {prefix}J/token{error}{_doubt_mark(value)}"
     joules = energy.measured_joules if energy.total_joules is None else energy.total_joules
     if joules is not None:
-        unit, unit_j = energy_unit(joules)
-        error_j = energy.error_joules if energy.total_joules is not None else None
-        part = ", measured only in part" if energy.total_joules is None else ""
-        yield (
-            f"{readable(joules / unit_j)} {unit}"
-            + _error_text(joules, error_j, (energy.gain_error or 0.0) * joules, is_long)
-            + part
-        )
+        is_part = energy.total_joules is None
+        error_j = None if is_part else energy.error_joules
+        error = _error_text(joules, error_j, (energy.gain_error or 0.0) * joules, is_long)
+        yield f"{energy_amount(joules)}{error}{', measured only in part' * is_part}"
     if value := value_of(summary, "watts_per_gpu"):
         yield f"{readable(value.value)} W/GPU"
     if summary.waterfall is not None and summary.coverage.gpus_expected:

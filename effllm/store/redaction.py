@@ -17,6 +17,7 @@ _SECRET_WORD = re.compile(
     r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"
 )
 _SHORT_PARTS = frozenset({"auth", "cred", "creds", "jwt", "login", "otp", "pass", "pat", "pgpass", "pwd", "sas", "sig"})
+_NOT_OF_NAMES = frozenset("\"'{}:?&/ ")
 _NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _PLURAL = re.compile(r"(?i)(key|secret|password|credential)s$")
 
@@ -74,15 +75,11 @@ def redacted(command: Iterable[str]) -> list[str]:
         hides_next = is_secret_option or bool(_AWAITS_VALUE.search(word))
         hides_all = is_secret_option and bool(_PLURAL.search(word))
         name, equals, value = word.partition("=")
-        if equals and value and _may_be_name(name) and _names_a_secret(name):
+        if equals and value and not _NOT_OF_NAMES & {*name} and _names_a_secret(name):
             shown.append(f"{name}={REDACTED}")
         else:
             shown.append(_redacted_text(word))
     return shown
-
-
-def _may_be_name(text: str) -> bool:
-    return not any(letter in text for letter in "\"'{}:?&/ ")
 
 
 def _names_a_secret(name: str) -> bool:

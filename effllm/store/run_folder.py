@@ -354,7 +354,6 @@ def _indented_json(value: Any) -> bytes:
 
 
 def _host_by_rank(facts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the hosts of the ranks in run.json."""
     ranks = facts.get("ranks")
     hosts = {}
     for rank, about in ranks.items() if isinstance(ranks, dict) else ():

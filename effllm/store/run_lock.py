@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -89,7 +89,8 @@ def take_lock(
     ``request_end`` is called repeatedly with the holder of the lock, if the holder is an earlier attempt of this job.
     """
     why_other = ""
-    for folder in _numbered_folders(wanted):
+    for number in range(1, MAX_NAMES):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         if status_of(folder) == "completed":
             continue
         run = read_own_json(folder / "run.json", _VersionAndStatus)
@@ -108,12 +109,6 @@ def take_lock(
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
             return Lock(folder, descriptor, why_other)
     raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
-
-
-def _numbered_folders(wanted: Path) -> Iterator[Path]:
-    yield wanted
-    for number in range(2, MAX_NAMES):
-        yield wanted.with_name(f"{wanted.name}-{number}")
 
 
 def status_of(folder: Path) -> str:

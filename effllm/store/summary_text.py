@@ -57,9 +57,24 @@ def errors_text(timing: float | None, sensor: float | None, *, brief: bool = Fal
     return " ".join(f"±{percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
 
 
+def errors_of_metric(tag: str, value: Value, *, brief: bool = False) -> str:
+    """Return the errors of the value of a metric as `errors_text`; "" for the value 0."""
+    if not value.value:
+        return ""
+    text = errors_text(*((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error)), brief=brief)
+    entry = metric_of_tag(tag)
+    return text.replace("timing", "sampling") if entry is not None and entry.is_sampled else text
+
+
 def energy_unit(joules: float) -> tuple[str, float]:
     """Return the unit in which an energy is shown, and the joules of this unit."""
     return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
+
+
+def energy_amount(joules: float) -> str:
+    """Return an energy in the unit in which it is shown."""
+    unit, unit_j = energy_unit(joules)
+    return f"{readable(joules / unit_j)} {unit}"
 
 
 def percent(ratio: float) -> str:
@@ -279,13 +294,7 @@ def _instrument_table(values: Mapping[str, ValueSummary]) -> Iterator[str]:
 
 
 def _metric_row(name: str, value: Value, over: str) -> str:
-    unit = value.unit
-    if value.value:
-        timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
-        entry = metric_of_tag(name.strip())
-        is_sampled = entry is not None and entry.is_sampled
-        text = f"±{percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
-        unit = f"{unit} {text}".rstrip()
+    unit = f"{value.unit} {errors_of_metric(name.strip(), value, brief=True)}".rstrip()
     mark = "!" if value.doubt else " "
     return f"{mark} {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
 

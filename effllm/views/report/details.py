@@ -131,7 +131,6 @@ def heat_map(run: RecordedRun) -> Markup | None:
 
 
 def _spread_table(run: RecordedRun) -> Markup | None:
-    """Return the distributions over all ranks or GPUs in the last window."""
     rows = []
     for name, spread in run.curves.last_spread.items():
         values = (spread.least, spread.p5, spread.median, spread.p95, spread.most)

@@ -80,25 +80,32 @@ def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> 
     charts = [*first_charts, *more_charts]
     summaries = [run.summary for run in runs if run.summary is not None]
     of_runs = functools.partial(verdicts.section_of_runs, runs)
-    sections = [
-        of_runs("verdict", "Verdict", verdicts.verdict),
-        verdicts.comparison(compared.page, compared.table),
-        details.curves("curves", "Curves over the iterations", first_charts, curves, 0),
-        of_runs("waterfall", "Where the device time went", verdicts.waterfall),
-        of_runs("host", "Where the host was", host_time),
-        of_runs("ranks", "Ranks", details.ranks),
-        details.curves("devices", "Steps and devices", more_charts, curves, len(first_charts)),
-        of_runs("stragglers", "Stragglers", details.stragglers),
-        of_runs("goodput", "Time and energy by class", details.goodput),
-        verdicts.metrics(runs),
-        of_runs("what-ran", "What ran", verdicts.facts_of_run),
-        of_runs("stalls", "Stalls", details.stalls),
-        of_runs("events", "Events", details.events),
-        of_runs(
+    # By its name in the navigation, which is also its anchor.
+    sections = {
+        "Verdict": of_runs("verdict", "Verdict", verdicts.verdict),
+        "Comparison": verdicts.comparison(compared.page, compared.table),
+        "Curves": details.curves("curves", "Curves over the iterations", first_charts, curves, 0),
+        "Waterfall": of_runs("waterfall", "Where the device time went", verdicts.waterfall),
+        "Host": of_runs("host", "Where the host was", host_time),
+        "Ranks": of_runs("ranks", "Ranks", details.ranks),
+        "Devices": details.curves("devices", "Steps and devices", more_charts, curves, len(first_charts)),
+        "Stragglers": of_runs("stragglers", "Stragglers", details.stragglers),
+        "Time and energy": of_runs("time-and-energy", "Time and energy by class", details.goodput),
+        "Metrics": verdicts.metrics(runs),
+        "What ran": of_runs("what-ran", "What ran", verdicts.facts_of_run),
+        "Stalls": of_runs("stalls", "Stalls", details.stalls),
+        "Events": of_runs("events", "Events", details.events),
+        "Not measured": of_runs(
             "not-measured", "Not measured, and why", lambda run: sentences(verdicts.not_measured(run, empty_charts))
         ),
-        details.definitions(summaries),
+        "Definitions": details.definitions(summaries),
+    }
+    links = [
+        element("li", element("a", name, href=f"#{name.lower().replace(' ', '-')}"))
+        for name, content in sections.items()
+        if content is not None
     ]
+    navigation = element("nav", element("ul", links), aria_label="Sections")
     shown = {line.tag for _, lines in charts for line in lines}
     data = {
         "schema_version": SCHEMA_VERSION,
@@ -118,7 +125,8 @@ def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> 
             for run, data in zip(runs, json_curves(curves), strict=True)
         ],
     }
-    return _html_document(runs, together(_header(runs), _navigation(runs), element("main", sections, id="main")), data)
+    body = together(_header(runs), navigation, element("main", sections.values(), id="main"))
+    return _html_document(runs, body, data)
 
 
 def _shortened(summary: Summary | None) -> Summary | None:
@@ -134,34 +142,6 @@ def _shortened(summary: Summary | None) -> Summary | None:
         stragglers=summary.stragglers[:MAX_EMBEDDED],
         instruments=dict(list(summary.instruments.items())[:MAX_EMBEDDED]),
     )
-
-
-_SECTIONS = {
-    "verdict": "Verdict",
-    "comparison": "Comparison",
-    "curves": "Curves",
-    "waterfall": "Waterfall",
-    "host": "Host",
-    "ranks": "Ranks",
-    "devices": "Devices",
-    "stragglers": "Stragglers",
-    "goodput": "Time and energy",
-    "metrics": "Metrics",
-    "what-ran": "What ran",
-    "stalls": "Stalls",
-    "events": "Events",
-    "not-measured": "Not measured",
-    "definitions": "Definitions",
-}
-
-
-def _navigation(runs: Sequence[RecordedRun]) -> Markup:
-    links = [
-        element("li", element("a", name, href=f"#{anchor}"))
-        for anchor, name in _SECTIONS.items()
-        if anchor != "comparison" or len(runs) > 1
-    ]
-    return element("nav", element("ul", links), aria_label="Sections")
 
 
 def _header(runs: Sequence[RecordedRun]) -> Markup:

@@ -8,14 +8,13 @@ from itertools import islice
 
 from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
-from effllm.metrics import METRICS
 from effllm.records.job import Summary, Value
 from effllm.records.verdict import HIGH, MEDIUM, PARTS, PRODUCTIVE
 from effllm.store.summary_text import (
     J_PER_KWH,
     MAX_SHOWN_NAMES,
     audit_texts,
-    errors_text,
+    errors_of_metric,
     how_measured,
     percent,
     readable,
@@ -231,7 +230,6 @@ def metrics(runs: Runs) -> Markup:
 
 
 def _instrument_table(runs: Runs, run: RecordedRun) -> Markup:
-    """Return the values of instruments in a run."""
     instruments = run.summary.instruments if run.summary is not None else {}
     rows: list[list[Child]] = []
     for name, spread in islice(instruments.items(), MAX_SHOWN_NAMES):
@@ -268,17 +266,8 @@ def _value_cells(tag: str, value: Value | None) -> list[Child]:
     mark = element("strong", " !", title=value.doubt) if value.doubt else None
     return [
         together(with_exact_value(readable(value.value), value.value), mark),
-        element("span", _errors_text(tag, value), class_="whole"),
+        element("span", errors_of_metric(tag, value), class_="whole"),
     ]
-
-
-def _errors_text(tag: str, value: Value) -> str:
-    if not value.value:
-        return ""
-    timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
-    entry = METRICS.get(tag.rpartition("/")[2])
-    text = errors_text(timing, sensor)
-    return text.replace("timing", "sampling") if entry is not None and entry.is_sampled else text
 
 
 def not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[str]:

@@ -223,8 +223,6 @@ def _line_of_report(rank: int, row: RankRow | None, host: str, limits: Limits = 
 
 
 class _Reason(NamedTuple):
-    """A reason of a rank."""
-
     rank: int
     reason: str  # a name in `REASONS`
     size: float

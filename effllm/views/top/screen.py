@@ -12,7 +12,7 @@ from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
 from effllm.store.closing_text import forecast_texts
-from effllm.store.summary_text import duration, energy_unit, readable, verdict_lines
+from effllm.store.summary_text import duration, energy_amount, readable, verdict_lines
 from effllm.store.window_text import scaled
 from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
@@ -45,11 +45,6 @@ def _percent_text(value: float) -> str:
     return f"{readable(100 * value)} %"
 
 
-def _energy_text(joules: float) -> str:
-    unit, unit_j = energy_unit(joules)
-    return f"{readable(joules / unit_j)} {unit}"
-
-
 CELLS = (
     Cell("tok/s/GPU", ("throughput/tokens_per_second_per_gpu",), _scaled),
     Cell("MFU", ("throughput/mfu_ratio",), _percent_text),
@@ -61,7 +56,7 @@ CELLS = (
     Cell("peak mem", ("memory/peak_gb",), lambda value: f"{readable(value)} GB"),
     Cell("tok/s", ("throughput/tokens_per_second",), _scaled),
     Cell("busy", ("window/pcu_ratio", "pcu_ratio"), _percent_text),
-    Cell("energy", ("energy/total_joules",), _energy_text),
+    Cell("energy", ("energy/total_joules",), energy_amount),
     Cell("exposed", ("throughput/exposed_communication_ratio",), _percent_text),
 )
 
