@@ -214,7 +214,6 @@ class RankDevices:
             visible_devices=facts.visible_devices,
             hip_visible_devices=facts.hip_visible_devices,
             rocr_visible_devices=facts.rocr_visible_devices,
-            power_scope=self._trainer.config.power_scope,
             excluded_pids=frozenset((os.getpid(),)),
         )
         reader = open_device(self._trainer.config.device, site)

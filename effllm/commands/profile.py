@@ -101,7 +101,7 @@ def main(
 def _open_gpu(config: Config, device: str) -> Reader:
     """Open a GPU; `DeviceUnavailable` without one, or if the configured device is not a GPU."""
     visible = device or process_environ().get("CUDA_VISIBLE_DEVICES")
-    site = Site(visible_devices=visible, power_scope=config.power_scope)
+    site = Site(visible_devices=visible)
     reader = open_gpu(config.device, site)
     if reader.device.is_gpu and not reader.device.simulated:
         return reader

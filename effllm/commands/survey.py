@@ -22,7 +22,7 @@ from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
 from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_peak
 from effllm.job.job_facts import peak_of
-from effllm.job.power_scope import choose_scope
+from effllm.job.power_scope import Scope, common_scopes
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
@@ -70,7 +70,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     config = read_config(without_wrong_values({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
     node, node_findings = _survey_node_power(config, opened)
-    scope = choose_scope([[*([opened] if opened else ()), *node]], config.power_scope)
+    scope = next(iter(common_scopes([[*([opened] if opened else ()), *node]])), Scope())
     if scope.label and node:
         sources["energy"] = InputSource(by=" and ".join(_meter(meter) for meter in node if meter.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
@@ -82,9 +82,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     if has_load:
         survey_gpus.measure_under_load(gpus)
     findings += [finding, _driver_finding(), *survey_gpus.findings(gpus), *node_findings]
-    if scope.complaint:
-        findings.append(Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: ")))
-    elif scope.label:
+    if scope.label:
         findings.append(Finding("power scope", OK, scope.label))
     findings += [*survey_host.sink_findings(config), survey_host.run_folder_finding(config)]
     findings += [*survey_host.aggregator_findings(config), survey_host.security_finding(config)]
@@ -107,7 +105,6 @@ def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
         visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         rocr_visible_devices=environ.get("ROCR_VISIBLE_DEVICES"),
         hip_visible_devices=environ.get("HIP_VISIBLE_DEVICES"),
-        power_scope=config.power_scope,
     )
     try:
         reader = open_device(config.device, site)

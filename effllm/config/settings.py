@@ -197,12 +197,6 @@ class Config:
     )
     role: str = _setting("trainer", MEASURED, values.ROLE, "Role of this process in the job.")
 
-    power_scope: str = _setting(
-        "auto",
-        POWER,
-        one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"),
-        "Power scope of AEC and of the energy metrics. With auto: the widest scope that every node can measure.",
-    )
     node_power: str = _setting(
         "auto",
         POWER,

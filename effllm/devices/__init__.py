@@ -46,7 +46,6 @@ class Site:
     )  # the MIG slices that a container was given
     rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; HIP_VISIBLE_DEVICES selects from this list
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES
-    power_scope: str = "auto"  # the power scope to use if a device has more than one
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # effllm's own processes
 
 

@@ -91,14 +91,14 @@ class NvmlPower:
     Args:
         handle: the handle of the GPU.
         name: the product name; the hardware table has the kind of power that nvmlDeviceGetPowerUsage returns.
-        wanted: the scope to use if the GPU has more than one scope.
+        is_slice: whether it is a slice of the GPU, to which the other parts of a module do not belong.
         share: the slice's share of the GPU's energy.
     """
 
-    def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
+    def __init__(self, handle: Any, name: str, is_slice: bool = False, share: float = 1.0) -> None:
         has = partial(_is_readable, handle)
         own, of_module = filter(has, _POWERS), filter(has, _MODULE_POWERS)
-        offer = _choose_scope(handle, wanted, own, of_module, has_counter=has(_ENERGY))
+        offer = _choose_scope(handle, own, of_module, is_slice=is_slice, has_counter=has(_ENERGY))
         self.scope, self.note = offer.scope, offer.note
         essential = (*offer.counter, *offer.powers[:1])
         required = frozenset(field.name for field in essential)
@@ -137,14 +137,14 @@ class _Offer(NamedTuple):
 
 
 def _choose_scope(
-    handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
+    handle: Any, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, is_slice: bool, has_counter: bool
 ) -> _Offer:
-    """Choose the scope: ``wanted`` if the GPU has this scope, else the counter's scope."""
+    """Choose the scope: that of the counter, but the GPU for a slice."""
     powers, module_powers = tuple(own), tuple(of_module)
     counter_scope = GPU
     if has_counter and powers and module_powers:
         counter_scope = _scope_of_counter(handle, powers[0], module_powers[0])
-    scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counter_scope
+    scope = GPU if is_slice and powers else counter_scope
     note = ""
     if has_counter and scope != counter_scope:
         note = f"power is integrated, because the energy counter measures the {counter_scope}"

@@ -15,7 +15,7 @@ from effllm.devices._nvml_chip import Chip, EventPoller, default_limit_w, max_cl
 from effllm.devices._nvml_identity import Slice, find_handle, gpu_of_slice, module_key, name_of, slice_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices.known.hardware import peak_clock_hz
-from effllm.records.rank import GPU, MODULE, Device, Event, Sample
+from effllm.records.rank import MODULE, Device, Event, Sample
 
 NS = 1e-9
 #: Minimal time between the two samples of a pair (NVML documentation of nvmlGpmMetricsGet).
@@ -57,9 +57,7 @@ class NvmlReader:
         self._gpu = self._slice.gpu if self._slice else handle
         self._share = self._slice.share if self._slice else 1.0
         self._chip = Chip(handle, self._gpu)
-        # The other parts of a module belong to no slice.
-        wanted = GPU if self._slice else site.power_scope
-        self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), wanted, self._share)
+        self._power = NvmlPower(self._gpu, name_of(self._gpu) or name_of(handle), bool(self._slice), self._share)
         self._gpm = open_gpm(self._gpu, self._slice)
         self._event_poller = EventPoller(self._gpu, clock())
         self.device = self._make_device(site)

@@ -12,7 +12,7 @@ from effllm.devices.known.hardware import peak_clock_hz
 from effllm.energy.sensor_timing import is_measured_share_unknown
 from effllm.job.audit import KnownJob
 from effllm.job.ledger import Ledger
-from effllm.job.power_scope import AUTO, Node, Scope, choose_scope, common_scopes, keep_scope
+from effllm.job.power_scope import Node, Scope, common_scopes, keep_scope
 from effllm.records.job import JobConstants
 from effllm.records.plain_text import one_line
 from effllm.records.rank import METHODS, Device
@@ -225,19 +225,16 @@ class JobFacts:
     def measures_energy(self) -> bool:
         return any(device.energy_method for device in self._devices.values())
 
-    @cached_property
+    @property
     def scope(self) -> Scope:
         """The power scope of the job; it does not change after the first sum of energy."""
-        wanted, settled = self._config.power_scope, self._ledger.scope
-        nodes = self._devices_by_node()
-        return keep_scope(nodes, settled, wanted) if settled else choose_scope(nodes, wanted)
+        return self.possible_scopes[0]
 
-    @property
+    @cached_property
     def possible_scopes(self) -> list[Scope]:
-        """Possible scopes, the widest first: the configured scope, or all scopes that every node has."""
-        if self._ledger.scope or self._config.power_scope != AUTO:
-            return [self.scope]
-        return common_scopes(self._devices_by_node()) or [self.scope]
+        """The scope of the sums so far; before the first sum, all scopes that every node has, the widest first."""
+        nodes, kept = self._devices_by_node(), self._ledger.scope
+        return [keep_scope(nodes, kept)] if kept else common_scopes(nodes) or [Scope()]
 
     def _devices_by_node(self) -> list[Node]:
         nodes: dict[str, list[Device]] = {hello.host: [] for hello in self._hellos.values()}

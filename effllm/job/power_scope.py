@@ -14,9 +14,6 @@ from msgspec.structs import replace
 from effllm.records.rank import CPU, GPU, MODULE, NODE_PSU, Device
 
 GPU_AND_CPU = "gpu+cpu"
-AUTO = "auto"
-#: The values of ``EFFICIENTLLM_POWER_SCOPE``.
-CHOICES = (AUTO, GPU, MODULE, GPU_AND_CPU, NODE_PSU)
 #: The choices of a node; `GPU` means modules if GPUs are in modules, and CPUs if the node has no GPU.
 WIDEST_FIRST = (NODE_PSU, GPU_AND_CPU, GPU)
 
@@ -28,10 +25,10 @@ class Scope(Struct, frozen=True):
     """The devices whose energy is counted as the energy of the job."""
 
     label: str | None = None  # name for display; None if no device measures energy
-    choice: str = AUTO  # one of WIDEST_FIRST, from which `keep_scope` restores this scope
+    choice: str = ""  # one of WIDEST_FIRST, from which `keep_scope` restores this scope
     keys: frozenset[str] = frozenset()
     lacking: int = 0  # number of nodes without a sensor of this scope; their energy counts as not measured
-    complaint: str = ""  # one sentence, if the configured scope is not available
+    complaint: str = ""  # one sentence, if the sums keep another scope than the widest one
 
 
 def common_scopes(nodes: Sequence[Node]) -> list[Scope]:
@@ -42,50 +39,19 @@ def common_scopes(nodes: Sequence[Node]) -> list[Scope]:
     return [_scope_of_choice(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
 
 
-def choose_scope(nodes: Sequence[Node], wanted: str) -> Scope:
-    """Return the configured scope if every node has this scope; else the widest scope of all nodes, with a reason.
-
-    Args:
-        nodes: the devices of each node.
-        wanted: one of `CHOICES`.
-    """
-    offered = common_scopes(nodes)
-    if not offered:
-        complaint = f"power scope: {wanted} is set, but no device measures energy"
-        return Scope(complaint="" if wanted == AUTO else complaint)
-    chosen = next((scope for scope in offered if wanted in (scope.choice, scope.label)), offered[0])
-    if wanted == AUTO or _is_wanted(chosen, wanted):
-        return chosen
-    return replace(chosen, complaint=f"power scope: not every node can measure {wanted}; {chosen.label} is used")
-
-
-def keep_scope(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
-    """Return the scope of a run's sums so far, even if other devices have joined.
-
-    Args:
-        nodes: the devices of each node.
-        choice: the `Scope.choice` of the run.
-        wanted: one of `CHOICES`.
-    """
-    current = choose_scope(nodes, wanted)
-    if current.label and current.choice == choice:
-        return current
+def keep_scope(nodes: Sequence[Node], choice: str) -> Scope:
+    """Return the scope of a run's sums so far, by its `Scope.choice`, even if other devices have joined."""
+    widest = next(iter(common_scopes(nodes)), Scope())
+    if widest.choice == choice:
+        return widest
     kept = _scope_of_choice([_devices_by_choice(node) for node in nodes], choice)
-    if kept.lacking or not current.label:
+    if kept.lacking or not widest.label:
         complaint = (
             f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
         )
-    elif wanted == AUTO:
-        complaint = f"{current.label} was not measured from the start of the run, so {kept.label} is still used"
     else:
-        complaint = f"{wanted} is set, but the run began with {kept.label}, which is still used"
+        complaint = f"{widest.label} was not measured from the start of the run, so {kept.label} is still used"
     return replace(kept, complaint=f"power scope: {complaint}")
-
-
-def _is_wanted(scope: Scope, wanted: str) -> bool:
-    if wanted == GPU_AND_CPU:  # a module measures GPU and CPU
-        return scope.choice == GPU_AND_CPU and scope.label != CPU
-    return scope.label == wanted
 
 
 def _scope_of_choice(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:

@@ -100,24 +100,15 @@ def superchip(**changes) -> list[Gpu]:
     return [gpu(A, **{**module, **changes}), gpu(B, "0:02:00", **{**module, **changes})]
 
 
-@pytest.mark.parametrize(
-    ("counted", "wanted", "scope", "method", "key"),
-    [
-        ("module", "auto", "module", "counter", "module:S1"),
-        ("module", "gpu", "gpu", "instant power", ""),
-        ("gpu", "auto", "gpu", "counter", ""),
-        ("gpu", "module", "module", "instant power", "module:S1"),
-    ],
-)
-def test_counter_is_used_only_for_the_scope_that_it_measures(trace, counted, wanted, scope, method, key):
-    one, _ = trace.write(*superchip(energy_scope=counted))
+@pytest.mark.parametrize(("scope", "key"), [("module", "module:S1"), ("gpu", "")])
+def test_scope_of_a_gpu_is_what_its_counter_measures(trace, scope, key):
+    one, _ = trace.write(*superchip(energy_scope=scope))
 
-    device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
+    device, sample, failures = read_at(trace)
 
-    assert (device.power_scope, device.energy_method, device.energy_key) == (scope, method, key)
-    reason = f"power is integrated, because the energy counter measures the {counted}"
-    assert device.energy_note == ("" if method == "counter" else reason)
-    assert sample.energy_j == (milli(one.counter_j(MOMENT_S)) if method == "counter" else None)
+    assert (device.power_scope, device.energy_method, device.energy_key) == (scope, "counter", key)
+    assert device.energy_note == ""
+    assert sample.energy_j == milli(one.counter_j(MOMENT_S))
     assert sample.power_w == milli(one.power_w(MOMENT_S, "instant", scope))
     assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", scope))
     assert sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
@@ -135,14 +126,6 @@ def test_gpus_of_one_module_share_one_energy_key(trace):
 
     assert keys == ["module:S1", "module:S1", "module:S2", "module:S2"]
     assert read_at(trace)[0].energy_key == "module:node0"
-
-
-@pytest.mark.parametrize("wanted", ["gpu", "module", "gpu+cpu", "node-psu"])
-def test_board_with_one_scope_ignores_the_configured_scope(trace, wanted):
-    device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
-
-    assert (device.power_scope, device.energy_method, device.energy_note) == ("gpu", "counter", "")
-    assert sample.energy_j > 0
 
 
 def test_failed_module_power_is_not_replaced_by_gpu_power(trace):

@@ -4,8 +4,7 @@ import pytest
 from builders import Job, device_window, full, gpu, row
 from cases import cases
 
-from effllm.config.settings import VARIABLES
-from effllm.job.power_scope import CHOICES, choose_scope, common_scopes, keep_scope
+from effllm.job.power_scope import common_scopes, keep_scope
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
 
@@ -32,17 +31,9 @@ BLIND = gpu("GPU-blind", energy_method=None, power_scope=None)
 BOTH = (gpu("GPU-0"), cpu(), psu())
 
 
-def chosen(*nodes, wanted="auto"):
-    scope = choose_scope(nodes, wanted)
+def chosen(*nodes):
+    scope, *_ = common_scopes(nodes)
     return scope.label, set(scope.keys)
-
-
-def test_scope_choices_equal_the_allowed_values_of_the_variable():
-    [variable] = [one for one in VARIABLES if one.name == "POWER_SCOPE"]
-
-    for choice in CHOICES:
-        assert variable.read(choice) == choice
-        assert choice in variable.value_type.allowed
 
 
 @cases(
@@ -69,64 +60,27 @@ def test_cpu_inside_a_module_is_not_added_again():
     node = module("GPU-0"), module("GPU-1"), cpu()
 
     assert chosen(node) == ("module", {"GPU-0", "GPU-1"})
-    assert chosen(node, wanted="gpu+cpu") == ("module", {"GPU-0", "GPU-1"})
-    assert choose_scope([node], "gpu+cpu").complaint == "", "a module is both"
 
 
 def test_supplies_with_two_sensors_are_counted_once():
-    scope = choose_scope([(*BOTH, psu("node0-again"))], "auto")
+    label, keys = chosen((*BOTH, psu("node0-again")))
 
-    assert (scope.label, len(scope.keys)) == ("node-psu", 1)
+    assert (label, len(keys)) == ("node-psu", 1)
 
 
 def test_scope_is_none_without_energy_sensors():
-    assert choose_scope([(BLIND,), ()], "auto").label is None
-    assert choose_scope([(BLIND,)], "node-psu").complaint == (
-        "power scope: node-psu is set, but no device measures energy"
-    )
-    assert common_scopes([]) == []
-
-
-@cases("wanted", ["gpu", "gpu+cpu", "node-psu", "module"])
-def test_requested_scope_is_used_if_every_node_has_it(wanted):
-    plain = BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))
-    scope = choose_scope([(module("GPU-0"), psu())] if wanted == "module" else plain, wanted)
-
-    assert (scope.label, scope.complaint) == (wanted, "")
-
-
-@cases(
-    ("wanted", "node", "used"),
-    [
-        ("node-psu", BOTH[:2], "gpu+cpu"),
-        ("gpu+cpu", BOTH[:1], "gpu"),
-        ("module", BOTH[:1], "gpu"),
-        ("gpu", (module("GPU-0"),), "module"),
-        ("gpu", (host_device(),), "cpu"),
-    ],
-)
-def test_missing_requested_scope_is_reported_with_the_used_scope(wanted, node, used):
-    scope = choose_scope([node], wanted)
-
-    assert (scope.label, scope.complaint) == (used, f"power scope: not every node can measure {wanted}; {used} is used")
+    assert common_scopes([(BLIND,), ()]) == common_scopes([]) == []
 
 
 def test_scope_of_a_run_is_kept_if_new_nodes_lack_its_sensors():
-    scope = keep_scope([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
+    scope = keep_scope([BOTH, (gpu("GPU-1"),)], "node-psu")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
     assert "the run began with node-psu, but not every node can measure it" in scope.complaint
 
 
-def test_later_request_does_not_change_the_scope_of_a_run():
-    scope = keep_scope([BOTH], "node-psu", "gpu")
-
-    assert scope.label == "node-psu"
-    assert scope.complaint == "power scope: gpu is set, but the run began with node-psu, which is still used"
-
-
 def test_scope_of_a_run_is_kept_without_sensors():
-    scope = keep_scope([(BLIND,)], "gpu", "auto")
+    scope = keep_scope([(BLIND,)], "gpu")
 
     assert (scope.label, set(scope.keys)) == ("gpu", {"GPU-blind"})
     assert "is incomplete" in scope.complaint
@@ -203,14 +157,6 @@ def test_gauges_of_gpus_do_not_include_sensors_of_the_node():
     assert (report.run.devices.power_peak_w, report.run.devices.power_histogram_s) == (500.0, {50: 10.0})
 
 
-def test_missing_requested_scope_is_listed_as_not_measured():
-    job = Cluster((gpu("GPU-0"),), power_scope="node-psu")
-    job.window(1)
-
-    assert job.summary().not_measured == ("power scope: not every node can measure node-psu; gpu is used",)
-    assert job.summary().energy.scope == "gpu"
-
-
 def test_sensor_found_later_does_not_change_the_scope():
     job = Cluster((gpu("GPU-0"),))
     job.window(1)
@@ -239,13 +185,6 @@ def test_scope_is_the_widest_measured_in_the_first_window(covered_s, label, cove
 
     (report,) = job.closed()
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
-
-
-def test_requested_scope_is_used_without_a_reading_at_the_start():
-    job = Cluster((gpu("GPU-0"), psu()), power_scope="node-psu")
-    report = job.window(1, without=("psu:node0",))
-
-    assert (report.power_scope, report.coverage.energy, report.run.energy.joules) == ("node-psu", 0.0, None)
 
 
 @pytest.mark.parametrize(("least", "expected_j"), [(1.0, None), (0.5, 1000.0)])
