@@ -74,7 +74,8 @@ def window_energy(
     """
     lacking = num_not_joined + scope.lacking + (0 if scope.choice == NODE_PSU else num_without_device)
     rows = expected.rows_in(merged)
-    owners, best_rows = _best_row_of_owners(merged, expected, rows, expected.mask_of(scope))
+    is_in_scope = np.array([key in scope.keys for key in expected.sorted_keys], bool)
+    owners, best_rows = _best_row_of_owners(merged, expected, rows, is_in_scope)
     gpu_owners, gpus = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.wall.energy, merged.iterations.energy
     there = best_rows >= 0

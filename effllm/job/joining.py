@@ -116,10 +116,6 @@ class WindowJoiner:
         return self._ends[max(number - self._last_ended - 1, -len(self._ends))]
 
     @property
-    def has_reports(self) -> bool:
-        return bool(self._waiting)
-
-    @property
     def lowest_sequences(self) -> dict[int, int]:
         """The lowest sequence of each rank with waiting reports."""
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}

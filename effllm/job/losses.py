@@ -52,11 +52,11 @@ class Loss(NamedTuple):
 
     cause: str
     seconds: float  # device-seconds
-    share: float  # of all device time
     why: str
     source: str  # place of the numbers in the run folder
     factor: float = 1.0  # saved device time over `seconds`
     action: str = ""  # the next action, if it is not the usual action for the cause
+    share: float = 0.0  # of all device time
 
     @property
     def likely_share(self) -> float:
@@ -137,22 +137,17 @@ def seconds_of(waterfall: Waterfall, *names: str) -> float:
     return sum(part.device_seconds for part in waterfall.parts if part.name in names)
 
 
-#: Cause, device-seconds, why, source; then factor and action as in `Loss`.
-_Fields = tuple[str, float, str, str] | tuple[str, float, str, str, float] | tuple[str, float, str, str, float, str]
-
-
 def _source(name: str) -> str:
     return f"summary.json: waterfall.parts, name {name}"
 
 
-def _with_rest_of_job(made: _Fields, waterfall: Waterfall) -> Loss:
-    """Return a loss; its removal also shortens repeated steps, and the time of unused GPUs."""
-    cause, seconds, why, source, *more = made
-    loss = Loss(cause, seconds, seconds / waterfall.device_seconds, why, source, *more)
+def _with_rest_of_job(loss: Loss, waterfall: Waterfall) -> Loss:
+    """Return a loss with its share; its removal also shortens repeated steps, and the time of unused GPUs."""
+    loss = loss._replace(share=loss.seconds / waterfall.device_seconds)
     used_s, steps_s = _used_device_seconds(waterfall), seconds_of(waterfall, "straggling", "uneven_ranks", *STEP_PARTS)
-    if cause == "unused_gpus" or used_s <= 0:
+    if loss.cause == "unused_gpus" or used_s <= 0:
         return loss
-    repeated = 1.0 + seconds_of(waterfall, "redone") / steps_s if cause in _IN_STEPS and steps_s else 1.0
+    repeated = 1.0 + seconds_of(waterfall, "redone") / steps_s if loss.cause in _IN_STEPS and steps_s else 1.0
     return loss._replace(factor=loss.factor * repeated * waterfall.device_seconds / used_s)
 
 
@@ -160,7 +155,7 @@ def _used_device_seconds(waterfall: Waterfall) -> float:
     return sum(part.device_seconds for part in waterfall.parts if part.name != "unused")
 
 
-def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[_Fields]:
+def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[Loss]:
     what = "data wait" if framework else "time between iterations"
     waits, data_s = "the ranks wait for data between steps", seconds_of(waterfall, AVOIDABLE["data_loading"].part)
     if summary.goodput is not None and summary.iterations:
@@ -191,12 +186,14 @@ def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> 
     for cause, part in ((cause, row.part) for cause, row in AVOIDABLE.items() if row.part):
         if cause != not_this:
             seconds, action = seconds_of(waterfall, part), SLOW_DATA.text if part == "data" and is_of_few else ""
-            yield cause, seconds, texts[cause], _source(part), _factor(summary, waterfall, cause, seconds), action
+            yield Loss(cause, seconds, texts[cause], _source(part), _factor(summary, waterfall, cause, seconds), action)
     # The start-ups of later attempts belong to the restarts.
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
     total = sum(map(_startup_s, attempts))
     first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
-    yield "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _source("startup")
+    yield Loss(
+        "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _source("startup")
+    )
 
 
 def _factor(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
@@ -240,17 +237,17 @@ def _devices_per_rank(summary: Summary, waterfall: Waterfall) -> float:
     return _used_device_seconds(waterfall) / rank_seconds if rank_seconds else 1.0
 
 
-def _losses_by_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _losses_by_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     """Yield the losses by low SM clocks with a reason, in device-seconds."""
     devices = _devices_per_rank(summary, waterfall)
     for cause, clock in summary.slow_clocks.items():
         if cause == LOCKED:
             continue
         factor = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
-        yield cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor
+        yield Loss(cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor)
 
 
-def _losses_by_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _losses_by_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     named = [verdict for verdict in summary.stragglers if verdict.evidence != DATA_WAIT]
     seconds, total = seconds_of(waterfall, "straggling"), sum(map(_cost_in_rank_s, named))
     by_cause: dict[str, list[StragglerVerdict]] = {}
@@ -263,7 +260,7 @@ def _losses_by_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[_F
         last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for verdict in verdicts for rank in verdict.ranks)
         bound = waits * max(sum(verdict.max_seconds for verdict in verdicts) / counted_s, last_s / counted_s, 1.0)
         source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
-        yield cause, waits, _slow_ranks_text(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0
+        yield Loss(cause, waits, _slow_ranks_text(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0)
 
 
 def _cost_in_rank_s(verdict: StragglerVerdict) -> float:
@@ -283,7 +280,7 @@ def _slow_ranks_text(verdict: StragglerVerdict, more: int = 0) -> str:
     return f"rank {','.join(map(str, verdict.ranks))}{host}: {why}" + (f"; and {more} more" if more else "")
 
 
-def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     """Yield the waits of the ranks for each other without a slow rank."""
     seconds, last = seconds_of(waterfall, "uneven_ranks"), summary.last_ranks
     if is_profiled(summary):  # at most, a slow rank is as slow after its first wait for others
@@ -296,7 +293,7 @@ def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[_F
         rank, count = last.dominant_last_rank
         text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
     factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
-    yield "uneven_ranks", seconds, text, _source("uneven_ranks"), factor
+    yield Loss("uneven_ranks", seconds, text, _source("uneven_ranks"), factor)
 
 
 def cause_of(verdict: StragglerVerdict) -> str:
@@ -305,7 +302,7 @@ def cause_of(verdict: StragglerVerdict) -> str:
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
 
 
-def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
@@ -323,10 +320,10 @@ def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[_Field
     details += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
     factor = 1.0 + (seconds_of(waterfall, "shutdown") + hidden_s) / seconds if seconds else 1.0
-    yield "restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor
+    yield Loss("restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor)
 
 
-def _losses_by_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _losses_by_profile(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     if not is_profiled(summary):
         return
     profile = summary.profile
@@ -339,7 +336,7 @@ def _losses_by_profile(summary: Summary, waterfall: Waterfall) -> Iterator[_Fiel
         seconds = seconds_of(waterfall, cause)
         if cause == "device_idle":  # during a retry of the allocator, the device has no work
             seconds -= min(_retries_cost_s(summary, waterfall), seconds)
-        yield cause, seconds, why, _source(cause)
+        yield Loss(cause, seconds, why, _source(cause))
 
 
 def busy_share(summary: Summary, waterfall: Waterfall) -> float | None:
@@ -347,7 +344,7 @@ def busy_share(summary: Summary, waterfall: Waterfall) -> float | None:
     return _run_value(summary, "pcu_ratio") if waterfall.unit == OF_GPUS and not summary.simulated else None
 
 
-def _loss_by_idle_gpus(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _loss_by_idle_gpus(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     """Yield the time in which no kernel runs: a lower bound, because kernels that communicate count as busy."""
     busy = busy_share(summary, waterfall)
     if busy is None:
@@ -357,17 +354,17 @@ def _loss_by_idle_gpus(summary: Summary, waterfall: Waterfall) -> Iterator[_Fiel
     counted_s += _retries_cost_s(summary, waterfall)  # during a retry of the allocator, the device has no work
     text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
     tag = METRICS["pcu_ratio"].tag("run")
-    yield "device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}"
+    yield Loss("device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}")
 
 
-def _loss_by_retries(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _loss_by_retries(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     pressure = summary.memory_pressure
     if pressure is not None and pressure.rank_seconds:
         why = (
             f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
         )
         factor = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
-        yield "memory_pressure", _retries_cost_s(summary, waterfall), why, "summary.json: memory_pressure", factor
+        yield Loss("memory_pressure", _retries_cost_s(summary, waterfall), why, "summary.json: memory_pressure", factor)
 
 
 def _retries_cost_s(summary: Summary, waterfall: Waterfall) -> float:
@@ -376,13 +373,13 @@ def _retries_cost_s(summary: Summary, waterfall: Waterfall) -> float:
     return _devices_per_rank(summary, waterfall) * (pressure.rank_seconds or 0.0) if pressure is not None else 0.0
 
 
-def _loss_by_padding(summary: Summary, waterfall: Waterfall) -> Iterator[_Fields]:
+def _loss_by_padding(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     ratio = _run_value(summary, "padding_ratio")
     if ratio is not None and ratio >= MIN_PADDING_RATIO:
         # At most, the time of a step is proportional to the number of its positions.
         text = f"{100 * ratio:.0f} % of the processed positions are padding"
         tag = METRICS["padding_ratio"].tag("run")
-        yield "padding", ratio * seconds_of(waterfall, *STEP_PARTS), text, f"summary.json: metrics, {tag}"
+        yield Loss("padding", ratio * seconds_of(waterfall, *STEP_PARTS), text, f"summary.json: metrics, {tag}")
 
 
 def _run_value(summary: Summary, name: str) -> float | None:

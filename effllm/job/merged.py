@@ -15,7 +15,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from effllm.job.joining import add_to, largest
-from effllm.job.power_scope import Scope
 from effllm.records.columns import Array, Positions, fields_of, structs_of
 from effllm.records.energy import COVERED_S, MIN_COVERED_S, NOT_MEASURED, EnergyAmount
 from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankReport
@@ -67,10 +66,6 @@ class Expected(dict[str, Device]):
     @cached_property
     def _last_found(self) -> tuple[list[str], Positions]:
         return [], np.full(len(self), -1)
-
-    def mask_of(self, scope: Scope) -> NDArray[np.bool_]:
-        """Return the mask of the devices in a scope, in the order of the keys."""
-        return np.array([key in scope.keys for key in self.sorted_keys], bool)
 
 
 class GaugeSums(Struct):

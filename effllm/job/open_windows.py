@@ -190,7 +190,7 @@ class OpenWindows:
 
     @property
     def is_empty(self) -> bool:
-        return not self._windows and not self._late and not (self._joiner is not None and self._joiner.has_reports)
+        return not self._windows and not self._late and not (self._joiner and self._joiner.lowest_sequences)
 
     def safe_sequences(self) -> dict[int, int]:
         """Return for each rank the last sequence up to which all reports are in closed windows."""

@@ -33,7 +33,7 @@ def test_memory_pressure_points_to_the_windows_with_retries_and_the_error():
     assert (loss.windows, loss.first_iteration, loss.last_iteration, loss.worst_iteration) == (3, 20, 50, 30)
     assert pressure.out_of_memory({}).iteration == 70
     summary = replace(make_summary(), memory_pressure=loss)
-    one = Loss("memory_pressure", 1.0, 0.5, "", "")
+    one = Loss("memory_pressure", 1.0, "", "")
     assert windows_of(one, summary, Goodput()) == LossWindows(3, 20, 50, 30)
 
 
@@ -63,7 +63,7 @@ def test_merged_windows_are_still_counted():
 
 
 def test_loss_outside_of_iterations_has_no_window():
-    assert windows_of(Loss("idle", 1.0, 0.5, "", ""), make_summary(), Goodput()) is None
+    assert windows_of(Loss("idle", 1.0, "", ""), make_summary(), Goodput()) is None
 
 
 @cases("cause", IN_WINDOWS[: repeats(2, 100)])

@@ -100,7 +100,7 @@ class _Spells:
         self._are_in_spell = np.zeros(len(ranks), bool)
         self._excess_s = np.zeros(len(ranks))  # sum over all iterations
         self._peers_s = np.zeros(len(ranks))
-        self._take_whole_blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
+        self._num_blocks, self._iterations, self._whole_s = 0, 0.0, 0.0
 
     def add_block(self, block: _Block, base_s: Callable[[Array, float], Array]) -> list[Slow]:
         """Add a block; return the ranks that are slow again and again, if a spell has begun."""
@@ -115,7 +115,7 @@ class _Spells:
         self._counts += begins
         self._excess_s += block.weight * excess
         self._peers_s += block.weight * (means - excess)
-        self._take_whole_blocks, self._iterations = self._take_whole_blocks + 1, self._iterations + block.weight
+        self._num_blocks, self._iterations = self._num_blocks + 1, self._iterations + block.weight
         self._whole_s += block.weight * block.iteration_s
         return list(self._slow(base_s)) if begins.any() and self._counts.max() >= SPELLS else []
 
@@ -127,7 +127,7 @@ class _Spells:
             count = int(self._counts[at])
             if len(self.ranks) * _max_probability(count, num_spells, 1 / len(self.ranks)) < FALSE_ALARMS:
                 # Of this level, six blocks have two spells.
-                blocks = 2 * self._take_whole_blocks / count / NUM_BLOCKS[0]
+                blocks = 2 * self._num_blocks / count / NUM_BLOCKS[0]
                 level = min(max(math.ceil(math.log(blocks, GROWTH)), 0), LEVELS - 1)
                 yield Slow(self.ranks[at], float(excess[at]), float(peers[at]), whole_s, int(self._since[at]), level)
 

@@ -52,16 +52,6 @@ class RankPosition(Struct):
     def completed(self) -> int:
         return self.ordinal - 1 if self.state == STEP else self.ordinal
 
-    @property
-    def group_key(self) -> tuple[int, bool, str, bool]:
-        """Key of the group of ranks with this position: iterations, running step, state, stopped process."""
-        return (self.completed, self.state == STEP, self.state, self.process == STOPPED)
-
-    @property
-    def unmoved_s(self) -> float:
-        """Seconds without progress, up to the last heartbeat."""
-        return self.seen_s - self.since_s
-
 
 class Stall(NamedTuple):
     """Ranks that make no progress, the furthest behind first."""
@@ -198,7 +188,7 @@ class Hang:
         if key not in timeouts_s:
             timeouts_s[key] = self._timeout_s(key)
         timeout_s = timeouts_s[key]
-        return timeout_s is not None and position.unmoved_s >= timeout_s
+        return timeout_s is not None and position.seen_s - position.since_s >= timeout_s
 
     def _timeout_key(self, position: RankPosition) -> tuple[str, ...]:
         """Return the key of a rank's timeout: role and state; some states share the timeout of another state."""
@@ -248,7 +238,8 @@ def _by_position(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition,
     """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
     by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
     for rank, position in active.items():
-        by_place.setdefault(position.group_key, []).append(rank)
+        place = position.completed, position.state == STEP, position.state, position.process == STOPPED
+        by_place.setdefault(place, []).append(rank)
     # Of the ranks in the same iteration, stopped ranks come first, because the other ranks wait for them.
     order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
     if len(order) == 1:
