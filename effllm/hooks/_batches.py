@@ -48,9 +48,6 @@ class LateSums:
     Each number is copied into pinned memory, and a CUDA event is recorded after the copy.  After this event, usually
     one iteration later, the number is read.  The logic is tested with a fake event and fake memory; its cost on a GPU
     was not measured.
-
-    Args:
-        num_sums: number of values in each call of `add_numbers`.
     """
 
     def __init__(self, num_sums: int) -> None:
@@ -108,12 +105,7 @@ class LateSums:
 
 
 class LazyNumber:
-    """A number in a tensor, read without a wait even if the tensor is on a GPU.
-
-    Args:
-        iteration: the iteration of the number.
-        tensor: a tensor with one element, or a plain number.
-    """
+    """A number of an iteration, plain or a tensor of one element, read without a wait even if it is on a GPU."""
 
     def __init__(self, iteration: int, tensor: Any) -> None:
         self.iteration = iteration
@@ -136,11 +128,7 @@ class LazyNumber:
 
 
 class Batches:
-    """Sums up micro-batches until their iteration ends.
-
-    Args:
-        steps: the steps of the loop's framework.
-    """
+    """Sums up micro-batches until their iteration ends."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -219,9 +207,7 @@ class Batches:
 def counts_of_batch(inputs: Any, is_language_model: bool = False) -> Batch:
     """Return the counts of a batch of any type; if it has no text, only the samples of its first tensor.
 
-    Args:
-        inputs: the batch.
-        is_language_model: whether the ids of a batch need no name.
+    With ``is_language_model``, the ids of a batch need no name.
     """
     batches = map(read_batch, _mappings_in(inputs, _DEPTH))
     counts = next((batch for batch in batches if batch is not None and batch.source), None) or read_batch(inputs)

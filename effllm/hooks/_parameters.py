@@ -179,12 +179,8 @@ def _active_share_of_experts(config: Any) -> float | None:
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
     """Return the FLOPs of a token, in total and of the forward pass; ``None`` if unknown.
 
-    The FLOPs follow `convention_of`; without a sequence length, attention is not counted.
-
-    Args:
-        model: a model with layers of one width.
-        counted: parameter counts of the model.
-        sequence_length: number of positions that a token attends to.
+    They follow `convention_of`, for a model with layers of one width. A token attends to ``sequence_length`` positions;
+    without a sequence length, attention is not counted.
     """
     config = config_of(model)
     layers, width = _first_count(config, _LAYERS) or 0, _attention_width(config) or 0

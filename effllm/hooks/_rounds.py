@@ -52,9 +52,6 @@ class EvalMode:
     evaluation under three conditions: no optimizer stepped in the period, no phase or generation was marked in it, and
     the last iteration had no such period.  Because of the last condition, rollouts in every iteration do not count as
     evaluations.
-
-    Args:
-        steps: the loop's steps.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -244,12 +241,7 @@ class BatchCounter:
 
 
 class Rounds:
-    """The iterations of a loop, from the steps of its optimizers.
-
-    Args:
-        level: a level of `ownership`.
-        name: the system's name in run.json.
-    """
+    """The iterations of a loop, from the steps of its optimizers."""
 
     def __init__(self, level: int, name: str) -> None:
         self._steps = Steps(level, name)

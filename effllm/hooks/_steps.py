@@ -17,13 +17,7 @@ from effllm.trainer.value_buffer import PENDING
 
 
 class Steps:
-    """The steps of one framework in this process.
-
-    Args:
-        level: a level of `ownership`.
-        name: the framework's name in run.json.
-        style: the framework's word for an iteration, ``Iteration`` or ``Step``.
-    """
+    """The steps of one framework in this process; ``style`` is its word for an iteration, ``Iteration`` or ``Step``."""
 
     # The last number of parameters that a hook has declared, perhaps for an earlier training.  Hooks may replace this
     # number, but not a number that the training script has declared.
@@ -36,7 +30,6 @@ class Steps:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this framework's steps are counted."""
         return ownership.holds(self.level, self.name)
 
     @property
@@ -110,7 +103,6 @@ class Steps:
         return collector.is_collecting
 
     def start_step(self) -> None:
-        """Record the start of a step."""
         if (recorder := self.recorder) is not None:
             recorder.start()
 
@@ -177,21 +169,15 @@ class Steps:
             recorder.phase_start(name)
 
     def phase_end(self) -> None:
-        """End the innermost phase."""
         if (recorder := self._phase_recorder) is not None:
             recorder.phase_end()
 
     def wrap_as_phase(
         self, holder: Any, name: str, phase: str, guard: Guard, begins: Callable[[Call], Any] = lambda _call: True
     ) -> bool:
-        """Wrap a function so that each call is a phase; ``False`` if ``holder`` has no function of this name.
+        """Wrap a function as `around` does, so that each call is a phase; ``False`` if ``holder`` has no such function.
 
-        Args:
-            holder: a module or class, as for `around`.
-            name: the function's name.
-            phase: a phase, as for `phase_start`.
-            guard: a guard, as for `around`.
-            begins: called with the `Call`; returns whether this call is a phase.
+        ``begins`` returns whether a `Call` is a phase.
         """
 
         def start(call: Call) -> tuple[Recorder | None] | None:
@@ -267,7 +253,6 @@ def pass_batch(batch: Any, loader: Any) -> None:
 
 
 def pass_backward() -> None:
-    """Pass the begin of a backward pass to these hooks."""
     for listener in _batch_listeners:
         listener.backward_begins()
 

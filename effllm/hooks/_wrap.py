@@ -44,11 +44,7 @@ def _is_first_rank() -> bool:
 
 
 class Guard:
-    """Calls the functions of a hook; after the first failure it prints a line and makes no more calls.
-
-    Args:
-        name: name of the hooked system, for the printed line.
-    """
+    """Calls the functions of a hook; after the first failure it prints a line and makes no more calls."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -19,7 +19,6 @@ _GUARD = Guard("accelerate")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the steps of accelerate's optimizers, in ``accelerate.optimizer``."""
     optimizer = getattr(module, "AcceleratedOptimizer", None)
     if optimizer is None or not around(optimizer, "step", _GUARD, before=_claim_step, after=_process_step):
         raise Unknown("accelerate.optimizer has no AcceleratedOptimizer.step")

@@ -71,9 +71,7 @@ def attach_scaler(module: ModuleType) -> None:
 def _with_own_time_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
     """Return a function that calls ``begins``, and stamps the end of a wait for other ranks after the call.
 
-    Args:
-        plain: the wrapped function.
-        begins: returns the recorder of the loop; ``None`` if the call does not belong to it.
+    ``begins`` returns the recorder of the loop; ``None`` if the call does not belong to it.
     """
 
     @functools.wraps(plain)

@@ -35,11 +35,7 @@ _COUNTING = Guard("the parameter count of DeepSpeed's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the engine, in ``deepspeed.runtime.engine``.
-
-    Raises:
-        Unknown: the module has no ``DeepSpeedEngine`` with ``forward`` and ``step``.
-    """
+    """Hook the engine, in ``deepspeed.runtime.engine``."""
     engine = getattr(module, "DeepSpeedEngine", None)
     if not (
         around(engine, "forward", _GUARD, before=_LOOP.forward_begins)
@@ -51,11 +47,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_pipeline(module: ModuleType) -> None:
-    """Hook the engine of a pipeline, in ``deepspeed.runtime.pipe.engine``.
-
-    Raises:
-        Unknown: the module has no ``PipelineEngine.train_batch``.
-    """
+    """Hook the engine of a pipeline, in ``deepspeed.runtime.pipe.engine``."""
     engine = getattr(module, "PipelineEngine", None)
     if engine is None or not around(
         engine, "train_batch", _GUARD, before=_LOOP.pipeline_begins, after=_LOOP.pipeline_ended

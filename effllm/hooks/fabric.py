@@ -38,11 +38,7 @@ _PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more ste
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the wrappers of models and optimizers, in ``lightning.fabric.wrappers``.
-
-    Raises:
-        Unknown: the module has no ``_FabricModule.forward`` or ``_FabricOptimizer.step``.
-    """
+    """Hook the wrappers of models and optimizers, in ``lightning.fabric.wrappers``."""
     model, optimizer = getattr(module, "_FabricModule", None), getattr(module, "_FabricOptimizer", None)
     if not (
         callable(getattr(model, "forward", None))
@@ -54,11 +50,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_fabric(module: ModuleType) -> None:
-    """Hook checkpoints, in ``lightning.fabric.fabric``.
-
-    Raises:
-        Unknown: the module has no ``Fabric.save``.
-    """
+    """Hook checkpoints, in ``lightning.fabric.fabric``."""
     fabric = getattr(module, "Fabric", None)
     if not _LOOP.wrap_checkpoint(fabric):
         raise Unknown(f"{module.__name__} has no Fabric.save: checkpoints are counted as data wait")

@@ -122,12 +122,7 @@ class _Callback:
 
 
 class LightningTraining:
-    """One ``fit`` of a Trainer.
-
-    Args:
-        trainer: a Trainer of either package.
-        module: the LightningModule of the Trainer.
-    """
+    """One ``fit`` of a Trainer."""
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module

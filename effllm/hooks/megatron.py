@@ -75,9 +75,7 @@ def peer_group_and_replica() -> tuple[str, str]:
 def layout_facts(settings: Any, replicas: int) -> dict[str, Any]:
     """Return what each rank of data parallelism has; Megatron's distributed optimizer is ZeRO of stage 1.
 
-    Args:
-        settings: Megatron's arguments, or the ``ddp_config`` of a chunk of the model.
-        replicas: number of ranks of data parallelism.
+    ``settings`` are Megatron's arguments, or the ``ddp_config`` of a chunk of the model.
     """
     # The second name is that of megatron-core before 0.13.
     if any(getattr(settings, f"use_{name}", False) for name in ("megatron_fsdp", "custom_fsdp", "torch_fsdp2")):

@@ -25,11 +25,7 @@ OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def attach(module: ModuleType) -> None:
-    """Hook all schedules; ``get_forward_backward_func`` chooses one of them.
-
-    Raises:
-        Unknown: the module has no schedule.
-    """
+    """Hook all schedules; ``get_forward_backward_func`` chooses one of them."""
     schedules = [name for name, own in vars(module).items() if _is_schedule(name, own)]
     if not schedules:
         raise Unknown("it has no forward_backward_ function that takes num_microbatches")
@@ -53,11 +49,7 @@ def attach_optimizer(module: ModuleType) -> None:
 
 
 def attach_gradients(module: ModuleType) -> None:
-    """Hook ``finalize_model_grads``: after its last backward pass, a rank first waits for other ranks there.
-
-    Raises:
-        Unknown: the module has no ``finalize_model_grads``.
-    """
+    """Hook ``finalize_model_grads``: after its last backward pass, a rank first waits for other ranks there."""
     if not around(module, "finalize_model_grads", _sync_guard, before=lambda _: get_metrics_collector().sync_point()):
         raise Unknown("it has no finalize_model_grads: the own time of ranks is not measured")
 
@@ -103,7 +95,6 @@ class _Iterations:
         self._depth += 1
 
     def optimizer_ended(self, *_: Any) -> None:
-        """End the iteration at the end of the outermost optimizer step."""
         self._depth -= 1
         if self._depth == 0 and self._has_passes:
             self._has_passes = False

@@ -69,11 +69,7 @@ MIN_TFLOPS = 2.5
 
 
 def attach(module: ModuleType) -> None:
-    """Hook a module that has Megatron's training loop.
-
-    Raises:
-        Unknown: the module has no ``train_step`` or no ``get_args``.
-    """
+    """Hook a module that has Megatron's training loop."""
     missing = [name for name in ("train_step", "get_args") if not callable(getattr(module, name, None))]
     if missing:
         raise Unknown(f"it has no {' and no '.join(missing)}")

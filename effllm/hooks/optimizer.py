@@ -27,7 +27,6 @@ _guard = Guard("torch's optimizer")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the steps of all optimizers, in ``torch.optim.optimizer``."""
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None:
         raise Unknown("torch.optim.optimizer has no register_optimizer_step_post_hook; torch 2.0 or later is needed")

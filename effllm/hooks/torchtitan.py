@@ -113,11 +113,7 @@ def _finish(status: str) -> None:
 
 
 class TitanTraining:
-    """One call of ``Trainer.train``.
-
-    Args:
-        trainer: a Trainer of torchtitan.
-    """
+    """One call of ``Trainer.train``."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -37,11 +37,7 @@ _COUNTING = Guard("the parameter count of torchtune's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook all recipes, in ``torchtune.recipe_interfaces``.
-
-    Raises:
-        Unknown: the module has no ``FTRecipeInterface``.
-    """
+    """Hook all recipes, in ``torchtune.recipe_interfaces``."""
     interface: Any = getattr(module, "FTRecipeInterface", None)
     if interface is None:
         raise Unknown("torchtune.recipe_interfaces has no FTRecipeInterface")
@@ -54,11 +50,7 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_batches(module: ModuleType) -> None:
-    """Hook the transfer of a batch to the device, in ``torchtune.utils``.
-
-    Raises:
-        Unknown: the module has no ``batch_to_device``.
-    """
+    """Hook the transfer of a batch to the device, in ``torchtune.utils``."""
     if not around(module, "batch_to_device", _GUARD, before=_LOOP.batch_begins):
         raise Unknown("torchtune.utils has no batch_to_device")
 

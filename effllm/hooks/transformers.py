@@ -157,12 +157,7 @@ _defaults: list[Any] | None = None  # the list `DEFAULT_CALLBACKS` to which effl
 
 
 class TrainerRun:
-    """One run of ``Trainer.train``.
-
-    Args:
-        callback: the callback that records the steps.
-        trainer: the Trainer; ``None`` if ``train`` was called before it was wrapped.
-    """
+    """One run of ``Trainer.train``; the trainer is ``None`` if ``train`` was called before it was wrapped."""
 
     def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
         self.callback, self.trainer = callback, trainer
@@ -210,7 +205,6 @@ class TrainerRun:
         return self._has_only_ids and not self._is_encoder_decoder
 
     def count_micro_batch(self, inputs: Any) -> None:
-        """Count a micro-batch."""
         batch = read_batch(inputs, self._is_encoder_decoder)
         collator = getattr(self.trainer, "data_collator", None)
         if isinstance(collator, CountingCollator):

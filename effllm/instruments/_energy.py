@@ -15,11 +15,7 @@ BYTES_PER_MB = 1e6
 
 @dataclass(frozen=True)
 class SpanReadings:
-    """The readings of devices in one span; a value that was not measured is ``nan``.
-
-    Args:
-        parts: position of each device, and its readings.
-    """
+    """The readings of devices in one span; a value that was not measured is ``nan``."""
 
     parts: dict[int, SpanPart] = field(default_factory=dict)
 
@@ -35,7 +31,6 @@ class SpanReadings:
 
     @property
     def joules(self) -> float:
-        """Energy of all devices."""
         return _sum_or_nan(part.joules for part in self.parts.values())
 
     @property

@@ -32,9 +32,6 @@ class Statistics:
     `add` only appends, because in a training loop the caches are cold.  The moments are computed for `ADD_TOGETHER`
     values together, and before a result is read; so results include all values.  If a second thread reads a result at
     the time of this computation, the result may lack the newest values.
-
-    Args:
-        max_recent: number of newest values that are kept.
     """
 
     __slots__ = ("_moments", "_new", "_recent")
@@ -45,7 +42,6 @@ class Statistics:
         self._new: list[float] = []
 
     def add(self, value: float) -> None:
-        """Add a value."""
         new = self._new
         new.append(value)
         if len(new) >= ADD_TOGETHER:
@@ -98,7 +94,6 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def moments_of(values: Sequence[float]) -> Moments:
-    """Return the moments of values."""
     moments = Moments()
     moments.add_all(values)
     return moments
@@ -115,12 +110,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def percentiles_of(statistics: Statistics, name: str) -> dict[str, Any]:
-    """Return the percentiles that cover most values, and the values that they cover, for a summary.
-
-    Args:
-        statistics: the values in this process.
-        name: name of the values in the run folder.
-    """
+    """Return the percentiles that cover most values, and the values that they cover, for a summary."""
     recent, count = statistics.recent, statistics.moments.count
     run = percentiles_of_run(name) if count > len(recent) else None
     # If the run has more values than this instrument, another instrument of this process uses the same name.

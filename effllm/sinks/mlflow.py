@@ -58,10 +58,8 @@ def open_sink(run: RunInfo) -> Mlflow:
 class Mlflow:
     """Writes the values of each window at the framework's iteration, in one call for several windows.
 
-    Args:
-        run: the run of effllm, with the facts of the training process.
-        connect: returns a client for a tracking URI; ``None`` is MLflow's default.
-        make_metric: returns a metric from key, value, time in ms and step.
+    ``connect`` returns a client for a tracking URI; ``None`` is MLflow's default.  ``make_metric`` returns a metric
+    from key, value, time in ms and step.
     """
 
     def __init__(self, run: RunInfo, connect: Callable[[str | None], Any], make_metric: Callable[..., Any]) -> None:

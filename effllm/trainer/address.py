@@ -23,14 +23,10 @@ from effllm.trainer.declared import Declared
 
 
 class AggregatorAddress:
-    """The address of the aggregator in one session.
+    """The address of the aggregator in one session; it sets the endpoint, the job and ``secured`` in ``declared``.
 
-    Args:
-        config: settings of this rank.
-        place: rank, local_rank and world_size of this rank.
-        declared: facts of this rank; the endpoint, the job and ``secured`` are set here.
-        write: called with the result of the search for the address, perhaps in the search's thread.
-        board: the board; its method ``welcome`` returns the endpoint that has admitted the agent.
+    ``write`` is called with the result of the search for the address, perhaps in the search's thread.  The board's
+    method ``welcome`` returns the endpoint that has admitted the agent.
     """
 
     _generation = 0

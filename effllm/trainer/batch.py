@@ -36,9 +36,7 @@ class Batch:
 def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     """Return the counts of a batch, or ``None`` for a batch without tensors.
 
-    Args:
-        inputs: tensors by name.
-        is_encoder_decoder: whether the model's decoder reads the labels as its input.
+    The decoder of an encoder-decoder model reads the labels as its input.
     """
     if not isinstance(inputs, Mapping):
         return None

@@ -176,12 +176,8 @@ class Phases:
 class Generations:
     """Counts and times generations; a nested generation is a part of the outer generation.
 
-    Args:
-        counters: totals to which tokens are added.
-        phase_start: called with ``generation`` at the start of a generation that is a phase.
-        phase_end: called at the end of a generation that is a phase.
-        changed: called after each change of the totals.
-        warn: called with a line for the user.
+    ``phase_start`` is called with ``generation`` at the start of a generation that is a phase, ``phase_end`` at its
+    end, and ``changed`` after each change of the totals ``counters``.
     """
 
     def __init__(
@@ -206,11 +202,7 @@ class Generations:
         return len(self._open)
 
     def start(self, is_phase: bool = False) -> None:
-        """Begin a generation.
-
-        Args:
-            is_phase: whether the generation is a phase; AL and T exclude phases.
-        """
+        """Begin a generation; with ``is_phase`` it is a phase, which AL and T exclude."""
         self._open.append((0, 0))
         if len(self._open) > 1:
             return

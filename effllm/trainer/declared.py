@@ -21,8 +21,7 @@ MAX_FACTS, MAX_FACT_NAME_LETTERS, MAX_FACTS_BYTES = 450, 255, 40_000
 class Declared:
     """The facts of this rank, declared by the training script and the hooks, or set by the session.
 
-    Args:
-        changed: called after each declaration; sends the facts to the agent.
+    ``changed`` is called after each declaration, and sends the facts to the agent.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

@@ -32,12 +32,7 @@ class InferenceProcess(NamedTuple):
 
 
 class Requests:
-    """The requests of one generator in this process; they are iterations if the process does not train.
-
-    Args:
-        level: a level of `ownership`.
-        name: name of the generator, as in run.json.
-    """
+    """The requests of one generator in this process; they are iterations if the process does not train."""
 
     def __init__(self, level: int, name: str) -> None:
         self.level, self.name = level, name

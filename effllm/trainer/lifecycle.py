@@ -60,8 +60,7 @@ def facts_of_open_mlflow_run(sinks: Collection[str]) -> dict[str, str | None]:
 class Lifecycle:
     """Consecutive sessions, each from a start to its stop.
 
-    Args:
-        overrides: fields of `Config` that replace the environment's settings, unless they are ``None``.
+    ``overrides`` are fields of `Config` that replace the environment's settings, unless they are ``None``.
     """
 
     def __init__(self, **overrides: float | None) -> None:

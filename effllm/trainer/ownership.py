@@ -16,15 +16,7 @@ _name = ""
 
 
 def claim(level: int, name: str) -> bool:
-    """Make a system the owner, unless another system of the same or a nearer level is the owner.
-
-    Args:
-        level: level of the system, from this module.
-        name: name of the system, such as ``transformers``.
-
-    Returns:
-        Whether the system is the owner.
-    """
+    """Make a system the owner, unless another one of the same or a nearer level is; return whether it is the owner."""
     global _level, _name
     if level < _level:
         _level, _name = level, name

@@ -19,10 +19,6 @@ class RankDevice:
 
     In this order: the GPUs of the parameters; the only GPU with a CUDA context; a GPU that the script has set.  Without
     any of these, the agent takes the visible GPU with the number of the local rank, or none if several have a context.
-
-    Args:
-        torch: the module.
-        declared: has the devices of the parameters, and gets the facts of the GPUs.
     """
 
     def __init__(self, torch: Any, declared: Declared) -> None:

@@ -292,10 +292,7 @@ class Recorder:
     def record_seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
         """Record a loss that a hook has seen, in the running iteration or, with ``is_over``, after the last one.
 
-        Args:
-            number: displayed number of its iteration.
-            loss: the loss.
-            is_over: whether the loop has ended.
+        ``number`` is the displayed number of its iteration.
         """
         if self.is_on:
             self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))

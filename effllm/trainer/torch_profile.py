@@ -51,10 +51,7 @@ class Profiled(NamedTuple):
 class TorchProfile:
     """Profiles every Nth iteration, unless another profiler runs.
 
-    Args:
-        every: an iteration is profiled if this number divides the iteration number.
-        warn: called with a line for the user, once, when profiling ends because of an error.
-        torch: the torch module; by default the module that the process has imported.
+    ``warn`` is called with a line for the user, once, when profiling ends because of an error.
     """
 
     def __init__(self, every: int, warn: Callable[[str], None], torch: Any = None) -> None:
@@ -217,9 +214,7 @@ def _is_before(version: str | None, other: str) -> bool:
 class OtherProfilers:
     """Detects other profilers in this process: it wraps three functions that every profiler of torch calls.
 
-    Args:
-        module: ``torch.autograd.profiler``.
-        make_room: called before another profiler is prepared or started.
+    ``make_room`` is called before another profiler is prepared or started.
     """
 
     def __init__(self, module: Any, make_room: Callable[[], None]) -> None:

@@ -49,10 +49,6 @@ class DeviceTime:
 
     The host may be far ahead of the device, so the host's stamps only show launches.  The events of an iteration are
     read when a later iteration ends, and only if the device has passed them.
-
-    Args:
-        cuda: ``torch.cuda``.
-        device: the rank's GPU.
     """
 
     def __init__(self, cuda: Any, device: RankDevice) -> None:
@@ -173,13 +169,7 @@ class DeviceMemory:
 class WatchedRecorder(Recorder):
     """A `Recorder` that also records the profiles and device times of iterations, and the memory of the device.
 
-    Args:
-        arguments: arguments of `Recorder`.
-        profile_every: an iteration is profiled if this number divides the iteration number; 0 for no profiles.
-        torch: the torch module, if it is imported.
-        rank_device: the rank's GPU, with a CUDA build of torch.
-        send_facts: sends changed facts to the agent.
-        named: keyword arguments of `Recorder`.
+    An iteration is profiled if ``profile_every`` divides its number; 0 is for no profiles.
     """
 
     __slots__ = ("_device_times", "_memory", "_profile", "_rank_device", "_send_facts")
