@@ -1,13 +1,14 @@
-"""``GenerationMixin.generate`` of transformers: generated tokens, counted from the shapes of arguments and results.
+"""Generation in this process: ``generate`` of transformers, and ``LLM.generate`` and ``LLM.chat`` of vLLM.
 
-Shapes are available without a synchronisation.  In a result on the CPU, positions after the end of a sequence are not
-counted.  On a GPU, a search for the end would be a synchronisation, so every sequence is counted with the length of the
-longest sequence.
+The tokens of transformers are counted from the shapes of arguments and results, which need no synchronisation.  In a
+result on the CPU, positions after the end of a sequence are not counted.  On a GPU, a search for the end would be a
+synchronisation, so every sequence is counted with the length of the longest sequence.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
 from effllm.trainer.inference import InferenceProcess, Requests
 
-_GUARD = Guard("generate of transformers")
+_GUARD, _VLLM_GUARD = Guard("generate of transformers"), Guard("vLLM")
 _REQUESTS = Requests(ownership.GENERATION, "generation")
 _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -27,6 +28,14 @@ def attach(module: ModuleType) -> None:
     mixin = getattr(module, "GenerationMixin", None)
     if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_REQUESTS.end):
         raise Unknown("GenerationMixin.generate")
+
+
+def attach_vllm(module: ModuleType) -> None:
+    engine = getattr(module, "LLM", None)
+    begins, ends, fails = _vllm_begins, _vllm_generated, _REQUESTS.end
+    if engine is None or not around(engine, "generate", _VLLM_GUARD, before=begins, after=ends, failed=fails):
+        raise Unknown("LLM.generate")
+    around(engine, "chat", _VLLM_GUARD, before=begins, after=ends, failed=fails)
 
 
 def _begins(call: Call) -> Any:
@@ -48,11 +57,34 @@ def _describe(model: Any) -> InferenceProcess:
 
 
 def _generated(begun: Any, call: Call, result: Any) -> None:
+    _end_request(begun, lambda: _counts_of_call(call, getattr(result, "sequences", result)))
+
+
+def _vllm_begins(call: Call) -> Any:
+    return _REQUESTS.begin(lambda: _describe_engine(call.args[0] if call.args else None))
+
+
+def _describe_engine(engine: Any) -> InferenceProcess:
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    workers = getattr(getattr(config, "parallel_config", None), "world_size", 1)
+    return InferenceProcess({"framework": "vllm"}, gpus=range(workers if isinstance(workers, int) else 1))
+
+
+def _vllm_generated(begun: Any, _call: Call, result: Any) -> None:
+    _end_request(begun, lambda: _counts_of_outputs(list(result) if isinstance(result, (list, tuple)) else [result]))
+
+
+def _counts_of_outputs(requests: list[Any]) -> tuple[int, int, int]:
+    tokens = sum(len(output.token_ids) for request in requests for output in request.outputs)
+    return tokens, sum(len(getattr(request, "prompt_token_ids", None) or ()) for request in requests), len(requests)
+
+
+def _end_request(begun: Any, counts_of_result: Callable[[], tuple[int, int, int]]) -> None:
     if begun is None:
         return
     counts: tuple[int | None, int, int] = None, 0, 1
     try:
-        counts = _counts_of_call(call, getattr(result, "sequences", result))
+        counts = counts_of_result()
     finally:
         _REQUESTS.end(begun, *counts)
 

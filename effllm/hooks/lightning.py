@@ -26,6 +26,7 @@ from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Guard
 from effllm.instruments._number import number
 from effllm.trainer import ownership
+from effllm.trainer.session import status_after
 
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")
@@ -110,7 +111,7 @@ class _Callback:
             self._training.restart_data_wait()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._finish("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")
+        self._finish(status_after(exception))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._finish("completed")

@@ -26,6 +26,7 @@ from effllm.hooks.megatron import layout_facts, parameter_share, peer_group_and_
 from effllm.records.framework_figures import TFLOPS_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
+from effllm.trainer.session import status_after
 
 NAME = "megatron"
 
@@ -171,11 +172,7 @@ class _Training:
     def loop_failed(self, _before: Any) -> None:
         """End the metrics at once, because an exception ends this run even if it is caught."""
         self._depth -= 1
-        error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Megatron exits in this way at a set iteration or time, or after a signal
-            self._finish("failed" if error.code else "completed")
-        else:
-            self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        self._finish(status_after(sys.exc_info()[1]))  # Megatron exits at a set iteration or time, or after a signal
 
     def _finish(self, status: str) -> None:
         if self._steps.is_owner:

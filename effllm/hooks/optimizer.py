@@ -1,6 +1,7 @@
 """Any torch loop: optimizer steps are measured with torch's own global hook, without a change of the loop.
 
-`_rounds` defines the iterations.  If a gradient scaler skips a step, the iteration continues until the next step.
+`_rounds` defines the iterations.  If a gradient scaler skips a step, the iteration continues until the next step; under
+accelerate this step counts too, because its work was done, and steps that only accumulate gradients do not count.
 Optimizers of plain tensors are not measured: such tensors may be an image (then no model is trained) or
 DeepSpeed's partitions.  A step under ``torch.compile`` is measured, at the cost of one more graph break.
 
@@ -23,7 +24,7 @@ from effllm.trainer.cuda_graphs import GRAPHS
 
 MIN_BATCHES = 10  # a loop with fewer batches does not count as training
 
-_guard = Guard("torch's optimizer")
+_guard, _accelerate_guard = Guard("torch's optimizer"), Guard("accelerate")
 
 
 def attach(module: ModuleType) -> None:
@@ -42,12 +43,33 @@ def _process_step(optimizer: Any) -> None:
         _rounds().process_step(optimizer)
 
 
-@functools.lru_cache(maxsize=1)
-def _rounds() -> Any:
+@functools.lru_cache(maxsize=2)
+def _rounds(name: str = "torch") -> Any:
     from effllm.hooks._rounds import Rounds
     from effllm.trainer import ownership
 
-    return Rounds(ownership.OPTIMIZER, "torch")
+    return Rounds(ownership.OPTIMIZER if name == "torch" else ownership.ACCELERATE, name)
+
+
+def attach_accelerate(module: ModuleType) -> None:
+    """Hook ``accelerate.optimizer``; with DeepSpeed, accelerate calls DeepSpeed's engine, which has its own hook."""
+    optimizer = getattr(module, "AcceleratedOptimizer", None)
+    if optimizer is None or not around(optimizer, "step", _accelerate_guard, before=_claim_step, after=_end_step):
+        raise Unknown("accelerate.optimizer has no AcceleratedOptimizer.step")
+
+
+def _claim_step(call: Any) -> Any:
+    """Return the optimizer if it will step; become the owner before torch's own hook runs."""
+    accelerated = call.args[0]
+    if not accelerated.gradient_state.sync_gradients:
+        return None
+    _rounds("accelerate").claim(accelerated.optimizer)
+    return accelerated.optimizer
+
+
+def _end_step(optimizer: Any, *_: Any) -> None:
+    if optimizer is not None:
+        _rounds("accelerate").process_step(optimizer)
 
 
 def attach_graphs(module: ModuleType) -> None:

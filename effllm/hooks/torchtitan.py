@@ -21,6 +21,7 @@ from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments._number import number
 from effllm.records.framework_figures import MFU_RATIO, TFLOPS_PER_GPU, TOKENS_PER_S_PER_GPU
 from effllm.trainer import ownership
+from effllm.trainer.session import status_after
 
 _STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
 _GUARD = Guard("torchtitan")
@@ -103,7 +104,7 @@ def _after_log(training: Any, call: Call, result: Any) -> None:
 
 
 def _train_failed(_: Any) -> None:
-    _finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
+    _finish(status_after(sys.exc_info()[1]))
 
 
 def _finish(status: str) -> None:

@@ -28,6 +28,7 @@ from effllm.hooks._wrap import Call, Guard, around
 from effllm.records.framework_figures import TOKENS_PER_S_PER_GPU
 from effllm.trainer import ownership
 from effllm.trainer.batch import UNKNOWN, Batch
+from effllm.trainer.session import status_after
 
 PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 
@@ -131,7 +132,7 @@ class _TorchtuneLoop:
         self._finish("completed")
 
     def train_failed(self, _token: Any) -> None:
-        self._finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
+        self._finish(status_after(sys.exc_info()[1]))
 
     def _finish(self, status: str) -> None:
         self._recipe = None

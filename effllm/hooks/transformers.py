@@ -40,6 +40,7 @@ from effllm.hooks._wrap import Call, Guard, around
 from effllm.instruments.token_counter import CountingCollator
 from effllm.trainer import ownership
 from effllm.trainer.batch import Batch, read_batch
+from effllm.trainer.session import status_after
 
 #: If the mean width of the batches changes by more than this share, the FLOPs are reported again.
 WIDTH_TOLERANCE = 0.01
@@ -355,8 +356,7 @@ def _train_begins(call: Call) -> Any:
 
 def _train_failed(token: Any) -> None:
     error = sys.exc_info()[1]
-    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    _train_ended(token, status="killed" if isinstance(error, SystemExit) else status)
+    _train_ended(token, status="killed" if isinstance(error, SystemExit) else status_after(error))
 
 
 def _train_ended(token: Any, *_: Any, status: str = "completed") -> None:

@@ -1,4 +1,4 @@
-"""The sinks of reports.  Each name in ``EFFICIENTLLM_SINKS`` is the name of a file in this folder.
+"""The sinks of reports.  Each name in ``EFFICIENTLLM_SINKS`` is that of a file in this folder or of a tracker.
 
 Each file has a function ``open_sink(run: RunInfo) -> Sink``, which raises `SinkUnavailable` with one sentence if the
 sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: ``SINKS=prometheus:port=9788`` sets
@@ -29,6 +29,8 @@ from effllm.records.identity import Identity
 from effllm.records.job import ClusterReport, Summary
 from effllm.records.plain_text import one_line, without_user
 
+#: Sinks without a file: the trackers whose calls in the training get the values.
+TRAINING_TRACKERS = ("trackio", "wandb")
 #: Sinks that use `RunInfo.devices`, which is filled from the first window on, before the sink is open.
 SINKS_WITH_DEVICES = frozenset({"otlp"})
 
@@ -152,7 +154,10 @@ def job_values(report: ClusterReport) -> dict[str, float]:
 
 
 class WrittenByTraining:
-    """A sink whose values are written by the training process, in its own calls of a tracker."""
+    """A sink of `TRAINING_TRACKERS`: the training process, which has opened the run, adds the values to its own calls.
+
+    A second writer would need W&B's shared mode and a server (see effllm/trainer/trackers.py).
+    """
 
     def write(self, report: ClusterReport) -> None:
         """Write nothing."""
@@ -162,8 +167,8 @@ class WrittenByTraining:
 
 
 def sink_names() -> list[str]:
-    """Return the names of all sink files, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Return the names of all sinks, without importing their files."""
+    return sorted([*TRAINING_TRACKERS, *(module.name for module in pkgutil.iter_modules(__path__))])
 
 
 def no_such_sink(name: str) -> str:
@@ -180,6 +185,8 @@ def open_sink(name: str, run: RunInfo) -> Sink:
     if name not in sink_names():
         raise SinkUnavailable(no_such_sink(name))
     options = read_options(name, run.config.sink_options().get(name, {}))
+    if name in TRAINING_TRACKERS:
+        return WrittenByTraining()
     try:
         sink: Sink = import_sink(name).open_sink(replace(run, options=options))
     except ImportError as error:
@@ -193,7 +200,7 @@ def options_of(name: str) -> dict[str, Option]:
     Raises:
         SinkUnavailable: the library of the sink is missing.
     """
-    declared: dict[str, Option] = getattr(import_sink(name), "OPTIONS", {})
+    declared: dict[str, Option] = {} if name in TRAINING_TRACKERS else getattr(import_sink(name), "OPTIONS", {})
     return declared
 
 

@@ -33,7 +33,7 @@ def test_unused_gpus_of_one_process_and_without_a_gpu_are_unknown(launch, trace,
 ENGINE = """
 import os, time
 from types import SimpleNamespace as N
-from effllm.hooks.vllm import attach
+from effllm.hooks.generate import attach_vllm
 
 class LLM:
     llm_engine = N(vllm_config=N(parallel_config=N(world_size={workers})))
@@ -43,7 +43,7 @@ class LLM:
     def chat(self, prompts):
         return self.generate(prompts)
 
-attach(N(LLM=LLM))
+attach_vllm(N(LLM=LLM))
 llm = LLM()
 while not os.path.exists({enough!r}):
     llm.generate(["a"])

@@ -10,9 +10,8 @@ import pytest
 from cases import cases
 
 from effllm.hooks import Unknown
-from effllm.hooks.generate import _counts_of_call, _num_padding_in_row
+from effllm.hooks.generate import _counts_of_call, _num_padding_in_row, attach_vllm
 from effllm.hooks.generate import attach as attach_generate
-from effllm.hooks.vllm import attach as attach_vllm
 
 
 class Tensor:
@@ -200,7 +199,7 @@ ENGINE = """
 import sys, time, types
 from types import SimpleNamespace as N
 import effllm
-from effllm.hooks.vllm import attach
+from effllm.hooks.generate import attach_vllm
 
 class LLM:
     def generate(self, prompts):
@@ -209,7 +208,7 @@ class LLM:
     def chat(self, prompts):
         return self.generate(prompts)
 
-attach(N(LLM=LLM))
+attach_vllm(N(LLM=LLM))
 llm = LLM()
 """
 LOOP = """
@@ -302,12 +301,11 @@ def test_unknown_engine_result_stops_counting_and_logs_one_warning(tmp_path):
         + """
 LLM.generate.__wrapped__  # it is wrapped
 class Odd(LLM): pass
-import effllm.hooks.vllm as hook
 found = []
 def odd(self, prompts):
     return [N(text="no tokens")]
 odd_holder = type("LLM", (), {"generate": odd, "chat": LLM.chat})
-attach(N(LLM=odd_holder))
+attach_vllm(N(LLM=odd_holder))
 print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
 """,
     )
