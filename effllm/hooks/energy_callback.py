@@ -16,9 +16,8 @@ from effllm.hooks import _energy_keys
 from effllm.hooks import transformers as trainer_hook
 from effllm.hooks._wrap import Guard, print_once
 from effllm.instruments import energy_report
-from effllm.instruments._energy import checked, energy_amounts
+from effllm.instruments._energy import SpanReadings, checked, energy_amounts
 from effllm.instruments.energy import ANSWER_S, RobustGPUMonitor
-from effllm.instruments.energy_report import StepBlock
 from effllm.records.plain_text import one_line
 
 MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest entries are dropped and counted
@@ -96,7 +95,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._first_epoch = self._last_epoch = 0.0  # before the first measured step, and after the last
         self._has_started = self._owns_monitoring = False
         self._final: dict[str, float] | None = None
-        self.total, self._since_log, self._interval = StepBlock(), StepBlock(), StepBlock()
+        self.total = self._since_log = self._interval = SpanReadings()
         self._new_logs: dict[str, float] = {}
         self.step_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)  #: entries of the answered steps
         self.interval_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)
@@ -163,25 +162,24 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._take_answers()
 
     def _take_answers(self) -> None:
-        for span, readings in self.monitor.take():
+        for span in self.monitor.take():
             asked = self._step_of_span.pop(span.number, None)
             if asked is None:
                 continue  # a span of another user of the monitor
             step, epoch = asked
             self._last_epoch = epoch
-            for block in (self.total, self._since_log, self._interval):
-                block.add_span(readings, span.start_ns, span.end_ns)
-            metrics = self.monitor.metrics(readings, span.start_ns, span.end_ns, step, epoch)
-            done = StepBlock(readings, 1, span.start_ns, span.end_ns)
+            self.total, self._since_log = self.total.then(span), self._since_log.then(span)
+            self._interval = self._interval.then(span)
+            metrics = self.monitor.metrics(span, step, epoch)
             self._num_steps += 1
-            self.step_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
+            self.step_history.append(energy_report.history_entry(metrics, span, self.monitor.baseline))
             self._new_logs |= energy_report.step_logs(self._since_log, step)
             if self._interval.duration_s >= self._interval_s:
                 self._end_interval(step, epoch)
 
     def _end_interval(self, step: int, epoch: float) -> None:
-        done, self._interval = self._interval, StepBlock()
-        metrics = self.monitor.metrics(done.readings, done.start_ns, done.end_ns, step, epoch)
+        done, self._interval = self._interval, SpanReadings()
+        metrics = self.monitor.metrics(done, step, epoch)
         self._num_intervals += 1
         self.interval_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
         self._new_logs |= energy_report.interval_logs(done, step)
@@ -193,7 +191,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
         if state.is_world_process_zero and not self._send_values(self._new_logs):
             logs.update(self._new_logs)
-        self._new_logs, self._since_log = {}, StepBlock()
+        self._new_logs, self._since_log = {}, SpanReadings()
 
     def _send_values(self, values: dict[str, float]) -> bool:
         if self._log_function is None:
@@ -220,7 +218,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         if self._owns_monitoring:
             self.monitor.stop_monitoring()
         self.monitor.warn_if_unmeasured()
-        if self._interval.steps:
+        if self._interval.num_spans:
             last = self.step_history[-1]
             self._end_interval(last["step"], last["epoch"])
         if is_first_rank:
@@ -236,14 +234,14 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         summary = {
             **{name.removeprefix("final_energy/"): value for name, value in final.items()},
             "carbon_intensity_kg_per_kwh": self._carbon,
-            "steps": self.total.steps,
+            "steps": self.total.num_spans,
             "epochs": epochs,
             "duration_s": self.total.duration_s,
-            "power_avg_w": self.total.readings.power_w,
-            "temperature_avg_c": self.total.readings.temperature_c,
-            "utilization_avg_percent": self.total.readings.utilization * 100.0,
+            "power_avg_w": self.total.power_w,
+            "temperature_avg_c": self.total.temperature_c,
+            "utilization_avg_percent": self.total.utilization * 100.0,
             "baseline_power_w": self.monitor.baseline.power_w,
-            **energy_amounts(self.total.readings, self.monitor.baseline),
+            **energy_amounts(self.total, self.monitor.baseline),
             "steps_in_history": len(self.step_history),
             "steps_left_out_of_history": self._num_steps - len(self.step_history),
             "intervals_left_out_of_history": self._num_intervals - len(self.interval_history),

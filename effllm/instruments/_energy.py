@@ -10,24 +10,42 @@ from typing import Any
 from effllm.records.spans import NAN, SpanPart
 
 J_PER_WH = 3600.0
+MIN_UTILIZATION = 0.01  # in the efficiency
 BYTES_PER_MB = 1e6
 
 
 @dataclass(frozen=True)
 class SpanReadings:
-    """The readings of devices in one span; a value that was not measured is ``nan``."""
+    """The readings of devices in one or more spans, such as those of steps; ``nan``: not measured."""
 
     parts: dict[int, SpanPart] = field(default_factory=dict)
+    start_ns: int = 0  # of the first span, on the monotonic clock
+    end_ns: int = 0
+    num_spans: int = 0
+    number: int = 0  # of the request, for a single span
 
     @classmethod
-    def of(cls, parts: Iterable[SpanPart]) -> SpanReadings:
-        return cls({part.device: part for part in parts})
+    def of(cls, parts: Iterable[SpanPart], start_ns: int = 0, end_ns: int = 0, number: int = 0) -> SpanReadings:
+        return cls({part.device: part for part in parts}, start_ns, end_ns, 1, number)
 
     def then(self, later: SpanReadings) -> SpanReadings:
         """Return the combined readings of this span and the next span."""
-        merged = {**self.parts, **later.parts}
         both = self.parts.keys() & later.parts.keys()
-        return SpanReadings(merged | {device: self.parts[device].then(later.parts[device]) for device in both})
+        merged = {**self.parts, **later.parts} | {own: self.parts[own].then(later.parts[own]) for own in both}
+        return SpanReadings(merged, self.start_ns or later.start_ns, later.end_ns, self.num_spans + later.num_spans)
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def wh_per_span(self) -> float:
+        return self.joules / J_PER_WH / self.num_spans if self.num_spans else NAN
+
+    @property
+    def efficiency(self) -> float:
+        """Energy per span divided by utilization, or ``nan``; a smaller value is better."""
+        return self.wh_per_span / max(self.utilization, MIN_UTILIZATION)  # of nan and a number, max returns nan
 
     @property
     def joules(self) -> float:

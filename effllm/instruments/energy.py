@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from effllm.instruments._device import cuda_index, parse_device, torch_cuda
@@ -18,7 +18,7 @@ from effllm.instruments._number import UserWarnings
 from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
-from effllm.trainer.spans import AnsweredSpan, SpanChain
+from effllm.trainer.spans import SpanChain
 
 Facts = Sequence[Mapping[str, Any]]  # of the rank's devices, as the agent publishes them
 
@@ -160,8 +160,8 @@ class RobustGPUMonitor:
         self._owns_agent = False
         self._begin_ns = 0
         self._baseline_spans: set[int] = set()
-        self._spans: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
-        self._untaken: deque[tuple[AnsweredSpan, SpanReadings]] = deque(maxlen=MAX_KEPT)
+        self._spans: deque[SpanReadings] = deque(maxlen=MAX_KEPT)
+        self._untaken: deque[SpanReadings] = deque(maxlen=MAX_KEPT)
         self._warn_once = UserWarnings()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
@@ -205,7 +205,7 @@ class RobustGPUMonitor:
             wait_s: maximum wait for the last answers of the agent.
         """
         if self._chain is None or not self.is_monitoring:
-            return self.metrics(self.total, 0, 0)
+            return self.metrics(self.total)
         self._chain.end_span()
         self.wait(wait_s)
         if self._owns_agent:
@@ -214,7 +214,7 @@ class RobustGPUMonitor:
             self._owns_agent = False
         self.warn_if_unmeasured()
         self.is_monitoring = False
-        return self.metrics(self.total, self._begin_ns, self._chain.last_end_ns)
+        return self.metrics(replace(self.total, start_ns=self._begin_ns, end_ns=self._chain.last_end_ns))
 
     # --- spans ---
 
@@ -222,8 +222,8 @@ class RobustGPUMonitor:
         """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
         return self._chain.end_span() if self._chain is not None and self.is_monitoring else 0
 
-    def take(self) -> list[tuple[AnsweredSpan, SpanReadings]]:
-        """Return the newly answered spans with their readings, oldest first, without waiting."""
+    def take(self) -> list[SpanReadings]:
+        """Return the readings of newly answered spans, oldest first, without waiting."""
         self._read_answers()
         answered = list(self._untaken)
         self._untaken.clear()
@@ -233,13 +233,14 @@ class RobustGPUMonitor:
         spans = self._chain.take_answers() if self._chain is not None else []
         chosen = self._devices.positions(self._device_facts) if spans else []
         for span in spans:
-            readings = SpanReadings.of(part for part in span.parts if part.device in chosen)
+            parts = (part for part in span.parts if part.device in chosen)
+            readings = SpanReadings.of(parts, span.start_ns, span.end_ns, span.number)
             if span.number in self._baseline_spans:
                 self.baseline = Baseline.of(readings, MIN_BASELINE_S)
                 continue
             self.total = self.total.then(readings)
-            self._spans.append((span, readings))
-            self._untaken.append((span, readings))
+            self._spans.append(readings)
+            self._untaken.append(readings)
         if len(self._spans) > FEW_SPANS:
             self.warn_if_unmeasured()
 
@@ -281,18 +282,15 @@ class RobustGPUMonitor:
             self.wait(wait_s)
         self._read_answers()
         since_ns = int(timestamp * 1e9) - unix_minus_monotonic_ns() - _NEAR_NS
-        later = [(span, readings) for span, readings in self._spans if span.start_ns >= since_ns]
         whole = SpanReadings()
-        for _, readings in later:
-            whole = whole.then(readings)
-        return self.metrics(whole, later[0][0].start_ns, later[-1][0].end_ns) if later else self.metrics(whole, 0, 0)
+        for readings in self._spans:
+            if readings.start_ns >= since_ns:
+                whole = whole.then(readings)
+        return self.metrics(whole)
 
-    def metrics(
-        self, readings: SpanReadings, start_ns: int, end_ns: int, step: int = 0, epoch: float = 0.0
-    ) -> EnergyMetrics:
-        """Return readings between two monotonic times as `EnergyMetrics`."""
+    def metrics(self, readings: SpanReadings, step: int = 0, epoch: float = 0.0) -> EnergyMetrics:
         return EnergyMetrics(
-            timestamp=unix_s(end_ns) if end_ns else time.time(),
+            timestamp=unix_s(readings.end_ns) if readings.end_ns else time.time(),
             step=step,
             epoch=epoch,
             power_avg_w=readings.power_w,
@@ -304,7 +302,7 @@ class RobustGPUMonitor:
             utilization_avg_percent=readings.utilization * 100.0,
             memory_used_avg_mb=readings.memory_bytes / BYTES_PER_MB,
             gpu_name=self.device_name,
-            duration_s=(end_ns - start_ns) * 1e-9,
+            duration_s=readings.duration_s,
             samples_count=readings.num_readings,
         )
 

@@ -16,7 +16,6 @@ from effllm.records.spans import NAN
 
 #: The world's mean carbon intensity in kg/kWh that some trackers assume; used only if ``document`` is requested.
 DOCUMENT_KG_PER_KWH = 0.5
-MIN_UTILIZATION = 0.01  # in the efficiency score
 FILES = ("energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy")
 
 _LABELS = {
@@ -32,62 +31,29 @@ _LABELS = {
 LANGUAGES = tuple(_LABELS)
 
 
-@dataclasses.dataclass
-class StepBlock:
-    """The steps of one interval, or of the whole training."""
-
-    readings: SpanReadings = dataclasses.field(default_factory=SpanReadings)
-    steps: int = 0
-    start_ns: int = 0
-    end_ns: int = 0
-
-    def add_span(self, readings: SpanReadings, start_ns: int, end_ns: int) -> None:
-        """Add the readings of a step's span; the caller leaves out spans that a marker ended."""
-        self.readings = self.readings.then(readings)
-        self.start_ns = self.start_ns or start_ns
-        self.end_ns = end_ns
-        self.steps += 1
-
-    @property
-    def duration_s(self) -> float:
-        return (self.end_ns - self.start_ns) * 1e-9
-
-    @property
-    def wh_per_step(self) -> float:
-        """Energy per step in Wh."""
-        return self.readings.joules / J_PER_WH / self.steps if self.steps else NAN
-
-    @property
-    def efficiency(self) -> float:
-        """Energy per step divided by utilization, or ``nan``; a smaller value is better."""
-        return self.wh_per_step / max(
-            self.readings.utilization, MIN_UTILIZATION
-        )  # of nan and a number, max returns nan
-
-
-def step_logs(block: StepBlock, step: int) -> dict[str, float]:
+def step_logs(steps: SpanReadings, step: int) -> dict[str, float]:
     """Return the values of the steps since the last log; ``step`` is the last of these steps."""
     return _measured_logs(
         {
-            "energy_step/power_avg_w": block.readings.power_w,
-            "energy_step/energy_per_step_wh": block.wh_per_step,
-            "energy_step/energy_efficiency": block.efficiency,
-            "energy_step/temperature_avg_c": block.readings.temperature_c,
+            "energy_step/power_avg_w": steps.power_w,
+            "energy_step/energy_per_step_wh": steps.wh_per_span,
+            "energy_step/energy_efficiency": steps.efficiency,
+            "energy_step/temperature_avg_c": steps.temperature_c,
         },
         "energy_step/step",
         step,
     )
 
 
-def interval_logs(block: StepBlock, step: int) -> dict[str, float]:
+def interval_logs(steps: SpanReadings, step: int) -> dict[str, float]:
     """Return the values of an interval; ``step`` is its last step."""
     return _measured_logs(
         {
-            "energy_interval/power_avg_w": block.readings.power_w,
-            "energy_interval/energy_consumed_wh": block.readings.joules / J_PER_WH,
-            "energy_interval/efficiency_wh_per_step": block.wh_per_step,
-            "energy_interval/temperature_avg_c": block.readings.temperature_c,
-            "energy_interval/gpu_utilization_avg_percent": block.readings.utilization * 100.0,
+            "energy_interval/power_avg_w": steps.power_w,
+            "energy_interval/energy_consumed_wh": steps.joules / J_PER_WH,
+            "energy_interval/efficiency_wh_per_step": steps.wh_per_span,
+            "energy_interval/temperature_avg_c": steps.temperature_c,
+            "energy_interval/gpu_utilization_avg_percent": steps.utilization * 100.0,
         },
         "energy_interval/step",
         step,
@@ -99,36 +65,36 @@ def _measured_logs(values: dict[str, float], step_key: str, step: int) -> dict[s
     return {**measured, step_key: step} if measured else {}
 
 
-def final_values(block: StepBlock, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
+def final_values(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
     """Return the final values; ``nan`` for an unmeasured value, and for CO2 without a carbon intensity."""
-    kwh = block.readings.joules / J_PER_WH / 1000.0
+    kwh = steps.joules / J_PER_WH / 1000.0
     return {
         "final_energy/total_energy_consumed_kwh": kwh,
-        "final_energy/energy_per_step_wh": block.wh_per_step,
+        "final_energy/energy_per_step_wh": steps.wh_per_span,
         "final_energy/energy_per_epoch_kwh": kwh / epochs if epochs > 0 else NAN,
-        "final_energy/energy_efficiency_score": block.efficiency,
+        "final_energy/energy_efficiency_score": steps.efficiency,
         "final_energy/carbon_footprint_estimate_kg": NAN
         if intensity_kg_per_kwh is None
         else kwh * intensity_kg_per_kwh,
     }
 
 
-def history_entry(metrics: EnergyMetrics, block: StepBlock, baseline: Baseline) -> dict[str, Any]:
+def history_entry(metrics: EnergyMetrics, steps: SpanReadings, baseline: Baseline) -> dict[str, Any]:
     """Return an entry of a history: the fields of the metrics, the amounts of energy, the number of steps."""
-    about = {"steps": block.steps, "energy_efficiency": block.efficiency}
-    return {**dataclasses.asdict(metrics), **energy_amounts(block.readings, baseline), **about}
+    about = {"steps": steps.num_spans, "energy_efficiency": steps.efficiency}
+    return {**dataclasses.asdict(metrics), **energy_amounts(steps, baseline), **about}
 
 
-def report(block: StepBlock, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
+def report(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
     """Return the final report; a quantity that was not measured has a line without a number."""
     title, *labels, missing = _LABELS[language]
-    final = final_values(block, epochs, intensity_kg_per_kwh)
+    final = final_values(steps, epochs, intensity_kg_per_kwh)
     values = [
-        f"{block.duration_s:.0f}s ({block.duration_s / 3600.0:.2f}h)",
-        f"{block.steps}",
+        f"{steps.duration_s:.0f}s ({steps.duration_s / 3600.0:.2f}h)",
+        f"{steps.num_spans}",
         _format_measured(epochs, "{:.2f}", missing),
         _format_measured(final["final_energy/total_energy_consumed_kwh"], "{:.4f} kWh", missing),
-        _format_measured(block.readings.power_w, "{:.1f}W", missing),
+        _format_measured(steps.power_w, "{:.1f}W", missing),
         _format_measured(final["final_energy/energy_per_step_wh"], "{:.4f}Wh", missing),
         _format_measured(final["final_energy/energy_per_epoch_kwh"], "{:.4f}kWh", missing),
         _format_measured(final["final_energy/energy_efficiency_score"], "{:.4f}", missing),

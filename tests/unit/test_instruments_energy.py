@@ -14,7 +14,6 @@ from effllm.instruments import EnergyMetrics, RobustGPUMonitor
 from effllm.instruments._energy import Baseline, SpanReadings, above_baseline_j
 from effllm.instruments.energy import MonitoredDevices
 from effllm.instruments.energy_report import (
-    StepBlock,
     checked_intensity,
     final_values,
     history_entry,
@@ -33,7 +32,7 @@ def part(joules, seconds, start_s=0.0, device=0, **more):
 
 
 def block(joules, seconds, steps, **more):
-    return StepBlock(SpanReadings.of([part(joules, seconds, **more)]), steps, 1, 1 + round(seconds * 1e9))
+    return SpanReadings({0: part(joules, seconds, **more)}, 1, 1 + round(seconds * 1e9), steps)
 
 
 #: The training takes one hour at 550 W, with 1,000 steps in 3 epochs.
@@ -83,7 +82,7 @@ def test_report_has_the_values_in_two_languages():
 
 
 def test_report_of_unmeasured_energy_has_no_number():
-    empty = StepBlock(SpanReadings(), 5, 0, 10**9)
+    empty = SpanReadings({}, 0, 10**9, 5)
 
     assert "• Total energy: not measured\n" in report(empty, 1.0, 0.5)
     assert all(math.isnan(value) for value in final_values(empty, 1.0, 0.5).values())
@@ -192,7 +191,7 @@ def test_monitor_that_was_not_started_has_no_values():
 def test_warning_about_missing_energy_names_its_cause(gaps, cause):
     monitor = RobustGPUMonitor()
     monitor._chain = SimpleNamespace(devices=[{**HOST, "not_measured": gaps}], unavailable=[])
-    monitor._spans.append((None, SpanReadings()))
+    monitor._spans.append(SpanReadings())
 
     with pytest.warns(UserWarning, match=f"energy is not measured: {cause}"):
         monitor.warn_if_unmeasured()
