@@ -18,6 +18,7 @@ from effllm.instruments._number import UserWarnings
 from effllm.records.clock import unix_minus_monotonic_ns
 from effllm.records.plain_text import one_line
 from effllm.trainer.collector import MetricsCollector, get_metrics_collector
+from effllm.trainer.session import wait_until
 from effllm.trainer.spans import SpanChain
 
 Facts = Sequence[Mapping[str, Any]]  # of the rank's devices, as the agent publishes them
@@ -27,7 +28,6 @@ MIN_BASELINE_S = 0.2  # with less covered time, there is no baseline
 MAX_KEPT = 10_000  # number of newest spans kept for `get_metrics_since_timestamp`; the total has all spans
 MAX_MARKERS = 1000
 FEW_SPANS = 10  # if more spans than this have no energy, a warning gives the reason
-WAIT_STEP_S = 0.01
 ANSWER_S = 2.0  # maximum wait for the last answers after the end of the monitoring
 _NEAR_NS = 20_000_000  # a span that began this long before a timestamp counts as a span after the timestamp
 
@@ -252,13 +252,13 @@ class RobustGPUMonitor:
 
     def wait(self, wait_s: float) -> None:
         """Wait for the answers of all requested spans, at most ``wait_s``; for use after the training."""
-        steps = int(wait_s / WAIT_STEP_S)  # counted, because a frozen clock (freezegun) reaches no deadline
-        while self._chain is not None and self._collector.is_collecting:
-            self._read_answers()
-            if not self._chain.num_unanswered or steps <= 0:
-                return
-            time.sleep(WAIT_STEP_S)
-            steps -= 1
+        wait_until(wait_s, self._has_all_answers)
+
+    def _has_all_answers(self) -> bool:
+        if self._chain is None or not self._collector.is_collecting:
+            return True
+        self._read_answers()
+        return not self._chain.num_unanswered
 
     def add_sync_marker(self, name: str) -> float:
         """End the running span and begin the next span at the current time; return this time as unix time."""

@@ -32,7 +32,6 @@ MAX_EVENTS = 20
 MAX_LINE_LETTERS = 200  # of a window's line in a file
 
 _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
-_ASCII = str.maketrans({"·": "|", "…": "...", "±": "+-", "µ": "u"})
 
 
 def open_sink(run: RunInfo) -> Console:
@@ -95,7 +94,7 @@ class Console:
             text = " " * _terminal_width(self._out) + _ERASE + text
         elif _is_inside_line(self._out, bool(self._run.fact(PROGRESS_BARS))):
             text = f"\n{text}"
-        self._out.write(_encodable(text, self._out))
+        self._out.write(text)
         self._out.flush()
 
 
@@ -120,12 +119,3 @@ def _is_inside_line(stream: TextIO, has_bars: bool) -> bool:
             return file.read(1) not in (b"", b"\n")
     except (OSError, ValueError):
         return False
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
-    return text

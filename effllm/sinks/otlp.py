@@ -31,11 +31,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from effllm import __version__, metrics
 from effllm.config.setting_values import matching, number
-from effllm.config.switches import process_environ
 from effllm.metrics.output_names import base_unit_name, unit_of
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.job import ClusterReport
-from effllm.sinks import JOB_VALUES, FirstFailure, Option, RunInfo, SinkUnavailable, job_values
+from effllm.sinks import JOB_VALUES, FirstFailure, Option, RunInfo, job_values
 
 OPTIONS = {
     "endpoint": Option(
@@ -48,7 +47,6 @@ OPTIONS = {
 }
 
 COUNTER, GAUGE = "counter", "gauge"
-VARIABLES = "OTEL_EXPORTER_OTLP_"
 BASE_ATTRIBUTE = "effllm.over"  # attribute for the base of a value: run, window or job
 NS = 10**9
 #: Kind of a device -> value of `hw.type`. The conventions have no type for a module of GPU, CPU and memory.
@@ -74,18 +72,7 @@ Value = tuple[str, Mapping[str, str], float]
 
 
 def open_sink(run: RunInfo) -> Otlp:
-    """Open an exporter with the standard variables OTEL_EXPORTER_OTLP_*; nothing is sent before the first report.
-
-    Raises:
-        SinkUnavailable: the variables select gRPC.
-    """
-    environ = process_environ()
-    protocol = environ.get(f"{VARIABLES}METRICS_PROTOCOL") or environ.get(f"{VARIABLES}PROTOCOL") or "http/protobuf"
-    if protocol != "http/protobuf" and not run.options["endpoint"]:
-        raise SinkUnavailable(
-            f"{VARIABLES}PROTOCOL selects {protocol}, but the sink only sends http/protobuf; "
-            "set otlp:endpoint=http://HOST:4318/v1/metrics in EFFICIENTLLM_SINKS"
-        )
+    """Open an exporter with the standard variables OTEL_EXPORTER_OTLP_*; nothing is sent before the first report."""
     return Otlp(run)
 
 

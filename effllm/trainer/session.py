@@ -141,7 +141,7 @@ class Session:
         _allow_inspection(self._process.pid)
         find()
         if waker.is_agent_ending(READY_S):
-            _wait_until(1.0, lambda: self._process is None or self._process.poll() is not None)
+            wait_until(1.0, lambda: self._process is None or self._process.poll() is not None)
         if (code := self._process.poll()) is not None:
             raise AgentError(f"the agent of rank {self._place.rank} {_death_text(code)} at start ({sys.executable})")
         self._register_at_exit()
@@ -248,7 +248,7 @@ class Session:
         if (process := self._process) is None:
             return
         limit_s = FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S
-        left_s = _wait_until(limit_s, lambda: process.poll() is not None)
+        left_s = wait_until(limit_s, lambda: process.poll() is not None)
         if code := process.poll():
             self._report_death(code, left_s)
 
@@ -257,7 +257,7 @@ class Session:
         rank = self._place.rank
         print_line(f"the agent of rank {rank} {_death_text(code)}: after that, no metric includes rank {rank}")
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
-            _wait_until(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
+            wait_until(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
 
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
@@ -307,7 +307,7 @@ class Session:
         self.close()
 
 
-def _wait_until(limit_s: float, is_over: Callable[[], bool]) -> float:
+def wait_until(limit_s: float, is_over: Callable[[], bool]) -> float:
     """Wait until a condition holds; return the seconds that are left of the limit.
 
     Steps are counted, because a frozen clock (freezegun) reaches no deadline.

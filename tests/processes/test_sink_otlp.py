@@ -14,7 +14,7 @@ from sink_examples import complete_totals, make_report, make_run, totals
 from effllm import metrics
 from effllm.records.device_state import DeviceFeed, DeviceState
 from effllm.records.identity import Identity
-from effllm.sinks import SinkUnavailable, WriteFailed
+from effllm.sinks import WriteFailed
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otlp is not installed")
 
@@ -149,13 +149,6 @@ def test_standard_variables_set_endpoint_headers_and_resource(receiver, monkeypa
 
     assert {name.lower(): value for name, value in receiver.headers[0].items()}["api-key"] == "abc"
     assert {(one.resource["service.name"], one.resource["team"]) for one in receiver.points} == {("trainer", "vision")}
-
-
-def test_grpc_of_the_standard_variables_is_refused_with_a_remedy(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-
-    with pytest.raises(SinkUnavailable, match="otlp:endpoint="):
-        otlp.open_sink(make_run(options={"endpoint": "", "every": 0.0}))
 
 
 def test_failures_have_one_text_until_a_success():

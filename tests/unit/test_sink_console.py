@@ -275,14 +275,6 @@ def test_lines_fit_a_real_terminal_of_60_columns():
     assert max(map(len, lines)) <= 60
 
 
-def test_stream_with_ascii_encoding_gets_ascii_text():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    open_sink("console", make_run(stdout=stream)).write(make_report(100))
-
-    assert b"[EfficientLLM Metrics] Iteration 100:" in raw.getvalue()
-
-
 def events(kind, text, number=1):
     return [Event(0.0, kind, text.format(at)) for at in range(number)]
 
