@@ -59,8 +59,7 @@ class LateSums:
     def add_numbers(self, values: Sequence[Any]) -> bool:
         """Add numbers, or tensors of one number each, without a wait for a GPU.
 
-        Returns:
-            ``False`` if nothing is counted, because the tensors are on an accelerator without CUDA's interface.
+        ``False``: nothing is counted, because the tensors are on an accelerator without CUDA's interface.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", "cuda"}:

@@ -183,15 +183,11 @@ class OptimizerGpus:
 
 
 class BatchCounter:
-    """Counts the batches of torch's DataLoader that are followed by a backward pass.
+    """Counts the batches of torch's DataLoader that are followed by a backward pass, and not those of evaluations.
 
     A backward pass takes the newest batch of each loader that has returned one since the backward pass before.  Other
     batches were skipped, or are trained by the next backward passes (all micro-batches are fetched at first), or after
     the last batch of the loader (which fetches some ahead): then there are as many backward passes without a batch.
-
-    Args:
-        steps: the loop's steps.
-        evaluation: the evaluations between the steps; their batches are not trained.
     """
 
     def __init__(self, steps: Steps, evaluation: EvalMode) -> None:

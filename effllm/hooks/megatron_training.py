@@ -277,7 +277,7 @@ def _facts(args: Any) -> dict[str, Any]:
     facts = {fact: getattr(args, name, None) for fact, name in FACTS.items()}
     is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
     facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
-    facts["precision"] = _precision(args)
+    facts["precision"] = next((name for name in ("fp4", "fp8", "bf16", "fp16") if getattr(args, name, None)), "fp32")
     facts |= layout_facts(args, facts.get("data_parallel") or 1)
     batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]
     if all(type(size) is int and size > 0 for size in batch):
@@ -289,13 +289,6 @@ def _facts(args: Any) -> dict[str, Any]:
     if folder and "://" not in str(folder):
         facts["tensorboard_dir"] = os.path.abspath(folder)  # noqa: PTH100 - without access to the file system
     return facts
-
-
-def _precision(args: Any) -> str:
-    for name in ("fp4", "fp8", "bf16", "fp16"):
-        if getattr(args, name, None):
-            return name
-    return "fp32"
 
 
 def _total_iterations(args: Any) -> int | None:

@@ -74,7 +74,7 @@ def _before_step(call: Call) -> Any:
     if _training is None or _training.trainer is not trainer:
         _training = TitanTraining(trainer)
         _training.begin_training()
-    _training.start_step()
+    _STEPS.start_step()
     return _training
 
 
@@ -152,9 +152,6 @@ class TitanTraining:
             _STEPS.wrap_as_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
         around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_record_figures)
         self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
-
-    def start_step(self) -> None:
-        _STEPS.start_step()
 
     def add_new_counts(self) -> None:
         """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence, Sized
-from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -98,7 +97,7 @@ def _track_rewards(_token: None, call: Call, _result: Any) -> None:
         return
     tracker, size = tracker_of(trainer), trainer.num_generations
     count = len(call.get("inputs")) * trainer.accelerator.num_processes
-    by_function = {name: _newest(rewards, count) for name, rewards in trainer._logs["rewards"].items()}
+    by_function = {name: list(rewards)[-count:] for name, rewards in trainer._logs["rewards"].items()}
     totals = list(_total_rewards(list(by_function.values()), trainer.args.reward_weights))
     means = {name: _mean(rewards) for name, rewards in by_function.items()}
     # The completions are for the next step; TRL logs a step after its end.
@@ -120,10 +119,6 @@ def _track_log(call: Call) -> None:
 def _is_tracked(trainer: Any) -> bool:
     """Whether these are values of training, in the first process; in all processes TRL has the same values."""
     return bool(trainer.model.training and trainer.accelerator.is_main_process)
-
-
-def _newest(values: Sequence[float], count: int) -> list[float]:
-    return list(islice(values, max(len(values) - count, 0), None))
 
 
 def _total_rewards(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:

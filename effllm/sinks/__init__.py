@@ -195,21 +195,13 @@ def open_sink(name: str, run: RunInfo) -> Sink:
 
 
 def options_of(name: str) -> dict[str, Option]:
-    """Return the options in the file of a sink.
-
-    Raises:
-        SinkUnavailable: the library of the sink is missing.
-    """
+    """Return the options in the file of a sink, which `import_sink` imports."""
     declared: dict[str, Option] = {} if name in TRAINING_TRACKERS else getattr(import_sink(name), "OPTIONS", {})
     return declared
 
 
 def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of all options of a sink, from texts and defaults.
-
-    Raises:
-        SinkUnavailable: missing library, unknown option, or invalid value.
-    """
+    """Return the values of all options of a sink, from texts and defaults; invalid: `SinkUnavailable`."""
     options = options_of(name)
     for key in given:
         if key not in options:

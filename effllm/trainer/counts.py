@@ -214,9 +214,7 @@ class Generations:
     def end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
         """End the generation that the last `start` began.
 
-        Args:
-            tokens: generated tokens on this rank; by default the sum of the nested generations.
-            prompt_tokens: tokens of the prompts; ignored if ``tokens`` is not given.
+        By default, ``tokens`` is the sum of the nested generations, and ``prompt_tokens`` is ignored.
         """
         if not self._open:
             self._warn("a generation ended without a start; this end is ignored")
@@ -235,14 +233,9 @@ class Generations:
             self._warn_of_counts()
 
     def add_generation(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
-        """Count a completed generation; its time stays in the step or phase that includes it.
+        """Count a completed generation; its time, prompts included, stays in the step or phase that includes it.
 
         If another hook may count the same generation, call `start` and `end` around it instead.
-
-        Args:
-            tokens: generated tokens, without prompts.
-            time_ns: time of the generation, including prompts.
-            prompt_tokens: tokens of the prompts.
         """
         counters = self._counters
         counts = counts_of(tokens, time_ns, prompt_tokens)

@@ -82,12 +82,9 @@ class Declared:
         self.declare(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
 
     def declare_first_iteration(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
-        """Set the number of iterations completed by earlier attempts of the job.
+        """Set the number of iterations completed by earlier attempts of the job; it is known or assumed.
 
-        Args:
-            first_iteration: the number of completed iterations.
-            is_numbered: whether the number is known and not assumed; with ``None`` it is known if it is above 0.
-            keeps_earlier: whether a number of 0 keeps an earlier declaration.
+        With ``is_numbered=None`` a number above 0 is known.  With ``keeps_earlier``, 0 keeps an earlier declaration.
         """
         first = positive_count(first_iteration)
         is_known = (True if first else None) if is_numbered is None else positive_count(is_numbered) is not None

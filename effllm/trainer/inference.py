@@ -46,10 +46,7 @@ class Requests:
         """Return the recorder, after a start of the metrics if needed; ``None`` if they cannot start.
 
         In a job of several ranks, a hook's request does not start the metrics, because perhaps some ranks generate
-        nothing.
-
-        Args:
-            describe: returns facts of this process; called only before the metrics are started.
+        nothing.  ``describe`` is called only before the metrics are started.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:

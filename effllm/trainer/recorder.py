@@ -27,14 +27,9 @@ _live_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 class Recorder:
     """Stamps iterations, phases and losses of one rank.
 
-    Args:
-        writer: the ring, shared with the agent.
-        log_interval: iterations per window.
-        offset: number of earlier iterations; a window ends where ``log_interval`` divides ordinal plus offset.
-        wake: called at the end of a window, and at the next start of an iteration; must not wait.
-        warn: called with a line for the user, once for each kind of mistake.
-        values: the values of instruments; by default, no instrument adds values.
-        index_of_value: returns the index of a name of values, or -1 if there are too many names.
+    A window ends where ``log_interval`` divides the ordinal plus ``offset``, the number of earlier iterations.
+    ``wake`` is called at the end of a window and at the next start of an iteration, and must not wait.  ``warn`` gets
+    a line once for each kind of mistake.  ``index_of_value`` returns the index of a name, or -1 if there are too many.
     """
 
     def __init__(
@@ -102,14 +97,7 @@ class Recorder:
         tokens_loss: int = _NO_TOKENS,
         _now: Any = time.monotonic_ns,
     ) -> None:
-        """Stamp the end of an iteration with this rank's share of its tokens and samples.
-
-        Args:
-            tokens_processed: number of all positions.
-            samples: number of sequences.
-            tokens: number of positions without padding; by default ``tokens_processed``.
-            tokens_loss: number of positions with a label.
-        """
+        """Stamp the end of an iteration with this rank's counts, as `MetricsCollector.record_iteration_end`."""
         end_ns = _now()
         start_ns = self._start_ns
         if self._is_special or not start_ns:

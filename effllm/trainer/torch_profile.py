@@ -87,8 +87,7 @@ class TorchProfile:
     def end(self, ended_ns: int) -> Profiled | None:
         """Stop profiling after the end stamp, and return the profile; ``None`` if there is no profile.
 
-        Args:
-            ended_ns: end of the iteration on the monotonic clock; this time may be earlier than the call.
+        ``ended_ns`` is on the monotonic clock, and may be earlier than the call.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -124,9 +123,7 @@ class TorchProfile:
     def close(self, failed: bool = False) -> None:
         """Stop profiling permanently, and restore torch's functions.
 
-        Args:
-            failed: whether the training failed; then a communication may never end, and stopping a profile of the
-                device may hang.
+        After a failure, a communication may never end, and stopping a profile of the device may hang.
         """
         if failed and self._is_of_device:
             self._profiler = None

@@ -50,12 +50,8 @@ class ValueBuffer:
     ) -> None:
         """Keep values from now on.
 
-        Args:
-            due: called at `limit` values; calls `write_values`.
-            writer: the ring.
-            wake: wakes the agent; must not wait.
-            index_of: returns the index of a name of values, or -1 if there are too many names.
-            warn: called with a line for the user, once for each kind of mistake.
+        ``due`` is called at `limit` values, and calls `write_values`.  ``wake`` must not wait.  ``index_of`` returns
+        the index of a name, or -1 if there are too many names.  ``warn`` gets a line once for each kind of mistake.
         """
         self._pending, self.limit, self._due = [], 1, due
         self._writer, self._wake, self._index_of, self._warn = writer, wake, index_of, warn
@@ -90,14 +86,9 @@ class ValueBuffer:
         self.limit = MAX_TOGETHER
 
     def write_values(self, ordinal: int, now_ns: int = 0) -> int:
-        """Write all values, if the calling thread is the thread of the training loop.
+        """Write all values, if the calling thread is that of the loop; return the earliest time of the next call.
 
-        Args:
-            ordinal: number of the running iteration or, between two iterations, of the last iteration.
-            now_ns: the current time.
-
-        Returns:
-            The earliest time of the next write at the end of an iteration.
+        Between two iterations, ``ordinal`` is the number of the last iteration.
         """
         pending = self._pending
         if pending and get_ident() != self._thread:

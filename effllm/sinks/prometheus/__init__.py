@@ -126,10 +126,7 @@ class Prometheus:
 class MetricsPage(Collector):
     """The served values, which the sink's thread writes and the server's threads read.
 
-    Args:
-        identity: returns the identity of the run.
-        clock: returns a monotonic time in seconds.
-        runbook_url: address of the page with the steps for alerts.
+    ``clock`` returns a monotonic time in seconds; ``runbook_url`` is the page with the steps for alerts.
     """
 
     def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float], runbook_url: str = "") -> None:
