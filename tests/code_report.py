@@ -34,7 +34,7 @@ BUDGETS = {
     "sinks": 1_531,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_736,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
-    "trainer": 3_921,  # own time between several waits for other ranks; the GPU of a process; pauses
+    "trainer": 3_901,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_329,  # curves, bars and maps in top; an icicle, a heat map; stragglers are judgements
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

@@ -125,4 +125,4 @@ def print_line(line: str) -> None:
     if sys.__stderr__ is None:  # without stderr at the start of Python, a file of the script may have its number
         return
     with contextlib.suppress(OSError):
-        os.write(2, f"[EfficientLLM] {line}\n".encode())
+        os.write(2, f"[EfficientLLM] {line}\n".encode(errors="replace"))

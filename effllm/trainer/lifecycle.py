@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from effllm.records.board import Board
 from effllm.records.plain_text import without_user
 from effllm.records.shared_memory import RingError
 from effllm.trainer import trackers
+from effllm.trainer.address import print_line
 from effllm.trainer.declared import Declared
 from effllm.trainer.recorder import Recorder
 from effllm.trainer.session import AgentError, Session, standard_descriptors
@@ -114,7 +114,8 @@ class Lifecycle:
             trackers.begin(self, self.config.sink_options(), self._place.rank)
         except (ConfigError, RingError, DiscoveryError, OSError, RuntimeError, MemoryError) as error:
             # RuntimeError: the search for the aggregator cannot start a thread
-            _print_line(f"no metrics, training goes on: {error}", self._place, isinstance(error, AgentError))
+            if self._place.rank == 0 or isinstance(error, AgentError):
+                print_line(f"no metrics, training goes on: {error}")
             repeat_at_exit(str(error) if self._place.rank == 0 else "")
             if self._session is not None:
                 self._session.close()
@@ -191,24 +192,3 @@ def _config_with(overrides: Mapping[str, Any]) -> Config:
         if variable.field in given:
             variable.read(given[variable.field], variable.name.lower())
     return dataclasses.replace(config, **given)
-
-
-def _is_closed(stream: Any) -> bool:
-    """Whether the descriptor of a stream is closed: text that stays in its buffer makes Python end with status 120."""
-    try:
-        descriptor = stream.fileno()
-    except Exception:  # noqa: BLE001 - no stream, or an object of the script in its place
-        return False
-    if not isinstance(descriptor, int) or descriptor < 0:
-        return False
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return True
-    return False
-
-
-def _print_line(line: str, place: Place, on_every_rank: bool = False) -> None:
-    if (place.rank == 0 or on_every_rank) and not _is_closed(sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration
