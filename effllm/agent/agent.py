@@ -40,13 +40,7 @@ MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake the agent a thous
 
 
 class Agent:
-    """The loop of an agent: reads the ring and the devices, and sends reports.
-
-    Args:
-        trainer: the training process.
-        events: the agent's events.
-        wake: the socket on which the trainer writes after a window.
-    """
+    """The loop of an agent: reads the ring and the devices, and sends reports; the trainer writes to ``wake``."""
 
     def __init__(self, trainer: Trainer, events: AgentEvents, wake: socket.socket) -> None:
         self._trainer, self._events, self._wake = trainer, events, wake

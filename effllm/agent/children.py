@@ -30,10 +30,7 @@ MAX_FAILED_STARTS = 3  # of an aggregator that ends with an error before it has 
 class AggregatorChild:
     """The aggregator process of rank 0's agent; a dead aggregator is replaced, unless it fails at its start.
 
-    Args:
-        orders: the orders for each aggregator.
-        report: receives an event when an aggregator dies or cannot be started.
-        give_up: receives the reason when no aggregator can serve.
+    ``give_up`` receives the reason when no aggregator can serve.
     """
 
     def __init__(self, orders: Orders, report: Callable[[Event], None], give_up: Callable[[str], None]) -> None:
@@ -133,14 +130,7 @@ class Inspection:
 
 
 class Children:
-    """Starts and watches the child processes, without blocking.
-
-    Args:
-        trainer: the agent's trainer.
-        poller: wakes the agent when a child ends.
-        events: receives the children's events.
-        notices: reports the reason of missing metrics.
-    """
+    """Starts and watches the child processes, without blocking; ``poller`` wakes the agent when a child ends."""
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents, notices: Notices) -> None:
         self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
@@ -196,13 +186,7 @@ class Children:
         return min(child.due_s for child in children if child is not None)
 
     def supervise(self, now_s: float, ordinal: int, iterations_ns: IterationsNs = tuple) -> None:
-        """Replace a dead aggregator, begin a recording if one is due, and keep the results of those that have ended.
-
-        Args:
-            now_s: time on the monotonic clock.
-            ordinal: ordinal of the last ended iteration.
-            iterations_ns: returns start and end of the newest iterations.
-        """
+        """Replace a dead aggregator, begin a recording if one is due, and keep the results of those that have ended."""
         if self._aggregator:
             self._aggregator.replace_if_dead(now_s)
             self._poll_for("aggregator", self._aggregator.descriptor)

@@ -37,13 +37,7 @@ REPLACED_WITHIN_S = 1.5  # maximum time until a dead aggregator is replaced; wit
 
 
 class Connection:
-    """A link to the newest address of the aggregator.
-
-    Args:
-        trainer: the agent's trainer; its facts have the address.
-        poller: wakes the agent when a message arrives.
-        notices: reports the reason of a missing connection.
-    """
+    """A link to the newest address of the aggregator; ``poller`` wakes the agent when a message arrives."""
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, notices: Notices) -> None:
         self._trainer, self._poller, self._notices = trainer, poller, notices
@@ -99,16 +93,7 @@ class Connection:
 
 
 class Conversation:
-    """Sends messages when they are due, and handles received messages.
-
-    Args:
-        trainer: the agent's trainer.
-        measuring: makes the reports.
-        connection: the connection to the aggregator.
-        children: inspect the trainer at the aggregator's request.
-        events: the agent's events, for the aggregator and for a log in the run folder.
-        notices: report the reason of missing metrics.
-    """
+    """Sends messages when they are due, and handles received messages."""
 
     def __init__(
         self,

@@ -71,11 +71,7 @@ class LogFile:
 
 
 class AgentEvents:
-    """The events of an agent and its devices; the threads of samplers also add events.
-
-    Args:
-        rank: the rank; its number is in the name of the log file, which has a line for each event.
-    """
+    """The events of an agent and its devices; the threads of samplers also add events."""
 
     def __init__(self, rank: int) -> None:
         self.log = LogFile(rank)

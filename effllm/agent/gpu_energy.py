@@ -18,10 +18,7 @@ _OPENED_WITHIN_S = 3.0
 class GpuEnergy:
     """Samples every GPU in CUDA_VISIBLE_DEVICES; a GPU that is listed twice is sampled once.
 
-    Args:
-        device: a name of `effllm.devices`; ``auto`` means the GPUs of any vendor.
-        environ: the environment, with CUDA_VISIBLE_DEVICES and similar variables.
-        interval_s: seconds between samples.
+    ``device`` is a name of `effllm.devices`; ``auto`` means the GPUs of any vendor.
     """
 
     def __init__(self, device: str, environ: Mapping[str, str], interval_s: float) -> None:

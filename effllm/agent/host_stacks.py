@@ -152,12 +152,7 @@ class LongIterations(NamedTuple):
 
     @classmethod
     def long_among(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
-        """Return those of iterations that are long.
-
-        Args:
-            iterations_ns: start and end of each iteration on the monotonic clock.
-            began_ns: start of the recording.
-        """
+        """Return the long ones of iterations, each with its start and end; the recording began at ``began_ns``."""
         spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
         are_long = which_are_long([end - start for start, end in spans])
         during = [(span, is_long) for span, is_long in zip(spans, are_long, strict=True) if span[1] > 0]
@@ -166,11 +161,9 @@ class LongIterations(NamedTuple):
 
 
 class LineNames:
-    """Gives stacks the lines of the user's code.
+    """Gives stacks the lines of the user's code, relative to the folder of the training script.
 
-    Args:
-        folder: the folder of the training script; its files are named relative to it.
-        kind: the kind of all samples; empty: by frames.toml.
+    ``kind`` is the kind of all samples; empty: by frames.toml.
     """
 
     def __init__(self, folder: str, kind: str = "") -> None:
@@ -178,13 +171,7 @@ class LineNames:
         self._calls: dict[tuple[str, int], str] = {}
 
     def lines_of(self, stacks: Stacks, in_long: Stacks | None = None, usual: float = 0.0) -> tuple[CodeLine, ...]:
-        """Return the lines with the most samples.
-
-        Args:
-            stacks: all samples.
-            in_long: those in long iterations.
-            usual: number of long iterations per other iteration.
-        """
+        """Return the lines with the most samples; ``in_long``: those in `LongIterations`, with their ``usual``."""
         counts, long = self._count_lines(stacks), self._count_lines(in_long or {})
         return tuple(
             CodeLine(*line, samples, long=max(round(long[line] - usual * (samples - long[line])), 0))

@@ -59,12 +59,7 @@ _NO_DIGEST = (
 
 
 class Measuring:
-    """Cuts the windows of a rank; the first window includes the existing records of the ring.
-
-    Args:
-        trainer: the rank's trainer.
-        devices: the rank's devices, already started.
-    """
+    """Cuts the windows of a rank, whose devices have started; the first window has the existing records of the ring."""
 
     def __init__(self, trainer: Trainer, devices: RankDevices) -> None:
         self._trainer, self.devices = trainer, devices
@@ -235,13 +230,7 @@ class RankMemory:
             self._last_window_end = slot.ordinal
 
     def read_at_window_end(self, ordinal: int, series: Iterable[Series], max_positions: int | None) -> None:
-        """Read the memory of the process, and check the forecasts, if a window has ended.
-
-        Args:
-            ordinal: ordinal of the last ended iteration.
-            series: the devices of the rank; the first GPU is torch's device.
-            max_positions: positions of the largest possible micro-batch, if it is known.
-        """
+        """Read the memory of the process, and check the forecasts, if a window has ended; torch uses the first GPU."""
         if ordinal // self._log_interval <= self._last_host_read // self._log_interval:
             return
         self._last_host_read = ordinal
@@ -336,8 +325,7 @@ class _NameSums(Moments):
 class InstrumentValues:
     """Statistics of values by window and name, until the report of the window.
 
-    Args:
-        publish: writes percentiles of the whole run for the training process; ``False`` if there is no room.
+    ``publish`` writes percentiles of the whole run for the training process; ``False`` if there is no room.
     """
 
     def __init__(self, publish: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> None:

@@ -52,12 +52,7 @@ def process_state(pid: int) -> str:
 
 
 class ExitStatus:
-    """How the trainer has ended.  Its agent is its child, so the agent cannot wait for it as a parent does.
-
-    Args:
-        pid: the process, which runs now.
-        descriptor: its pidfd, or -1.
-    """
+    """How the trainer, which runs now, has ended.  Its agent is its child, and cannot wait for it as a parent does."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self._pid, self._descriptor = pid, descriptor

@@ -29,12 +29,7 @@ WITHOUT_ITERATION_S = 120.0  # time after which sensors are calibrated although 
 
 
 class RankDevices:
-    """Opens and samples the devices of a rank.
-
-    Args:
-        trainer: the rank's trainer.
-        report: receives events, also from the threads of samplers.
-    """
+    """Opens and samples the devices of a rank; the threads of samplers also call ``report``."""
 
     def __init__(self, trainer: Trainer, report: Callable[[Event], None]) -> None:
         self._trainer, self._report = trainer, report
@@ -85,9 +80,7 @@ class RankDevices:
         """Calibrate the sensors at this rank's turn after its first iteration, or in the pause for the idle power.
 
         Before, the training allocates its memory, and the calls of a calibration may hold the same lock of the driver.
-
-        Args:
-            has_begun: whether the first iteration has ended, or an instrument measures a span.
+        It has begun if the first iteration has ended, or an instrument measures a span.
         """
         if has_begun and not self._has_begun:
             self._has_begun = True

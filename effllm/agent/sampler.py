@@ -82,10 +82,7 @@ class DriverTime:
     def pay_for_readings(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
         """Return how many of the readings at an edge the budget allows, and charge the budget with their time.
 
-        Args:
-            wanted: the number of requested readings.
-            within_s: seconds since the previous edge.
-            is_limited: whether the time in the driver is limited; the CPU time is limited to one reading or more.
+        The previous edge was ``within_s`` ago.  Unless ``is_limited``, only the CPU time is, to one reading or more.
         """
         count = min(wanted, max(int(MAX_EDGE_SHARE * within_s / (self.energy_s + WAKE_S)), 1))
         if not is_limited:
@@ -119,10 +116,7 @@ class Sampler:
 
     Args:
         open_reader: opens the device; called in the thread, because a driver may be slow.
-        interval_s: seconds between samples.
-        report: receives an event when a quantity is no longer measured, and when it is measured again.
         wake_descriptor: an eventfd, written after the first sample and after the last sample of each request.
-        calibrate: calibrates the device's sensor when `request_calibration` is called.
         is_node_sensor: whether the device may be slow; a missing node sensor is not reported as an event.
     """
 

@@ -44,12 +44,7 @@ SINCE_LAST = frozenset({"sm_activity_ratio", ACTIVITY, "dram_activity_ratio"})
 
 
 class Series:
-    """The samples of one device that a window may still need.
-
-    Args:
-        device: the sampled device.
-        max_gap_s: longest covered time between two samples.
-    """
+    """The samples of one device that a window may still need; ``max_gap_s``: longest covered time between samples."""
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
         self.device = device
@@ -112,11 +107,8 @@ class Series:
     def compact(self, edges_ns: Collection[int], until_ns: int) -> None:
         """Sum up samples into blocks: a later period should include all of a block, or nothing of it.
 
-        A period that begins or ends inside a block gets a share of the block in proportion to time.
-
-        Args:
-            edges_ns: possible edges of later periods before ``until_ns``.
-            until_ns: after this time, any time is a possible edge.
+        A period that begins or ends inside a block gets a share of the block in proportion to time.  Possible edges of
+        later periods are ``edges_ns``, and any time after ``until_ns``.
         """
         margin_ns = max(self.energy.timing.margin_ns, 2 * self._max_gap_ns)
         for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
@@ -174,13 +166,7 @@ class Series:
     ) -> DeviceWindow:
         """Return the readings of a window, with what followed the last reading of the window before.
 
-        It is called once for each window, in order.
-
-        Args:
-            start_ns: start of the window.
-            end_ns: end of the window.
-            phases: the integrals of the window's phases.
-            outside: start and end of each part of the window outside its iterations.
+        It is called once for each window, in order; ``outside``: the parts of the window outside its iterations.
         """
         self._first_start_ns = self._first_start_ns or start_ns
         # A reading may have begun in the window before.
@@ -320,7 +306,7 @@ class Series:
 def _gaps_between(outside: Sequence[tuple[int, int]], from_ns: int, to_ns: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a period that are not in any of the intervals, which are in order.
 
-    >>> list(_parts_outside([(2, 4), (8, 9)], 1, 8))
+    >>> list(_gaps_between([(2, 4), (8, 9)], 1, 8))
     [(1, 2), (4, 8)]
     """
     for start_ns, end_ns in outside:

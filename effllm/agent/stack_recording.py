@@ -79,13 +79,7 @@ class StackRecording:
         return self._process is None
 
     def begin_or_end(self, now_s: float, ordinal: int, iterations_ns: IterationsNs = tuple) -> HostSamples | None:
-        """Begin a recording when it is time; return the samples of one that has ended, or why it failed.
-
-        Args:
-            now_s: time on the monotonic clock.
-            ordinal: ordinal of the last ended iteration.
-            iterations_ns: returns start and end of the newest iterations on the monotonic clock.
-        """
+        """Begin a recording when it is time; return the samples of one that has ended, or why it failed."""
         if self._process is not None:
             is_late = now_s > self._deadline_s
             return self._end_recording(now_s, iterations_ns) if is_late or self._process.poll() is not None else None

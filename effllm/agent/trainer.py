@@ -14,12 +14,7 @@ from effllm.records.shared_memory import RingError
 
 
 class Trainer:
-    """The training process of one rank.
-
-    Args:
-        ring: the ring of the trainer's records and facts.
-        board: passes the job's values to the trainer.
-        descriptor: pidfd of the trainer, or -1 if the kernel does not support pidfds.
+    """The training process of one rank; ``descriptor`` is its pidfd, or -1 if the kernel does not support pidfds.
 
     Raises:
         RingError: the ring has no facts.

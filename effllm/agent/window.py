@@ -142,15 +142,9 @@ def _profile(slot: ring.Slot) -> Profile:
 
 
 class WindowCutter:
-    """Cuts the records of one rank's ring into windows.
+    """Cuts the records of one rank's ring into windows, of which the first starts at ``origin_ns``.
 
-    Args:
-        agent: random id of the agent.
-        rank: rank in the job.
-        log_interval: iterations per window.
-        offset: iteration number minus ordinal at the start, equal on every rank.
-        origin_ns: start of the first window.
-        unix_minus_monotonic_s: unix time minus monotonic time.
+    ``offset`` is iteration number minus ordinal at the start, equal on every rank.
     """
 
     def __init__(

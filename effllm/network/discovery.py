@@ -203,14 +203,9 @@ def publish_record(source: RecordSource, record: dict[str, str], write: Callable
 
 
 class Search:
-    """A rank's search for rank 0's record, until the aggregator has sent a welcome to the rank's agent.
+    """A rank's search for rank 0's record, until the aggregator at its endpoint has sent a welcome to the rank's agent.
 
-    Args:
-        source: the place of the record.
-        config: the job's settings.
-        is_secured: whether a record needs a signature.
-        write: is called with each new address, or with the reason of a failure, a line for the user.
-        is_welcome: whether the aggregator at an endpoint has sent a welcome to the agent.
+    ``write`` is called with each new address, or with the reason of a failure, a line for the user.
     """
 
     def __init__(

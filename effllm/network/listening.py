@@ -131,11 +131,7 @@ def open_files_remedy(peers: int) -> str:
 
 
 def raise_open_files_limit(least: int = 0) -> str:
-    """Raise the soft and, if permitted, the hard limit; return the remedy if that is too low, else an empty text.
-
-    Args:
-        least: the required number of open files.
-    """
+    """Raise the soft and, if permitted, the hard limit; return the remedy if it stays below ``least``, else ""."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != _UNLIMITED and hard < least:
         with contextlib.suppress(ValueError, OSError):  # not permitted, or beyond the kernel's own limit

@@ -118,12 +118,7 @@ def _listens(descriptor: int, port: int) -> bool:
 
 
 class PeerAdmission:
-    """Admission of the connections of one listening socket.
-
-    Args:
-        context: the aggregator's context; its socket is made after this object.
-        keys: the job's keys; without keys every peer is admitted.
-    """
+    """Admission of the connections of one listening socket, made after this object; without keys, of every peer."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
         self._gate = Gate(context, keys) if keys else None

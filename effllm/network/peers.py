@@ -50,11 +50,7 @@ class _Peer:
 
 
 class Peers:
-    """The connections of an aggregator.
-
-    Args:
-        history_size: the number of unacknowledged reports that an agent keeps.
-    """
+    """The connections of an aggregator; ``history_size``: number of unacknowledged reports that an agent keeps."""
 
     def __init__(self, history_size: int) -> None:
         self._burst_bytes = BURST_BYTES + history_size * REPORT_BYTES

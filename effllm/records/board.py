@@ -66,8 +66,7 @@ class JobState:
 class Board:
     """A shared map with one `JobState`, the facts of the rank's devices, the answers about spans, and percentiles.
 
-    Args:
-        descriptor: descriptor of the map; by default a new map is made.
+    Without a descriptor, a new map is made.
 
     Raises:
         RingError: there is not enough memory, or the descriptor is not a board.

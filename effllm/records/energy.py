@@ -86,9 +86,6 @@ JOULES, COVERED_S, START_J2, END_J2 = map(AMOUNT.index, ("joules", "covered_s", 
 def edge_j2(before_j2: Any, after_j2: Any, is_shared: Any) -> Any:
     """Return the variance that an edge adds to a sum: 0 if the edge is shared, because the errors cancel.
 
-    Args:
-        before_j2: variance at the end of the amount before the edge, or 0; a number or an array.
-        after_j2: variance at the start of the amount after the edge.
-        is_shared: whether both amounts share the edge.
+    The variances at the end before the edge and at the start after it are numbers or arrays.
     """
     return (before_j2 + after_j2) * (1 - is_shared)

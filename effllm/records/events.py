@@ -150,11 +150,7 @@ class EventLimit:
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
     def take_left_out(self, now_s: float) -> list[Event]:
-        """Return, once a minute, one line for each kind and rank that has events without a line.
-
-        Args:
-            now_s: monotonic time; ``math.inf`` at the end.
-        """
+        """Return, once a minute and at the end (``math.inf``), a line for each kind and rank with omitted events."""
         if self._minute_start_s is None:
             self._minute_start_s = now_s if math.isfinite(now_s) else 0.0
         if now_s - self._minute_start_s < MINUTE_S:

@@ -87,13 +87,9 @@ def clean_submission(submission: Submission, tags: tuple[str, ...]) -> Submissio
 def with_facts(
     identity: Identity, submission: Submission | None, facts: Mapping[str, Any], ranks: Mapping[str, Mapping[str, Any]]
 ) -> Identity:
-    """Return the identity with newer facts.
+    """Return the identity, which may be from an earlier attempt, with newer facts.
 
-    Args:
-        identity: the identity so far, which may be from an earlier attempt.
-        submission: from the HELLO of rank 0; ``None`` before this HELLO.
-        facts: the facts of the run.
-        ranks: host and devices of each rank, as in run.json.
+    The submission is ``None`` before the HELLO of rank 0; the ranks are as in run.json.
     """
     submitted = asdict(submission) if submission is not None else {}
     if not submitted.get("tags"):

@@ -161,13 +161,7 @@ class RingWriter:
         self.replace_totals((0,) * _PHASES, 0, Counters())
 
     def replace_totals(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
-        """Replace the totals that rarely change; every later record contains these totals.
-
-        Args:
-            phases_ns: time of each marked phase.
-            generation_ns: time of all generations.
-            counters: all counters; only the counters that change rarely are used.
-        """
+        """Replace the totals that rarely change, also in ``counters``; every later record contains these totals."""
         self._rare = _RARE.pack(*phases_ns, generation_ns, *_rare_counts(counters))
         self._rare_checksum = zlib.crc32(self._rare)
         self._plain_checksum = zlib.crc32(_PLAIN, self._rare_checksum)
@@ -223,15 +217,7 @@ class RingWriter:
     def write_values(
         self, ordinal: int, number: int, indices: Sequence[int], values: Sequence[float], kind: int = VALUES
     ) -> None:
-        """Write a record of at most `MAX_VALUES` values.
-
-        Args:
-            ordinal: number of the iteration.
-            number: `Slot.number` of the kind.
-            indices: index of each value's name.
-            values: the values.
-            kind: VALUES or MEMORY.
-        """
+        """Write a record, VALUES or MEMORY, of at most `MAX_VALUES` values, with the index of each value's name."""
         self._sequence = sequence = self._sequence + 1
         num = len(values)
         empty = (0,) * (MAX_VALUES - num)

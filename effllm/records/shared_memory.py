@@ -69,13 +69,7 @@ def map_memory(descriptor: int, size: int) -> memoryview:
 
 
 class SharedDocument:
-    """A JSON object in a part of a map.
-
-    Args:
-        memory: the map.
-        at: offset of the part.
-        room: size of the part in bytes.
-    """
+    """A JSON object in a part of a map: in ``room`` bytes, from the offset ``at`` on."""
 
     def __init__(self, memory: memoryview | mmap.mmap, at: int, room: int) -> None:
         self._memory, self._at, self._room = memory, at, room

@@ -91,12 +91,7 @@ if _BODY.size + _CHECKSUM.size > _SLOT_BYTES:  # pragma: no cover - a mistake in
 
 
 class SpanAnswers:
-    """The newest answers, in a part of a shared map.
-
-    Args:
-        memory: the map.
-        at: offset of the part; its size is `ANSWERS_BYTES`.
-    """
+    """The newest answers, in `ANSWERS_BYTES` of a shared map, from the offset ``at`` on."""
 
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory, self._at = memory, at
@@ -116,13 +111,9 @@ class SpanAnswers:
         _NEWEST.pack_into(self._memory, self._at, sequence)
 
     def read(self, after: int) -> tuple[list[SpanPart], int]:
-        """Return the complete answers after a running number, without waiting.
+        """Return the complete answers after a running number, without waiting, and the running number of the last one.
 
-        Args:
-            after: running number of the last answer that was read, 0 at first.
-
-        Returns:
-            The answers, oldest first, without overwritten ones; the running number of the last one.
+        The answers are the oldest first, without overwritten ones; ``after`` is 0 at first.
         """
         newest, parts = self.newest, list[SpanPart]()
         first = max(after + 1, newest - NUM_ANSWERS + 1)

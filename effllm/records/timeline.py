@@ -61,11 +61,7 @@ def split_iteration(
 ) -> Split:
     """Return the split of the iteration ``[start_ns, end_ns]``; intervals are clipped to the iteration.
 
-    Args:
-        start_ns: start of the iteration, on the clock of the intervals.
-        end_ns: end of the iteration.
-        computing: intervals of computation, in any order, from any number of streams.
-        communicating: intervals of communication, each with its kind from `KINDS`.
+    The intervals are in any order, from any number of streams; those of communication have a kind of `KINDS`.
 
     >>> split_iteration(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
     Split(duration_ns=100, communication_ns=30, exposed_ns=20, computing_ns=60, idle_ns=20, kinds={'dp': (30, 20)})

@@ -33,12 +33,7 @@ def lock_folder(
 ) -> Iterator[Path | None]:
     """Hold the lock of the run folder; yield ``None`` if there is no writable folder.
 
-    Args:
-        orders: orders with the folder and the job.
-        address: address of this aggregator, for the aggregator of the next attempt.
-        context: context of the connection to the aggregator that holds the lock.
-        read_secret: returns the user's secret, or raises `SecretError`.
-        warn: is called with one line.
+    The lock has the address of this aggregator, for the aggregator of the next attempt.
     """
     if not orders.folder:
         yield None
@@ -99,10 +94,7 @@ class _Predecessor:
 def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
     """Return the state of an earlier aggregator, or ``None``; if its job id differs, begin the next attempt in it.
 
-    Args:
-        folder: the run folder.
-        job: id of the job; an empty id means any job.
-        warn: reports an event with a text and a kind.
+    An empty ``job`` means any job; ``warn`` reports an event with a text and a kind.
     """
     try:
         state = restore(own_files.read_file(folder / STATE))

@@ -21,13 +21,7 @@ DISCONNECT_S, DISCONNECT_LOOK_S = 1.0, 0.02
 
 
 class JobEnd:
-    """Watches rank 0's trainer, and the missing agents at the end of the job.
-
-    Args:
-        aggregator: the aggregator, with the ranks that have joined and left.
-        orders: orders with the descriptor of the trainer.
-        reaches: returns whether a message can be sent to a rank.
-    """
+    """Watches rank 0's trainer, and, by ``reaches`` (a message can be sent), the missing agents at the job's end."""
 
     def __init__(self, aggregator: Aggregator, orders: Orders, reaches: Callable[[int], bool]) -> None:
         self._aggregator, self._presence = aggregator, aggregator.presence
@@ -78,9 +72,7 @@ class JobEnd:
     def wait_for_disconnections(self, reaches_rejected: Callable[[], bool]) -> None:
         """Wait until the agents that sent a BYE have disconnected, but not for the agent that started this process.
 
-        Args:
-            reaches_rejected: returns whether the agent of a rejected job is connected; it disconnects when it has read
-                the reason.
+        The agent of a rejected job disconnects when it has read the reason.
         """
         connected = self._presence.left_ranks - ({0} if self._orders.by_agent else set())
         until_s = time.monotonic() + DISCONNECT_S

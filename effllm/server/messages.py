@@ -30,17 +30,7 @@ Sequences = dict[int, int]  # rank -> last sequence of its reports in a state
 
 
 class Messages:
-    """Receives and answers the messages of agents.
-
-    Args:
-        socket: socket of the aggregator.
-        peers: the connections, with the rate and the rank of each connection.
-        aggregator: receives accepted messages.
-        folder: the run folder, sent to agents.
-        end: returns whether rank 0's trainer has ended, and whether the next attempt's aggregator replaces this one.
-        on_hello: handles the HELLO of an admitted rank.
-        warn: reports an event with a text and a kind.
-    """
+    """Receives and answers the messages of agents; ``warn`` reports an event with a text and a kind."""
 
     def __init__(
         self,
@@ -192,13 +182,9 @@ class Acknowledgement:
     record that older reports of a rank are missing.  Then the closed windows are written, and after them the state.
     Agents send unacknowledged reports again.  The sequences in the state show which reports the state includes.
 
-    Args:
-        aggregator: the source of windows and states.
-        history_size: number of unacknowledged reports that an agent can store.
-        write: writes closed windows, oldest first.
-        save: writes a state after all earlier windows, then calls `acknowledge_saved` with the given sequences;
-            ``None`` without a store, so that reports are acknowledged at once.
-        send: sends acknowledgements.
+    ``history_size`` is the number of unacknowledged reports that an agent can store.  ``save`` writes a state after all
+    earlier windows, then calls `acknowledge_saved` with the given sequences.  It is ``None`` without a store, so that
+    reports are acknowledged at once.
     """
 
     def __init__(

@@ -29,12 +29,9 @@ MAX_QUEUED = 256
 
 
 class Outputs:
-    """The store, if there is a run folder, and the sinks, each in its own thread.
+    """The store, if there is a run folder, and the sinks, each in its own thread; ``prepare`` precedes each `write`.
 
-    Args:
-        run: the run; its ``log`` receives warnings.
-        prepare: called before windows are written.
-        device_states: returns the newest states of the devices from the reports of the newest window.
+    ``device_states`` returns the newest states of the devices from the reports of the newest window.
     """
 
     def __init__(
@@ -201,13 +198,9 @@ Target = TypeVar("Target", bound=Closeable)
 
 
 class Writer(Generic[Target]):
-    """Writes to a sink or to the store in its own thread, with a bounded queue.
+    """Writes to a sink or to the store in its own thread, which opens it, with a bounded queue.
 
-    Args:
-        name: name in warnings, such as "sink console".
-        open_target: returns the sink or the store; called in the thread.
-        warn: receives warnings, each text once; called from the thread of the writer or of the caller.
-        max_queued: limit of queued items.
+    ``warn`` receives warnings, each text once; it is called from the thread of the writer or of the caller.
     """
 
     def __init__(
