@@ -53,7 +53,7 @@ class Statistics:
         try:
             values = self._new[:]
             del self._new[: len(values)]  # another thread may have appended meanwhile
-            self._recent.extend(self._moments.add_all(values))
+            self._recent.extend(filter(self._moments.add, values))  # the finite ones
         finally:
             _adding_lock.release()
 
@@ -95,7 +95,8 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 def moments_of(values: Sequence[float]) -> Moments:
     moments = Moments()
-    moments.add_all(values)
+    for value in values:
+        moments.add(value)
     return moments
 
 

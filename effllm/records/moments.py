@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import mul
 
 
 class Moments:
@@ -37,30 +35,6 @@ class Moments:
         if value > self.maximum:
             self.maximum = value
         return True
-
-    def add_all(self, values: Sequence[float]) -> list[float]:
-        """Add values; return the finite values.  This takes about half of the time of `add` for each value."""
-        try:
-            total = math.fsum(values)
-        except (OverflowError, ValueError):  # the sum is too large, or has both infinities
-            total = math.nan
-        if not math.isfinite(total):
-            return [value for value in values if self.add(value)]
-        if values:
-            self._add_finite(len(values), total, values)
-        return list(values)
-
-    def _add_finite(self, count: int, total: float, values: Sequence[float]) -> None:
-        """Add finite values; Chan, Golub and LeVeque (1979) have the formula for the deviation of two parts."""
-        mean = total / count
-        differences = [value - mean for value in values]
-        squares = sum(map(mul, differences, differences))
-        difference, num_before = mean - self._mean, self.count
-        self.count += count
-        self._mean += difference * (count / self.count)
-        self.squares += squares + difference * (difference * (num_before * count / self.count))
-        self.total += total
-        self.minimum, self.maximum = min(self.minimum, min(values)), max(self.maximum, max(values))
 
     @property
     def mean(self) -> float:

@@ -296,5 +296,6 @@ def test_name_that_could_leave_the_folder_is_an_error(tmp_path, name):
 
 def test_deviation_of_values_near_the_largest_float_is_a_number():
     moments = Moments()
-    moments.add_all([1e200, 1e200])
+    moments.add(1e200)
+    moments.add(1e200)
     assert (moments.mean, moments.std) == (1e200, 0.0)
