@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.figure import Figure, median
 from effllm.config.settings import Config
-from effllm.network.transport import AgentLink, make_context
+from effllm.network.transport import Link, make_context
 from effllm.records.orders import Orders
 from effllm.records.wire import Bye, Hello, Reports, Welcome
 from effllm.server.process import Server
@@ -33,7 +33,7 @@ def measure(ranks: int = RANKS, windows: int = WINDOWS) -> list[Figure]:
         thread.start()
         _wait_until(lambda: bool(server.address), "the aggregator has no address")
         context = make_context()
-        links = [AgentLink(context, server.address) for _ in range(ranks)]
+        links = [Link(context, server.address) for _ in range(ranks)]
         for rank, link in enumerate(links):
             link.connect()
             _send(link, hello(rank, ranks, job="bench", devices=()))
@@ -59,7 +59,7 @@ def measure(ranks: int = RANKS, windows: int = WINDOWS) -> list[Figure]:
     ]
 
 
-def _window(links: list[AgentLink], console: int, window: int) -> float:
+def _window(links: list[Link], console: int, window: int) -> float:
     for rank, link in enumerate(links[:-1]):
         _send(link, Reports((row(rank, window),)))
     time.sleep(0.05)  # these reports must arrive before the last report is sent
@@ -76,7 +76,7 @@ def _window(links: list[AgentLink], console: int, window: int) -> float:
     return time.monotonic() - began_s
 
 
-def _send(link: AgentLink, message: Hello | Reports | Bye) -> None:
+def _send(link: Link, message: Hello | Reports | Bye) -> None:
     _wait_until(lambda: link.send(message), "a message cannot be sent")
 
 

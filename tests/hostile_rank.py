@@ -17,7 +17,7 @@ from builders import device_window, hello, reports, row
 from effllm.config.settings import Config
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
-from effllm.network.transport import AgentLink, make_context
+from effllm.network.transport import Link, make_context
 from effllm.records.rank import NUM_POWER_BINS
 from effllm.records.wire import FromAgent, Hello
 
@@ -38,7 +38,7 @@ def frame(kind: str, number: int, world_size: int) -> FromAgent:
 
 def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
     """Send for at least `seconds`, and until `count` frames are sent, but for at most `seconds` + MAX_S."""
-    link = AgentLink(make_context(), endpoint, AgentKeys.from_secret(secret.read(Path(path)), ""))
+    link = Link(make_context(), endpoint, AgentKeys.from_secret(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds
     while time.monotonic() < (until_s if num_sent >= count else until_s + MAX_S):

@@ -142,12 +142,13 @@ class Agent:
         if address.failed:
             self._notices.report_no_metrics(address.failed)
         elif address.refused:
-            self._notices.record_refusal_at_rank_0(one_line(address.refused))
+            self._notices.is_explained = True  # the trainer of rank 0 has already printed the reason
+            self._events.report("agent", f"rank 0 has no aggregator: {one_line(address.refused)}")
         if (warnings := self._trainer.take_facts()) is not None:
             for text in warnings:
                 self._events.report("warning", text)
             self._devices.open_other_gpus()
-            conversation.request_hello()
+            conversation.has_new_facts = True
         conversation.connect_to_newest()
 
     def _shut_down(self, measuring: Measuring, conversation: Conversation) -> None:
@@ -174,8 +175,8 @@ class Agent:
             silence_stderr()
             self._send_remaining(measuring, conversation, began_s + MAX_SEND_REMAINING_S, is_extended=True)
         conversation.report_undelivered()
-        children, until_s = self._children, began_s + AGGREGATOR_ENDS_S
-        while children.has_aggregator and not children.is_aggregator_done and time.monotonic() < until_s:
+        aggregator, until_s = self._children.aggregator, began_s + AGGREGATOR_ENDS_S
+        while aggregator is not None and not aggregator.done and time.monotonic() < until_s:
             self._poller.poll(20)
             self._do_periodic_work(measuring, conversation)
         recording.stop()

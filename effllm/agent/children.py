@@ -134,7 +134,7 @@ class Children:
 
     def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents, notices: Notices) -> None:
         self._trainer, self._poller, self._events, self._notices = trainer, poller, events, notices
-        self._aggregator: AggregatorChild | None = None
+        self.aggregator: AggregatorChild | None = None  # only of rank 0's agent
         self._inspection = Inspection()
         self.recording = StackRecording(trainer)  # the agent stops it; the aggregator ends when the job is over
         self.host_samples: list[HostSamples] = []  # results of recordings, until they are sent
@@ -161,35 +161,26 @@ class Children:
             secured=facts.secured,
             salt=facts.job,
         )
-        self._aggregator = AggregatorChild(orders, self._events.add_event, self._notices.report_no_metrics)
-        self._aggregator.start()
-        self._poll_for("aggregator", self._aggregator.descriptor)
-
-    def note_answer(self) -> None:
-        """Record that an aggregator has answered this agent."""
-        if self._aggregator is not None:
-            self._aggregator.has_served = True
-
-    @property
-    def has_aggregator(self) -> bool:
-        return self._aggregator is not None
+        self.aggregator = AggregatorChild(orders, self._events.add_event, self._notices.report_no_metrics)
+        self.aggregator.start()
+        self._poll_for("aggregator", self.aggregator.descriptor)
 
     @property
     def is_aggregator_done(self) -> bool:
         """Whether this agent's aggregator has ended and is not replaced, mostly because the job is over."""
-        return self._aggregator is not None and self._aggregator.done
+        return self.aggregator is not None and self.aggregator.done
 
     @property
     def due_s(self) -> float:
         """Time of the next check of the children."""
-        children = (self._aggregator, self._inspection, self.recording)
+        children = (self.aggregator, self._inspection, self.recording)
         return min(child.due_s for child in children if child is not None)
 
     def supervise(self, now_s: float, ordinal: int, iterations_ns: IterationsNs = tuple) -> None:
         """Replace a dead aggregator, begin a recording if one is due, and keep the results of those that have ended."""
-        if self._aggregator:
-            self._aggregator.replace_if_dead(now_s)
-            self._poll_for("aggregator", self._aggregator.descriptor)
+        if self.aggregator:
+            self.aggregator.replace_if_dead(now_s)
+            self._poll_for("aggregator", self.aggregator.descriptor)
         if (inspection_result := self._inspection.take_result(now_s)) is not None:
             self.inspection_result = inspection_result
         if (samples := self.recording.begin_or_end(now_s, ordinal, iterations_ns)) is not None:

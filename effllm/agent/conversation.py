@@ -19,7 +19,7 @@ from effllm.config.switches import process_environ
 from effllm.job.health.hang import BEATS, WAITING
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
-from effllm.network.transport import AgentLink, make_context
+from effllm.network.transport import Link, make_context
 from effllm.records import wire
 from effllm.records.board import JobState
 from effllm.records.facts import RankFacts, to_document
@@ -42,9 +42,8 @@ class Connection:
     def __init__(self, trainer: Trainer, poller: zmq.Poller, notices: Notices) -> None:
         self._trainer, self._poller, self._notices = trainer, poller, notices
         self._context = make_context()
-        self.link: AgentLink | None = None
-        self.endpoint = ""
-        self._job = ""
+        self.link: Link | None = None
+        self.endpoint, self._job = "", ""
 
     def connect_to_newest(self) -> bool:
         """Connect to the newest address; return whether an earlier link was closed."""
@@ -60,7 +59,7 @@ class Connection:
             except secret.SecretError as error:
                 self._notices.report_no_metrics(f"no metrics of this rank: {error}")
                 return was_linked
-        self.link = AgentLink(self._context, endpoint, keys)
+        self.link = Link(self._context, endpoint, keys)
         self.link.connect()
         self._poller.register(self.link.socket, zmq.POLLIN)
         self._poller.register(self.link.monitor, zmq.POLLIN)
@@ -76,19 +75,9 @@ class Connection:
         self.link = None
         return True
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the handshake with the aggregator has succeeded and the connection is still open."""
-        return self.link is not None and self.link.connected
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.link.sent_bytes if self.link else 0
-
     def close(self) -> None:
         """Close the link and the context; wait at most 0.2 s for unsent messages."""
-        if self.link:
-            self.link.close()
+        self.disconnect()
         self._context.destroy(linger=200)
 
 
@@ -112,7 +101,7 @@ class Conversation:
         self._was_welcome = False
         self.refused = ""  # the aggregator's reason for the rejection of this rank
         self._is_put_off = False  # this aggregator is ending; the agent waits for another address
-        self._has_new_facts = False  # whether facts or devices have changed since the last HELLO
+        self.has_new_facts = False  # whether facts or devices have changed since the last HELLO
         self._bye_sent = self._bye_seen = False
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
         self._hello_sent_s = self._next_heartbeat_s = self._next_frame_s = 0.0
@@ -124,13 +113,9 @@ class Conversation:
         if self._connection.connect_to_newest():
             self._forget_answers()
 
-    def request_hello(self) -> None:
-        """Send a new HELLO soon, because facts of the rank have changed."""
-        self._has_new_facts = True
-
     def exchange_messages(self, now_s: float) -> None:
         """Handle received messages, and send messages that are due."""
-        self._has_new_facts = self._measuring.devices.take_has_changed() or self._has_new_facts
+        self.has_new_facts = self._measuring.devices.take_has_changed() or self.has_new_facts
         if self._core_wait is None and self._measuring.cutter.last_ordinal:
             self._core_wait = CoreWait(self._trainer.pid)
         link = self._connection.link
@@ -150,7 +135,7 @@ class Conversation:
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
-        if self._has_new_facts:  # the facts have changed after the last HELLO
+        if self.has_new_facts:  # the facts have changed after the last HELLO
             self._send_hello(now_s)
         self._send_reports(link, now_s)
         self._send_events_and_stacks(link)
@@ -165,7 +150,7 @@ class Conversation:
             until_s = self._next_heartbeat_s
             if self._outbox.num_unsent:
                 until_s = min(until_s, max(self._next_frame_s, now_s))
-        elif self._connection.is_up:
+        elif self._connection.link is not None and self._connection.link.connected:
             until_s = min(until_s, self._hello_sent_s + HELLO_AGAIN_S)
         return until_s
 
@@ -188,9 +173,9 @@ class Conversation:
         """
         if self._children.is_aggregator_done:
             return True
-        if self._connection.is_up:
+        if self._connection.link is not None and self._connection.link.connected:
             self._last_connected_s = now_s
-        may_come_back = self._children.has_aggregator or now_s - self._last_connected_s < REPLACED_WITHIN_S
+        may_come_back = self._children.aggregator is not None or now_s - self._last_connected_s < REPLACED_WITHIN_S
         return self._bye_seen and not (len(self._outbox) and may_come_back)
 
     @property
@@ -220,10 +205,9 @@ class Conversation:
     def _send_hello(self, now_s: float) -> None:
         self._hello_sent_s = now_s
         if self._connection.link:
-            message = hello(self._trainer, self._measuring)
-            self._has_new_facts = not self._connection.link.send(message)
+            self.has_new_facts = not self._connection.link.send(hello(self._trainer, self._measuring))
 
-    def _send_reports(self, link: AgentLink, now_s: float) -> None:
+    def _send_reports(self, link: Link, now_s: float) -> None:
         if not self._outbox.num_unsent or (now_s < self._next_frame_s and self._measuring.status is None):
             return
         if link.send_reports(self._outbox, *self._cost(), self._core_wait_s()):
@@ -232,7 +216,7 @@ class Conversation:
         if self._outbox.num_unsent:
             self._next_frame_s = now_s + SEND_AGAIN_S
 
-    def _send_events_and_stacks(self, link: AgentLink) -> None:
+    def _send_events_and_stacks(self, link: Link) -> None:
         agent, rank = self._trainer.agent, self._trainer.rank
         while (event := self._events.oldest_unsent()) is not None:
             if not link.send(wire.AgentEvent(agent, rank, event)):
@@ -251,8 +235,9 @@ class Conversation:
 
     def _cost(self) -> tuple[float, int, float | None]:
         """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""
-        pair_s = self._trainer.facts.recorder_pair_s
-        return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.cutter.last_ordinal
+        pair_s, link = self._trainer.facts.recorder_pair_s, self._connection.link
+        sent_bytes = link.sent_bytes if link is not None else 0
+        return time.process_time(), sent_bytes, pair_s and pair_s * self._measuring.cutter.last_ordinal
 
     # --- received messages ---
 
@@ -279,7 +264,8 @@ class Conversation:
     def _accept_welcome(self, welcome: wire.Welcome) -> None:
         self._welcome, self._was_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
-        self._children.note_answer()
+        if self._children.aggregator is not None:
+            self._children.aggregator.has_served = True
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.admitted_by() != endpoint:  # the trainer's address search waits for the endpoint
             board.write(replace(board.read(), admitted_by=endpoint))

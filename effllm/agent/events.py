@@ -136,23 +136,18 @@ class Notices:
     def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
         self._trainer, self._events = trainer, events
         self._started_s = time.monotonic()
-        self._is_explained = False  # whether the reason of the missing aggregator was reported
+        self.is_explained = False  # whether the reason of the missing aggregator was reported
 
     def report_no_metrics(self, text: str) -> None:
         """Report why there are no metrics; then a missing aggregator is not reported, too."""
-        self._is_explained = self._is_explained or self._trainer.is_first_of_host
+        self.is_explained = self.is_explained or self._trainer.is_first_of_host
         self._report_once_per_host(text, text)
-
-    def record_refusal_at_rank_0(self, reason: str) -> None:
-        """Record why rank 0 has no aggregator; the trainer of rank 0 has already printed the reason."""
-        self._is_explained = True
-        self._events.report("agent", f"rank 0 has no aggregator: {reason}")
 
     def report_no_aggregator(self, now_s: float) -> None:
         """Report once that there was no aggregator for `NO_AGGREGATOR_AFTER_S`."""
-        if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
+        if self.is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
-        self._is_explained = True
+        self.is_explained = True
         where = self._trainer.facts.endpoint
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
         self._report_once_per_host(text, f"{text}: no metrics without an aggregator; training goes on")
@@ -164,7 +159,7 @@ class Notices:
 
     def report_undelivered(self, num_reports: int) -> None:
         text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'rank 0'}"
-        self._report_once_per_host(text, "" if self._is_explained else f"rank {self._trainer.rank}: {text}")
+        self._report_once_per_host(text, "" if self.is_explained else f"rank {self._trainer.rank}: {text}")
 
     def _report_once_per_host(self, text: str, notice: str) -> None:
         """Record an event; the first rank of a host also writes a notice, if there is one, to the terminal."""

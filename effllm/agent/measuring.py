@@ -141,7 +141,7 @@ class Measuring:
             return
         self._next_fold_s = now_s + FOLD_EVERY_S
         series = self.devices.series
-        if not any(max(samples.num_kept, len(samples.energy.readings)) > FOLD_FROM for samples in series):
+        if not any(max(len(one.samples), len(one.energy.readings)) > FOLD_FROM for one in series):
             return
         until_ns = time.monotonic_ns()
         self._add_records(self._trainer.ring.read_new())
@@ -198,7 +198,7 @@ class Measuring:
                 self.memory.add_record(slot)
             elif slot.kind == SPAN:
                 self._has_spans = True
-                self._spans.add_request(slot)
+                self._spans.pending.append(slot)
             elif slot.kind == VALUES:
                 self.values.add_record(slot, self.cutter.window_of(slot.ordinal))
             else:

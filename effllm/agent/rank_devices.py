@@ -63,7 +63,10 @@ class RankDevices:
         while not all(track.series or track.sampler.unavailable for track in self._all_tracks):
             if time.monotonic() > until_s:
                 return
-            self._wait_for_wake(0.05)
+            poll = select.poll()
+            poll.register(self.wake_descriptor, select.POLLIN)
+            if poll.poll(50):
+                os.eventfd_read(self.wake_descriptor)
             self.take_samples()
 
     def open_other_gpus(self) -> None:
@@ -180,11 +183,10 @@ class RankDevices:
         indices: list[int | None] = [*gpus] or [None]
         first, *others = zip(indices, [*open_keys, "", *("" for _ in gpus)], strict=False)
         openers = [partial(self._open, *first), *(partial(self._open_other, *other) for other in others)]
-        return list(map(self._new_track, openers))
-
-    def _new_track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
-        sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)
-        return DeviceTrack(sampler, self._interval_s)
+        samplers = (
+            Sampler(opener, self._interval_s, self._report, self.wake_descriptor, self._calibrate) for opener in openers
+        )
+        return [DeviceTrack(sampler, self._interval_s) for sampler in samplers]
 
     def _open_other(self, index: int | None, open_key: str) -> Reader:
         reader = self._open(index, open_key)
@@ -235,12 +237,6 @@ class RankDevices:
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
             self._node_tracks.append(DeviceTrack(sampler, interval_s))
             sampler.start()
-
-    def _wait_for_wake(self, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self.wake_descriptor, select.POLLIN)
-        if poll.poll(timeout_s * 1000):
-            os.eventfd_read(self.wake_descriptor)
 
 
 def _torch_index(trainer: Trainer) -> int:

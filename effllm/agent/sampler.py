@@ -266,7 +266,9 @@ class Sampler:
         """
         if not self._due_times:
             return self._read_device(reader) if is_full_due else None
-        due = self._pop_due(now_ns)
+        due = []
+        while self._due_times and self._due_times[0].time_ns <= now_ns:
+            due.append(heapq.heappop(self._due_times))
         if not (due or is_full_due):
             return None
         is_rested = now_ns - self._last_full_ns >= self.driver.full_s / FULL_SHARE / NS
@@ -328,13 +330,6 @@ class Sampler:
                     heapq.heappush(self._due_times, _RequestedTime(at_ns, at_ns == times[0], at_ns == times[-1]))
         except queue.Empty:
             return time.monotonic_ns()
-
-    def _pop_due(self, now_ns: int) -> list[_RequestedTime]:
-        """Remove the requested times that have passed, and return them."""
-        due = []
-        while self._due_times and self._due_times[0].time_ns <= now_ns:
-            due.append(heapq.heappop(self._due_times))
-        return due
 
     def _set_unavailable(self, why: str) -> None:
         self._reading_since_s = None

@@ -49,7 +49,7 @@ class Series:
     def __init__(self, device: Device, max_gap_s: float) -> None:
         self.device = device
         self._max_gap_ns = int(max_gap_s / NS)
-        self._samples: deque[Sample] = deque()
+        self.samples: deque[Sample] = deque()
         self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from this sample to the next
         self.energy = EnergyLedger(device, max_gap_s)
         self.newest_ns = 0  # time of the newest sample
@@ -64,12 +64,12 @@ class Series:
     @property
     def newest(self) -> Sample | None:
         """The newest full sample, or ``None``."""
-        return self._samples[-1] if self._samples else None
+        return self.samples[-1] if self.samples else None
 
     @property
     def oldest_ns(self) -> int:
         """Time of the oldest kept sample, 0 before the first."""
-        return self._samples[0].time_ns if self._samples else 0
+        return self.samples[0].time_ns if self.samples else 0
 
     def allow_gap(self, max_gap_s: float) -> None:
         """Allow longer gaps between samples, because the device is read less often than configured."""
@@ -83,7 +83,7 @@ class Series:
         self.newest_ns = sample.time_ns
         self.energy.add(sample)
         if not sample.energy_only:
-            self._samples.append(sample)
+            self.samples.append(sample)
             self._events += sample.events
 
     def calibrate(self, device: Device) -> None:
@@ -100,10 +100,6 @@ class Series:
         """Whether the value at an edge is final: later samples cannot improve this value."""
         return self.newest_ns >= edge_ns and self.energy.is_settled(edge_ns)
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._samples)
-
     def compact(self, edges_ns: Collection[int], until_ns: int) -> None:
         """Sum up samples into blocks: a later period should include all of a block, or nothing of it.
 
@@ -111,22 +107,22 @@ class Series:
         later periods are ``edges_ns``, and any time after ``until_ns``.
         """
         margin_ns = max(self.energy.timing.margin_ns, 2 * self._max_gap_ns)
-        for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
-            samples = list(self._samples)
+        for run in runs_between([sample.time_ns for sample in self.samples], edges_ns, until_ns, margin_ns):
+            samples = list(self.samples)
             first, last = samples[run.start], samples[run.stop - 1]
             block = self._sums_without_energy(first.time_ns, last.time_ns)
             for sample in samples[run.start : run.stop - 1]:
                 self._folded.pop(sample.time_ns, None)
             self._folded[first.time_ns] = block
-            self._samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
+            self.samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
         self.energy.compact(edges_ns, until_ns, margin_ns)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the samples that periods after ``time_ns``, and the requested spans, do not need."""
         if self.keep_from_ns is not None:
             time_ns = min(time_ns, self.keep_from_ns)
-        while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
-            self._folded.pop(self._samples.popleft().time_ns, None)
+        while len(self.samples) > 1 and self.samples[1].time_ns <= time_ns:
+            self._folded.pop(self.samples.popleft().time_ns, None)
         self.energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
@@ -177,9 +173,9 @@ class Series:
         for from_ns, to_ns in _gaps_between(self._outside_iterations, self._counted_until_ns or start_ns, start_ns):
             late = self._sums_without_energy(from_ns, to_ns, self._outside_iterations)
             sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
-        self._counted_until_ns = min(self._samples[-1].time_ns if self._samples else start_ns, end_ns)
+        self._counted_until_ns = min(self.samples[-1].time_ns if self.samples else start_ns, end_ns)
         window = self._with_energy(sums, start_ns, end_ns, phases)
-        last = (sample for sample in reversed(self._samples) if sample.time_ns <= end_ns and ACTIVITY in sample.gauges)
+        last = (sample for sample in reversed(self.samples) if sample.time_ns <= end_ns and ACTIVITY in sample.gauges)
         self._last_active = next(last, self._last_active)
         return window
 
@@ -276,7 +272,7 @@ class Series:
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
-        values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
+        values = [getattr(s, field) for s in self.samples if start_ns <= s.time_ns <= end_ns]
         if field == "memory_bytes":  # a mean includes parts before the first and after the last of these samples
             values += [level for level, _ in self._memory_levels(start_ns, end_ns)]
         values += [getattr(block, PEAK_FIELDS[field]) for block, *_ in self._folded_blocks(start_ns, end_ns)]
@@ -284,7 +280,7 @@ class Series:
 
     def _covered_pairs(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
         """Yield pairs of adjacent samples without a gap, with the seconds of each pair inside the period."""
-        for first, second in pairwise(self._samples):
+        for first, second in pairwise(self.samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
             if inside_ns <= 0 or second.time_ns - first.time_ns > self._max_gap_ns:
                 continue
@@ -295,7 +291,7 @@ class Series:
         """Yield folded blocks, with the share of each block inside the period (usually 1), its start and its end."""
         if not self._folded:
             return
-        for first, second in pairwise(self._samples):
+        for first, second in pairwise(self.samples):
             if (block := self._folded.get(first.time_ns)) is not None:
                 inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
                 if inside_ns > 0:

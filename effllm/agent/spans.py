@@ -27,31 +27,28 @@ class Spans:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._pending: deque[Slot] = deque(maxlen=MAX_PENDING)  # unanswered requests, the oldest first
+        #: Unanswered requests, the oldest first; an empty span begins a chain and has no answer.
+        self.pending: deque[Slot] = deque(maxlen=MAX_PENDING)
         self._chain_ends_ns: dict[int, int] = {}  # number of the chain -> end of its last span
         self._device_keys: list[str] = []  # keys of the devices; a device keeps its position
         self._written_document: dict[str, Any] = {}
 
-    def add_request(self, request: Slot) -> None:
-        """Add a request; an empty span begins a chain and has no answer."""
-        self._pending.append(request)
-
     @property
     def unanswered_ends_ns(self) -> list[int]:
         """Ends of the requested spans without an answer, oldest first."""
-        return [request.end_ns for request in self._pending]
+        return [request.end_ns for request in self.pending]
 
     @property
     def possible_bounds_ns(self) -> list[int]:
         """Times at which a later answer may begin or end."""
-        moments = [moment for request in self._pending for moment in (request.start_ns, request.end_ns)]
+        moments = [moment for request in self.pending for moment in (request.start_ns, request.end_ns)]
         return [*moments, *self._chain_ends_ns.values()]
 
     def answer_requests(self, devices: RankDevices, now_s: float, is_end: bool = False) -> None:
         """Answer the requests whose samples are complete; at the end of the trainer, answer all requests."""
         patience_s = devices.patience_s
-        while self._pending:
-            request = self._pending[0]
+        while self.pending:
+            request = self.pending[0]
             if request.end_ns > request.start_ns:
                 is_late = is_end or now_s - request.end_ns * NS > patience_s
                 if not is_late and not devices.is_settled(request.end_ns):
@@ -59,7 +56,7 @@ class Spans:
                 self._write_answer(request, devices)
             if request.what != ALONE:
                 self._chain_ends_ns[request.what] = request.end_ns
-            self._pending.popleft()
+            self.pending.popleft()
         keep_from_ns = min(self.possible_bounds_ns, default=None)
         for series in devices.series:  # they keep the samples that a later answer may need
             series.keep_from_ns = keep_from_ns

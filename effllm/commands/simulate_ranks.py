@@ -166,7 +166,7 @@ class _SimulatedPeer:
 
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
-        self.link = Link(context, part.endpoint, keys)
+        self.link = Link(context, part.endpoint, keys, is_monitored=False)
         self.outbox = Outbox(MAX_UNCONFIRMED)
         self.hello_sent_s = self.last_sent_s = 0.0
         self.is_welcome = self.bye_sent = self.bye_seen = False

@@ -8,6 +8,7 @@ dropped until the peer sends another HELLO and then the dropped reports.  So an 
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
@@ -42,7 +43,7 @@ class _Peer:
         self.refilled_s = now_s  # time of the last refill
         self.is_held = False  # whether only a HELLO is accepted, because a frame was dropped
         self.requested_again_s = -AGAIN_EVERY_S + now_s
-        self.rejected: dict[str, int] = {}  # by kind
+        self.rejected: Counter[str] = Counter()  # by kind
 
     @property
     def name(self) -> str:
@@ -55,9 +56,9 @@ class Peers:
     def __init__(self, history_size: int) -> None:
         self._burst_bytes = BURST_BYTES + history_size * REPORT_BYTES
         self._peers: dict[bytes, _Peer] = {}
-        self._peer_by_rank: dict[int, bytes] = {}  # connections with a HELLO
+        self.peer_by_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
-        self.rejected: dict[str, int] = {}  # number of rejected messages and dropped frames, by kind
+        self.rejected: Counter[str] = Counter()  # rejected messages and dropped frames, by kind
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -111,7 +112,7 @@ class Peers:
 
     def register_hello(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Set the rank and agent of a connection from its HELLO; replace an earlier connection of the rank."""
-        earlier = self._peer_by_rank.get(message.rank)
+        earlier = self.peer_by_rank.get(message.rank)
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
         sender = self._peers.get(peer) or self._add_peer(peer, now_s)
         if not sender.agent:
@@ -120,7 +121,7 @@ class Peers:
                 sender.left_bytes, sender.refilled_s = before.left_bytes, before.refilled_s
         sender.agent, sender.rank, sender.host = message.agent, message.rank, message.host
         sender.is_held = False
-        self._peer_by_rank[message.rank] = peer
+        self.peer_by_rank[message.rank] = peer
 
     def hold(self, peer: bytes) -> None:
         """Accept only a HELLO from a connection; after the HELLO the agent sends the dropped reports again."""
@@ -128,19 +129,13 @@ class Peers:
             sender.is_held = True
             self._count_rejection(sender, THROTTLED, "has more waiting reports than an agent keeps")
 
-    def count_rejected_hello(self) -> None:
-        self.rejected[REJECTED_HELLO] = self.rejected.get(REJECTED_HELLO, 0) + 1
-
     def count_undecodable(self, peer: bytes, reason: str) -> str:
         """Count a frame that was not decoded; return the reason with the peer's name."""
         sender = self._peers.get(peer)
         if sender is None:
             return f"{reason} (from {UNKNOWN_PEER})"
-        sender.rejected[GARBAGE] = sender.rejected.get(GARBAGE, 0) + 1
+        sender.rejected[GARBAGE] += 1
         return f"{reason} (from {sender.name})"
-
-    def peer_of_rank(self, rank: int) -> bytes | None:
-        return self._peer_by_rank.get(rank)
 
     def claim_resend_request(self, peer: bytes, now_s: float) -> bool:
         """Whether to request the dropped frames of a peer, or its HELLO, again now; ``True`` at most once a second."""
@@ -159,7 +154,7 @@ class Peers:
         return events
 
     def _add_peer(self, peer: bytes, now_s: float) -> _Peer:
-        if len(self._peers) - len(self._peer_by_rank) >= MAX_PEERS_WITHOUT_HELLO:
+        if len(self._peers) - len(self.peer_by_rank) >= MAX_PEERS_WITHOUT_HELLO:
             # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
             without_hello = [other for other, sender in self._peers.items() if not sender.agent]
             for silent in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
@@ -169,11 +164,11 @@ class Peers:
 
     def _count_rejection(self, sender: _Peer | None, kind: str, what: str) -> str:
         """Count a rejection and return a sentence; the first rejection of a kind also makes an event."""
-        self.rejected[kind] = self.rejected.get(kind, 0) + 1
+        self.rejected[kind] += 1
         name = sender.name if sender else UNKNOWN_PEER
         text = f"{name} {what}"
         if sender is not None:
-            count = sender.rejected[kind] = sender.rejected.get(kind, 0) + 1
-            if count == (REPORTED_FROM if kind == NO_HELLO else 1):
+            sender.rejected[kind] += 1
+            if sender.rejected[kind] == (REPORTED_FROM if kind == NO_HELLO else 1):
                 self._events.append(Event(time.time(), "rejected", text, sender.rank if sender.agent else None))
         return text

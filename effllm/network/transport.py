@@ -206,9 +206,16 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
 
 
 class Link:
-    """An agent's end of the connection; its methods never wait."""
+    """An agent's end of the connection, which detects new connections if it is monitored; its methods never wait."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: AgentKeys | None = None,
+        *,
+        is_monitored: bool = True,
+    ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         _set_common_options(self.socket)
         if keys:
@@ -228,6 +235,9 @@ class Link:
         self.socket.set(zmq.RECONNECT_IVL_MAX, 5000)
         self._endpoint = endpoint
         self.sent_bytes = 0
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket(events) if is_monitored else None
+        self.connected = False
 
     def connect(self) -> None:
         self.socket.connect(self._endpoint)
@@ -262,34 +272,21 @@ class Link:
             count += len(rows)
         return count
 
-    def close(self) -> None:
-        """Close the socket; unsent messages are still sent for half a second."""
-        self.socket.close()
-
-
-class AgentLink(Link):
-    """A link that detects new connections."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
-        super().__init__(context, endpoint, keys)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self.connected = False
-
     def has_new_connection(self) -> bool:
         """Read the waiting events of the connection; return whether a connection was made since the last call."""
         new = False
-        while _has_message(self.monitor):
+        while self.monitor is not None and _has_message(self.monitor):
             event, _ = receive_event(self.monitor)
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             new = new or self.connected
         return new
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        super().close()
+        """Close the socket; unsent messages are still sent for half a second."""
+        if self.monitor is not None:
+            self.socket.disable_monitor()
+            self.monitor.close(0)
+        self.socket.close()
 
 
 class ServerSocket:

@@ -82,7 +82,7 @@ class _Predecessor:
                     keys = AgentKeys.from_secret(self._read_secret(), holder.salt)
                 except secret.SecretError:
                     return
-            self._link = Link(self._context, holder.endpoint, keys)
+            self._link = Link(self._context, holder.endpoint, keys, is_monitored=False)
             self._link.connect()
         self._link.send(Supersede(self._orders.restart_id, self._orders.job))
 

@@ -12,7 +12,7 @@ from effllm.job.aggregator import Aggregator
 from effllm.job.closed_windows import Closed
 from effllm.job.pacing import Pace, is_large, report_every_s
 from effllm.network.listening import num_open_files_needed, raise_open_files_limit
-from effllm.network.peers import Peers
+from effllm.network.peers import REJECTED_HELLO, Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records import wire
 from effllm.records.board import DOUBTFUL, TRACKED
@@ -81,7 +81,7 @@ class Messages:
         iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
-            peer = self._peers.peer_of_rank(rank)
+            peer = self._peers.peer_by_rank.get(rank)
             if peer is not None:
                 frame = frames.get(sequence)
                 if frame is None:
@@ -95,12 +95,12 @@ class Messages:
             *((rank, wire.RecordStacks()) for rank in self._aggregator.closed_windows.take_ranks_to_record()),
         ]
         for rank, request in asked:
-            if (peer := self._peers.peer_of_rank(rank)) is not None:
+            if (peer := self._peers.peer_by_rank.get(rank)) is not None:
                 self._socket.send(peer, request)
 
     def probe(self, rank: int) -> bool:
         """Send an empty acknowledgement to a rank; return whether it could be sent."""
-        return (peer := self._peers.peer_of_rank(rank)) is not None and self.probe_peer(peer)
+        return (peer := self._peers.peer_by_rank.get(rank)) is not None and self.probe_peer(peer)
 
     def probe_peer(self, peer: bytes) -> bool:
         return self._socket.send(peer, wire.Ack(0))
@@ -121,7 +121,7 @@ class Messages:
             self.is_superseded = self.is_superseded or self._end.must_end_for(message)
         elif isinstance(message, wire.Hello):
             if (refused := self._admit(peer, message, objection, now)) is not None:
-                self._peers.count_rejected_hello()
+                self._peers.rejected[REJECTED_HELLO] += 1
                 self._socket.send(peer, refused)
                 return
             self._peers.register_hello(peer, message, now_s)

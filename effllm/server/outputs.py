@@ -15,13 +15,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from effllm.job.closed_windows import Closed
 from effllm.job.health.stalls import StackFile
 from effllm.records.device_state import DeviceState
-from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import Summary
 from effllm.records.rank import Event, RankReport
 from effllm.sinks import RunInfo, Sink, SinkUnavailable, WriteFailed, open_sink
 from effllm.store import run_folder
 from effllm.store.ledger_file import FIRST_LINE_S, LINE_AFTER_S, LedgerFile, ledger_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
+
+Item = TypeVar("Item")
 
 STORE_OPENS_S = 2.0
 MAX_WARNINGS = 10
@@ -65,7 +66,7 @@ class Outputs:
 
     def start(self) -> None:
         """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
-        for writer in self._writers():
+        for writer in self.writers():
             writer.start()
         if self._store is not None:
             self._store.opened.wait(STORE_OPENS_S)
@@ -90,19 +91,16 @@ class Outputs:
             for report, _ in kept_of:
                 sink.write(report)
 
-        self._put_to_store(store_all, len(closed))
+        self.put_to_store(store_all, len(closed))
         self._put_to_sinks(write_all, len(closed))
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Write events as one item: events of ten thousand ranks that join at once would fill a queue."""
-        self._put_to_store(lambda store: store.write_events(events))
+        self.put_to_store(lambda store: store.write_events(events))
         self._put_to_sinks(lambda sink: _send_events(sink, events))
 
-    def update_facts(self, facts: dict[str, Any]) -> None:
-        self._put_to_store(lambda store: store.update_facts(facts))
-
     def write_summary(self, summary: Summary) -> None:
-        self._put_to_store(lambda store: store.write_summary(summary))
+        self.put_to_store(lambda store: store.write_summary(summary))
         if self._ledger is not None and summary.elapsed_s >= self._next_line_s:
             # A killed job leaves at least half of its time in the ledger, or all of it but an hour.
             self._next_line_s = min(2 * summary.elapsed_s, summary.elapsed_s + LINE_AFTER_S)
@@ -114,19 +112,16 @@ class Outputs:
             for file in files:
                 store.write_file(f"stacks/{file.name}", file.text)
 
-        self._put_to_store(write)
+        self.put_to_store(write)
 
-    def write_recorded_stacks(self, recorded: Sequence[RecordedStacks]) -> None:
-        self._put_to_store(lambda store: store.write_recorded_stacks(recorded))
-
-    def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
-        """Write a state after all earlier items, then call `on_saved` in the store's thread."""
+    def save_state(self, on_saved: Callable[[Item], None], state: bytes, item: Item) -> None:
+        """Write a state after all earlier items, then call ``on_saved`` with an item in the store's thread."""
 
         def save(store: RunFolder) -> None:
             if store.save_state(state):  # without a written state, reports are not acknowledged
-                on_saved()
+                on_saved(item)
 
-        self._put_to_store(save)
+        self.put_to_store(save)
 
     def left_out(self, is_over: bool) -> dict[str, int]:
         """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
@@ -140,7 +135,7 @@ class Outputs:
         if self._ledger is not None:
             line = ledger_line(summary, self._folder)
             self._ledger.stop(lambda ledger: ledger.append(line))
-        _stop(list(self._sinks.values()), timeout_s, [self._ledger] if self._ledger is not None else [])
+        stop_writers(list(self._sinks.values()), timeout_s, [self._ledger] if self._ledger is not None else [])
 
     def stop_store(self, state: bytes, summary: Summary) -> None:
         """Write the last state and summary, and stop the store; `join_store` waits for it."""
@@ -156,23 +151,19 @@ class Outputs:
         """Wait for the store; return whether it has ended."""
         return self._store is None or self._store.join(timeout_s)
 
-    def stop_unused(self, timeout_s: float) -> None:
-        """Stop all outputs without a summary, because no rank has joined."""
-        _stop(self._writers(), timeout_s)
-
-    def _writers(self) -> list[Writer[Any]]:
+    def writers(self) -> list[Writer[Any]]:
         return [*self._sinks.values(), *(sink for sink in (self._store, self._ledger) if sink is not None)]
 
     def _put_to_sinks(self, work: Callable[[Sink], None], num_windows: int = 0) -> None:
         for sink in self._sinks.values():
             sink.put(work, num_windows)
 
-    def _put_to_store(self, work: Callable[[RunFolder], None], num_windows: int = 0) -> None:
+    def put_to_store(self, work: Callable[[RunFolder], None], num_windows: int = 0) -> None:
         if self._store is not None:
             self._store.put(work, num_windows)
 
 
-def _stop(writers: Sequence[Writer[Any]], timeout_s: float, already_stopped: Sequence[Writer[Any]] = ()) -> None:
+def stop_writers(writers: Sequence[Writer[Any]], timeout_s: float, already_stopped: Sequence[Writer[Any]] = ()) -> None:
     """Stop writers and wait for them, and for the writers that were stopped before."""
     deadline_s = time.monotonic() + timeout_s
     for writer in writers:

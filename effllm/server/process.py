@@ -46,7 +46,7 @@ from effllm.records.wire import Hello
 from effllm.server.folder import lock_folder, remove_state, restore_state
 from effllm.server.job_end import JobEnd
 from effllm.server.messages import Acknowledgement, Messages, Sequences
-from effllm.server.outputs import Outputs
+from effllm.server.outputs import Outputs, stop_writers
 from effllm.server.run_facts import RunFacts, SlowFacts
 from effllm.sinks import SINKS_WITH_DEVICES, RunInfo, no_such_sink, sink_names
 from effllm.store.provenance import boot_id
@@ -161,7 +161,9 @@ class Server:
         charts = _event_file_folder(config, folder, facts)
         run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
         devices = DeviceFeed(not SINKS_WITH_DEVICES.isdisjoint(config.sink_options()))
-        run = replace(run, identity=lambda: self._facts.identity, fact=self._facts.newest, devices=devices)
+        run = replace(
+            run, identity=lambda: self._facts.identity, fact=lambda name: self._facts.values.get(name), devices=devices
+        )
         self._outputs = Outputs(run, self._write_new_ranks, partial(device_states, aggregator))
         self._end = JobEnd(aggregator, orders, lambda rank: self._messages.probe(rank))
         self._messages = Messages(
@@ -171,7 +173,7 @@ class Server:
             aggregator,
             config.history_size,
             self._outputs.write,
-            self._save_state if self._outputs.has_store else None,
+            partial(self._outputs.save_state, self._inbox.put) if self._outputs.has_store else None,
             self._messages.acknowledge,
         )
         self._outputs.start()
@@ -258,7 +260,7 @@ class Server:
         self._facts.add_times(first_start_time_s(ledger), ledger.goodput.end_time_s if is_over else None)
         facts = self._facts.take_changed(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
-            self._outputs.update_facts(facts)
+            self._outputs.put_to_store(lambda store: store.update_facts(facts))
 
     def _write_results(self) -> None:
         """Handle the items of other threads, then write and send what is due."""
@@ -276,14 +278,11 @@ class Server:
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
         if recorded := self._aggregator.take_recorded():
-            self._outputs.write_recorded_stacks(recorded)
+            self._outputs.put_to_store(lambda store: store.write_recorded_stacks(recorded))
 
     def _write_new_ranks(self) -> None:
         """Write the facts before a window: its rows contain the hosts of ranks, which the run folder reads there."""
         self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
-
-    def _save_state(self, state: bytes, sequences: Sequences) -> None:
-        self._outputs.save_state(state, lambda: self._inbox.put(sequences))
 
     def _warn(self, text: str, kind: str = "sink") -> None:
         """Record an event; any thread may call this."""
@@ -307,7 +306,7 @@ class Server:
         self._facts.stop_git()
         has_heard = self._aggregator.ledger.world_size or self._messages.has_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
-            self._outputs.stop_unused(STORE_STOP_S)
+            stop_writers(self._outputs.writers(), STORE_STOP_S)
             return UNUSED
         self._update_facts()
         deadline_s = time.monotonic() + STORE_STOP_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,10 +66,6 @@ class RunFacts:
         self._update_identity()
         return {**self.values, **asdict(self.identity)}
 
-    def newest(self, name: str) -> Any:
-        """Return a fact, or ``None`` if it is unknown; any thread may call this method."""
-        return self.values.get(name)
-
     def add_times(self, started_time_s: float, ended_time_s: float | None = None) -> None:
         """Add the start and the end of the run to its identity."""
         times = {"started_time_s": started_time_s, "ended_time_s": ended_time_s or self.identity.ended_time_s}
@@ -84,20 +81,13 @@ class RunFacts:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
 
     def put_slow(self, put: Callable[[SlowFacts], None]) -> None:
-        """Pass facts of git and of the system to ``put``; must run in a separate thread."""
-        for read in (self.git_facts, self.user_facts):
-            put(read())
+        """Pass the commit of the user's code, then the user of this process, to ``put``.
 
-    def git_facts(self) -> SlowFacts:
-        """Return the commit of the user's code; must run in a separate thread, because git may take seconds."""
-        return SlowFacts(self._git.facts() if self._is_in_job_folder else {})
-
-    def user_facts(self) -> SlowFacts:
-        """Return the user of this process; must run in a separate thread, because a directory service may hang."""
-        try:
-            return SlowFacts({"user": pwd.getpwuid(os.getuid()).pw_name})
-        except (KeyError, OSError):  # the user has no name, as in some containers
-            return SlowFacts({})
+        It must run in a separate thread, because git may take seconds, and a directory service may hang.
+        """
+        put(SlowFacts(self._git.facts() if self._is_in_job_folder else {}))
+        with suppress(KeyError, OSError):  # the user has no name, as in some containers
+            put(SlowFacts({"user": pwd.getpwuid(os.getuid()).pw_name}))
 
     def add_slow(self, answer: SlowFacts) -> None:
         """Add facts without a change of existing facts; git's facts are the first."""

@@ -15,7 +15,7 @@ import pytest
 from after_fault import assert_whole
 from builders import hello
 
-from effllm.network.transport import AgentLink, make_context
+from effllm.network.transport import Link, make_context
 from effllm.records.wire import Rejected
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("descriptors")]
@@ -108,7 +108,7 @@ def test_rejected_job_of_one_rank_ends_at_once_with_status_refused(launch):
 def test_agent_that_reads_late_receives_the_reason_of_the_rejection(launch):
     with serving(launch, *limited(70)) as (_, endpoint):
         context = make_context()
-        link = AgentLink(context, endpoint)
+        link = Link(context, endpoint)
         link.connect()
         jobs.until(lambda: link.send(hello(0, 1)))
         time.sleep(0.5)  # as on a busy host; without a wait the aggregator ends within 0.02 s

@@ -120,7 +120,7 @@ def test_zeus_3_only_readings_of_the_open_window_are_kept():
         one.add_sample(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
         if second % 10 == 9:
             one.forget_before(second * NS + 1)
-            kept.append(len(one._samples) + len(one.energy.readings))
+            kept.append(len(one.samples) + len(one.energy.readings))
 
     assert max(kept[10:]) < 20
 

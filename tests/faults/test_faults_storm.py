@@ -12,7 +12,7 @@ from builders import gpu, hello, row
 from effllm.agent.children import AggregatorChild
 from effllm.config.settings import read_config
 from effllm.network.listening import listen
-from effllm.network.transport import AgentLink, Outbox, make_context
+from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.orders import Orders
 from effllm.records.rank import Event
 from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Welcome
@@ -32,7 +32,7 @@ class FakeAgent:
         self._hello = hello(rank, world_size, devices=(device,))
         self.rank, self.id = rank, self._hello.agent
         self.outbox = Outbox(1000)
-        self.link = AgentLink(context, endpoint)
+        self.link = Link(context, endpoint)
         self.link.connect()
         self.is_welcome = self.is_over = False
         self._said_hello_s = 0.0

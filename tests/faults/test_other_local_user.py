@@ -10,7 +10,7 @@ from builders import hello, reports, row
 
 from effllm.config.settings import Config, secret_path
 from effllm.network.curve import AgentKeys
-from effllm.network.transport import AgentLink, make_context
+from effllm.network.transport import Link, make_context
 
 MISSING, WRONG = "no key", "another secret"
 #: Of ZMTP 3.0 (rfc.zeromq.org/spec/23), without keys.
@@ -30,7 +30,7 @@ def intruder():
         # A child that the aggregator has just forked has the aggregator's command line until its exec.
         (server,) = jobs.until(lambda: len(found := job.find("effllm.server.process")) == 1 and found)
         (port,) = jobs.until(lambda: jobs.listening_ports(server))
-        link = AgentLink(context, f"tcp://127.0.0.1:{port}", keys)
+        link = Link(context, f"tcp://127.0.0.1:{port}", keys)
         links.append(link)
         link.connect()
         answers = []

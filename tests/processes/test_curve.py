@@ -14,7 +14,7 @@ import zmq
 from effllm.network.curve import AgentKeys, KeyPair, ServerKeys
 from effllm.network.listening import listen
 from effllm.network.peer_admission import PeerAdmission
-from effllm.network.transport import AgentLink, ServerSocket, make_context
+from effllm.network.transport import Link, ServerSocket, make_context
 from effllm.records.wire import Heartbeat
 
 SECRET, JOB = b"s" * 64, "job-1"
@@ -43,7 +43,7 @@ class Listener:
         return self.admission.counts.get("unauthenticated", 0)
 
     def link(self, keys):
-        link = AgentLink(self.agents, self.endpoint, keys)
+        link = Link(self.agents, self.endpoint, keys)
         link.connect()
         self.links.append(link)
         return link

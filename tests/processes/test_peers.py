@@ -120,7 +120,7 @@ def test_new_connection_of_an_agent_replaces_the_old_one(peers):
     assert peers.check_sender(b"new", hello(0)) == ""
     peers.register_hello(b"new", hello(0), 5.0)
 
-    assert peers.peer_of_rank(0) == b"new"
+    assert peers.peer_by_rank[0] == b"new"
     assert peers.check_sender(b"new", of_rank(0)[0]) == ""
     assert peers.check_sender(b"a", of_rank(0)[0]), "the old connection belongs to no agent now"
     assert len(peers) == 2

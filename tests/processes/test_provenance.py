@@ -162,7 +162,9 @@ def test_folder_of_a_served_aggregator_is_not_that_of_the_training(repository, m
     monkeypatch.chdir(repository)
     facts = RunFacts(Orders(Config(), "0123", "tcp://127.0.0.1:1", "", facts={"command": ["x"]}, by_agent=by_agent))
 
-    assert ("git_commit" in facts.git_facts().facts) is by_agent
+    found = []
+    facts.put_slow(found.append)
+    assert ("git_commit" in found[0].facts) is by_agent
 
 
 def test_versions_of_packages_are_recorded():

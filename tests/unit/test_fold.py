@@ -58,7 +58,7 @@ def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(),
         one.add_sample(device.sample(at_s, counter(at_s)))
         if folding and int(at_s) // FOLD_EVERY_S != int(at_s - 4) // FOLD_EVERY_S:
             one.compact(edges_ns, round(at_s * NS))
-        most = max(most, one.num_kept)
+        most = max(most, len(one.samples))
         at_s += 4.0
     return most
 
@@ -77,7 +77,7 @@ def test_day_of_samples_needs_no_more_memory_than_a_minute():
     most = fed(folding, device, DAY_S, folding=True, edges_ns=edges_ns)
     end_ns = DAY_S * NS - 400_000_000  # an unannounced edge
 
-    assert plain.num_kept == len(range(10, DAY_S + 1, 4))
+    assert len(plain.samples) == len(range(10, DAY_S + 1, 4))
     assert most < 120
     assert len(folding.energy.readings) < 240
     whole, kept = (one.take_window(edges_ns[0], end_ns, {}) for one in (folding, plain))
@@ -115,7 +115,7 @@ def test_folding_does_not_change_values_at_announced_edges(edges_s, end_s, left_
                 one.add_sample(device.sample(float(at_s), at_s not in range(*fails or (0, 0))))
         if at_s % FOLD_EVERY_S == 0:
             folding.compact(edges_ns, at_s * NS)
-    assert folding.num_kept < 600
+    assert len(folding.samples) < 600
 
     for start_ns, end_ns in ((a, b) for a in edges_ns for b in [*edges_ns, end_s * NS] if a < b):
         found = folding.integrals(start_ns, end_ns)
@@ -129,7 +129,7 @@ def test_integrals_split_a_folded_block_in_proportion_to_time():
     for at_s in range(10, 1011):
         one.add_sample(Sample(at_s * NS, memory_bytes=1000.0))
     one.compact([10 * NS], 1010 * NS)
-    assert one.num_kept < 50
+    assert len(one.samples) < 50
 
     assert one.integrals(10 * NS, 510 * NS).memory_byte_seconds == approx(500 * 1000.0)
     assert one.integrals(510 * NS, 1010 * NS).memory_byte_seconds == approx(500 * 1000.0)
@@ -141,7 +141,7 @@ def test_folded_block_shorter_than_a_gap_is_counted_once():
         one.add_sample(Sample(at_s * NS, memory_bytes=1000.0))
     one.compact([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # only samples at 21-23 and 45-49 s are over 10 s from an edge
 
-    assert one.num_kept == 51 - 1 - 3
+    assert len(one.samples) == 51 - 1 - 3
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
 
 
@@ -174,7 +174,7 @@ def test_folding_does_not_change_the_window_of_a_long_hang():
             for slot in loop.slots():
                 cutter.add_record(slot)
             rows.append(cutter.take_report([one]))
-            assert one.num_kept < (200 if folding else 6_000)
+            assert len(one.samples) < (200 if folding else 6_000)
     plain, folded = rows
 
     assert (folded.wall_s, folded.busy_s, folded.iteration_last) == (plain.wall_s, plain.busy_s, 10)

@@ -5,7 +5,7 @@ import pytest
 from builders import Job
 
 from effllm.config.settings import Config
-from effllm.network.transport import AgentLink, ServerSocket, make_context
+from effllm.network.transport import Link, ServerSocket, make_context
 from effllm.records.orders import Orders
 from effllm.records.wire import Ack
 from effllm.server.job_end import JobEnd
@@ -50,7 +50,7 @@ def context():
 def test_send_fails_for_closed_peers_but_not_for_slow_peers(context):
     server = ServerSocket(context)
     address = server.listen("tcp://127.0.0.1:*")
-    link = AgentLink(context, address)
+    link = Link(context, address)
     link.connect()
     link.socket.send(b"x")
     peer, _ = jobs.until(server.receive)

@@ -77,7 +77,7 @@ class Agent:
         )
 
     def ask(self, number, start_s, end_s, chain=1):
-        self.spans.add_request(
+        self.spans.pending.append(
             SimpleNamespace(kind=SPAN, what=chain, number=number, start_ns=start_s * NS, end_ns=end_s * NS)
         )
 
@@ -122,7 +122,7 @@ def test_samples_of_chained_spans_are_kept_after_the_end_of_a_window(agent):
 def test_long_span_has_all_of_its_energy_and_few_samples(agent):
     agent.ask(0, START_S, START_S)
     agent.run_to(START_S + 1000)
-    assert agent.series[0].num_kept < 100
+    assert len(agent.series[0].samples) < 100
     agent.ask(1, START_S, START_S + 1000)
     agent.run_to(START_S + 1001)
     (part,) = agent.answers()
@@ -146,7 +146,7 @@ def test_memory_is_constant_if_spans_end_and_no_window_ends(agent):
         agent.run_to(end_s + 1, has_windows=False)
         ((part,), _) = agent.board.spans.read(number - 1)
         joules += part.joules
-        held.append(agent.series[0].num_kept + len(energy.readings) + len(energy._levels.edges_ns))
+        held.append(len(agent.series[0].samples) + len(energy.readings) + len(energy._levels.edges_ns))
 
     assert max(held) < 200
     assert joules == pytest.approx(HOUR_S**2 / 2, rel=1e-9)
@@ -184,4 +184,4 @@ def test_facts_of_a_device_have_its_index_in_torch(agent):
 def test_samples_are_dropped_if_no_span_was_requested(agent):
     agent.run_to(START_S + 100)
 
-    assert agent.series[0].num_kept <= 2
+    assert len(agent.series[0].samples) <= 2

@@ -17,8 +17,8 @@ from effllm.network.transport import (
     MAGIC,
     MAX_BYTES,
     MAX_ROWS,
-    AgentLink,
     FrameError,
+    Link,
     Outbox,
     ServerSocket,
     decode_from_agent,
@@ -343,7 +343,7 @@ def connected(link, within_s=30.0):
 
 
 def test_agent_and_aggregator_send_messages_to_each_other(context, server):
-    link = AgentLink(context, server.address)
+    link = Link(context, server.address)
     connected(link)
     assert link.send(FROM_AGENT[0])
 
@@ -356,7 +356,7 @@ def test_agent_and_aggregator_send_messages_to_each_other(context, server):
 
 
 def test_1000_sends_without_a_peer_fail_at_once(context):
-    link = AgentLink(context, "tcp://127.0.0.1:9")
+    link = Link(context, "tcp://127.0.0.1:9")
     link.connect()
 
     assert not any(link.send(FROM_AGENT[2]) for _ in range(1000))
@@ -364,7 +364,7 @@ def test_1000_sends_without_a_peer_fail_at_once(context):
 
 
 def test_invalid_answer_is_dropped_by_the_agent(context, server):
-    link = AgentLink(context, server.address)
+    link = Link(context, server.address)
     connected(link)
     link.send(FROM_AGENT[2])
     peer, _ = receive(server)
@@ -386,7 +386,7 @@ def test_message_with_a_wrong_number_of_parts_is_an_empty_frame(context, server)
 
 @pytest.mark.fault("hostile-frames")
 def test_a_message_beyond_the_limit_never_arrives(context, server):
-    raw, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
+    raw, link = context.socket(zmq.DEALER), Link(context, server.address)
     raw.connect(server.address)
     raw.send(b"x" * (MAX_BYTES + 1))
     connected(link)
