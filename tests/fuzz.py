@@ -175,8 +175,9 @@ def _read_ring(reader: RingReader) -> None:
     assert ring.STATE_NAMES[state]
     assert MARKED_PHASES[what]
     assert ordinal >= 0
-    assert isinstance(reader.take_facts(), RankFacts | None)
-    assert isinstance(reader.take_address(), FoundAddress | None)
+    for document, kind in ((reader.take_facts(), RankFacts), (reader.take_address(), FoundAddress)):
+        with contextlib.suppress(msgspec.ValidationError):
+            assert isinstance(msgspec.convert(document or {}, kind), kind)
     reader.close()
 
 

@@ -6,6 +6,8 @@ import os
 import uuid
 from dataclasses import replace
 
+import msgspec
+
 from effllm.agent.proc import ExitStatus
 from effllm.records.board import Board
 from effllm.records.facts import FoundAddress, RankFacts
@@ -22,8 +24,8 @@ class Trainer:
 
     def __init__(self, ring: RingReader, board: Board, descriptor: int) -> None:
         self.ring, self.board, self.descriptor = ring, board, descriptor
-        facts = ring.take_facts()
-        if facts is None or facts.place is None:
+        facts = msgspec.convert(ring.take_facts() or {}, RankFacts)
+        if facts.place is None:
             raise RingError("the ring has no facts of its rank")
         self.facts = facts
         self.config = facts.config
@@ -45,7 +47,10 @@ class Trainer:
 
     def take_address(self) -> FoundAddress:
         """Return a new result of the address search, or an empty record."""
-        address = self.ring.take_address() or FoundAddress()
+        try:
+            address = msgspec.convert(self.ring.take_address() or {}, FoundAddress)
+        except msgspec.ValidationError as error:
+            return FoundAddress(failed=f"no metrics of this rank: its address cannot be read: {error}")
         if address.endpoint:
             self._address = address
             self.facts = self._with_address(self.facts)
@@ -53,9 +58,12 @@ class Trainer:
 
     def take_facts(self) -> tuple[str, ...] | None:
         """Read the facts; return the new warnings of the trainer, or ``None`` if the facts have not changed."""
-        facts = self.ring.take_facts()
-        if facts is None:
+        if (document := self.ring.take_facts()) is None:
             return None
+        try:
+            facts = msgspec.convert(document, RankFacts)
+        except msgspec.ValidationError as error:
+            return (f"the new facts of a training process are dropped, because they cannot be read: {error}",)
         num_known = len(self.facts.warnings)
         self.facts = self._with_address(facts)
         return facts.warnings[num_known:]

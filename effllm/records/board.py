@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from effllm.records.facts import from_document, to_document
+from effllm.records.facts import to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory, map_memory
 from effllm.records.spans import ANSWERS_BYTES, SpanAnswers
 
@@ -91,15 +92,25 @@ class Board:
     def read(self) -> JobState:
         """Return the newest complete state, without waiting."""
         if (document := self._document.take_new()) is not None:
-            self._state = from_document(JobState, document)
+            self._state = _state_of(document) or self._state
         return self._state
 
     def admitted_by(self) -> str:
         """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method."""
-        return from_document(JobState, self._document.read() or {}).admitted_by
+        return str((self._document.read() or {}).get("admitted_by", ""))
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped while the board is used."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def _state_of(document: Mapping[str, Any]) -> JobState | None:
+    """Return the state in a document; ``None`` if a field has another type, because shared memory is not trusted."""
+    try:
+        state = JobState(**document)
+        numbers = {tag: float(value) for tag, value in state.values.items()}
+        return JobState(int(state.report), int(state.iteration), numbers, str(state.admitted_by))
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        return None

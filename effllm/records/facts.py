@@ -1,14 +1,13 @@
 """The facts of a rank, from its training process to its agent. This module uses only the standard library.
 
-The facts are JSON in shared memory, and shared memory is not trusted. `from_document` ignores unknown names. A field
-that is missing or has another type gets its default.
+The facts are JSON in shared memory, and shared memory is not trusted: the agent checks all types (agent/trainer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
 
 from effllm.config.place import Place
 from effllm.config.settings import Config
@@ -87,22 +86,9 @@ class FoundAddress:
     refused: str = ""  # reason of a failure on rank 0
 
 
-T = TypeVar("T")
-
-
 def to_document(record: Any) -> dict[str, Any]:
     """Return a dataclass, and the dataclasses in it, as plain values for JSON."""
     return {name: to_document(value) if is_dataclass(value) else value for name, value in vars(record).items()}
-
-
-def from_document(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass from its document; a field that is missing or has another type gets its default."""
-    values = {}
-    for member in fields(kind):  # type: ignore[arg-type] # mypy has no type for dataclasses
-        value = document.get(member.name)
-        if value is not None and (read := _READERS[str(member.type).removesuffix(" | None")](value)) is not None:
-            values[member.name] = read
-    return kind(**values)
 
 
 # A value of an untrusted document, or ``None`` for a value of another type.
@@ -126,48 +112,3 @@ def text_or_none(value: Any) -> str | None:
 
 def object_or_none(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
-
-
-def _floats_or_none(value: Any) -> dict[str, float] | None:
-    numbers = object_or_none(value)
-    return None if numbers is None or None in map(float_or_none, numbers.values()) else numbers
-
-
-def _record_of(kind: type[T]) -> Callable[[Any], T | None]:
-    return lambda value: None if object_or_none(value) is None else from_document(kind, value)
-
-
-def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
-    def read_all(value: Any) -> tuple[Any, ...] | None:
-        return None if not isinstance(value, list) or None in map(read, value) else tuple(value)
-
-    return read_all
-
-
-_strs = _tuple_of(text_or_none)
-
-
-def _facts_or_none(value: Any) -> dict[str, Fact] | None:
-    facts = object_or_none(value)
-    return None if facts is None else {name: fact for name, fact in facts.items() if _is_fact(fact)}
-
-
-def _is_fact(value: Any) -> bool:
-    is_single = value is None or isinstance(value, (bool, float, str))
-    return is_single or int_or_none(value) is not None or _strs(value) is not None
-
-
-#: Annotation of a field -> function that returns a value of this type, or ``None`` for a value of another type.
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "bool": bool_or_none,
-    "int": int_or_none,
-    "float": float_or_none,
-    "str": text_or_none,
-    "tuple[int, ...]": _tuple_of(int_or_none),
-    "tuple[str, ...]": _strs,
-    "Mapping[str, Fact]": _facts_or_none,
-    "Mapping[str, float]": _floats_or_none,
-    "Config": _record_of(Config),
-    "Place": _record_of(Place),
-    "DeclaredParameters": _record_of(DeclaredParameters),
-}

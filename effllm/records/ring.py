@@ -12,10 +12,10 @@ import struct
 import zlib
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
-from effllm.records.facts import FoundAddress, RankFacts, from_document, to_document
+from effllm.records.facts import FoundAddress, RankFacts, to_document
 from effllm.records.shared_memory import RingError, SharedDocument, make_memory, map_memory
 
 MAGIC = b"EFFLRNG3"
@@ -323,15 +323,13 @@ class RingReader:
             self._valid_state = state
         return self._valid_state
 
-    def take_facts(self) -> RankFacts | None:
-        """Return the facts if they are complete and have changed since the last call, else ``None``."""
-        document = self._facts.take_new()
-        return None if document is None else from_document(RankFacts, document)
+    def take_facts(self) -> dict[str, Any] | None:
+        """Return the document of `RankFacts` if it is complete and has changed since the last call, else ``None``."""
+        return self._facts.take_new()
 
-    def take_address(self) -> FoundAddress | None:
-        """Return the aggregator's address if it has changed since the last call, else ``None``."""
-        document = self._address.take_new()
-        return None if document is None else from_document(FoundAddress, document)
+    def take_address(self) -> dict[str, Any] | None:
+        """Return the document of `FoundAddress` if it has changed since the last call, else ``None``."""
+        return self._address.take_new()
 
     def close(self) -> None:
         """Close the map; may be called twice."""

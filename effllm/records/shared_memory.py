@@ -106,10 +106,16 @@ class SharedDocument:
         if checksum(version, payload) != expected:
             return seen, None  # half-written: the caller reads again
         try:
-            document = json.loads(payload)
+            document = json.loads(payload, parse_int=_whole_number)
         except (ValueError, RecursionError):
             return seen, None
         return (version, document) if isinstance(document, dict) else (seen, None)
+
+
+def _whole_number(digits: str) -> int:
+    if not -(2**63) < (number := int(digits)) < 2**63:
+        raise ValueError  # messages have no such numbers
+    return number
 
 
 def checksum(version: int, payload: bytes) -> int:

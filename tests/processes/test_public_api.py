@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from builders import hello
 from cases import cases
@@ -18,7 +19,7 @@ from cases import cases
 import effllm
 from effllm import efficientllm_metrics as original
 from effllm.network.transport import decode_from_agent, encode
-from effllm.records.facts import DeclaredParameters, RankFacts, from_document, to_document
+from effllm.records.facts import DeclaredParameters, RankFacts, to_document
 from effllm.trainer import collector as module
 from effllm.trainer.collector import MetricsCollector
 
@@ -227,7 +228,7 @@ class Hostile:
 
 
 def carried(facts):
-    return from_document(RankFacts, json.loads(json.dumps(to_document(facts))))
+    return msgspec.convert(json.loads(json.dumps(to_document(facts))), RankFacts)
 
 
 ODD = [Path("/data"), {"layers": 12}, 2**70, [1, "a", None], float("nan"), b"x", "\udc80", Hostile(), print, {1, 2}]

@@ -182,5 +182,5 @@ def test_largest_number_of_longest_names_fits_into_the_ring():
     writer = ring.RingWriter(16)
 
     assert writer.write_facts(declared.facts)
-    assert ring.RingReader(writer.descriptor).take_facts().value_names == declared.facts.value_names
+    assert ring.RingReader(writer.descriptor).take_facts()["value_names"] == list(declared.facts.value_names)
     writer.close()
