@@ -13,7 +13,6 @@ import select
 import stat
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +32,6 @@ DUMP_WAIT_S = 10.0  # torch reads its pipe once a second
 SETTLED_S = 1.0  # a dump is complete when it has not grown for this time
 MAX_DUMP_BYTES = 64 * 2**20
 STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible sleep", "T": "stopped", "t": "traced", "Z": "dead"}
-MAX_THREADS = 2000
 PY_SPY_S = 10.0
 MAX_TOP = 200
 
@@ -68,7 +66,7 @@ def inspect(orders: InspectionOrders) -> InspectionResult:
     stacks, top = _stacks_and_top(orders.pid)
     dump = _dump_line(orders, is_requested, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
-    top = top or process.partition("\n")[0].removeprefix("state: ")
+    top = top or process.removeprefix("state: ")
     return InspectionResult(bounded("\n\n".join(parts) + "\n"), top)
 
 
@@ -138,24 +136,10 @@ def _dump_line(orders: InspectionOrders, is_requested: bool, began_s: float) -> 
 
 
 def process_description(pid: int) -> str:
-    """Return lines with the state and wait channel of a process, and with counts of its threads by state."""
-    task = Path(f"/proc/{pid}")
-    letter = process_state(pid)
-    lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_wait_channel(task)}"]
-    if kernel := short_file(task / "stack").strip():  # readable only for root
-        lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
-    threads: Counter[str] = Counter()
-    with suppress(OSError):
-        for thread in sorted((task / "task").iterdir())[:MAX_THREADS]:
-            number = int(thread.name)
-            threads[f"{short_file(thread / 'comm').strip()}: {process_state(number)}{_wait_channel(thread)}"] += 1
-    lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]
-    return "\n".join(lines)
-
-
-def _wait_channel(task: Path) -> str:
-    where = short_file(task / "wchan").strip()
-    return f", waits in {where}" if where not in ("", "0") else ""
+    """Return a line with the state of a process, and the kernel function in which it waits."""
+    letter, where = process_state(pid), short_file(f"/proc/{pid}/wchan").strip()
+    waits = f", waits in {where}" if where not in ("", "0") else ""
+    return f"state: {letter} ({STATES.get(letter, 'unknown')}){waits}"
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:

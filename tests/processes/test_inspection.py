@@ -117,19 +117,10 @@ def test_ended_trainer_is_not_inspected(no_recorder):
         os.close(descriptor)
 
 
-def test_threads_are_grouped_by_the_place_where_they_wait():
-    done = threading.Event()
-    threads = [threading.Thread(target=done.wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    text = inspection.process_description(os.getpid())
-    done.set()
-    for thread in threads:
-        thread.join()
-
-    assert text.startswith("state: R (running)")
-    counts = [int(line.split(" x ")[0]) for line in text.partition("threads:\n")[2].splitlines()]
-    assert sum(counts) >= 4
+def test_state_and_kernel_function_of_a_process_are_described():
+    assert inspection.process_description(os.getpid()) == "state: R (running)"
+    with trainer("time.sleep(60)") as (pid, _):
+        assert inspection.process_description(pid).startswith("state: S (sleeping)")
 
 
 STACKS = """Python v3.11.7 (/usr/bin/python3.11)
