@@ -103,7 +103,6 @@ class Inspection:
 
     @property
     def due_s(self) -> float:
-        """Time of the next check of the running inspection."""
         return time.monotonic() + CHECK_EVERY_S if self._thread is not None else math.inf
 
     def start(self, orders: InspectionOrders, now_s: float) -> str:
@@ -172,7 +171,6 @@ class Children:
 
     @property
     def due_s(self) -> float:
-        """Time of the next check of the children."""
         children = (self.aggregator, self._inspection, self.recording)
         return min(child.due_s for child in children if child is not None)
 
@@ -181,8 +179,7 @@ class Children:
         if self.aggregator:
             self.aggregator.replace_if_dead(now_s)
             self._poll_for("aggregator", self.aggregator.descriptor)
-        if (inspection_result := self._inspection.take_result(now_s)) is not None:
-            self.inspection_result = inspection_result
+        self.inspection_result = self._inspection.take_result(now_s) or self.inspection_result
         if (samples := self.recording.begin_or_end(now_s, ordinal, iterations_ns)) is not None:
             self.host_samples = [*self.host_samples[-1:], samples]  # the newest two
         self._poll_for("recording", self.recording.descriptor)

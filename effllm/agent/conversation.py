@@ -109,7 +109,6 @@ class Conversation:
         self._last_connected_s = 0.0  # at the end of the job: last time at which the link was connected
 
     def connect_to_newest(self) -> None:
-        """Connect to the newest address of the aggregator, if it has changed."""
         if self._connection.connect_to_newest():
             self._forget_answers()
 
@@ -162,7 +161,8 @@ class Conversation:
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
         measuring, status = self._measuring, self._measuring.status or ENDED
-        ends = (self._outbox.num_lost, *self._cost(), measuring.end_time_s, self._core_wait_s())
+        end_time_s = measuring.cutter.unix_s(measuring.end_ns)
+        ends = (self._outbox.num_lost, *self._cost(), end_time_s, self._core_wait_s())
         bye = wire.Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
         self._bye_sent = link.send(bye)
 
@@ -328,7 +328,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> wire.Hello:
         peer_group=facts.peer_group,
         replica=facts.replica,
         time_s=measuring.time_s(),
-        start_time_s=measuring.cutter.first_start_time_s,
+        start_time_s=measuring.cutter.unix_s(measuring.cutter.origin_ns),
         style=run_facts.style,
         evaluation_in_iterations=run_facts.evaluation_in_iterations,
         iterations_not_measured=run_facts.iterations_not_measured,

@@ -97,7 +97,6 @@ class AgentEvents:
             return self._unsent[0] if self._unsent else None
 
     def remove_oldest(self) -> None:
-        """Remove the oldest event after it was sent."""
         with self._lock:
             self._unsent.popleft()
 

@@ -65,7 +65,7 @@ class Measuring:
         self._trainer, self.devices = trainer, devices
         self.outbox = Outbox(trainer.config.history_size)
         self.status: str | None = None  # final status of the trainer
-        self.end_ns = 0
+        self.end_ns = 0  # end of the trainer
         self._next_fold_s = 0.0
         self._spans, self._has_spans = Spans(trainer.board), False
         self.values = InstrumentValues(trainer.board.values.write)
@@ -80,11 +80,6 @@ class Measuring:
             unix_minus_monotonic_s=unix_minus_monotonic_ns() * 1e-9,
         )
         self._add_records(slots)
-
-    @property
-    def end_time_s(self) -> float:
-        """End of the trainer, by the clock of reports."""
-        return self.cutter.unix_s(self.end_ns)
 
     def time_s(self) -> float:
         """Return the current time of the clock of reports."""
@@ -106,7 +101,8 @@ class Measuring:
         for edge_ns in sorted({*self.cutter.unreported_ends_ns, *self._spans.unanswered_ends_ns}):
             self.devices.request_samples(edge_ns)
         self._spans.answer_requests(self.devices, now_s)
-        while (ended := self.cutter.oldest_ended) is not None:
+        while self.cutter.unreported:
+            ended, _ = self.cutter.unreported[0]
             is_settled = self.devices.is_settled(ended.end_ns)
             ordinal = self._trainer.ring.read_state().ordinal
             # A loss is not awaited after a later iteration or the end of the trainer.
@@ -182,7 +178,8 @@ class Measuring:
         self.devices.take_samples()
         series = self.devices.series
         if series and series[0].newest_ns:
-            origin_ns = max(samples.oldest_ns for samples in series)  # the first time at which all devices have samples
+            # The first time at which all devices have samples.
+            origin_ns = max(one.samples[0].time_ns if one.samples else 0 for one in series)
         slots = self._trainer.ring.read_new()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._trainer.ring.read_state()

@@ -64,10 +64,7 @@ class DriverTime:
         self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
 
     def add_reading(self, took_s: float, *, is_gpu: bool, energy_only: bool) -> None:
-        """Add a reading of ``took_s`` seconds.
-
-        The average counts, not the maximum: other processes on the core delay about one reading in a hundred.
-        """
+        # The average counts, not the maximum: other processes on the core delay about one reading in a hundred.
         driver_s = max(took_s - (UNCOUNTED_GPU_S if is_gpu else UNCOUNTED_OTHER_S), 0.0)
         driver_s = min(driver_s, MAX_COUNTED_S)  # after one hanging call, sampling must not be slow for an hour
         if energy_only:

@@ -66,11 +66,6 @@ class Series:
         """The newest full sample, or ``None``."""
         return self.samples[-1] if self.samples else None
 
-    @property
-    def oldest_ns(self) -> int:
-        """Time of the oldest kept sample, 0 before the first."""
-        return self.samples[0].time_ns if self.samples else 0
-
     def allow_gap(self, max_gap_s: float) -> None:
         """Allow longer gaps between samples, because the device is read less often than configured."""
         self._max_gap_ns = max(self._max_gap_ns, int(max_gap_s / NS))
@@ -129,7 +124,6 @@ class Series:
         return replace(self._integrals_without_energy(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
 
     def _integrals_without_energy(self, start_ns: int, end_ns: int) -> Integrals:
-        """Return the integrals without energy."""
         memory = memory_s = utilization = utilization_s = 0.0
         for level, covered_s in self._memory_levels(start_ns, end_ns):
             memory += level * covered_s
@@ -194,7 +188,6 @@ class Series:
         )
 
     def _sums_without_energy(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]] = ()) -> DeviceWindow:
-        """Return the readings without energy."""
         gauges = self._iteration_gauges(start_ns, end_ns, outside)
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}

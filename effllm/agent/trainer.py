@@ -31,15 +31,11 @@ class Trainer:
         self.config = facts.config
         self.place = facts.place
         self.rank = self.place.rank
+        self.is_first_of_host = self.place.local_rank == 0  # whether the rank's agent reports for the whole host
         self.pid = facts.trainer_pid
         self.exit_status = ExitStatus(self.pid, descriptor)
         self.agent = uuid.uuid4().hex[:16]  # identifies the agent in all messages
         self._address = FoundAddress()  # result of the search for the aggregator
-
-    @property
-    def is_first_of_host(self) -> bool:
-        """Whether the rank's agent reports for the whole host."""
-        return self.place.local_rank == 0
 
     def is_gone(self) -> bool:
         """Whether a trainer without a pidfd has ended; with a pidfd, the agent's poll reports the end."""

@@ -160,12 +160,13 @@ class WindowCutter:
         self._log_interval, self._offset = log_interval, offset
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
         # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
-        self._start_ns = self._origin_ns = origin_ns
+        self._start_ns = self.origin_ns = origin_ns
         self._first_ordinal = 1
         self._totals, self._num_overwritten_before = _NO_TOTALS, 0
         self._newest: ring.Slot | None = None  # the last iteration
         self._newest_totals = _NO_TOTALS
-        self._unreported: deque[tuple[ring.Slot, int]] = deque()  # of ended windows: last iteration, overwritten
+        #: Ended windows without a report, the oldest first: last iteration, number of overwritten iterations so far.
+        self.unreported: deque[tuple[ring.Slot, int]] = deque()
         self._phases: list[Phase] = []
         self._values = IterationValues()
         self._shown_minus_ordinal = offset
@@ -185,24 +186,14 @@ class WindowCutter:
         return time_ns * NS + self._unix_minus_monotonic_s
 
     @property
-    def first_start_time_s(self) -> float:
-        """Start of the first window, in unix time."""
-        return self.unix_s(self._origin_ns)
-
-    @property
     def last_ordinal(self) -> int:
         """Ordinal of the last ended iteration, 0 before the first."""
         return self._newest.ordinal if self._newest else 0
 
     @property
-    def oldest_ended(self) -> ring.Slot | None:
-        """Last iteration of the oldest ended window without a report, or ``None``."""
-        return self._unreported[0][0] if self._unreported else None
-
-    @property
     def unreported_ends_ns(self) -> list[int]:
         """Ends of the ended windows without a report, oldest first."""
-        return [iteration.end_ns for iteration, _ in self._unreported]
+        return [iteration.end_ns for iteration, _ in self.unreported]
 
     @property
     def possible_bounds_ns(self) -> list[int]:
@@ -217,7 +208,7 @@ class WindowCutter:
     def add_record(self, slot: ring.Slot) -> None:
         if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
             # The first iteration or phase began before the agent's first window.
-            self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)
+            self._start_ns = self.origin_ns = min(self._start_ns, slot.start_ns)
         self._values.add_record(slot)
         if slot.kind in (ring.ITERATION, ring.PHASE, ring.END):
             slot = _without_falls(slot, self._newest_totals)
@@ -248,13 +239,13 @@ class WindowCutter:
         self._newest = self._newest_totals = slot
         # If the record at a window's boundary was overwritten, the window ends at the next boundary.
         if (slot.ordinal + self._offset) % self._log_interval == 0:
-            self._unreported.append((slot, self._num_overwritten))
+            self.unreported.append((slot, self._num_overwritten))
 
     def take_report(self, series: Sequence[Series]) -> RankReport | None:
         """Return the report of the oldest ended window, or ``None`` if no window has ended."""
-        if not self._unreported:
+        if not self.unreported:
             return None
-        iteration, num_overwritten = self._unreported.popleft()
+        iteration, num_overwritten = self.unreported.popleft()
         return self._make_report(iteration.ordinal, iteration.end_ns, iteration, num_overwritten, series, final=False)
 
     def take_last_report(self, series: Sequence[Series], end_ns: int) -> RankReport:

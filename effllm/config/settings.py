@@ -61,7 +61,6 @@ class Variable(NamedTuple):
         return self.default_word or _shell_text(getattr(Config(), self.field))
 
     def text_in(self, config: Config) -> str:
-        """Return this setting's text in ``config``."""
         is_default_word = self.default_word and config.min_window_s  # above 0 only if LOG_INTERVAL has its word
         return self.default_word if is_default_word else _shell_text(getattr(config, self.field))
 

@@ -19,8 +19,6 @@ PERCENTILES = (5, 25, 50, 75, 95, 99)
 NAN = float("nan")
 #: Number of newest values that are kept of each series: they take 320 kB, as a float in a deque takes 32 bytes.
 MAX_RECENT = 10_000
-
-
 #: Number of new values that are added to the moments together.  A larger number makes a longer pause of one iteration.
 ADD_TOGETHER = 32
 _adding_lock = threading.Lock()  # it is never waited for

@@ -120,7 +120,6 @@ class Store:
         return True
 
     def read(self) -> dict[str, str] | None:
-        """Return the record, if it exists."""
         try:
             if not self._store.check([self.key]):
                 return None

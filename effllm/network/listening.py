@@ -122,12 +122,9 @@ def open_files_remedy(peers: int) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == _UNLIMITED or hard >= least:
         return ""
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, least))
-    except (ValueError, OSError):
-        return _remedy(least, hard)
+    remedy = raise_open_files_limit(least)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return ""
+    return remedy
 
 
 def raise_open_files_limit(least: int = 0) -> str:
@@ -141,13 +138,9 @@ def raise_open_files_limit(least: int = 0) -> str:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    if soft != _UNLIMITED and soft < least:
-        return _remedy(least, soft)
-    return ""
-
-
-def _remedy(least: int, allowed: int) -> str:
+    if soft == _UNLIMITED or soft >= least:
+        return ""
     return (
-        f"{least} open files are needed and {allowed} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
+        f"{least} open files are needed and {soft} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
         f"shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={least} of the systemd service"
     )

@@ -151,7 +151,6 @@ class Outbox:
         return rows
 
     def mark_sent(self, count: int) -> None:
-        """Mark ``count`` more reports as in flight."""
         self._num_in_flight = min(self._num_in_flight + count, len(self._rows))
         if self._num_in_flight:
             self._newest_sent = max(self._newest_sent, self._rows[self._num_in_flight - 1][0])

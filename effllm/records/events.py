@@ -108,7 +108,6 @@ _UNKNOWN = Kind(ONCE, "")
 
 
 def level_of(kind: str) -> str:
-    """Return the level of a kind."""
     return KINDS.get(kind, _UNKNOWN).level
 
 

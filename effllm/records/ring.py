@@ -123,7 +123,6 @@ if _VALUES.size != _VALUES_SPLIT + _RARE.size or _SEALED.size > _SLOT_BYTES or _
 
 
 def ring_bytes(slots: int) -> int:
-    """Return the size of a ring of ``slots`` records."""
     return _SLOTS_AT + slots * _SLOT_BYTES
 
 

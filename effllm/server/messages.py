@@ -234,7 +234,6 @@ class Acknowledgement:
         self._acknowledge(sequences)
 
     def _write_closed(self, closed: Sequence[Closed]) -> bool:
-        """Write windows; return whether there are any."""
         if closed:
             self._write(closed)
             self._pace.count_closed(len(closed))

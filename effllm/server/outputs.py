@@ -181,8 +181,7 @@ def _send_events(sink: Sink, events: Sequence[Event]) -> None:
 class Closeable(Protocol):
     """The target of a writer."""
 
-    def close(self) -> None:
-        """Release the resources of the target."""
+    def close(self) -> None: ...
 
 
 Target = TypeVar("Target", bound=Closeable)

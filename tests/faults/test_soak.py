@@ -178,7 +178,7 @@ def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
                 cutter.add_record(slot)
             for track in tracks:
                 track.take_samples()
-                track.request_samples(cutter.oldest_ended.end_ns)
+                track.request_samples(cutter.unreported[0][0].end_ns)
             outbox.add_report(cutter.take_report([track.series for track in tracks if track.series]))
             outbox.mark_sent(1)
             if number % 1000 == 0:

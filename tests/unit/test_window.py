@@ -157,7 +157,7 @@ def test_unread_quantity_is_none_and_has_no_coverage():
 def test_a_sample_that_is_not_newer_is_dropped():
     one = series(Sample(2 * NS, power_w=1.0), Sample(2 * NS, power_w=9.0), Sample(NS, power_w=9.0))
 
-    assert (one.oldest_ns, one.newest_ns) == (2 * NS, 2 * NS)
+    assert (one.samples[0].time_ns, one.newest_ns) == (2 * NS, 2 * NS)
     assert one.peak(0, 3 * NS, "power_w") == 1.0
 
 
@@ -178,7 +178,7 @@ def test_dropped_samples_do_not_change_later_integrals():
     one.forget_before(MADE_NS + int(4.5 * NS))
 
     assert one.integrals(MADE_NS + int(4.5 * NS), MADE_NS + 8 * NS) == before
-    assert one.oldest_ns == MADE_NS + 4 * NS
+    assert one.samples[0].time_ns == MADE_NS + 4 * NS
 
 
 def test_difference_of_integrals_is_never_negative():
