@@ -9,12 +9,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from effllm.agent.events import AgentEvents, Notices
-from effllm.agent.inspection import InspectionOrders, InspectionResult, inspect
+from effllm.agent.inspection import InspectionResult, inspect
 from effllm.agent.stack_recording import IterationsNs, StackRecording
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, WHY_NO_RESOURCES, pidfd, spawn
@@ -105,12 +107,12 @@ class Inspection:
     def due_s(self) -> float:
         return time.monotonic() + CHECK_EVERY_S if self._thread is not None else math.inf
 
-    def start(self, orders: InspectionOrders, now_s: float) -> str:
+    def start(self, work: Callable[[], InspectionResult], now_s: float) -> str:
         """Start an inspection, unless one is running; return the error of the start, or an empty string."""
         if self._thread is not None:
             return ""
         results = self._results = []  # a late thread has its own list
-        thread = threading.Thread(target=lambda: results.append(inspect(orders)), name="inspection", daemon=True)
+        thread = threading.Thread(target=lambda: results.append(work()), name="inspection", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no memory, or too many threads
@@ -187,14 +189,10 @@ class Children:
     def inspect(self, run_folder: str) -> None:
         """Start an inspection of the agent's own trainer, after a stall of the job."""
         iteration = self._trainer.ring.read_state().ordinal + self._trainer.facts.first_iteration
-        orders = InspectionOrders(
-            pid=self._trainer.pid,
-            rank=self._trainer.rank,
-            trainer=self._trainer.descriptor,
-            folder=run_folder,
-            name=f"rank-{self._trainer.rank}-iteration-{iteration}",
-        )
-        if why := self._inspection.start(orders, time.monotonic()):
+        trainer, rank = self._trainer, self._trainer.rank
+        copy = Path(run_folder) / "stacks" / f"rank-{rank}-iteration-{iteration}.nccl" if run_folder else None
+        work = partial(inspect, trainer.pid, trainer.descriptor, rank, copy)
+        if why := self._inspection.start(work, time.monotonic()):
             self.inspection_result = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
 
     def _poll_for(self, child: str, descriptor: int) -> None:

@@ -36,16 +36,6 @@ PY_SPY_S = 10.0
 MAX_TOP = 200
 
 
-class InspectionOrders(Struct, frozen=True):
-    """The process to inspect, and the folder for its dump."""
-
-    pid: int
-    rank: int
-    trainer: int  # pidfd, or -1
-    folder: str  # folder for copies of dumps; empty: no copies
-    name: str  # name of the copied files
-
-
 class InspectionResult(Struct, frozen=True):
     """The result of an inspection."""
 
@@ -53,19 +43,22 @@ class InspectionResult(Struct, frozen=True):
     top: str  # position of the main thread, in short form
 
 
-def inspect(orders: InspectionOrders) -> InspectionResult:
-    """Inspect a trainer: at most 10 s for its stacks, and at most 10 s for the dump of its NCCL flight recorder."""
-    if has_ended(orders.trainer):
+def inspect(pid: int, descriptor: int, rank: int, copy: Path | None) -> InspectionResult:
+    """Inspect a trainer: at most 10 s for its stacks, and at most 10 s for the dump of its NCCL flight recorder.
+
+    ``descriptor`` is its pidfd, or -1; ``copy`` is the path for a copy of the dump, in the folder ``stacks``.
+    """
+    if has_ended(descriptor):
         return InspectionResult("the training process has ended\n", "ended")
     began_s = time.time()
     environ = process_environ()
     # The trainer writes the dump while py-spy reads the stacks; a stopped process writes no dump.
-    is_requested = request_dump(orders.rank, environ)
+    is_requested = request_dump(rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
-    process = process_description(orders.pid)
-    stacks, top = _stacks_and_top(orders.pid)
-    dump = _dump_line(orders, is_requested, began_s)
-    parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
+    process = process_description(pid)
+    stacks, top = _stacks_and_top(pid)
+    dump = _dump_line(pid, rank, copy, is_requested, began_s)
+    parts = [f"rank {rank}, process {pid}, {stamp}", process, stacks, *([dump] if dump else [])]
     top = top or process.removeprefix("state: ")
     return InspectionResult(bounded("\n\n".join(parts) + "\n"), top)
 
@@ -113,23 +106,17 @@ def _stacks_and_top(pid: int) -> tuple[str, str]:
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
 
 
-def _dump_line(orders: InspectionOrders, is_requested: bool, began_s: float) -> str:
-    paths = dump_paths(orders.rank, process_environ())
+def _dump_line(pid: int, rank: int, copy: Path | None, is_requested: bool, began_s: float) -> str:
+    paths = dump_paths(rank, process_environ())
     try:
-        if is_requested:
-            dump = wait_for_dump(paths, began_s)
-        else:  # torch may have written a dump after its own timeout, without a request
-            # The time of /proc/PID is that of its first lookup, which may be later than a dump.
-            dump = newest_dump(paths, psutil.Process(orders.pid).create_time())
+        # Without a request, torch may have written a dump after its own timeout. The time of /proc/PID is that of its
+        # first lookup, which may be later than a dump.
+        dump = wait_for_dump(paths, began_s) if is_requested else newest_dump(paths, psutil.Process(pid).create_time())
         if dump is None:
             return "the NCCL flight recorder did not write the requested dump" if is_requested else ""
         text = f"dump of the NCCL flight recorder: {dump}"
-        if orders.folder and Path(orders.folder).is_dir():
-            copied = Path(orders.folder) / "stacks" / f"{orders.name}.nccl"
-            if copy_dump(dump, copied):
-                text += (
-                    f", copied to stacks/{copied.name}; python -m torch.distributed.flight_recorder.fr_trace reads it"
-                )
+        if copy is not None and copy.parents[1].is_dir() and copy_dump(dump, copy):
+            text += f", copied to stacks/{copy.name}; python -m torch.distributed.flight_recorder.fr_trace reads it"
     except (OSError, psutil.Error) as error:
         return f"no dump of the NCCL flight recorder: {error}"
     return text

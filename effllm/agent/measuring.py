@@ -35,7 +35,6 @@ from effllm.records.rank import (
     Allocator,
     Event,
     RankReport,
-    Sample,
     ValueStatistics,
 )
 from effllm.records.ring import END as END_RECORD
@@ -278,16 +277,10 @@ class RankMemory:
         last = self._device_watch.last
         if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
             return None
-        if (other := _bytes_outside_torch(gpu.newest, last.reserved)) is not None:
-            self._other_bytes.append(other)
+        if gpu.newest.memory_bytes is not None:  # the driver, the CUDA context, libraries and other processes
+            of_driver = gpu.newest.gauges.get("memory_reserved_bytes", 0.0)
+            self._other_bytes.append(max(gpu.newest.memory_bytes - last.reserved, 0.0) + of_driver)
         return gpu.device.memory_total_bytes - statistics.median(self._other_bytes) if self._other_bytes else None
-
-
-def _bytes_outside_torch(sample: Sample, reserved: float) -> float | None:
-    """Return the memory of a device that the driver, the CUDA context, libraries and other processes have."""
-    if sample.memory_bytes is None:
-        return None
-    return max(sample.memory_bytes - reserved, 0.0) + sample.gauges.get("memory_reserved_bytes", 0.0)
 
 
 class _NameSums(Moments):

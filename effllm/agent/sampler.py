@@ -93,19 +93,9 @@ class DriverTime:
         return min(count, paid)
 
     @property
-    def full_apart_s(self) -> float:
-        """Mean seconds between the full readings that the budget allows; 0 if calls take no time."""
-        return min(self.full_s / FULL_SHARE, MAX_INTERVAL_S)
-
-    @property
     def edge_apart_s(self) -> float:
         """Mean seconds between the readings at edges that the budget allows; 0 if calls take no time."""
         return min(self.energy_s / EDGE_SHARE, MAX_INTERVAL_S)
-
-    @property
-    def power_apart_s(self) -> float:
-        """Seconds between the power readings of a GPU without an energy counter that the budget allows."""
-        return self.energy_s / POWER_SHARE
 
 
 class Sampler:
@@ -204,7 +194,7 @@ class Sampler:
     @property
     def slow_interval_s(self) -> float | None:
         """Seconds between samples of a device with slow calls; ``None`` if calls are fast enough for the interval."""
-        slow_s = self.driver.full_apart_s
+        slow_s = min(self.driver.full_s / FULL_SHARE, MAX_INTERVAL_S)  # the budget allows these full readings
         return None if slow_s <= self._interval_s or self._is_node_sensor else slow_s
 
     def stop(self, timeout_s: float) -> bool:
@@ -252,7 +242,7 @@ class Sampler:
         """Return the time of the next power-only reading; `NEVER_NS` for a device with an energy counter."""
         if device.energy_method != INSTANT or not device.is_gpu or device.only_power:
             return NEVER_NS
-        apart_s = max(POWER_EVERY_S, self.driver.power_apart_s)
+        apart_s = max(POWER_EVERY_S, self.driver.energy_s / POWER_SHARE)
         # Random intervals: readings in step with iterations would always show the same part of an iteration.
         return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - not a secret
 

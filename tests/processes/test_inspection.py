@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jobs
@@ -17,7 +18,7 @@ from jobs import needs_py_spy
 
 from effllm.agent import inspection, proc
 from effllm.agent.children import Inspection
-from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
+from effllm.agent.inspection import InspectionResult, bounded, inspect, top_of
 from effllm.agent.proc import process_state
 from effllm.records.wire import MAX_STACK
 from effllm.trainer import session
@@ -43,8 +44,8 @@ def trainer(body: str, *, stopped: bool = False, arguments=()):
             os.close(descriptor)
 
 
-def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -> InspectionOrders:
-    return InspectionOrders(pid, rank, descriptor, str(folder), f"rank-{rank}-iteration-1234")
+def inspected(pid: int, descriptor: int, folder: Path | None = None) -> InspectionResult:
+    return inspect(pid, descriptor, 17, folder and folder / "stacks" / "rank-17-iteration-1234.nccl")
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def no_recorder(monkeypatch, tmp_path):
 def test_stack_of_a_hanging_trainer_is_reported(no_recorder, body, stopped):
     body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
     with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
-        found = inspect(orders(pid, descriptor))
+        found = inspected(pid, descriptor)
         state = process_state(pid)
 
     assert found.top.startswith("wait_for_data (")
@@ -79,7 +80,7 @@ def test_missing_py_spy_is_reported_with_the_state_of_the_trainer(no_recorder, m
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         monkeypatch.setattr(proc.shutil, "which", lambda _: None)
         monkeypatch.setattr(proc.sys, "executable", "/nowhere/python")
-        found = inspect(orders(pid, descriptor))
+        found = inspected(pid, descriptor)
 
     assert "no stacks: py-spy is not installed (pip install 'effllm[forensics]')" in found.text
     assert found.top.startswith("T (stopped)")
@@ -111,7 +112,7 @@ def test_ended_trainer_is_not_inspected(no_recorder):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         descriptor = os.pidfd_open(process.pid)
     try:
-        assert inspect(orders(process.pid, descriptor)).top == "ended"
+        assert inspected(process.pid, descriptor).top == "ended"
         assert process_state(process.pid) == ""
     finally:
         os.close(descriptor)
@@ -155,8 +156,8 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
     one = Inspection()
     before = threading.active_count()
     with trainer("time.sleep(0.01)", stopped=True) as (pid, descriptor):
-        assert one.start(orders(pid, descriptor), 0.0) == ""
-        assert one.start(orders(pid, descriptor), 0.0) == ""
+        assert one.start(partial(inspected, pid, descriptor), 0.0) == ""
+        assert one.start(partial(inspected, pid, descriptor), 0.0) == ""
         assert threading.active_count() == before + 1
         assert one.due_s < float("inf")
         found = jobs.until(lambda: one.take_result(1.0))
@@ -165,10 +166,9 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
     assert one.due_s == float("inf")
 
 
-def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder, monkeypatch):
+def test_inspection_of_a_trainer_ends_at_its_timeout(no_recorder):
     one, ended = Inspection(), threading.Event()
-    monkeypatch.setattr("effllm.agent.children.inspect", lambda _orders: ended.wait(60.0))
-    one.start(orders(os.getpid(), -1), 0.0)
+    one.start(lambda: ended.wait(60.0), 0.0)
     assert one.take_result(24.0) is None
 
     assert one.take_result(25.5).top == "unknown: the inspection took more than 25 s"
@@ -183,7 +183,7 @@ def test_inspection_that_cannot_start_returns_the_reason(monkeypatch):
 
     monkeypatch.setattr("effllm.agent.children.threading.Thread.start", refuse)
 
-    assert "can't start new thread" in Inspection().start(orders(1, -1), 0.0)
+    assert "can't start new thread" in Inspection().start(lambda: None, 0.0)
 
 
 # --- the NCCL flight recorder: a pipe and a file as torch makes them, without torch ---
@@ -233,7 +233,7 @@ def test_flight_recorder_dump_is_requested_and_copied_unchanged(monkeypatch, tmp
     with Recorder(tmp_path, 17) as recorder, trainer("time.sleep(1)") as (pid, descriptor):
         for name, value in recorder.environ.items():
             monkeypatch.setenv(name, value)
-        found = inspect(orders(pid, descriptor, run))
+        found = inspected(pid, descriptor, run)
 
     copied = run / "stacks" / "rank-17-iteration-1234.nccl"
     assert f"dump of the NCCL flight recorder: {recorder.dump}, copied to stacks/{copied.name}" in found.text
@@ -249,9 +249,9 @@ def test_path_of_a_recent_dump_of_torch_is_reported(monkeypatch, tmp_path):
     dump.write_bytes(b"dump")
     with trainer("time.sleep(1)") as (pid, descriptor):
         os.utime(dump, (1e9, 1e9))
-        earlier = inspect(orders(pid, descriptor))
+        earlier = inspected(pid, descriptor)
         dump.touch()
-        later = inspect(orders(pid, descriptor))
+        later = inspected(pid, descriptor)
 
     assert "flight recorder" not in earlier.text
     assert f"dump of the NCCL flight recorder: {dump}" in later.text
@@ -263,7 +263,7 @@ def test_dump_from_before_the_first_look_at_a_process_is_found(monkeypatch, tmp_
     with trainer("time.sleep(2)") as (pid, descriptor):
         (tmp_path / "trace_17").write_bytes(b"dump")
         time.sleep(0.5)
-        found = inspect(orders(pid, descriptor))
+        found = inspected(pid, descriptor)
 
     assert f"dump of the NCCL flight recorder: {tmp_path}/trace_17" in found.text
 
