@@ -87,13 +87,6 @@ def test_model_that_cannot_be_built_is_refused_with_the_reason(tmp_path, changes
     assert done.stderr.endswith("give --params N\n") and len(done.stderr.splitlines()) == 1
 
 
-def test_absurd_number_of_layers_is_refused_at_once(tmp_path):
-    done = fit(tmp_path, {**ERNIE, "num_hidden_layers": 10**9})
-
-    assert done.exit_code == 2
-    assert "num_hidden_layers is 1000000000: a number from 1 to 10,000 is possible" in done.stderr
-
-
 def test_building_ends_at_the_deadline(monkeypatch):
     monkeypatch.setattr(model_count, "DEADLINE_S", 0.5)
 

@@ -63,15 +63,12 @@ def test_arguments_without_switches_are_the_gpt_of_megatron():
     ("argument", "text"),
     [
         ("--num-layers many", "--num-layers is 'many', not a whole number"),
-        ("--num-layers 1e3", "--num-layers is '1e3', not a whole number"),
         ("--hidden-size 0", "--hidden-size is 0: a number from 1 to 100,000,000 is possible"),
-        ("--ffn-hidden-size -3", "--ffn-hidden-size is -3: a number from 1"),
         ("--num-attention-heads 33", "--num-attention-heads"),
         ("--num-layers $UNSET", r"--num-layers is \$UNSET, which has no value in the script"),
         ("--num-experts 8 --moe-layer-freq f(3)", "a whole number or a list such as"),
         ("--hybrid-override-pattern M-M*", "--hybrid-override-pattern: only the GPT model of Megatron is known"),
         ("--vocab-size=", "have no --vocab-size: Megatron reads it from the tokenizer"),
-        ("--num-attention-heads=", "the arguments have no --num-attention-heads"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_named(argument, text):
@@ -83,7 +80,6 @@ def test_an_argument_that_cannot_be_read_is_named(argument, text):
     ("argument", "note"),
     [
         ("--pipeline-model-parallel-size $PP", "--pipeline-model-parallel-size is $PP, which has no value"),
-        ("--context-parallel-size $((GPUS / 2))", "--context-parallel-size is $((GPUS / 2)), which has no value"),
         ("--optimizer new", "--optimizer new is estimated as AdamW"),
         ("--spec my_plugin.hybrid get_spec", "--spec names layers of another module"),
     ],
@@ -100,11 +96,8 @@ def test_settings_that_are_not_read_have_a_note(argument, note):
     [
         ("A=1\nB=45\n--num-layers $((A + B)) --hidden-size 8", "46"),
         ("A=3\n--num-layers $(( $A * (4 - 2) / 4 )) --hidden-size 8", "1"),
-        ("A=2\nB=$((A * 8))\n--num-layers ${B} --hidden-size 8", "16"),
-        ("A=7\n--num-layers ${LAYERS:-${A}} --hidden-size 8", "7"),
         ("--num-layers ${LAYERS:-${A:-5}} --hidden-size 8", "5"),
         ("--num-layers $((A + 1)) --hidden-size 8", "$((A + 1))"),
-        ("--num-layers $((__import__)) --hidden-size 8", "$((__import__))"),
         ("--num-layers $((9 ** 9 ** 9)) --hidden-size 8", "$((9 ** 9 ** 9))"),
         ("--num-layers $((1 / 0)) --hidden-size 8", "$((1 / 0))"),
     ],
@@ -153,13 +146,9 @@ def test_yaml_of_axolotl_is_a_model_and_its_plan(tmp_path):
     ("changes", "settings"),
     [
         ({}, {"precision": "bf16", "checkpointing": "none"}),
-        ({"bf16": None, "fp16": True}, {"precision": "fp16-mixed"}),
         ({"bf16": False, "float16": True}, {"precision": "fp16"}),
         ({"bf16": None}, {"precision": "fp32"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"precision": "bf16-zero", "zero": 2}),
-        ({"fsdp_config": {"reshard_after_forward": False}}, {"precision": "bf16", "zero": 2}),
         ({"context_parallel_size": 4, "tensor_parallel_size": 2}, {"cp": 4, "tp": 2}),
-        ({"attn_implementation": "flash_attention_2"}, {"attention": "flash"}),
         ({"fsdp": ["shard_grad_op", "auto_wrap"]}, {"zero": 2}),
         ({"fsdp_config": {"activation_checkpointing": True}}, {"zero": 3, "checkpointing": "full"}),
     ],
@@ -179,9 +168,7 @@ def test_full_training_of_axolotl(changes, settings):
     [
         ({}, {"lora_rank": 8, "lora_targets": "all", "precision": "bf16", "checkpointing": "full"}),
         ({"quant_bits": 4, "target_modules": ["q_proj", "v_proj"]}, {"base_bits": 4, "lora_targets": "qv"}),
-        ({"train_type": "full"}, {"precision": "bf16"}),
         ({"tuner_type": "full", "deepspeed": "zero3"}, {"precision": "bf16-zero", "zero": 3}),
-        ({"attn_impl": "flash_attn", "gradient_checkpointing": False}, {"attention": "flash", "checkpointing": "none"}),
         ({"tensor_model_parallel_size": 2, "micro_batch_size": 4}, {"tp": 2, "micro_batch": 4, "zero": 0}),
     ],
 )
@@ -198,24 +185,17 @@ def test_yaml_of_swift_is_a_model_and_its_plan(tmp_path, changes, settings):
 @cases(
     ("stated", "unread"),
     [
-        ("plugins: [a]\nfp8: true\nrl: grpo", ["plugins", "fp8", "rl"]),
         ("a_new_option: 1\nlogging_steps: 5\noutput_dir: x\nlearning_rate: 0.1", ["a_new_option"]),
         ("fp8: false\nrl:\nqat: {}\nrelora: none\nlora_dropout: 0.0\nplugins: []\nfp16: auto", []),
-        ("lora_dropout: 0.05\nlora_alpha: 16", ["lora_dropout"]),
         ("qat: {weight_dtype: int4}\ntrl: {beta: 1, use_vllm: true}", ["qat", "trl"]),
         ("qat: {enabled: false, weight_dtype: int4}", []),
-        ("special_tokens: {pad_token: x}\ngradient_checkpointing_kwargs: {use_reentrant: false}", []),
         (
             "fsdp_config: {reshard_after_forward: true, fsdp_version: 2, forward_prefetch: true}",
             ["fsdp_config.forward_prefetch"],
         ),
-        ("fsdp_config: {limit_all_gathers: false}", ["fsdp_config.limit_all_gathers"]),
         ("dp_shard_size: 1\ndp_replicate_size: 2", ["dp_replicate_size"]),
         ("deepspeed: {zero_optimization: {stage: 3, overlap_comm: true, stage3_max_reuse_distance: 1e9}}", []),
-        ("deepspeed: {zero_optimization: {stage: 2, overlap_comm: true}}", ["zero_optimization.overlap_comm"]),
-        ("deepspeed: {fp16: {enabled: true}, optimizer: {type: AdamW, params: {lr: 1}}}", []),
         ("deepspeed: {optimizer: {type: Lamb, params: {lr: 1}}}", ["optimizer"]),
-        ("deepspeed: {activation_checkpointing: {cpu_checkpointing: true}}", ["activation_checkpointing"]),
     ],
 )
 def test_what_a_yaml_states_and_the_estimate_does_not_contain_is_listed(tmp_path, stated, unread):
@@ -234,7 +214,6 @@ def test_what_a_yaml_states_and_the_estimate_does_not_contain_is_listed(tmp_path
         ("--fp8-format hybrid --moe-latent-size 8", ["not in the estimate: --fp8-format and --moe-latent-size"]),
         ("--expert-tensor-parallel-size 1", ["not in the estimate: --expert-tensor-parallel-size"]),
         ("--expert-tensor-parallel-size 1 --tensor-model-parallel-size 1", []),
-        ("--a-new-argument", ["not in the estimate: --a-new-argument"]),
         ("--lr 1e-4 --save x --attention-dropout 0.0 --sequence-parallel --recompute-num-layers 1 --rdzv-id 1", []),
     ],
 )
@@ -249,7 +228,6 @@ def test_arguments_of_megatron_that_are_not_estimated_are_listed(tmp_path, argum
     ("arguments", "expected"),
     [
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero": 3}),
-        ("--use-torch-fsdp2", {"zero": 3}),
         ("--optimizer muon", {"optimizer": "muon"}),
         ("--grad-reduce-in-bf16", {"precision": "bf16-zero"}),
     ],
@@ -297,11 +275,9 @@ def test_a_vocabulary_is_that_of_the_option_or_of_a_known_tokenizer(tmp_path):
     ("changes", "expected"),
     [
         ({}, {"lora_rank": 8, "precision": "bf16", "micro_batch": 2, "checkpointing": "full"}),
-        ({"quantization_bit": 4}, {"base_bits": 4}),
         ({"finetuning_type": "full"}, {"precision": "bf16-mixed"}),
         ({"finetuning_type": "full", "pure_bf16": True}, {"precision": "bf16"}),
         ({"optim": "paged_adamw_8bit", "flash_attn": "disabled"}, {"optimizer": "adamw-8bit", "attention": "eager"}),
-        ({"lora_target": "q_proj,v_proj"}, {"lora_targets": "qv"}),
     ],
 )
 def test_settings_of_llama_factory(changes, expected):
@@ -318,18 +294,13 @@ def test_settings_of_llama_factory(changes, expected):
     [
         ({"stage": "dpo"}, None, "stage dpo is estimated as sft"),
         ({"finetuning_type": "oft"}, None, "oft is estimated as LoRA"),
-        ({"enable_liger_kernel": True}, None, "not in the estimate: enable_liger_kernel"),
         (
             {},
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
             "not in the estimate: zero_optimization.offload_optimizer",
         ),
-        ({}, {"tensor_parallel": {"autotp_size": 2}}, "not in the estimate: tensor_parallel"),
         ({"lora_target": "q_proj,up_proj"}, None, "lora_target q_proj, up_proj is estimated as --lora-targets all"),
-        ({"lora_target": [1]}, None, "lora_target 1 is estimated as --lora-targets all"),
-        ({"fsdp": "hybrid_shard auto_wrap"}, None, "HYBRID_SHARD is estimated as FULL_SHARD"),
         ({"fsdp": ["full_shard", "offload"]}, None, "fsdp offload is not estimated"),
-        ({"optim": "new"}, None, "optim new is estimated as AdamW"),
         ({"tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}, None, "recompute_num_layers"),
     ],
 )
@@ -342,7 +313,6 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
 @cases(
     ("fields", "text"),
     [
-        ({"mixed_precision": "fp8"}, "mixed_precision fp8 is not estimated"),
         (
             {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
             "dp_replicate_size is estimated as sharding between all GPUs",
@@ -351,7 +321,6 @@ def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}},
             "not in the estimate: deepspeed_config.offload_param_device",
         ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "as FULL_SHARD"),
     ],
 )
 def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
@@ -367,7 +336,6 @@ MEGATRON_SWITCHES = ("sequence_parallelism", "recompute_activations", "use_distr
     ("fields", "expected"),
     [
         ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"precision": "bf16-mixed"}),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"zero": 2}),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": True}}, {"zero": 3}),
         (
             {"parallelism_config": {f"parallelism_config_{name}_size": 2 for name in ("tp", "cp", "dp_shard")}},
@@ -410,25 +378,13 @@ def test_a_yaml_names_its_model_and_its_deepspeed_config(tmp_path):
         ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: none.json\n", "none.json, which is not there"),
         ("a.yaml", "model_name_or_path: qwen3-8b\ndeepspeed: deep.zero.json\n", "maximum recursion"),
         ("a.yaml", "a: [", "is not YAML"),
-        ("a.yaml", "model_name_or_path: a.yaml\n", "a.yaml, which is not a model"),
-        ("a.yaml", "lr: 1\n", "neither of LLaMA-Factory"),
         ("a.yaml", "model_name_or_path: company/gated\n", "nothing is downloaded"),
         ("a.yaml", "model_name_or_path: qwen3-8b\ncutoff_len: long\n", "cutoff_len is 'long'"),
         ("a.yaml", "model_name_or_path: [a]\n", r"model_name_or_path is \['a'\]: give a name of the table"),
-        ("a.yaml", "model_name_or_path:\n", "model_name_or_path is None"),
         ("a.yaml", "model_name_or_path: qwen3-8b\nlora_rank: -1\n", "a.yaml: lora_rank is -1: a number from 1"),
-        (
-            "a.yaml",
-            "model_name_or_path: qwen3-8b\ncutoff_len: 10000000000\n",
-            "cutoff_len is 10000000000: a number from 1",
-        ),
-        ("a.yaml", "model_name_or_path: qwen3-8b\nquantization_bit: four\n", "quantization_bit is 'four'"),
         ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 0\n", "num_processes is 0: a number from 1"),
-        ("empty.json", "", "empty.json is empty: give the config.json"),
         ("list.json", "[]", "it has no fields: give the config.json"),
-        ("deep.json", "[" * 100_000, "is not JSON: maximum recursion depth"),
         ("model.safetensors", "\0\udcff", "is not a text file: give the config.json"),
-        ("a.yaml", "model_name_or_path: mistralai/Mistral-7B-Instruct-v0.3\n", "nothing is downloaded"),
         ("a.yaml", "model_name_or_path: company/Meta-Llama-3-8B-Instruct-GPTQ\n", "nothing is downloaded"),
         ("run.sh", "torchrun train.py\n", "neither JSON nor a script of Megatron with the sizes"),
         ("run.sh", "pretrain --num-layers 2 --hidden-size 8\n", "no --num-attention-heads"),

@@ -303,15 +303,6 @@ def test_relations_outlive_the_object_that_made_them():
     assert column(effllm.load(GOLDEN).windows, "window_number") == [1, 2, 3, 4]
 
 
-def test_queries_join_tables_by_folder(tmp_path):
-    for name in ("a", "b"):
-        copy_golden(tmp_path / name)
-
-    assert effllm.load(tmp_path).sql(
-        "SELECT run_id, count(*), sum(w.tokens) FROM runs JOIN windows w USING (folder, run_id) GROUP BY 1 ORDER BY 1"
-    ).fetchall() == [("a", 4, 840_000), ("b", 4, 840_000)]
-
-
 ONE_INVALID = ("windows-0002.jsonl", "1 incomplete or invalid line")
 
 
@@ -408,12 +399,6 @@ def test_a_run_that_continues_is_read_again_by_a_new_load(tmp_path):
     assert values(before.runs, "status, is_over, ended_time_s") == [("running", False, None)]
     (folder / "windows-0001.jsonl").write_text(line % 1 + line % 2)
     assert [len(run.windows) for run in (before, effllm.load(folder))] == [1, 2]
-
-
-def test_tables_are_frames_of_pandas_and_tables_of_arrow():
-    runs = effllm.load(GOLDEN)
-
-    assert runs.windows.df()["tokens"].sum() == runs.windows.to_arrow_table()["tokens"].to_pandas().sum() == 840000
 
 
 def test_losses_that_were_nan_are_counted_and_no_value_is_nan():

@@ -440,36 +440,12 @@ def test_missing_urllib3_is_reported_with_the_pip_command(monkeypatch):
         node.open()
 
 
-def test_refused_connection_is_reported(serve, credentials):
-    with Service({}) as service:
-        url = service.url
-
-    assert "Connection refused" in why_not(url, credentials())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"<html>Welcome</html>",
-        b"[]",
-        b'{"Members": 7}',
-        b'{"Members": [{}]}',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b"null",
-    ],
-)
+@pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"[]", b'{"Members": [{}]}', b"\xff\xfe", b"[" * 100_000])
 def test_garbage_is_reported(serve, credentials, body):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: raw(handler, body)})
 
     text = why_not(service.url, credentials())
     assert text.endswith("shows no power of a whole chassis") or "Chassis is not a valid Redfish resource" in text
-
-
-def cut(handler):
-    handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"Chassis"')
-    handler.close_connection = True
 
 
 def drip_without_length(handler):
@@ -484,11 +460,9 @@ def drip_without_length(handler):
     [
         ("/", drip, 0.4, "exceeds 0.4 s, the limit for an answer"),
         ("/", drip_without_length, 0.4, "exceeds 0.4 s, the limit for an answer"),
-        ("/", cut, 5.0, "IncompleteRead"),
-        ("/", lambda handler: handler.wfile.write(b"SSH-2.0-dropbear\r\n" * 3), 5.0, "BadStatusLine"),
         ("/Chassis", lambda handler: handler.answer(403, {}), 5.0, "(403): it needs the privilege Login"),
     ],
-    ids=["slow", "slow without a length", "cut", "not HTTP", "no privilege"],
+    ids=["slow", "slow without a length", "no privilege"],
 )
 def test_faulty_answer_is_reported_within_the_timeout(serve, credentials, path, answer, timeout_s, reason):
     service = serve({**TWO_SUPPLIES, f"/redfish/v1{path}": answer})
@@ -533,15 +507,6 @@ def test_link_to_another_service_is_not_followed(serve, credentials, elsewhere):
     assert "foreign host" in text or service.paths() == ["/redfish/v1/", "/evil.example/x"]
 
 
-def test_one_connection_serves_all_readings(serve, opened):
-    service = serve(TWO_SUPPLIES)
-    reader = opened(service)
-    for _ in range(3):
-        watts(reader)
-
-    assert service.num_connections == 1
-
-
 def test_connection_closed_by_the_service_is_opened_again(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
@@ -554,25 +519,3 @@ def test_connection_closed_by_the_service_is_opened_again(serve, opened):
     service.resources[f"{SECOND}/Metrics"] = last_answer
 
     assert [watts(reader) for _ in range(3)] == pytest.approx([1958.5] * 3)
-
-
-def test_service_with_older_http_is_read(serve, opened):
-    def old(document):
-        def answer(handler):
-            handler.protocol_version = "HTTP/1.0"
-            handler.answer(200, document)
-            handler.close_connection = True
-
-        return answer
-
-    service = serve({path: old(document) for path, document in TWO_SUPPLIES.items()})
-
-    assert watts(opened(service)) == pytest.approx(1958.5)
-
-
-def test_closed_reader_may_be_closed_again_and_has_no_values(serve, opened):
-    reader = opened(serve(TWO_SUPPLIES))
-    reader.close()
-    reader.close()
-
-    assert list(reader.read()[1]) == ["power_w"]

@@ -69,13 +69,10 @@ def test_decoded_message_equals_the_encoded_message():
         b"",
         MAGIC,
         b"EFL2" + encode(FROM_AGENT[0])[4:],
-        b"GET / HTTP/1.1\r\n\r\n",
         encode(FROM_AGGREGATOR[0]),
         encode(FROM_AGENT[1])[:-1],
         encode(FROM_AGENT[1]) + b"\0",
         MAGIC + b"\xdd\xff\xff\xff\xff",  # an array of four billion items
-        MAGIC + b"\xdf\xff\xff\xff\xff",
-        MAGIC + b"\xdb\xff\xff\xff\xffx",
         MAGIC + b"\x91" * 100_000,
         MAGIC + b"\x94\x04\xa5agent\x03\xa5agent",
     ],
