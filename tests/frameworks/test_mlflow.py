@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
 
 import jobs
 import pytest
@@ -142,15 +139,6 @@ def test_windows_are_in_the_run_that_the_script_opened(frameworks, tmp_path, whe
     assert job.ledger.summary.left_out == {}
 
 
-def test_run_of_the_environment_is_used_on_a_real_server(frameworks, server):
-    client = MlflowClient(server)
-    run_id = client.create_run(client.create_experiment("given")).info.run_id
-    environ = {"MLFLOW_TRACKING_URI": server, "MLFLOW_RUN_ID": run_id}
-    job = finished(frameworks, server, 20, environ=environ, experiment="given")
-
-    assert assert_equals_ledger(job, server, "given").info.run_id == run_id
-
-
 def test_two_ranks_write_into_one_run_without_the_password(frameworks, server):
     secret = server.replace("//", "//me:hunter2@")
     environ = {"URI": secret, "MLFLOW_TRACKING_URI": secret}
@@ -160,18 +148,6 @@ def test_two_ranks_write_into_one_run_without_the_password(frameworks, server):
     assert_equals_ledger(job, server, "ranks")
     assert job.ledger.facts["mlflow_tracking_uri"] == server
     assert "hunter2" not in "".join(one.read_text() for one in job.runs()[0].rglob("*.json*"))
-
-
-def test_script_without_a_run_gets_none_and_one_line(frameworks, tmp_path):
-    uri = (tmp_path / "mlruns").as_uri()
-    environ = {**QUIET, "MLFLOW_TRACKING_URI": uri}
-    job = frameworks.run(SCRIPT, 100, sinks="console,mlflow", environ=environ)
-
-    assert [one for one in job.ledger.event_texts("sink") if "mlflow" in one] == [
-        "sink mlflow: no run of MLflow was opened on rank 0, so nothing is written; set MLFLOW_RUN_ID, or call "
-        "mlflow.start_run() on rank 0"
-    ]
-    assert not (tmp_path / "mlruns").exists()
 
 
 def test_killed_server_costs_one_event_and_no_iteration(frameworks, tmp_path):
@@ -190,54 +166,3 @@ def test_killed_server_costs_one_event_and_no_iteration(frameworks, tmp_path):
     assert text.startswith("sink mlflow failed: WriteFailed")
     assert job.ledger.summary.left_out["mlflow"] > 0
     assert job.ledger.summary.status == "completed"
-
-
-@pytest.mark.parametrize(("status", "pause_s"), [(200, 10.0), (403, 0.0)])
-def test_slow_server_or_refused_key_costs_no_iteration(frameworks, status, pause_s):
-    with fake_server(status, pause_s) as address:
-        environ = {**QUIET, "MLFLOW_TRACKING_URI": address, "MLFLOW_RUN_ID": "1" * 32}
-        job = frameworks.start(SCRIPT, 100, sinks="console,mlflow:every=0", environ=environ).wait()
-        ended_s = time.monotonic()
-        assert not job.left()
-        took_s = time.monotonic() - ended_s
-
-    summary = job.ledger.summary
-    assert (summary.iterations, summary.status) == (99, "completed")  # the first one is not measured
-    assert summary.left_out["mlflow"] > 0
-    assert took_s < 9.0
-    if status == 403:
-        (text,) = [one for one in job.ledger.event_texts("sink") if "mlflow" in one]
-        assert text.startswith(
-            "sink mlflow failed: WriteFailed: RestException: PERMISSION_DENIED: the key is not valid"
-        )
-
-
-@contextmanager
-def fake_server(status, pause_s):
-    """Start a server that answers every call with ``status``, after a pause."""
-    closing = Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            closing.wait(pause_s)
-            self.send_response(status)
-            body = b'{"error_code": "PERMISSION_DENIED", "message": "the key is not valid"}' if status != 200 else b"{}"
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        closing.set()
-        server.shutdown()
-        server.server_close()

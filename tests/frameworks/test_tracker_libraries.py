@@ -45,7 +45,7 @@ for step in range(1, 41):
         assert time.monotonic() < until_s, "there are no windows"
         time.sleep(0.05)
     run = run or (begin() if step == 5 else None)
-    if run is not None and step % 2 == 0 and "silent" not in sys.argv:
+    if run is not None and step % 2 == 0:
         HOW
         CALLS.append(step)
 assert data == {"mine": 1.0, "EffLLM/mfu": -1.0, "text": "x"}, data
@@ -110,22 +110,6 @@ def test_run_opened_during_the_training_gets_values(frameworks):
     assert any("efficientllm/al_seconds" in row for row in rows(job))
 
 
-def test_loop_that_never_logs_gets_nothing_and_one_line(frameworks):
-    job = run_script(frameworks, "silent")
-
-    assert rows(job) == []
-    assert job.ledger.event_texts("warning") == [
-        "rank 0: sink wandb: no call of wandb.log on this rank after the first report, so no value joined a run here"
-    ]
-
-
-def test_without_the_sink_nothing_is_added(frameworks):
-    job = run_script(frameworks, sinks="console")
-
-    assert len(rows(job)) == 20
-    assert not any("efficientllm/iteration" in row for row in rows(job))
-
-
 def test_keys_in_a_tracker_are_the_tags_of_tensorboard():
     others = {tag: key for tag, (key, _) in TRACKED.items() if tag != "energy/total_joules" and "forecast/" not in tag}
 
@@ -161,44 +145,6 @@ def test_trainer_of_transformers_logs_the_values_in_its_own_calls(frameworks):
     assert "efficientllm/al_seconds" in keys
     logged = {key for key, _ in LOGGED.values()}
     assert not any(key.removeprefix("train/") in logged for row in rows(on) for key in row), "a value has one writer"
-
-
-LIGHTNING = """
-import time
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.loggers import WandbLogger
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 4)
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.1)
-        loss = self.layer(batch[0]).square().mean()
-        self.log("mine", loss)
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.ones(240, 8), torch.zeros(240))
-pl.Trainer(accelerator="cpu", logger=WandbLogger(offline=True, project="p", save_dir="."), log_every_n_steps=2,
-           enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, max_epochs=1,
-           ).fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
-"""
-
-
-def test_logger_of_lightning_gets_no_call_of_effllm(frameworks):
-    on = frameworks.run(LIGHTNING, sinks="console,wandb", environ=OFFLINE)
-    off = frameworks.run(LIGHTNING, metrics_enabled="false", environ=OFFLINE)
-
-    plain = [
-        [{key: row[key] for key in ("mine", "trainer/global_step", "_step") if key in row} for row in rows(job)]
-        for job in (on, off)
-    ]
-    assert plain[0] == plain[1]
-    assert any("efficientllm/al_seconds" in row for row in rows(on))
 
 
 TRACKIO = """

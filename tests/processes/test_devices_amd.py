@@ -14,7 +14,7 @@ from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
 from effllm.devices import DeviceUnavailable, Site, _amd_readings, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
-from effllm.devices.amd import CHECK_S, CounterReading, judge_counter, open_device
+from effllm.devices.amd import CounterReading, judge_counter, open_device
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
 LIBRARY = Path(__file__).parents[1] / "amdsmi_library"
@@ -345,17 +345,6 @@ def test_read_never_raises(library, release, call, error):
     assert sample.time_ns > 0
 
 
-def test_counter_that_fails_at_opening_is_not_used(library):
-    library.fault(("amdsmi_get_energy_count", IO_ERROR))
-    reader = library.of()
-    library.fault()
-    sample, failures = reader.read()
-
-    assert reader.device.energy_method == INSTANT
-    assert "too few readings" in reader.device.energy_note
-    assert (sample.energy_j, sample.power_w, failures) == (None, 400.0, {})
-
-
 # --- throttling ---
 
 
@@ -442,15 +431,6 @@ def test_power_is_integrated_if_the_counter_has_a_wrong_rate(library, rate, why,
     assert device.not_measured == ()
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0])
-def test_no_energy_is_measured_with_a_wrong_counter_and_no_power(library, rate):
-    reader = library.of(rate=rate, lacking=["amdsmi_get_power_info"])
-    sample, _ = reader.read()
-
-    assert (reader.device.energy_method, sample.energy_j) == (None, None)
-    assert "AMD SMI gives no power, and the energy counter is not used: " in reader.device.not_measured[-1]
-
-
 def test_counter_is_used_with_a_note_if_power_is_missing(library):
     device = library.of(lacking=["amdsmi_get_power_info"]).device
 
@@ -472,29 +452,12 @@ def test_library_with_other_units_is_refused(library):
         library.of((6, 1))
 
 
-def test_opening_checks_the_counter_for_at_most_half_a_second(library):
-    began_s = library.clock()
-    library.of(tick_s=0.1)
-
-    assert 0.4 < library.clock() - began_s <= CHECK_S
-
-
 @cases("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
 @cases("tick_s", [0.0, 0.01, 0.05, 0.1])
 def test_correct_counter_is_accepted_for_every_tick_and_load(library, power, tick_s):
     device = library.of(power=power, tick_s=tick_s).device
 
     assert (device.energy_method, device.energy_note) == (COUNTER, "")
-
-
-def test_accepted_counter_that_decreases_is_returned_unchanged(library):
-    reader = library.of()
-    first, _ = reader.read()
-    library.write(gpus=[{"rate": 0.5}])
-    second, failures = reader.read()
-
-    assert second.energy_j < first.energy_j
-    assert failures == {}
 
 
 # --- cards of two dies ---
@@ -594,17 +557,6 @@ def test_every_read_of_a_lost_gpu_fails(library):
     assert (lost.memory_bytes, lost.utilization, lost.power_w, lost.energy_j) == (None, None, None, None)
     assert failures.keys() >= {"memory_bytes", "utilization", "power_w", "energy_j", "temperature_c"}
     assert set(failures.values()) == {"AMDSMI_STATUS_IO - I/O Error"}
-
-
-def test_closed_reader_returns_failures(library):
-    reader = library.of()
-    reader.close()
-    reader.close()
-    library.clock.sleep(60.0)
-    sample, failures = reader.read()
-
-    assert sample.memory_bytes is None
-    assert set(failures.values()) == {"AMDSMI_STATUS_NOT_INIT - Device not initialized"}
 
 
 # --- no GPU ---

@@ -4,8 +4,6 @@ import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, sine
 
-from effllm.devices.simulated import waveform_of
-
 LOOP = "loop.py"
 TICK_S = 0.02  # time between two changes of the energy counter, as on an H100
 INTERVAL_S = 0.05
@@ -83,19 +81,6 @@ def test_power_of_two_gpus_is_summed_and_other_values_are_averaged(launch, trace
     assert summary.energy.method == "counter"
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [((None, None), (A, B)), ((f"{B.uuid},{A.uuid}",) * 2, (B, A))],  # first in the order of the PCI buses, as in CUDA
-    ids=["unset", "by UUID"],
-)
-def test_report_of_a_rank_describes_the_gpu_that_cuda_selects(launch, trace, visible, expected):
-    aggregator, _ = train_on(launch, trace, visible=visible)
-
-    named = {row.rank: row.device for row in aggregator.ledger.ranks}
-
-    assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
-
-
 def test_console_prints_no_energy_line_without_energy(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(4 * GIB), unsupported=("energy", "power")))
     aggregator, _ = train_on(launch, trace, visible=(None,))
@@ -117,18 +102,3 @@ def test_only_time_and_tokens_of_a_rank_without_a_gpu_are_reported(launch, trace
         "st_samples_per_param_per_sec",
     }
     assert any("no device is sampled" in text for text in aggregator.ledger.event_texts("agent"))
-
-
-@pytest.mark.alone
-def test_metrics_of_a_simulated_gpu_agree_with_its_waveform(launch):
-    job = launch.python(LOOP, "--iterations", 150, collection_interval=0.1).done()
-    wave = waveform_of(0)
-    start, end = span(job.output()["steps"])
-    values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
-
-    assert values["aec_watts"] == pytest.approx(wave.energy_j(start, end) / (end - start), rel=2e-3)
-    assert values["amu_gb"] == pytest.approx(wave.memory_byte_seconds(start, end) / (end - start) / GIB, rel=2e-3)
-    assert values["pcu_ratio"] == pytest.approx(wave.utilization_seconds(start, end) / (end - start), rel=2e-3)
-    assert job.ledger.summary.simulated
-    assert "SIMULATED" in job.stdout
-    assert all("simulated" in block["rest"] for block in job.blocks)

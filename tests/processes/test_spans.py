@@ -6,8 +6,6 @@ import statistics
 import pytest
 from nvml_library import GIB, Gpu, flat, square
 
-from effllm.devices.simulated import Waveform
-
 NS = 1e-9
 LOOP = "span_loop.py"
 
@@ -72,14 +70,6 @@ def test_energy_of_a_span_in_the_past_is_measured(traced):
     (part,) = next(span["parts"] for span in truth["spans"] if span["number"] == truth["alone"])
 
     assert part["joules"] == pytest.approx(300.0 * 0.4, rel=0.02)
-
-
-def test_span_has_the_true_energy_of_a_simulated_device(launch):
-    truth = launch.python(LOOP, 6, 0.2).done().output()
-
-    for part in parts(truth):
-        true_j = Waveform().energy_j(part["start_ns"] * NS, part["end_ns"] * NS)
-        assert part["joules"] == pytest.approx(true_j, rel=0.02)
 
 
 def test_requests_for_spans_do_not_wait_for_the_agent(launch):
