@@ -137,14 +137,6 @@ def test_check_shows_the_peak_and_gpm_activity_of_a_hopper_gpu(found_with):
     assert unmeasured(survey) == {"joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost", *PROFILED}
 
 
-def test_gpm_is_listed_as_missing_on_a_gpu_before_hopper(found_with):
-    _, survey = found_with(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
-
-    assert by_metric(survey)["sm_activity_ratio"]["why_not"] == [
-        "activity: not reported by device nvml; NVIDIA GPUs report their activity through GPM, from Hopper on"
-    ]
-
-
 def test_node_power_and_its_scope_are_shown(found_with):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
         _, survey = found_with(H100, EFFICIENTLLM_NODE_POWER=service.url)

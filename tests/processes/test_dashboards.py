@@ -83,15 +83,6 @@ def test_panels_do_not_overlap_and_have_units_and_unique_ids(name):
         assert all(target["expr"] and target["datasource"] for target in targets)
 
 
-def test_fleet_opens_on_who_wasted_most_in_the_last_week():
-    board = dashboard("fleet")
-    (by_user,) = (panel for panel in board["panels"] if panel["title"] == "By user: who wastes most")
-
-    assert (board["time"]["from"], board["time"]["to"]) == ("now-7d", "now")
-    assert by_user["options"]["sortBy"] == [{"displayName": "wasted", "desc": True}]
-    assert by_user["gridPos"]["y"] + by_user["gridPos"]["h"] <= 20, "a row has 38 pixels: on a screen of 1080 lines"
-
-
 #: Queries without data for the healthy simulated jobs of this test, with the reason.
 NOT_SIMULATED = "simulated devices have no such reading"
 ONE_RANK = "a job of one rank has no sync point and no slowest rank"

@@ -116,7 +116,6 @@ def test_effllm_in_the_current_folder_is_not_taken_as_installed(shell, tmp_path)
     ("name", "value", "python", "message"),
     [
         ("LOG_INTERVAL", "0", sys.executable, "EFFICIENTLLM_LOG_INTERVAL='0'"),
-        ("LOG_INTERVALL", "5", sys.executable, "did you mean EFFICIENTLLM_LOG_INTERVAL?"),
         (
             "METRICS_ENABLED",
             "flase",

@@ -6,9 +6,7 @@ import errno
 import os
 import re
 import shutil
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jobs
@@ -74,16 +72,6 @@ def test_line_of_a_slow_data_set_is_named(launch, tmp_path):
     assert inspected.stdout == f"{folded}: {summary.host.samples:,} samples of 1 rank\n"
     assert sum(map(int, counts.values())) == summary.host.samples
     assert any(re.match(r"rank 0;data;.*__getitem__ \(\S+:\d+\);work \(\S+:\d+\)$", stack) for stack in counts)
-
-
-@pytest.mark.long
-@needs_py_spy
-def test_no_line_is_named_if_the_loss_is_small(launch):
-    job = loop(launch, of_item=0.0, count=8000)
-
-    summary = job.ledger.summary
-    assert summary.host.samples > 100
-    assert "samples the host was" not in summary.verdict.why
 
 
 def test_nothing_is_recorded_if_it_is_switched_off(launch):
@@ -201,28 +189,6 @@ def test_line_of_dataloader_workers_is_named(launch, tmp_path, start):
     )
     assert job.our_errors == []
     assert not job.left()
-
-
-@pytest.mark.long
-@needs_py_spy
-def test_reason_is_stated_if_workers_cannot_be_read(launch, tmp_path):
-    """As with kernel.yama.ptrace_scope=1, where only the trainer has named its tracer."""
-    refusing, real = tmp_path / "bin" / "py-spy", shutil.which("py-spy") or Path(sys.executable).parent / "py-spy"
-    refusing.parent.mkdir()
-    refused = "echo 'Error: Permission Denied' >&2; exit 1"
-    refusing.write_text(f'#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null || {{ {refused}; }}\nexec {real} "$@"\n')
-    refusing.chmod(0o755)
-    (tmp_path / "train.py").write_text(WORKERS)
-    environ = ON | {"PATH": f"{refusing.parent}:{os.environ['PATH']}"}
-    job = launch.python(tmp_path / "train.py", "fork", environ=environ).done(120)
-
-    reasons = [line for line in job.ledger.summary.not_measured if line.startswith("lines of code")]
-    assert reasons == [f"lines of code: DataLoader workers: {REFUSED}"]
-    assert re.search(
-        r"samples the host was in a wait for DataLoader workers, called in <module> \(train.py:\d+\)",
-        job.ledger.summary.verdict.why,
-    )
-    assert job.our_errors == []
 
 
 #: Two ranks of DistributedDataParallel, the second of which makes statistics in each step.

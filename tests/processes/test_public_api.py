@@ -175,28 +175,6 @@ def test_disabled_metrics_do_nothing(monkeypatch, capfd, tmp_path, word):
     assert_silent(capfd, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("interval", "arguments", "line"),
-    [
-        ("0", (), "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto"),
-        ("10", (0.001, None), "collection_interval"),
-        ("10", (None, 15), "history_size"),
-    ],
-)
-def test_wrong_setting_disables_metrics_and_prints_one_line(monkeypatch, capfd, tmp_path, interval, arguments, line):
-    monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", interval)
-    collector = MetricsCollector(*arguments)
-    collector.start_collection()
-    collector.record_iteration_start()
-    collector.record_iteration_end(1, 1)
-
-    assert not collector.is_collecting
-    assert list(tmp_path.iterdir()) == []
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert line in err
-
-
 @pytest.fixture
 def off(monkeypatch):
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")

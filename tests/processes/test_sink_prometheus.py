@@ -214,19 +214,6 @@ def test_name_of_every_metric_is_unique_and_in_base_units():
         assert not set(name.split("_")) & {"gb", "mhz", "tflops", "kg", "wh", "mw"}, name
 
 
-def test_new_metric_is_served_without_changes_to_the_sink(metric_table, sink):
-    @metrics.metric("GB", group="memory", bases=("window",))
-    def spare_gb(totals):
-        """Unused memory."""
-        return 2.0
-
-    report = make_report(100)
-    sink.write(msgspec.structs.replace(report, values=metrics.window_values(report.run, report.last, report.job)))
-
-    assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2e9
-    assert "# HELP efficientllm_memory_spare_bytes Unused memory." in sink.page()
-
-
 def test_every_known_metric_is_served(sink):
     run = complete_totals(100)
     sink.write(report := make_report(100, values=metrics.window_values(run, run, run)))

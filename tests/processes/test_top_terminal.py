@@ -14,8 +14,6 @@ from terminal_screen import TerminalScreen
 
 from effllm.commands.top_folder import FolderSource
 
-COLOUR = re.compile(rb"\x1b\[[0-9;]*(3|4)[0-7]m")
-
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
@@ -97,23 +95,6 @@ def test_keys_show_panes_hosts_and_a_filter(top, demo):
     jobs.until(lambda: "filter" not in screen.text.replace("/ filter", ""))
 
 
-def test_replay_begins_at_the_first_window_and_ends_at_the_newest(top, demo):
-    screen = top(demo)
-    screen.press("home")
-    screen.shows("window 1  0 %  paused")
-    assert "it 4/120" in screen.text
-    for keys, text in (
-        (["right", "right"], "window 3 "),
-        (["left"], "window 2 "),
-        (["end"], "q quit"),
-        (["+", "+", "+", "+", " "], "windows/s"),
-        ([], "q quit"),
-    ):
-        screen.press(*keys)
-        screen.shows(text)
-    assert "it 120/120" in screen.text
-
-
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_signal_restores_the_terminal(top, demo, how, status):
     screen = top(demo, term="xterm", shows="")
@@ -150,11 +131,6 @@ def test_exception_restores_the_terminal(top, demo, tmp_path):
     screen = top(demo, shows="ZeroDivisionError: a defect", PYTHONPATH=str(tmp_path))
 
     assert (screen.ended(), screen.is_restored) == (1, True)
-
-
-@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["colours", "no colours"])
-def test_colours_are_off_with_no_color(top, demo, variables):
-    assert bool(COLOUR.search(bytes(top(demo, **variables).sent))) != bool(variables)
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown-terminal"])
@@ -234,12 +210,6 @@ def test_folder_of_runs_shows_its_running_jobs_and_enter_opens_one(top, cli, tmp
     ends(screen)
 
 
-def test_path_without_a_run_is_an_error_on_a_restored_terminal(top, tmp_path):
-    screen = top(tmp_path / "nothing", shows="start a job with effllm run")
-
-    assert (screen.ended(), screen.is_restored) == (1, True)
-
-
 # --- for scripts ---------------------------------------------------------------------------------
 
 
@@ -281,15 +251,3 @@ def test_exit_status_of_wrong_use_and_of_missing_runs(cli, arguments, status):
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("effllm top: ")
     assert done.stderr.count("\n") == 1
-
-
-def test_failed_run_is_a_problem(launch, cli):
-    job = launch.python("loop.py", "--iterations", 20, "--at", 20, "--end", "raise")
-    job.wait()
-    jobs.until(lambda: job.ledger.summary.is_over)
-
-    done = cli.run("top", str(job.ledger.folder), "--once", "--json")
-
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["run"]["status"]) == (1, "failed")
-    assert found["problems"][0] == {"kind": "failed", "text": "failed"}

@@ -85,15 +85,11 @@ OUTCOMES = {
     "few runs": ([1000, 1200], [1010, 1400], {
         "outcome": "unknown", "reason": "too few runs: a difference of 100 % may be missed", "detectable_share": None,
     }),
-    "few close runs": ([1000, 1200], [1010, 1201], {"detectable_share": None}),
     "a negative value": ([-1.0] * 3, [1000, 1001, 1002], NOT_IN_A),
     "the largest number": ([1.7e308] * 3, [1000, 1001, 1002], NOT_IN_A),
-    "the least number": ([-1.7e308] * 3, [1000, 1001, 1002], NOT_IN_A),
     "zeros": ([0, 0, 0], [0, 0, 0], {"outcome": NEAR, "share": 0}),
     "zeros and huge values": ([0, 0, 0], [1e60, 1e60, 1e59], {"outcome": "unknown", "share": None}),
-    "zeros and small values": ([0, 0, 0], [1e-9] * 3, {"outcome": "better", "share": None}),
     "equal values": ([1000] * 3, [1000] * 3, {"outcome": NEAR}),
-    "rounding": ([1000] * 3, [1000.05] * 3, {"outcome": NEAR}),
     "a thousandth": ([1000] * 3, [1001] * 3, {"outcome": "better"}),
 }  # fmt: skip
 
@@ -112,14 +108,6 @@ def test_the_power_of_the_primary_quantity_is_printed(tmp_path, capsys):
     compare(*write_sides(tmp_path, [1000, 1010, 990], [1105, 1112, 1094]), form="text")
 
     assert "tokens_per_second: with 3 runs a side a difference of 2.9 % would be found" in capsys.readouterr().out
-
-
-def test_metric_without_its_fields_is_not_measured(tmp_path, compared):
-    a, b = write_sides(tmp_path, *[[1000, 1010, 990]] * 2)
-    change_metrics(b / "b1", tokens_per_second=5.0)
-
-    row = speeds(compared(a, b)[0])
-    assert (row["outcome"], row["reason"]) == ("unknown", "not measured in 1 of 6 runs")
 
 
 def write_throughput(folder, side, factor, energies=(1.0, 1.01, 0.99)):
@@ -384,18 +372,6 @@ def test_wrong_use_is_one_line_with_a_status(tmp_path, monkeypatch, compared, si
     assert (status, message in error, error.count("\n")) == (expected, True, 1)
 
 
-def test_different_sets_of_metrics_and_empty_runs_are_unknown_or_left_out(tmp_path, compared):
-    a = write_side(tmp_path, "a", [1.0, 1.1])
-    b = write_side(tmp_path, "b", [1.0, 1.1], ENERGY)
-    (write_run(b / "torn", {}) / "summary.json").write_text('{"metrics": ')
-
-    document, _ = compared(a, b)
-    found = {name: (row["outcome"], row["reason"]) for name, row in rows(document).items()}
-    assert found["tokens_per_second"] == ("unknown", "not measured in B")
-    assert found["joules_per_token"] == ("unknown", "not measured in A")
-    assert "not a JSON object" in document["left_out"][0]
-
-
 def test_an_old_unfinished_run_has_ended(tmp_path, compared):
     old = {"status": "running", "is_over": False, "updated_time_s": time.time() - 3600}
 
@@ -418,15 +394,6 @@ def test_a_value_that_failed_the_audit_is_unknown(tmp_path, compared):
     row = speeds(compared(a, b)[0])
     assert (row["outcome"], row["share"]) == ("unknown", None)
     assert "a check of the counts failed" in row["reason"]
-
-
-def test_an_interrupted_repeat_of_a_campaign_is_left_out(tmp_path, compared):
-    for side, status in (("a", "completed"), ("b", "completed"), ("b", "interrupted")):
-        write_repeat(tmp_path / f"{side}-{status}", side, status=status)
-
-    document, _ = compared(tmp_path, by="config")
-    assert len(document["comparisons"][0]["b"]["runs"]) == 1
-    assert "this repeat of a campaign did not complete: interrupted" in document["left_out"][0]
 
 
 def test_a_repeat_that_was_run_again_is_one_run(tmp_path, compared):

@@ -250,15 +250,6 @@ def test_ten_million_events_are_read_within_limits(report, tmp_path):
     assert len(page.encode()) < MAX_BYTES
 
 
-def test_damaged_summary_is_named_and_the_rest_is_shown(report, tmp_path):
-    made = folder_of(tmp_path / "run", None)
-    (made / "summary.json").write_text('{"status": 5}')
-
-    text = text_of(report(made))
-    assert "summary.json cannot be read: it has another form" in text
-    assert "Loss" in text
-
-
 def test_long_run_fits_into_the_limit_of_the_size(page):
     found = page(windows="".join(window(number, loss=1.0 + number % 977) for number in range(1, 20_001)))
 
