@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import jobs
 import pytest
 from nvml_library import Gpu, Trace, flat
 from systems import RAN
-
-from effllm.instruments.results_csv import append_row
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -190,19 +187,6 @@ for config in configs/run_*.yaml; do
 done
 python scripts/analyze_energy.py outputs/energy_results.csv
 """
-#: Preparing the data is not part of effllm; without bnb and unsloth, two optimizers are compared.
-WORKFLOW = """
-set -e
-make PYTHON=python measure-adamw
-make PYTHON=python measure-adafactor
-python analyze_results.py
-"""
-ANALYZE_RESULTS = """
-import csv
-with open("outputs/energy_results.csv", newline="") as file:
-    for row in csv.DictReader(file):
-        print(row["optimizer"], float(row["energy_J"]) > 0)
-"""
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -217,7 +201,6 @@ def shell(tmp_path, launch):
         body["train"] |= {"max_steps": 8, "batch_size": 4}
         body["metrics"]["warmup_s"] = 0.0
         path.write_text(yaml.safe_dump(body))
-    (folder / "analyze_results.py").write_text(ANALYZE_RESULTS)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -257,13 +240,6 @@ def test_all_configurations_are_measured_and_compared(shell):
     assert job.code == 0
 
 
-def test_workflow_measures_two_optimizers_and_prints_their_results(shell):
-    job = shell(WORKFLOW)
-
-    assert job.stdout.splitlines()[-2:] == ["adamw_torch True", "adafactor True"]
-    assert job.code == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -290,49 +266,3 @@ def test_missing_nvml_is_reported_and_training_continues(shell, trace, tmp_path,
     assert int(row["tokens_processed"]) > 0
     assert float(row["wall_s"]) > 0
     assert {row[name] for name in ("energy_J", "avg_power_W", "J_per_token", "E10k_J", "vram_peak_MB")} == {""}
-
-
-COMPARISON = """
-import pandas as pd
-
-df = pd.read_csv('outputs/energy_results.csv')
-
-bnb_runs = df[df['backend'] == 'bnb']
-unsloth_runs = df[df['backend'] == 'unsloth']
-
-print(f"BnB avg efficiency: {bnb_runs['J_per_token'].mean():.3f} J/token")
-print(f"Unsloth avg efficiency: {unsloth_runs['J_per_token'].mean():.3f} J/token")
-print(f"Speedup: {bnb_runs['tok_per_s'].mean() / unsloth_runs['tok_per_s'].mean():.2f}x")
-
-energy_savings = (bnb_runs['E10k_J'].mean() - unsloth_runs['E10k_J'].mean()) / bnb_runs['E10k_J'].mean() * 100
-print(f"Energy savings with Unsloth: {energy_savings:.1f}%")
-
-vram_savings = (bnb_runs['vram_peak_MB'].mean() - unsloth_runs['vram_peak_MB'].mean()) \\
-    / bnb_runs['vram_peak_MB'].mean() * 100
-print(f"VRAM savings with Unsloth: {vram_savings:.1f}%")
-"""
-
-
-def test_file_of_results_is_read_by_pandas(tmp_path):
-    """The means of bnb are 0.06 J/token, 4,000 tokens/s and 9,000 MB, of unsloth 0.03, 8,000 and 6,000."""
-    pytest.importorskip("pandas", reason="needs pandas")
-    for per_token, rate, peak, backend in (
-        (0.05, 3000.0, 8900.0, "bnb"),
-        (0.07, 5000.0, 9100.0, "bnb"),
-        (None, 4000.0, None, "bnb"),  # a run without energy is in no mean of energy
-        (0.03, 8000.0, 6000.0, "unsloth"),
-    ):
-        measured = {"J_per_token": per_token, "tok_per_s": rate, "vram_peak_MB": peak, "backend": backend}
-        if per_token is not None:
-            measured["E10k_J"] = 1e4 * per_token
-        append_row(tmp_path / "outputs" / "energy_results.csv", measured)
-    done = subprocess.run([sys.executable, "-c", COMPARISON], cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "BnB avg efficiency: 0.060 J/token",
-        "Unsloth avg efficiency: 0.030 J/token",
-        "Speedup: 0.50x",
-        "Energy savings with Unsloth: 50.0%",
-        "VRAM savings with Unsloth: 33.3%",
-    ]

@@ -225,8 +225,6 @@ def test_row_of_a_training_that_torchrun_restarts_has_all_attempts(play, tmp_pat
             {"sample_intervall_s": 1},
             "metrics.sample_intervall_s is not a key; did you mean sample_interval_s?",
         ),
-        ("metrics", {"warmup_s": "soon"}, "metrics.warmup_s: 'soon' must be of type float"),
-        ("tuning", {"backend": "tpu"}, "tuning.backend: 'tpu' must be one of bnb, unsloth, torch"),
         ("train", {"optim": "adamv"}, "train: adamv is not a valid OptimizerNames"),
     ],
 )
@@ -259,21 +257,6 @@ def test_training_that_ends_in_its_warmup_writes_a_row_without_energy(play):
     assert [row[name] for name in ["tokens_processed", "tok_per_s", *ENERGY]] == [""] * 7
     assert float(row["wall_s"]) >= float(row["warmup_s"]) > 0
     assert "[train] not measured: the run ended during its warm-up (12 iterations)\n" in job.stdout
-
-
-def test_disabled_energy_logging_writes_no_row_and_no_run_folder(play):
-    job = play.run(metrics={"enable_energy_logging": False})
-
-    assert not (job.folder / "outputs" / "energy_results.csv").exists()
-    assert job.runs() == []
-
-
-def test_option_tensorboard_prints_the_command_to_open_its_folder(play):
-    job = play.run(settings={"device": "simulated"}, options=["--tensorboard"])
-
-    assert job.stdout.splitlines()[-1] == "[train] TensorBoard: tensorboard --logdir outputs/adamw"
-    events = b"".join(path.read_bytes() for path in (job.folder / "outputs" / "adamw").rglob("events*"))
-    assert b"efficientllm/aec_watts" in events
 
 
 COUNTS = """

@@ -528,14 +528,6 @@ def test_optimizer_hook_stops_if_a_framework_or_script_counts_steps(launch):
     assert (second.summary.iterations, second.summary.parameters) == (3, 1000)
 
 
-@pytest.mark.parametrize("given", ["tokens='many'", "samples=-1"])
-def test_invalid_count_causes_at_most_one_warning(launch, given):
-    job = train(launch, f"for _ in range(4): effllm.count({given}); backward(); optimizer.step()")
-
-    assert job.ledger.summary.iterations == 3
-    assert len([text for text in job.ledger.event_texts("warning") if "effllm.count" in text]) <= 1
-
-
 # --- unusual launches ---
 
 SPAWNED = """
@@ -578,40 +570,6 @@ def test_parameters_are_counted_once_for_all_ranks_of_torchrun(launch):
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     assert (summary.iterations, summary.parameters) == (99, 2 * 64 * 64 + 64)
     assert (summary.tokens, summary.samples) == (2 * 99 * 8 * 32, 2 * 99 * 8)
-
-
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
-    script = tmp_path / "loader.py"
-    script.write_text(
-        dedent(
-            """
-            import os, sys, torch
-            class Rows(torch.utils.data.Dataset):
-                def __len__(self):
-                    return 32
-                def __getitem__(self, index):
-                    return torch.ones(8)
-            if __name__ == "__main__":
-                torch.set_num_threads(1)
-                model = torch.nn.Linear(8, 4)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                loader = torch.utils.data.DataLoader(
-                    Rows(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]
-                )
-                for _ in range(2):
-                    for batch in loader:
-                        model(batch).mean().backward()
-                        optimizer.step()
-                sys.path.insert(0, sys.argv[2])
-                import jobs
-                print("agents", len(jobs.Job.find(Here, "effllm.agent.agent")))
-            """
-        ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
-    )
-    job = launch.python(script, how, str(jobs.SCRIPTS.parent), environ=ON).done(300)
-    assert "agents 1" in job.stdout
-    assert job.ledger.summary.iterations == 15
 
 
 @pytest.mark.alone

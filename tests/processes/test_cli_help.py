@@ -54,21 +54,6 @@ def test_version_option_prints_the_package_version(cli):
 
 #: Wrong use by command: arguments, the only line or a part of the text, and settings.
 ONE_LINE = {
-    "run": [
-        ([], "give a script, or -m and a module"),
-        (["-m"], "give a script, or -m and a module"),
-        (["nowhere.py"], "there is no file nowhere.py"),
-        (["--lr", "1"], "there is no option --lr"),
-    ],
-    "serve": [
-        (["--bind", "0.0.0.0:5555"], "means every interface: give an address that the job can reach"),
-        (["--bind", "[::]:5555"], "means every interface"),
-        (["--bind", "10.0.0.1:5555"], "the secret /dev/null is no regular file", {"SECRET_FILE": "/dev/null"}),
-        (["--bind", "5555"], "is not HOST:PORT"),
-        (["--bind", "127.0.0.1:70000"], "is not HOST:PORT"),
-        (["--run-name", "../up"], "EFFICIENTLLM_RUN_NAME='../up' is not usable"),
-        ([], "there is no sink 'consol'", {"SINKS": "consol"}),
-    ],
     "demo": [
         (["--keep-alive", "soon"], "effllm demo: --keep-alive soon: expected "),
         (
@@ -82,19 +67,10 @@ ONE_LINE = {
 OTHERS = {
     "dmeo": [([], "dmeo")],
     "check": [(["--device", "tpu"], f"no such device; available devices: auto, {', '.join(device_names())}\n")],
-    "watch": [(["--interval", "0"], "--interval")],
     "env": [(["--chekc"], "'--chekc' is not one of --check, --shell, --markdown")],
     "demo": [
         ([option, value], option)
         for option, value in (("--ranks", "0"), ("--iterations", "none"), ("--step-seconds", "-1"), ("--rank", "2"))
-    ],
-    "simulate": [
-        (["--ranks", "0"], "--ranks"),
-        (["--ranks", "4", "--arrival", "later"], "--arrival"),
-        (["--ranks", "4", "--security", "some"], "--security"),
-        (["--ranks", "4", "--interval", "0"], "--interval"),
-        (["--ranks", "4", "--endpoint", "127.0.0.1:9", "--run-dir", "x"], "--run-dir"),
-        ([], "--ranks"),
     ],
 }
 
@@ -162,16 +138,6 @@ def test_a_closed_pipe_ends_a_command_without_a_word(cli, command):
 
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
     assert done.returncode in (0, 128 + signal.SIGPIPE)
-
-
-def test_commands_are_in_two_blocks(cli):
-    lines = cli.call("--help").stdout.splitlines()
-
-    first, second = lines.index("Commands:"), lines.index("Commands for operators and tests:")
-    blocks = [[line.split()[0] for line in part if line] for part in (lines[first + 1 : second], lines[second + 1 :])]
-    assert blocks[0][:5] == ["demo", "check", "env", "run", "inspect"]
-    assert blocks[1][:4] == ["serve", "simulate", "watch", "profile"]
-    assert not any(line.endswith("...") for line in lines[first:])
 
 
 def test_a_wrong_name_has_the_nearest_ones(cli):

@@ -157,16 +157,6 @@ def test_error_of_the_allocator_ends_the_readings_with_one_warning(allocator, re
     assert allocator.reads == 1
 
 
-def test_end_of_the_loop_has_the_errors_of_the_last_iteration(allocator, recorded):
-    recorded.iterate(7)
-    recorded.recorder.phase_start("evaluation")
-    allocator.errors = 1
-    recorded.recorder.finish("failed")
-    found = recorded.memory()
-
-    assert (found[-1][0], found[-1][1], found[-1][2]["out_of_memory"]) == (0, 7, 1.0)
-
-
 def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     memory = RankMemory(0, 5, 0)
     allocator.use(3 * GB, 5 * GB)
@@ -186,18 +176,6 @@ def test_values_of_a_window_have_peaks_and_new_retries(allocator, recorded):
     of_first, of_second = ({name: one.total for name, one in values.items()} for values in (of_first, of_second))
     assert of_first == {"allocator/startup_peak_bytes": 5.0 * GB, "allocator/retries": 3.0}
     assert of_second == {"allocator/checkpoint_peak_bytes": 8.0 * GB}
-
-
-def test_reading_of_a_window_has_the_largest_micro_batch(allocator, recorded):
-    for positions in ((200, 300), (400, 100)):
-        for one in positions:
-            recorded.recorder.record_positions(one)
-        recorded.iterate(5)
-
-    assert [fields["positions"] for place, _, fields in recorded.memory() if place == ring.AFTER_STEPS] == [
-        300.0,
-        400.0,
-    ]
 
 
 def test_forged_record_of_memory_is_not_valid(recorded):

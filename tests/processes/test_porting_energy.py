@@ -85,32 +85,6 @@ metrics:
   log_vram_every_s: 1.0
   results_csv: "outputs/energy_results.csv"
 """
-SECTIONS_BNB = """
-tuning:
-  backend: bnb
-  lora:
-    r: 32
-    alpha: 32
-    dropout: 0.05
-
-train:
-  bf16: false
-  fp16: true
-  optim: paged_adamw_8bit
-"""
-SECTIONS_UNSLOTH = """
-tuning:
-  backend: unsloth
-  lora:
-    r: 32
-    alpha: 32
-    dropout: 0.05
-
-train:
-  bf16: true
-  fp16: false
-  optim: adamw_torch
-"""
 
 READ = """
 import dataclasses, json, os, sys
@@ -144,20 +118,6 @@ def test_configuration_section_metrics_sets_the_effllm_variables(tmp_path):
         "EFFICIENTLLM_SINKS": "none",
         "EFFICIENTLLM_RUN_DIR": "outputs/runs",
     }
-
-
-@pytest.mark.parametrize(("name", "sections"), [("bnb", SECTIONS_BNB), ("unsloth", SECTIONS_UNSLOTH)])
-def test_configuration_of_a_backend_has_the_known_keys(tmp_path, name, sections):
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
-    (tmp_path / "run.yaml").write_text(sections)
-    settings, _ = read(tmp_path / "run.yaml")
-    complete, variables = read(FOLDER / "configs" / f"run_{name}.yaml")
-
-    for section, values in yaml.safe_load(sections).items():
-        assert values.items() <= settings[section].items()
-        assert values.items() <= complete[section].items()
-    assert complete["metrics"] == yaml.safe_load(SECTION_METRICS)["metrics"]
-    assert variables["EFFICIENTLLM_COLLECTION_INTERVAL"] == "0.05"
 
 
 @pytest.fixture

@@ -37,12 +37,6 @@ def test_problem_of_a_page_is_named(tmp_path, body, problem):
     assert problem in found
 
 
-def test_font_of_another_host_in_a_style_sheet_is_named(tmp_path):
-    folder = site(tmp_path, "text")
-    (folder / "main.css").write_text("@import 'https://fonts.example.org/x';")
-    assert list(problems_of(folder)) == ["main.css loads https://fonts.example.org/x"]
-
-
 def test_page_without_an_entry_in_the_search_is_named(tmp_path):
     folder = site(tmp_path, "text")
     (folder / "search" / "search_index.js").write_text("")

@@ -8,7 +8,6 @@ import pytest
 from sink_examples import complete_totals
 
 from effllm.job.forecast import MAX_MARKS, Mark, Progress, foretold
-from effllm.records.board import FORETOLD
 from effllm.records.energy import EnergyAmount  # noqa: F401 - the totals need its module
 from effllm.records.forecast import FORECAST, Foretold, foretold_values
 from effllm.store.closing_text import forecast_texts
@@ -127,10 +126,6 @@ def test_window_without_a_new_iteration_or_time_changes_nothing():
         progress.add_mark(mark)
 
     assert [one.iteration for one in progress.marks] == [10, 20]
-
-
-def test_trackers_have_a_key_for_each_value():
-    assert FORETOLD.keys() == FORECAST.keys()
 
 
 def test_text_has_each_interval_with_its_unit():

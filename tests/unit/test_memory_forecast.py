@@ -4,7 +4,6 @@ import pytest
 from cases import repeats
 
 from benchmarks import memory_forecast as benchmark
-from benchmarks.memory_runs import GROWTH, HEALTHY, PLATEAU, draw
 from effllm.memory.watch import FORECAST, LEAK, OUT_OF_MEMORY, DeviceWatch, LeakWatch, MemoryReading
 
 GB, MB = 1e9, 1e6
@@ -40,13 +39,6 @@ def test_intervals_of_most_forecasts_contain_the_end(grown):
 
 def test_healthy_fragmented_runs_have_no_alarm():
     assert [one for seed in range(repeats(4, 12)) for one in benchmark.healthy(seed)] == []
-
-
-def test_drawn_runs_have_the_properties_of_their_kind():
-    for seed in range(5):
-        assert draw(HEALTHY, seed).ends_at is None
-        assert draw(GROWTH, seed).ends_at >= 150
-        assert draw(PLATEAU, seed).ends_at is None
 
 
 def test_forecast_has_the_time_the_growth_and_the_place():

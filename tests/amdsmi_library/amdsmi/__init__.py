@@ -100,17 +100,11 @@ class AmdSmiParameterException(AmdSmiException):
 
 
 class AmdSmiInitFlags(IntEnum):
-    INIT_ALL_PROCESSORS = 0xFFFFFFFF
-    INIT_AMD_CPUS = 1
     INIT_AMD_GPUS = 2
-    INIT_NON_AMD_CPUS = 4
-    INIT_NON_AMD_GPUS = 8
 
 
 class AmdSmiMemoryType(IntEnum):
     VRAM = 0
-    VIS_VRAM = 1
-    GTT = 2
 
 
 class AmdSmiTemperatureType(IntEnum):
@@ -121,15 +115,11 @@ class AmdSmiTemperatureType(IntEnum):
 
 class AmdSmiTemperatureMetric(IntEnum):
     CURRENT = 0
-    MAX = 1
 
 
 class AmdSmiClkType(IntEnum):
     SYS = 0
     GFX = 0
-    DF = 1
-    DCEF = 2
-    SOC = 3
     MEM = 4
 
 
