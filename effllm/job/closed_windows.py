@@ -21,7 +21,7 @@ from effllm.job.health.stragglers import Stragglers, Straggling
 from effllm.job.health.watches import EnergyWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
 from effllm.job.joining import add_to, with_earlier_part
-from effllm.job.ledger import Ledger, Waited
+from effllm.job.ledger import Ledger
 from effllm.job.merged import Merged, has_one_device_each, merge_devices
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
@@ -30,10 +30,11 @@ from effllm.job.roster import Roster
 from effllm.metrics.energy import total_joules
 from effllm.records.energy import JOULES
 from effllm.records.events import KINDS, EventLimit
-from effllm.records.job import ClusterReport
+from effllm.records.job import ClusterReport, HealthTotals
 from effllm.records.plain_text import one_line
 from effllm.records.rank import Event, RankReport
 from effllm.records.values import merge_by_name
+from effllm.records.verdict import Straggler
 from effllm.store.run_folder import KeptReports
 
 MIN_TIMEOUT_S = 5.0
@@ -70,6 +71,7 @@ class ClosedWindows:
         self._durations_s: list[float] = []  # durations of the last windows, for the deadline
         self._closed: list[Closed] = []
         self._ranks_to_record: list[int] = []  # ranks whose stacks are to be recorded
+        self._slowest: Straggler | None = None  # the slowest named rank of the last window
         self._recorded_share = 0.0  # of the losses `RECORDED_LOSSES` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
@@ -137,7 +139,8 @@ class ClosedWindows:
         ledger, stragglers = self._ledger, self._stragglers
         ledger.last_ranks, verdicts, named = stragglers.waits.last_ranks, stragglers.verdicts, stragglers.named_ranks
         waits = straggling.seconds, straggling.rank_seconds, straggling.joules
-        ledger.note_waits(Waited(*waits, verdicts, len(named), straggling.slowest))
+        ledger.note_waits(HealthTotals(*waits, stragglers=len(named)))
+        self._slowest = straggling.slowest
         for event in straggling.events:
             self._events.record(event)
         if verdicts and any(event.kind == "straggler" for event in straggling.events):
@@ -232,6 +235,7 @@ class ClosedWindows:
             has_gaps = bool(self._ledger.reports_lost)
             self._audit.check_counts(window.rows, self._roster.job.known_job, has_gaps=has_gaps)
         report = report_of(window, self._ledger, self._roster, self.last_report, correction)
+        report = replace(report, straggler=None if correction else self._slowest, stragglers=self._stragglers.verdicts)
         if not correction and not window.warming:
             job, progress = report.job, self._ledger.progress
             progress.add_mark(Mark(report.iteration, job.loop.time_s, total_joules(job)))

@@ -155,7 +155,7 @@ class Attempt(Struct):
         added.phases_s = sum(value for name, value in rows.phases_s.items() if name not in _NOT_REPEATED)
         self._add_to_span(window, added)
         if window in self.hangs:
-            self._move_to_hang(window, self.hangs.pop(window))
+            self.move_to_hang(window, self.hangs.pop(window))
 
     def add_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
         """Add the joules of a window; with a sign of -1 subtract them, before a late report is added."""
@@ -195,14 +195,11 @@ class Attempt(Struct):
             _add_by_class(self.seconds, {name: taken_s})
             _add_by_class(self.joules, {name: joules})
 
-    def move_to_hang(self, window: int, seconds: float) -> None:
+    def move_to_hang(self, window: int, rank_seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
 
         Until the open window closes, whose iterations or shutdown contain the period, it is a hang without a report.
         """
-        self._move_to_hang(window, max(seconds, 0.0) * max(self.world_size, 1))
-
-    def _move_to_hang(self, window: int, rank_seconds: float) -> None:
         span = self._span_of(window)
         if span is not None:
             from_shutdown_s = min(rank_seconds, span.shutdown_s)

@@ -20,7 +20,7 @@ from effllm.job.slow_clocks import SlowClocks
 from effllm.records.columns import from_json, to_json
 from effllm.records.job import SCHEMA_VERSION, HealthTotals, Overhead, version_error
 from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, ValueStatistics
-from effllm.records.verdict import LastRanks, Straggler, StragglerVerdict
+from effllm.records.verdict import LastRanks, StragglerVerdict
 from effllm.records.wire import Bye, Reports
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
@@ -104,21 +104,6 @@ class Spent(Struct):
         self.sent_bytes += rank.sent_bytes
 
 
-class Waited(Struct):
-    """The stragglers of the last window."""
-
-    seconds: float | None = None  # wait of each rank for the slowest straggler; None if no rank measures its own time
-    rank_seconds: float = 0.0  # sum of the waits of all ranks
-    joules: float | None = None  # energy of the waiting ranks' devices during these waits
-    verdicts: tuple[StragglerVerdict, ...] = ()
-    num_named: int = 0  # number of named ranks
-    slowest: Straggler | None = None  # the slowest named rank
-
-    @property
-    def health(self) -> HealthTotals:
-        return HealthTotals(self.seconds, self.rank_seconds, self.joules, stragglers=self.num_named)
-
-
 class Ledger(Struct):
     """The sums of a job, and the state of each of its ranks."""
 
@@ -157,7 +142,7 @@ class Ledger(Struct):
     straggling_s: float | None = None  # wait of each rank for named ranks
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None if a part was not measured
-    waited: Waited = msgspec.field(default_factory=Waited)  # in the last window
+    waited: HealthTotals = HealthTotals()  # the waits for stragglers in the last window
     schema_version: int = SCHEMA_VERSION  # version of state.json
     last_ranks: LastRanks = LastRanks()
     values: dict[str, ValueStatistics] = {}  # values of instruments in the whole run, by name
@@ -177,7 +162,12 @@ class Ledger(Struct):
         self.spent.uncounted += absent
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
-        self.ranks, self.warmed_s, self.waited, self.audit = {}, 0.0, Waited(), AuditState(doubts=self.audit.doubts)
+        self.ranks, self.warmed_s, self.waited, self.audit = (
+            {},
+            0.0,
+            HealthTotals(),
+            AuditState(doubts=self.audit.doubts),
+        )
         self.progress = Progress()
         self.iteration_losses.begin_attempt()
         for sums in (self.run.energy, self.whole.energy, self.devices):
@@ -206,21 +196,22 @@ class Ledger(Struct):
         """Add seconds in which no rank of the job made progress."""
         if seconds > 0:
             self.hang_s += seconds
-            self.goodput.attempt.move_to_hang(self.closed + 1, seconds)
+            attempt = self.goodput.attempt
+            attempt.move_to_hang(self.closed + 1, seconds * max(attempt.world_size, 1))
 
-    def note_waits(self, waited: Waited) -> None:
+    def note_waits(self, waited: HealthTotals) -> None:
         self.waited = waited
-        if waited.seconds is not None:
-            self.straggling_s = (self.straggling_s or 0.0) + waited.seconds
-        if waited.rank_seconds:
-            is_known = self.straggling_j is not None and waited.joules is not None
-            self.straggling_j = self.straggling_j + waited.joules if is_known else None  # type: ignore[operator]
-        self.straggling_gpu_s += waited.rank_seconds
+        if waited.straggling_s is not None:
+            self.straggling_s = (self.straggling_s or 0.0) + waited.straggling_s
+        if waited.straggling_gpu_s:
+            is_known = self.straggling_j is not None and waited.straggling_j is not None
+            self.straggling_j = self.straggling_j + waited.straggling_j if is_known else None  # type: ignore[operator]
+        self.straggling_gpu_s += waited.straggling_gpu_s
 
     @property
     def health(self) -> HealthTotals:
         """The waits for stragglers and the stalls of the run."""
-        number = self.waited.num_named
+        number = self.waited.stragglers
         return HealthTotals(self.straggling_s, self.straggling_gpu_s, self.straggling_j, self.hang_s, number)
 
     def note_own_costs(self, cpu_s: float, received_bytes: int) -> None:

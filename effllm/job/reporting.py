@@ -82,8 +82,7 @@ def report_of(
     gaps, goodput = gaps_in_counts(ledger, is_over=False), goodput_of(ledger, roster)
     lacks = bool(ledger.reports_lost or ledger.num_unfinished(is_over=False))
     run, whole = totals_to_date(ledger, roster, goodput, lacks)
-    waited = ledger.waited
-    health = replace(waited.health, stalled_s=ledger.hang_s)
+    health = replace(ledger.waited, stalled_s=ledger.hang_s)
     account = _window_account(window, roster.config.min_coverage)
     last = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = last if last.counts.iterations > 0 and not correction else ClusterTotals()
@@ -111,7 +110,6 @@ def report_of(
         values=values,
         doubtful=tuple({**doubts_by_tag(ledger.audit, values), **gaps.doubts_by_tag(values), **of_window}),
         coverage=coverage,
-        straggler=None if correction else waited.slowest,
         total_iterations=roster.job.total_iterations,
         style=roster.job.iteration_name,
         simulated=roster.job.is_simulated,
@@ -121,7 +119,6 @@ def report_of(
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
         time_by_class=ledger.time_by_class(),
-        stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected_devices(rows.ranks)),
         instruments={} if correction else summaries(rows.values),
         energy_doubtful=(metrics.energy.timing_error_ratio(last) or 0.0) > MAX_RANDOM_ERROR,
