@@ -60,7 +60,7 @@ class Agent:
         self._children.start_aggregator()
         self._connection.connect_to_newest()
         self._devices.start()
-        measuring = Measuring(self._trainer, self._devices)
+        self._measuring = Measuring(self._trainer, self._devices)
         self.is_measuring = True
         with contextlib.suppress(OSError):  # the trainer has ended
             self._wake.send(b"\1")
@@ -68,22 +68,22 @@ class Agent:
             self._events.report("warning", text)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._can_be_woken = True
-        conversation = Conversation(
-            self._trainer, measuring, self._connection, self._children, self._events, self._notices
+        self._conversation = Conversation(
+            self._trainer, self._measuring, self._connection, self._children, self._events, self._notices
         )
-        while measuring.status is None:
-            self._poll_and_handle(measuring, conversation)
-        self._shut_down(measuring, conversation)
+        while self._measuring.status is None:
+            self._poll_and_handle()
+        self._shut_down()
 
-    def _poll_and_handle(self, measuring: Measuring, conversation: Conversation) -> None:
-        events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
+    def _poll_and_handle(self) -> None:
+        events = dict(self._poller.poll(self._timeout_ms()))
         began_s = time.monotonic()
         link = self._connection.link
-        if link is not None and events.keys() == {link.socket}:
-            conversation.exchange_messages(began_s)  # only messages have arrived; a later call does the periodic work
+        if link is not None and events.keys() == {link.socket}:  # only messages: a later call does the periodic work
+            self._conversation.exchange_messages(began_s)
         else:
             is_gone = self._trainer.descriptor in events or self._trainer.is_gone() or self._is_trainer_replaced
-            self._do_periodic_work(measuring, conversation, is_gone)
+            self._do_periodic_work(is_gone)
         if self._wake.fileno() in events:
             # The records of shorter iterations are read several at a time.
             rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
@@ -93,28 +93,28 @@ class Agent:
         else:
             self._was_woken_before = False
 
-    def _timeout_ms(self, measuring: Measuring, conversation: Conversation) -> int:
+    def _timeout_ms(self) -> int:
         now_s = time.monotonic()
-        until_s = min(conversation.due_s(now_s), measuring.due_s(now_s), self._children.due_s)
+        until_s = min(self._conversation.due_s(now_s), self._measuring.due_s(now_s), self._children.due_s)
         if self._trainer.descriptor < 0:
             until_s = min(until_s, now_s + 1.0)  # without a pidfd, the end of the trainer does not end the poll
         if not self._can_be_woken:
             until_s = min(until_s, now_s + WITHOUT_WAKES_S)
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
-    def _do_periodic_work(self, measuring: Measuring, conversation: Conversation, is_gone: bool = False) -> None:
+    def _do_periodic_work(self, is_gone: bool = False) -> None:
         now_s = time.monotonic()
         self._drain_wakes()
-        measuring.read_ring_and_samples(is_trainer_gone=is_gone)
-        self._take_address_and_facts(conversation)  # after the records: then all their values have a name in the facts
-        if line := measuring.values.take_notice():
+        self._measuring.read_ring_and_samples(is_trainer_gone=is_gone)
+        self._take_address_and_facts()  # after the records: then all their values have a name in the facts
+        if line := self._measuring.values.take_notice():
             self._events.report("warning", line)
-        for event in measuring.memory.take_events(time.time()):
+        for event in self._measuring.memory.take_events(time.time()):
             self._events.add_event(event)
-        measuring.cut_ended_windows(now_s)
-        self._children.supervise(now_s, measuring.cutter.last_ordinal, measuring.cutter.iterations_ns)
-        conversation.exchange_messages(now_s)
-        measuring.compact_samples(now_s)
+        self._measuring.cut_ended_windows(now_s)
+        self._children.supervise(now_s, self._measuring.cutter.last_ordinal, self._measuring.cutter.iterations_ns)
+        self._conversation.exchange_messages(now_s)
+        self._measuring.compact_samples(now_s)
 
     def _drain_wakes(self) -> None:
         """Read what has woken the agent; a closed socket means that the trainer has ended or was replaced."""
@@ -137,7 +137,7 @@ class Agent:
             self._can_be_woken = False
             self._poller.unregister(self._wake.fileno())
 
-    def _take_address_and_facts(self, conversation: Conversation) -> None:
+    def _take_address_and_facts(self) -> None:
         address = self._trainer.take_address()
         if address.failed:
             self._notices.report_no_metrics(address.failed)
@@ -148,10 +148,10 @@ class Agent:
             for text in warnings:
                 self._events.report("warning", text)
             self._devices.open_other_gpus()
-            conversation.has_new_facts = True
-        conversation.connect_to_newest()
+            self._conversation.has_new_facts = True
+        self._conversation.connect_to_newest()
 
-    def _shut_down(self, measuring: Measuring, conversation: Conversation) -> None:
+    def _shut_down(self) -> None:
         """Make and send the last reports and a BYE, wait for their acknowledgement, and close everything.
 
         The wait is `SEND_REMAINING_S`, but `MAX_SEND_REMAINING_S` for an aggregator that has not answered yet (it may
@@ -163,22 +163,22 @@ class Agent:
         self._stop_waking()
         self._children.recording.finish()
         recording = self._children.recording
-        while time.monotonic() - began_s < END_SAMPLES_S and not (measuring.settle_end() and recording.is_idle):
+        while time.monotonic() - began_s < END_SAMPLES_S and not (self._measuring.settle_end() and recording.is_idle):
             self._poller.poll(20)
-            self._children.supervise(time.monotonic(), 0, measuring.cutter.iterations_ns)
-        measuring.finish()
+            self._children.supervise(time.monotonic(), 0, self._measuring.cutter.iterations_ns)
+        self._measuring.finish()
         self._events.add_omitted_counts()
-        self._send_remaining(measuring, conversation, began_s + SEND_REMAINING_S)
-        if conversation.may_deliver:
-            if conversation.is_unanswered:
+        self._send_remaining(began_s + SEND_REMAINING_S)
+        if self._conversation.may_deliver:
+            if self._conversation.is_unanswered:
                 self._notices.report_wait(MAX_SEND_REMAINING_S)
             silence_stderr()
-            self._send_remaining(measuring, conversation, began_s + MAX_SEND_REMAINING_S, is_extended=True)
-        conversation.report_undelivered()
+            self._send_remaining(began_s + MAX_SEND_REMAINING_S, is_extended=True)
+        self._conversation.report_undelivered()
         aggregator, until_s = self._children.aggregator, began_s + AGGREGATOR_ENDS_S
         while aggregator is not None and not aggregator.done and time.monotonic() < until_s:
             self._poller.poll(20)
-            self._do_periodic_work(measuring, conversation)
+            self._do_periodic_work()
         recording.stop()
         self._devices.stop()
         self._events.log.close()
@@ -186,15 +186,13 @@ class Agent:
             discovery.remove_record(Path(path), self._trainer.facts.job)
         self._connection.close()
 
-    def _send_remaining(
-        self, measuring: Measuring, conversation: Conversation, until_s: float, is_extended: bool = False
-    ) -> None:
-        while time.monotonic() < until_s and not conversation.refused:
-            if is_extended and not conversation.may_deliver:
+    def _send_remaining(self, until_s: float, is_extended: bool = False) -> None:
+        while time.monotonic() < until_s and not self._conversation.refused:
+            if is_extended and not self._conversation.may_deliver:
                 break
-            self._do_periodic_work(measuring, conversation)
-            conversation.send_bye()
-            if conversation.is_over(time.monotonic()):
+            self._do_periodic_work()
+            self._conversation.send_bye()
+            if self._conversation.is_over(time.monotonic()):
                 break
             self._poller.poll(50)
 

@@ -53,7 +53,7 @@ class Series:
         self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from this sample to the next
         self.energy = EnergyLedger(device, max_gap_s)
         self.newest_ns = 0  # time of the newest sample
-        self._events: list[Event] = []
+        self.events: list[Event] = []  # of the device, since `DeviceTrack` last took them
         self._max_reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples; a gap is five
         self._first_start_ns = 0  # start of the first window
         self._counted_until_ns = 0  # the windows so far have the readings until this time
@@ -79,17 +79,12 @@ class Series:
         self.energy.add(sample)
         if not sample.energy_only:
             self.samples.append(sample)
-            self._events += sample.events
+            self.events += sample.events
 
     def calibrate(self, device: Device) -> None:
         """Set the sensor's calibration, which is known only after the first samples."""
         self.device = replace(self.device, sensor=device.sensor)
         self.energy.timing.calibrate(device.sensor)
-
-    def take_events(self, time_s: float) -> list[Event]:
-        """Return the new events of the device and its measurement; ``time_s``: unix time of the newest sample."""
-        events, self._events = self._events + self.energy.take_events(time_s), []
-        return events
 
     def is_settled(self, edge_ns: int) -> bool:
         """Whether the value at an edge is final: later samples cannot improve this value."""

@@ -94,7 +94,8 @@ class DeviceTrack:
         """Return the events of the device since the last call; the times are now, monotonic and unix time."""
         events = []
         if self.series is not None:
-            events = self.series.take_events(time_s - max(now_ns - self.series.newest_ns, 0) * 1e-9)
+            sample_time_s = time_s - max(now_ns - self.series.newest_ns, 0) * 1e-9
+            events, self.series.events = [*self.series.events, *self.series.energy.take_events(sample_time_s)], []
         stale_s, was_stale = self.sampler.stale_s(), self._is_stale
         self._is_stale = stale_s is not None
         key = self.series.device.key if self.series else None

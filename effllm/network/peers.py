@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 
 from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
@@ -30,20 +31,18 @@ NOT_RESENT = "sent new frames before it sent the dropped frames again"
 UNKNOWN_PEER = "a connection without a HELLO"
 
 
+@dataclass(slots=True)
 class _Peer:
     """A connection: its rank and agent, and its remaining allowance."""
 
-    __slots__ = ("agent", "host", "is_held", "left_bytes", "rank", "refilled_s", "rejected", "requested_again_s")
-
-    def __init__(self, now_s: float) -> None:
-        self.agent = ""  # empty before the HELLO
-        self.rank = -1
-        self.host = ""
-        self.left_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
-        self.refilled_s = now_s  # time of the last refill
-        self.is_held = False  # whether only a HELLO is accepted, because a frame was dropped
-        self.requested_again_s = -AGAIN_EVERY_S + now_s
-        self.rejected: Counter[str] = Counter()  # by kind
+    refilled_s: float  # time of the last refill
+    requested_again_s: float
+    agent: str = ""  # empty before the HELLO
+    rank: int = -1
+    host: str = ""
+    left_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
+    is_held: bool = False  # whether only a HELLO is accepted, because a frame was dropped
+    rejected: Counter[str] = field(default_factory=Counter)  # by kind
 
     @property
     def name(self) -> str:
@@ -159,7 +158,7 @@ class Peers:
             without_hello = [other for other, sender in self._peers.items() if not sender.agent]
             for silent in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
                 del self._peers[silent]
-        sender = self._peers[peer] = _Peer(now_s)
+        sender = self._peers[peer] = _Peer(now_s, now_s - AGAIN_EVERY_S)
         return sender
 
     def _count_rejection(self, sender: _Peer | None, kind: str, what: str) -> str:
