@@ -21,7 +21,7 @@ DISCONNECT_S, DISCONNECT_LOOK_S = 1.0, 0.02
 
 
 class JobEnd:
-    """Watches rank 0's trainer, and, by ``reaches`` (a message can be sent), the missing agents at the job's end."""
+    """Watches rank 0's trainer, and the missing agents at the end of the job, to which no message can be sent."""
 
     def __init__(self, aggregator: Aggregator, orders: Orders, reaches: Callable[[int], bool]) -> None:
         self._aggregator, self._presence = aggregator, aggregator.presence

@@ -190,5 +190,5 @@ def _config_with(overrides: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in overrides.items() if value is not None}
     for variable in VARIABLES:
         if variable.field in given:
-            variable.read(given[variable.field], variable.name.lower())
+            given[variable.field] = variable.read(given[variable.field], variable.name.lower())
     return dataclasses.replace(config, **given)

@@ -21,6 +21,7 @@ from effllm.config.settings import (
 )
 from effllm.config.switches import PREFIX, is_enabled
 from effllm.records.orders import Orders
+from effllm.trainer.lifecycle import _config_with
 
 GOOD = {
     "METRICS_ENABLED": ("off", False),
@@ -193,3 +194,7 @@ def test_secret_is_in_the_users_config_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     assert secret_path(Config()) == Path("/home/me/.config/efficientllm/secret")
     assert secret_path(Config(secret_file="~/shared/secret")) == Path("/home/me/shared/secret")
+
+
+def test_number_that_a_call_gives_as_text_is_used_as_a_number():
+    assert _config_with({"collection_interval_s": "2", "log_interval": None}).collection_interval_s == 2.0
