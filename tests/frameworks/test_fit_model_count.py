@@ -9,7 +9,6 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from typer.testing import CliRunner
 
-from benchmarks.memory.classes import outcome
 from effllm.commands.app import app
 from effllm.config import isolated
 from effllm.config.isolated import NoAnswer
@@ -150,18 +149,6 @@ def test_infinity_in_a_config_of_transformers_5_is_read():
 
     assert stated["time_step_limit"][1] == {"__float__": "Infinity"}
     assert count_parameters(shape).total == expected
-
-
-def test_benchmark_says_what_fit_says_of_a_class():
-    of = [
-        outcome(transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        outcome(transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
-        outcome(transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
-        outcome(transformers.DbrxConfig, transformers.DbrxForCausalLM),
-    ]
-
-    assert of[:3] == [("exact by formulas", ""), ("counted", ""), ("text by formulas, whole counted", "")]
-    assert of[3][0] == "not built"
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "qwen3_vl", "paligemma", "llama4"])

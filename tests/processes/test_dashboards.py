@@ -16,12 +16,6 @@ from effllm.records.job import SPREADS, Spread
 from effllm.records.rank import Event
 
 FILES = ("job", "fleet")
-#: Types of panels and of variables in the dashboards, with the field that a panel of the type must have.
-PANELS = {"row", "stat", "timeseries", "table", "bargauge"}
-#: Units of Grafana's list (packages/grafana-data, categories.ts).
-UNITS = {
-    "none", "short", "string", "percentunit", "s", "h", "joule", "kwatth", "watt", "bytes", "hertz", "celsius", "massg",
-}  # fmt: skip
 
 
 def dashboard(name):
@@ -64,7 +58,7 @@ def test_dashboard_can_be_imported_into_any_installation(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_panels_do_not_overlap_and_have_units_and_unique_ids(name):
+def test_panels_do_not_overlap_and_have_unique_ids(name):
     panels = dashboard(name)["panels"]
     places = [panel["gridPos"] for panel in panels]
     cells = [
@@ -73,14 +67,6 @@ def test_panels_do_not_overlap_and_have_units_and_unique_ids(name):
 
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    assert panels[0]["type"] == "row" and {panel["type"] for panel in panels[1:9]} == {"stat"}, "state comes first"
-    assert {panel["type"] for panel in panels} <= PANELS and all(panel["title"] for panel in panels)
-    for panel in (one for one in panels if one["type"] != "row"):
-        fields, targets = panel["fieldConfig"], panel["targets"]
-        changes = [one for override in fields["overrides"] for one in override["properties"] if one["id"] == "unit"]
-        assert {fields["defaults"]["unit"], *(one["value"] for one in changes)} <= UNITS, panel["title"]
-        assert len({target["refId"] for target in targets}) == len(targets) > 0
-        assert all(target["expr"] and target["datasource"] for target in targets)
 
 
 #: Queries without data for the healthy simulated jobs of this test, with the reason.

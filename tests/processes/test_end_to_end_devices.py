@@ -90,15 +90,3 @@ def test_console_prints_no_energy_line_without_energy(launch, trace):
     assert not [tag for tag in summary.metrics if "watts" in tag or "joules" in tag]
     assert (summary.energy.total_joules, summary.energy.measured_joules) == (None, None)
     assert any(text.startswith("energy: NVML gives neither") for text in summary.not_measured)
-
-
-def test_only_time_and_tokens_of_a_rank_without_a_gpu_are_reported(launch, trace):
-    aggregator, _ = train_on(launch, trace, visible=("",))
-    summary = aggregator.ledger.summary
-
-    assert set(summary.metrics) & set(jobs.FORMATS) == {
-        "al_seconds",
-        "tt_tokens_per_param_per_sec",
-        "st_samples_per_param_per_sec",
-    }
-    assert any("no device is sampled" in text for text in aggregator.ledger.event_texts("agent"))

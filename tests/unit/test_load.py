@@ -299,10 +299,6 @@ def test_files_that_are_not_regular_are_named_and_never_opened(tmp_path):
     ]  # fmt: skip
 
 
-def test_relations_outlive_the_object_that_made_them():
-    assert column(effllm.load(GOLDEN).windows, "window_number") == [1, 2, 3, 4]
-
-
 ONE_INVALID = ("windows-0002.jsonl", "1 incomplete or invalid line")
 
 

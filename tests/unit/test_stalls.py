@@ -49,16 +49,6 @@ class StallingJob(Job):
 BEHIND = {0: (11, STEP), 1: (11, STEP), 2: (10, BETWEEN), 3: (11, STEP)}
 
 
-def test_stall_event_has_logged_iterations_host_and_device():
-    job = StallingJob()
-    job.stall(BEHIND, utilization=1.0, power_w=210.4)
-
-    ((kind, text),) = job.lines()
-    assert kind == "stalled"
-    assert text.startswith("stalled: rank 2 (node node0, GPU-2) at iteration 1010 (ended) for 3")
-    assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
-
-
 def test_stacks_of_ranks_behind_and_another_rank_are_requested_once():
     job = StallingJob()
     job.stall(BEHIND, until_s=500.0)
