@@ -240,27 +240,14 @@ def test_all_configurations_are_measured_and_compared(shell):
     assert job.code == 0
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("", "device 'nvml' needs a package that is not installed: No module named 'pynvml'"),
-        ("init * error 9", "the NVIDIA driver is not loaded: load it, or choose another device"),
-        ("init * error 4", "this user may not open the NVIDIA driver: grant access to /dev/nvidia*"),
-    ],
-)
-def test_missing_nvml_is_reported_and_training_continues(shell, trace, tmp_path, fault, reason):
+def test_missing_nvml_is_reported_and_training_continues(shell, trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
-    trace.fault(fault)
-    environ = trace.environment()
-    if not fault:  # the import of the package fails
-        (tmp_path / "without" / "pynvml").mkdir(parents=True)
-        text = "raise ModuleNotFoundError(\"No module named 'pynvml'\", name='pynvml')\n"
-        (tmp_path / "without" / "pynvml" / "__init__.py").write_text(text)
-        environ = {"PYTHONPATH": str(tmp_path / "without")}
-    job = shell("make PYTHON=python measure-adamw", environ, device="nvml")
+    trace.fault("init * error 9")
+    job = shell("make PYTHON=python measure-adamw", trace.environment(), device="nvml")
     reasons = [line for line in job.stdout.splitlines() if line.startswith("[train] not measured: ")]
 
     assert job.code == 0
+    reason = "the NVIDIA driver is not loaded: load it, or choose another device"
     assert reasons == [f"[train] not measured: energy: rank 0: no device is sampled: {reason}"]
     (row,) = rows(job)
     assert int(row["tokens_processed"]) > 0
