@@ -48,16 +48,6 @@ TESTS = [
     "test-spark",
     "test-all",
 ]
-BENCHMARKS = ["scale", "energy", "compare", "verdict", "memory", "traceml", "look", "gpu"]
-
-
-def test_make_without_target_lists_the_targets(clone):
-    done = make(clone)
-
-    assert done.returncode == 0
-    targets = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
-    benchmarks = ["bench", *(f"bench-{name}" for name in BENCHMARKS)]
-    assert targets == ["help", "demo", *TESTS, "check", "docs", "fuzz", *benchmarks, "clean"]
 
 
 @cases("target", ["demo", *TESTS, "check", "docs", "bench"])

@@ -289,42 +289,26 @@ def test_settings_of_llama_factory(changes, expected):
     assert notes == []
 
 
-@cases(
-    ("fields", "deepspeed", "text"),
-    [
-        ({"stage": "dpo"}, None, "stage dpo is estimated as sft"),
-        ({"finetuning_type": "oft"}, None, "oft is estimated as LoRA"),
-        (
-            {},
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-            "not in the estimate: zero_optimization.offload_optimizer",
-        ),
-        ({"lora_target": "q_proj,up_proj"}, None, "lora_target q_proj, up_proj is estimated as --lora-targets all"),
-        ({"fsdp": ["full_shard", "offload"]}, None, "fsdp offload is not estimated"),
-        ({"tensor_model_parallel_size": 2, "recompute_num_layers": 4, "lr": 1}, None, "recompute_num_layers"),
-    ],
-)
-def test_options_that_change_the_memory_have_a_note(fields, deepspeed, text):
-    _, (note,) = read_yaml("llama-factory", fields, deepspeed)
-
-    assert text in note
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+REPLICAS = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
+NVME = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}}
 
 
 @cases(
-    ("fields", "text"),
+    ("kind", "fields", "deepspeed", "text"),
     [
-        (
-            {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
-            "dp_replicate_size is estimated as sharding between all GPUs",
-        ),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "nvme"}},
-            "not in the estimate: deepspeed_config.offload_param_device",
-        ),
+        ("llama-factory", {"stage": "dpo"}, None, "stage dpo is estimated as sft"),
+        ("llama-factory", {"finetuning_type": "oft"}, None, "oft is estimated as LoRA"),
+        ("llama-factory", {}, {"zero_optimization": OFFLOAD}, "zero_optimization.offload_optimizer"),
+        ("llama-factory", {"lora_target": "q_proj,up_proj"}, None, "is estimated as --lora-targets all"),
+        ("llama-factory", {"fsdp": ["full_shard", "offload"]}, None, "fsdp offload is not estimated"),
+        ("llama-factory", {"tensor_model_parallel_size": 2, "recompute_num_layers": 4}, None, "recompute_num_layers"),
+        ("accelerate", REPLICAS, None, "dp_replicate_size is estimated as sharding between all GPUs"),
+        ("accelerate", NVME, None, "not in the estimate: deepspeed_config.offload_param_device"),
     ],
 )
-def test_what_is_not_estimated_of_accelerate_is_named(fields, text):
-    _, (note,) = read_yaml("accelerate", fields)
+def test_options_that_change_the_memory_have_a_note(kind, fields, deepspeed, text):
+    _, (note,) = read_yaml(kind, fields, deepspeed)
 
     assert text in note
 

@@ -33,7 +33,7 @@ from effllm.views.top.frame import (
     status_of,
 )
 from effllm.views.top.ranks import MAX_RANKS, EventHistory, RankStates, RankTable, rank_table
-from effllm.views.top.screen import plain_frame, render
+from effllm.views.top.screen import render
 from effllm.views.top.text import fit, local_time, plain, sparkline
 from effllm.views.top.view_state import Action, Order, ShownPane, TopView, after_key
 
@@ -538,7 +538,3 @@ def test_exit_status_is_of_problems(run):
 
     assert exit_status(frame) == NO_PROBLEM
     assert exit_status(frame._replace(problems=[("failed", "failed")])) == PROBLEM
-
-
-def test_plain_frame_has_no_line_of_keys(run):
-    assert "q quit" not in plain(plain_frame(shown(run), 80, 24))
