@@ -20,7 +20,7 @@ from effllm.analysis.database import Database, Progress
 from effllm.analysis.run_folders import LINE_FILES, UnreadableRun, files_of, find_runs
 from effllm.analysis.run_row import utc
 from effllm.analysis.sides import CONFIGURATION, STALE_AFTER_S
-from effllm.records.job import SCHEMA_VERSION, version_error
+from effllm.records.job import SCHEMA_VERSION, WindowReport, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND, NOT_AVOIDABLE
 from effllm.store.ledger_file import LINE_AFTER_S
@@ -195,24 +195,15 @@ def read_ledger(
     return [run for run in by_folder.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
 
 
-class _Gpus(msgspec.Struct, frozen=True):
-    gpus_expected: int = 0
-
-
-class _LastWindow(msgspec.Struct):
-    time_s: Number
-    coverage: _Gpus = _Gpus()
-
-
 def _add_last_report(run: LedgerRun, folder: Path) -> None:
     """Set the GPUs and the GPU-hours of a killed run by its last report: its summary is up to a minute older."""
     files = LineFiles(folder, "windows")
     with contextlib.suppress(OSError, *DECODE_ERRORS):
         files.refresh()
         for _, line in files.lines_before(END, 1):
-            window = msgspec.json.decode(line, type=_LastWindow)
+            window = msgspec.json.decode(line, type=WindowReport)
             gpus = window.coverage.gpus_expected
-            if run.started_time_s is not None and gpus:
+            if run.started_time_s is not None and gpus and abs(window.time_s) <= MAX_VALUE:
                 run.gpus = gpus
                 run.gpu_hours = max(run.gpu_hours or 0.0, (window.time_s - run.started_time_s) * gpus / 3600.0)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
-from effllm.records.job import Spread
+from effllm.records.job import Spread, WindowReport
 from effllm.records.values import MAX_VALUE
 from effllm.store.reader import JsonLines, segments
 
@@ -23,9 +23,6 @@ _FOLDED = 4  # so many neighbours become two: the smallest and the largest
 LOSS = "loss"
 #: Tags of the loss over another axis than the iterations.
 OVER_TOKENS, OVER_JOULES, OVER_SECONDS = "loss/tokens", "loss/joules", "loss/seconds"
-
-
-Iteration = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # exact as a float
 
 
 class Curve:
@@ -101,20 +98,11 @@ class _Sums(Struct, frozen=True):
     tokens: float = 0.0
 
 
-class CurveLine(Struct, frozen=True):
-    """The used fields of a line of windows-*.jsonl."""
+class CurveLine(WindowReport, frozen=True, kw_only=True):
+    """A line of windows-*.jsonl, with the tokens of the window: its other totals would take as long to decode."""
 
-    attempt: int = 0
-    iteration: Iteration | None = None
-    iteration_first: Iteration = 0
-    iteration_last: Iteration = 0
-    time_s: float = 0.0
-    loss: float | None = None
-    correction: bool = False
-    simulated: bool = False
+    iteration: Annotated[int, Meta(ge=-(2**53), le=2**53)]  # exact as a float
     last: _Sums = _Sums()
-    values: dict[str, float] = {}
-    spread: dict[str, Spread] = {}
 
 
 class WindowCurves:
@@ -143,7 +131,7 @@ class WindowCurves:
 
     def _add(self, line: CurveLine) -> None:
         self.is_simulated |= line.simulated
-        x = float(line.iteration if line.iteration is not None else line.iteration_last)
+        x = float(line.iteration)
         if line.attempt != self._attempt:  # a restart repeats iterations: the curve begins again
             self._attempt = line.attempt
             for curve in self.curves.values():

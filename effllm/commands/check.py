@@ -28,7 +28,7 @@ from rich.table import Column, Table
 
 from effllm.commands.output import complain
 from effllm.commands.profile import facts_table
-from effllm.commands.survey import Cost, Survey, survey
+from effllm.commands.survey import Survey, survey
 from effllm.commands.survey_host import BROKEN, DIFFERS, MISSING, Finding
 from effllm.config.switches import process_environ
 from effllm.devices import device_names
@@ -73,7 +73,10 @@ def _output_parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | 
     if result.sensor:
         yield facts_table(sensor_lines(result.sensor))
         yield ""
-    yield from _cost_sentences(result)
+    cost = result.cost
+    if cost.read_ms is not None and cost.core_share is not None:
+        each = f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
+        yield f"A read of the device takes {cost.read_ms:.2f} ms. {each}"
     if result.measured:
         yield "[bold green]A run would be measured here.[/]"
     else:
@@ -121,15 +124,6 @@ def _joined_sources(sources: list[str]) -> Iterator[str]:
         merged.setdefault(head, []).append(tail)
     for head, tails in merged.items():
         yield f"{head}: {', '.join(tails)}" if any(tails) else head
-
-
-def _cost_sentences(result: Survey) -> Iterator[str]:
-    cost: Cost = result.cost
-    if result.device and cost.read_ms is not None and cost.core_share is not None:
-        yield (
-            f"A read of the device takes {cost.read_ms:.2f} ms. "
-            f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
-        )
 
 
 def _short_metric_name(name: str) -> str:

@@ -45,9 +45,8 @@ class DeviceSurvey(NamedTuple):
 
     sources: dict[str, InputSource]
     finding: Finding
+    cost: Cost
     device: Device | None = None
-    read_ms: float | None = None
-    read_cpu_s: float | None = None
     sensor: SensorSummary | None = None
 
 
@@ -68,7 +67,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     """Run all tests; ``device`` replaces the configured device if it is not empty."""
     findings = [*survey_host.python_findings(), *survey_host.setting_findings(environ)]
     config = read_config(without_wrong_values({**environ, f"{PREFIX}DEVICE": device} if device else environ))
-    sources, finding, opened, read_ms, read_cpu_s, sensor = _survey_device(config, environ)
+    sources, finding, cost, opened, sensor = _survey_device(config, environ)
     node, node_findings = _survey_node_power(config, opened)
     scope = next(iter(common_scopes([[*([opened] if opened else ()), *node]])), Scope())
     if scope.label and node:
@@ -77,7 +76,6 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting_source(config, need) for need in FROM_SETTINGS}
     sources["peak"] = _peak_source(config, opened)
-    core_share = None if read_cpu_s is None else read_cpu_s / config.collection_interval_s
     gpus = survey_gpus.read_states()
     if has_load:
         survey_gpus.measure_under_load(gpus)
@@ -91,7 +89,7 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
         device=opened,
         metrics=[measurable(name, sources) for name in METRICS],
         findings=findings,
-        cost=Cost(read_ms, core_share, interval_s=config.collection_interval_s),
+        cost=cost,
         sensor=sensor,
         hardware=find_by_driver_name(opened.name) if opened and opened.is_gpu else None,
         gpus=gpus,
@@ -111,7 +109,8 @@ def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample any available device"
         sources = dict.fromkeys(READ, InputSource(why_not="no device, see above"))
-        return DeviceSurvey(sources, Finding("device", BROKEN, f"{config.device}: {error}", advice))
+        finding = Finding("device", BROKEN, f"{config.device}: {error}", advice)
+        return DeviceSurvey(sources, finding, Cost(interval_s=config.collection_interval_s))
     samples, failures, wall_s, cpu_s = _read_repeatedly(reader)
     sensor = measured_or_cached_sensor(reader, cache_folder() / "calibration")
     reader.close()
@@ -119,8 +118,8 @@ def _survey_device(config: Config, environ: Mapping[str, str]) -> DeviceSurvey:
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
     no_gpu = "".join(f"; no {sentence}" for sentence in device.not_measured if sentence.startswith("GPU: "))
     finding = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}{no_gpu}")
-    sources, read_ms = _sources_by_need(device, samples, failures), 1e3 * statistics.median(wall_s)
-    return DeviceSurvey(sources, finding, device, read_ms, cpu_s, sensor)
+    cost = Cost(1e3 * statistics.median(wall_s), cpu_s / config.collection_interval_s, config.collection_interval_s)
+    return DeviceSurvey(_sources_by_need(device, samples, failures), finding, cost, device, sensor)
 
 
 def _read_repeatedly(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:

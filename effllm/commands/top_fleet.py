@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from effllm.analysis.ledger import LedgerRun, ledger_runs
-from effllm.analysis.run_folders import UnreadableRun, find_runs
+from effllm.analysis.run_folders import UnreadableRun, find_runs, started_s
+from effllm.analysis.run_row import Unreadable, read_record
 from effllm.analysis.sides import STALE_AFTER_S
 from effllm.commands import top_terminal
 from effllm.commands.top_folder import FolderSource
@@ -22,8 +21,6 @@ from effllm.commands.top_terminal import TICK_S, screen, wake, wake_pipe
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
-from effllm.store.reader import DECODE_ERRORS
-from effllm.store.regular_file import read_regular
 from effllm.store.summary_text import duration, readable
 from effllm.store.window_text import scaled
 from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
@@ -117,11 +114,11 @@ class Fleet:
 def _line_of_folder(folder: Path) -> JobLine | None:
     """Return the line of a run; ``None`` if it is over, or cannot be read."""
     try:
-        summary = msgspec.json.decode(read_regular(folder / "summary.json"), type=Summary)
-    except FileNotFoundError:
-        return _line_without_summary(folder)
-    except (OSError, *DECODE_ERRORS):
+        summary = read_record(folder / "summary.json", Summary)
+    except Unreadable:
         return None
+    if summary is None:
+        return _line_without_summary(folder)
     if summary.is_over:
         return None
     gpus = summary.coverage.gpus_expected
@@ -146,12 +143,13 @@ def _line_of_folder(folder: Path) -> JobLine | None:
 def _line_without_summary(folder: Path) -> JobLine | None:
     """Return the line of a run in its first minute, which has no summary yet."""
     try:
-        identity = msgspec.json.decode(read_regular(folder / "run.json"), type=Identity)
-        changed_s = (folder / "run.json").stat().st_mtime
-    except (OSError, *DECODE_ERRORS):
+        identity = read_record(folder / "run.json", Identity)
+    except Unreadable:
+        return None
+    if identity is None:
         return None
     name = one_line(identity.run_id or folder.name)
-    return JobLine(name, str(folder), "starting", identity.user, identity.partition, updated_time_s=changed_s)
+    return JobLine(name, str(folder), "starting", identity.user, identity.partition, updated_time_s=started_s(folder))
 
 
 def _line_of_ledger(folder: Path, run: LedgerRun | None) -> JobLine | None:

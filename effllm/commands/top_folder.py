@@ -20,8 +20,9 @@ from effllm.metrics import METRICS
 from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, Summary, WindowReport, version_error
 from effllm.records.rank import Event
-from effllm.store.line_files import END, START, LineFiles, Lines, Position, end_of, read_at
+from effllm.store.line_files import END, START, LineFiles, Lines, Position, end_of
 from effllm.store.reader import DECODE_ERRORS, RankRow
+from effllm.store.regular_file import read_regular
 from effllm.views.top.frame import Head, RankTimes, RunPlace, TopFrame, is_point, problems_of, status_of
 from effllm.views.top.ranks import EventHistory, Limits, RankStates, rank_table
 from effllm.views.top.text import local_time
@@ -29,7 +30,6 @@ from effllm.views.top.text import local_time
 MAX_WINDOWS = 200  # number of windows of the curve, and with times of ranks
 MAX_ROWS = 600  # number of lines of ranks that are read for a window
 MAX_EVENTS = 200
-MAX_DOCUMENT_BYTES = 2**28
 READ_EVENTS_FOR_S, MAX_LINES = 0.1, 5000  # time for reading events before a frame, and lines that are read at once
 
 Document = TypeVar("Document", bound=Struct)
@@ -80,7 +80,7 @@ class _Document:
         state = about.st_ino, about.st_size, about.st_mtime_ns
         if state == self._file_state:
             return False
-        content = read_at(self._path, 0, MAX_DOCUMENT_BYTES)
+        content = read_regular(self._path)
         self._file_state, self.changed_s = state, about.st_mtime
         try:
             record: Any = self._decoder.decode(content)

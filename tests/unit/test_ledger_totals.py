@@ -6,7 +6,9 @@ import json
 import os
 import time
 
+import msgspec
 import pytest
+from sink_examples import make_report
 from typer.testing import CliRunner
 
 pytest.importorskip("duckdb", reason="needs the extra analysis")
@@ -19,6 +21,8 @@ from effllm.commands import runs
 from effllm.commands.app import app
 from effllm.commands.output import ReadingProgress
 from effllm.commands.runs import unix_time_of
+from effllm.records.job import Coverage
+from effllm.store.reader import window_line
 
 HOUR_J = 3.6e6
 
@@ -115,8 +119,8 @@ def test_hours_of_a_killed_run_are_at_least_those_until_its_last_report(run, tmp
         (folder / "summary.json").unlink()
         about = {"schema_version": 5, "run_id": "dead", "started_time_s": 1_790_000_000.0}
         (folder / "run.json").write_text(json.dumps(about))
-    line = {"time_s": 1_790_000_000.0 + 5400, "coverage": {"gpus_expected": 2, "ranks_expected": 2}}
-    (folder / "windows-0001.jsonl").write_text(json.dumps(line) + "\n")
+    window = make_report(time_s=1_790_000_000.0 + 5400, coverage=Coverage(2, 2, 2, 2, 0, 0))
+    (folder / "windows-0001.jsonl").write_bytes(msgspec.json.encode(window_line(window, has_totals=False)) + b"\n")
 
     (found,) = totals(tmp_path / "runs", "outcome").rows
     assert (found.group, found.gpu_hours) == ("killed" if has_summary else "unknown", pytest.approx(3.0))

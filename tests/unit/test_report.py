@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from effllm.analysis.recorded_run import MAX_COLUMNS, RankTimes
 from effllm.commands.app import app
+from effllm.records.job import Coverage
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Verdict, Waterfall, WaterfallPart
 from effllm.store.reader import RankRow
@@ -64,6 +65,7 @@ def json_line(**document):
 def window(number, attempt=1, **changes):
     values = {"throughput/tokens_per_second_per_gpu": 1000.0 + number}
     line = {"attempt": attempt, "iteration": number, "iteration_first": number, "iteration_last": number}
+    line |= {"window": number, "time_s": float(number), "coverage": msgspec.to_builtins(Coverage(1, 1, 1, 1, 0, 0))}
     return json_line(**{**line, "loss": 2.0, "values": values, **changes})
 
 
