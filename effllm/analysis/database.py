@@ -111,10 +111,8 @@ class Database:
     ``skipped`` has the files that were not read, or not completely, each with the reason. ``connection`` is that to the
     database of the tables; tables that were not used are empty in it.
 
-    Args:
-        tags: only runs with all these tags are read: values by name, or words and ``name=value``.
-        columns: only these columns of the table `runs`, and its keys and tags, are read; "" is all columns.
-        progress: called with the number of run folders that were read, and of all that must be read.
+    Only runs with all the ``tags`` are read: values by name, or words and ``name=value``. Of the table `runs`, only the
+    ``columns`` with its keys and tags are read; by default all.
     """
 
     def __init__(

@@ -178,10 +178,8 @@ def read_ledger(
 ) -> tuple[list[LedgerRun], list[str]]:
     """Return the runs of run folders and of ledger files, each once, and a line for each file that was not read.
 
-    Args:
-        paths: folders of runs, and files or folders of ``EFFICIENTLLM_LEDGER``.
-        since_s: unix time; only later starts are returned.
-        progress: called with the number of run folders that were read, and of all that are not in the cache.
+    The paths are folders of runs, and files or folders of ``EFFICIENTLLM_LEDGER``. Runs that started before the unix
+    time ``since_s`` are left out.
     """
     runs: list[LedgerRun] = []
     skipped: list[str] = []

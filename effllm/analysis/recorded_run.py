@@ -199,9 +199,7 @@ def read_stacks(folder: Path, limit: int) -> tuple[list[tuple[str, str]], int]:
 class RecordedRun:
     """The content of a run folder; ``problems`` has a sentence for everything that was not read.
 
-    Args:
-        max_events: maximum number of problems, and of other events.
-        max_stacks: maximum number of stack files.
+    It has at most ``max_events`` problems, as many other events, and ``max_stacks`` stack files.
     """
 
     def __init__(self, folder: Path, tags: Iterable[str], max_events: int, max_stacks: int) -> None:

@@ -23,11 +23,9 @@ LOOK_EVERY_SHARE = 0.02  # of an iteration: time between two looks at the other 
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate training.
+    """Simulate training; the arguments are iterations, seconds of an iteration, and a descriptor.
 
-    Args:
-        arguments: number of iterations, seconds of an iteration, and descriptor of a map with an integer of 4 bytes for
-            each rank: how often it has waited for the others.
+    It is of a map with an integer of 4 bytes for each rank: how often the rank has waited for the others.
     """
     iterations, step_s, descriptor = int(arguments[0]), float(arguments[1]), int(arguments[2])
     signal.signal(signal.SIGINT, signal.SIG_DFL)

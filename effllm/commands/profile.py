@@ -60,12 +60,7 @@ def main(
     save: Annotated[str, typer.Option(metavar="FILE", help="Write the report to this file, as JSON.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
-    """Profile one GPU and print the report.
-
-    Returns:
-        1 if the report could not be written to ``save``, 2 without a GPU or with a wrong ``save``, 130 after Ctrl-C,
-        otherwise 0.
-    """
+    """Profile one GPU and print the report; return the exit status."""
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         return complain("profile", f"--save {save}: not a file in an existing folder", 2)
     try:

@@ -62,11 +62,9 @@ class Journal:
         return len(self._waiting)
 
     def queue(self, rows: Iterable[Any], constants: Any = None) -> None:
-        """Queue rows for `flush`; if too many lines wait, the oldest lines are dropped and counted.
+        """Queue rows as lines for `flush`; if too many lines wait, the oldest lines are dropped and counted.
 
-        Args:
-            rows: each row becomes one line.
-            constants: written as a field of a line if they differ from the previous constants in the file.
+        ``constants`` are a field of a line if they differ from the previous constants in the file.
         """
         encoded = _encoder.encode(constants) if constants is not None else b""
         for row in rows:

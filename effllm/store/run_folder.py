@@ -85,7 +85,6 @@ class RunFolder:
         facts: facts for run.json, added to the facts of an earlier attempt.
         segment_bytes: size at which the next file of windows or rank reports is started.
         max_waiting_bytes: limit of the waiting lines, for each kind.
-        warn: called with one line about the folder.
         tensorboard_dir: folder of TensorBoard's event file, which summary.txt contains.
         limit_mb: size above which the oldest windows and rank reports are removed; 0 means no limit.
     """
