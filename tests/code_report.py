@@ -17,8 +17,8 @@ from pathlib import Path
 # must be able to accept. When a package becomes smaller, its budget follows.
 BUDGETS = {
     "agent": 3_875,  # lines of code of the host, of long iterations and workers; readings between windows
-    "analysis": 2_929,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_316,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
+    "analysis": 2_902,  # one table of configurations with intervals; runs by their names; times of ranks by window
+    "commands": 6_297,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 917,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_702,  # a calibration has a budget, and its few reads are made where they help most
@@ -32,7 +32,7 @@ BUDGETS = {
     "sensor_profile": 1_266,  # rates of a matrix product and a copy under load
     "server": 1_269,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
     "sinks": 1_531,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
-    "store": 2_736,  # every file of a run folder is read by one reader; room for the last summary; the end
+    "store": 2_733,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
     "trainer": 3_901,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_329,  # curves, bars and maps in top; an icicle, a heat map; stragglers are judgements
