@@ -23,7 +23,7 @@ BUDGETS = {
     "devices": 3_544,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_702,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 4_858,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
-    "instruments": 2_470,  # no event and no read on a GPU that the process does not use
+    "instruments": 2_457,  # no event and no read on a GPU that the process does not use
     "job": 8_736,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_100,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
     "metrics": 928,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
@@ -31,10 +31,10 @@ BUDGETS = {
     "records": 3_331,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_266,  # rates of a matrix product and a copy under load
     "server": 1_269,  # the line of the start: ranks, GPUs and how to look; an end without memory or threads
-    "sinks": 1_531,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
+    "sinks": 1_527,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_733,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
-    "trainer": 3_901,  # own time between several waits for other ranks; the GPU of a process; pauses
+    "trainer": 3_891,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_329,  # curves, bars and maps in top; an icicle, a heat map; stragglers are judgements
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

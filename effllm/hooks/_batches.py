@@ -164,7 +164,7 @@ class Batches:
     def end_iteration(self, at_ns: int | None = None) -> None:
         """End the iteration with the sums; if `effllm.count` was called, its counts are used instead.
 
-        For ``at_ns`` see `Steps.end`.
+        For ``at_ns`` see `Steps.end_step`.
         """
         samples, tokens, tokens_loss = self._late.take_sums()
         processed, self._tokens_processed = self._tokens_processed, 0

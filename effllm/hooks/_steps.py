@@ -157,7 +157,7 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add arguments of `begin` that became known after its call; ``None`` adds nothing."""
+        """Add arguments of `begin_training` that became known after its call; ``None`` adds nothing."""
         if self.is_owner and get_metrics_collector().is_collecting:
             initialize_efficientllm_metrics(
                 flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts

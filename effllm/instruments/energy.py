@@ -33,14 +33,7 @@ _NEAR_NS = 20_000_000  # a span that began this long before a timestamp counts a
 
 
 class MonitoredDevices:
-    """The devices that a monitor was asked for.
-
-    Args:
-        device: an index, ``"cuda:1"``, ``"cpu"``, or ``None`` for all GPUs of the rank.
-
-    Raises:
-        UnknownDevice: the device cannot exist.
-    """
+    """The devices that a monitor was asked for; the argument is that of `RobustGPUMonitor`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -69,7 +62,6 @@ class MonitoredDevices:
         return [n for n in gpus if facts[n].get("torch_index") == self._index]
 
     def names(self, facts: Facts) -> str:
-        """Return the names of the measured devices."""
         return ", ".join(dict.fromkeys(str(facts[n].get("name", "")) for n in self.positions(facts)))
 
     def why_unmeasured(self, facts: Facts, unavailable: Sequence[str]) -> str:

@@ -154,7 +154,7 @@ class PerformanceMonitor:
         latency = self._stated_s / self._requests if self._requests and not self._num_assumed else NAN
         metrics = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
         if self._throughput_name is not None:
-            metrics[self._throughput_name] = self._throughput_values()[self._throughput_name]
+            metrics[self._throughput_name] = self._throughput(self._throughput_name)
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
         return {**metrics, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
 
@@ -163,16 +163,11 @@ class PerformanceMonitor:
         target = Path(path)
         write_json(target / "performance_metrics.json" if target.is_dir() else target, self.get_metrics())
 
-    def _throughput_values(self) -> dict[str, float]:
+    def _throughput(self, name: str) -> float:
         time_s = self._stated_s + self._assumed_s
-        if time_s <= 0:
-            return {"TT": NAN, "ST": NAN, "IT": NAN}
-        per_parameter = 1 / self._parameters / time_s if self._parameters else NAN
-        return {
-            "TT": self._tokens * per_parameter if self._tokens else NAN,
-            "ST": self._samples * per_parameter if self._samples else NAN,
-            "IT": self._generated_tokens / time_s if self._generated_tokens else NAN,
-        }
+        count = {"TT": self._tokens, "ST": self._samples, "IT": self._generated_tokens}[name]
+        parameters = 1 if name == "IT" else self._parameters
+        return count / parameters / time_s if count and parameters and time_s > 0 else NAN
 
     def _mcr(self) -> float:
         if self._compression is None or not all(map(_number_or_none, self._compression[:3])):

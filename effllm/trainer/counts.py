@@ -198,7 +198,6 @@ class Generations:
 
     @property
     def depth(self) -> int:
-        """Number of open generations."""
         return len(self._open)
 
     def start(self, is_phase: bool = False) -> None:

@@ -51,7 +51,6 @@ class SpanChain:
 
     @property
     def num_unanswered(self) -> int:
-        """Number of the requests without an answer."""
         return len(self._unanswered)
 
     def begin(self) -> bool:

@@ -201,11 +201,7 @@ class WatchedRecorder(Recorder):
         if self._profile is not None:
             self._profile.start(self.ordinal + 1 + self._offset)
         super().start(_now)
-        if self._device_times is not None:
-            try:
-                self._device_times.start()
-            except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
-                self._stop_device_times(error)
+        self._time_on_device(DeviceTime.start)
 
     def end(
         self,
@@ -218,11 +214,7 @@ class WatchedRecorder(Recorder):
         """Stamp the end of an iteration, as `Recorder.end`; the profiler stops after the stamp."""
         if not self.is_on:
             return
-        if self._device_times is not None:
-            try:
-                self._device_times.end()
-            except Exception as error:  # noqa: BLE001 - as above
-                self._stop_device_times(error)
+        self._time_on_device(DeviceTime.end)
         if self.ordinal + 1 == self._boundary_ordinal:  # before the record that ends the window is written
             if self._rank_device is not None:
                 self._rank_device.end_window()
@@ -247,11 +239,16 @@ class WatchedRecorder(Recorder):
         self._mark(is_sync=False)
 
     def _mark(self, is_sync: bool) -> None:
-        if self._device_times is not None and self._own_ns and not self._phases.depth:
+        if self._own_ns and not self._phases.depth:
+            self._time_on_device(DeviceTime.mark, is_sync)
+
+    def _time_on_device(self, act: Callable[..., None], *arguments: bool) -> None:
+        if self._device_times is not None:
             try:
-                self._device_times.mark(is_sync)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._stop_device_times(error)
+                act(self._device_times, *arguments)
+            except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
+                self._device_times = None
+                self._warn(f"iterations are not timed on the device any more: {type(error).__name__}: {error}")
 
     def phase_start(self, name: str) -> None:
         """Begin a phase, as `Recorder.phase_start`; the memory so far is the memory of the steps."""
@@ -263,7 +260,6 @@ class WatchedRecorder(Recorder):
         super().phase_start(name)
 
     def phase_end(self) -> None:
-        """End a phase, as `Recorder.phase_end`."""
         super().phase_end()
         if self._memory is not None and not self._phases.depth and self._memory.open_phase >= 0:
             self._put_memory(self._memory.open_phase)
@@ -326,7 +322,3 @@ class WatchedRecorder(Recorder):
             self.put(ring.DEVICE_TIME, 0, times.num_iterations, 0, 0, times.total_ns * _NS, ordinal)
             if times.num_own_iterations:
                 self.put(ring.OWN_TIME, 0, times.num_own_iterations, 0, 0, times.own_ns * _NS, ordinal)
-
-    def _stop_device_times(self, error: Exception) -> None:
-        self._device_times = None
-        self._warn(f"iterations are not timed on the device any more: {type(error).__name__}: {error}")

@@ -41,11 +41,7 @@ def instance_name(user: str, run_id: str, folder: Path | None) -> str:
 class TargetFile:
     """The file of one job, from `__init__` to `close`; its thread keeps its time new, and removes expired files.
 
-    Args:
-        folder: the discovery folder, which must exist.
-        instance: the name of the job, from `instance_name`.
-        target: address and port of the page.
-        labels: further labels of the target.
+    ``instance`` is from `instance_name`, and ``target`` is address and port of the page.
 
     Raises:
         OSError: the folder is missing or not safe, or the file cannot be written.
