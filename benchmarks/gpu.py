@@ -205,9 +205,6 @@ class _Bench:
         if found.average_response is not None:
             width = found.average_response
             self._figure("window of averaged power", width.window_s, 1.0, "s", width.window_error_s)
-        for name, ratio in found.ratios.items():
-            interval = (ratio.low, ratio.high)
-            self.figures.append(Figure(f"counter over integrated power, {name}", ratio.value, "ratio", None, interval))
         for call in found.calls:
             detail = {"worst_ms": 1e3 * call.worst_s, "calls": call.calls}
             self.figures.append(Figure(f"call: {call.name}", 1e3 * call.median_s, "ms", detail=detail))

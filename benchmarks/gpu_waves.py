@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from benchmarks.figure import Figure
 from effllm.devices import Reader
-from effllm.sensor_profile.estimates import Load, ratio, ticks_of
+from effllm.sensor_profile.estimates import Load, Tick, ticks_of
 from effllm.sensor_profile.finding import Record, Timer, record_readings
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.record import SensorProfile
@@ -40,14 +42,21 @@ def _compared(record: Record, load: Load, found: SensorProfile, period_s: float)
         return []
     figures = []
     for every_s in (0.0, *POLLED_EVERY_S):
-        compared = ratio(counted[1], _polled(powers, every_s), _shift_s(found), inside[0], inside[-1])
-        if compared is not None:
-            how = f"polled every {every_s:g} s" if every_s else f"read every {1e3 * record.mean_apart_s:.0f} ms"
-            name = f"square wave of {period_s:g} s: power {how}, over the counter"
-            interval = (1 / compared.high, 1 / compared.low) if compared.low > 0 else None
-            detail = {"seconds": compared.seconds}
-            figures.append(Figure(name, 1 / compared.value, "ratio", None, interval, detail))
+        ticks = [tick for tick in counted[1] if inside[0] <= tick.at_s <= inside[-1]]
+        value = _power_over_counter(ticks, _polled(powers, every_s), _shift_s(found))
+        how = f"polled every {every_s:g} s" if every_s else f"read every {1e3 * record.mean_apart_s:.0f} ms"
+        name = f"square wave of {period_s:g} s: power {how}, over the counter"
+        figures.append(Figure(name, value, "ratio", detail={"seconds": ticks[-1].at_s - ticks[0].at_s}))
     return figures
+
+
+def _power_over_counter(ticks: Sequence[Tick], powers: Sequence[tuple[float, float]], shift_s: float) -> float:
+    """Return integrated power over the counter's energy between two ticks; power is late by `shift_s`."""
+    at_s, watts = np.array(powers).T
+    start_s, end_s = ticks[0].at_s + shift_s, ticks[-1].at_s + shift_s
+    times_s = np.unique(np.append(at_s[(at_s > start_s) & (at_s < end_s)], [start_s, end_s]))
+    middles_w = np.interp((times_s[1:] + times_s[:-1]) / 2, at_s, watts)
+    return float(middles_w @ np.diff(times_s)) / (ticks[-1].value - ticks[0].value)
 
 
 def _shift_s(found: SensorProfile) -> float:

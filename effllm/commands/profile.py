@@ -165,16 +165,11 @@ def _sensor_rows(facts: SensorProfile) -> list[tuple[str, list[str]]]:
     if facts.power_is_held:
         held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
-    ratios = [
-        f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
-        for name, ratio in facts.ratios.items()
-    ]
     average = [_rhythm(facts.average, "changes"), _mean(facts.average_response)] if facts.average else []
     rows = [
         ("energy counter", [_rhythm(facts.counter, "moves"), _lag(facts), _measured_share(facts)]),
         ("power", [_rhythm(facts.power, "changes"), _mean(facts.power_response), held]),
         ("averaged power", average),
-        ("counter / power", ratios or ["not measured"]),
         ("gain", [gain]),
     ]
     return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from effllm.energy.readings import NS
 from effllm.energy.tick_clock import DENSE_S, MIN_MOVES
-from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
+from effllm.sensor_profile.record import LoadEdge, Response, Rhythm
 
 #: If more than this share of the reads shows a new value, the reading is continuous.
 CONTINUOUS = 0.6
@@ -77,10 +77,6 @@ class Load:
         )
         share: np.ndarray = (end_s - start_s) / window_s
         return share
-
-    def longest_period(self, is_on: bool) -> tuple[float, float] | None:
-        periods = [period for period, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
-        return max(periods, key=lambda period: period[1] - period[0], default=None)
 
 
 # --- the times of changes ------------------------------------------------------------------------
@@ -241,43 +237,3 @@ def _jackknife_95(values: Sequence[float]) -> float:
     """Return an estimate's 95 % half-width, from estimates, each of which omits one part of the readings."""
     count, mean = len(values), statistics.fmean(values)
     return _STUDENT_95 * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
-
-
-# --- counter against power -----------------------------------------------------------------------
-
-
-def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: float, end_s: float) -> Ratio | None:
-    """Return the counter's energy between two times, divided by the integral of power.
-
-    Args:
-        counted: the counter's ticks, with joules.
-        powers: readings of power, in W, with linear interpolation.
-        shift_s: delay of the power reading relative to the counter.
-        start_s: start of the time span.
-        end_s: end of the time span.
-    """
-    if len(powers) < 2:
-        return None
-    first_s, last_s = max(start_s, powers[0][0] - shift_s), min(end_s - max(shift_s, 0.0), powers[-1][0] - shift_s)
-    inside = [tick for tick in counted if first_s <= tick.at_s <= last_s]
-    if len(inside) <= 2 * PARTS:
-        return None
-    cuts = [inside[part * (len(inside) - 1) // PARTS] for part in range(PARTS + 1)]
-    counts_j = np.diff([tick.value for tick in cuts])
-    integrals_j = np.diff(_integrals_j(powers, [tick.at_s + shift_s for tick in cuts]))
-    counted_j, integrated_j = float(counts_j.sum()), float(integrals_j.sum())
-    if integrated_j <= 0 or any(integrals_j >= integrated_j):
-        return None
-    without = (counted_j - counts_j) / (integrated_j - integrals_j)
-    value, half = counted_j / integrated_j, _jackknife_95(without.tolist())
-    return Ratio(value, value - half, value + half, inside[-1].at_s - inside[0].at_s)
-
-
-def _integrals_j(powers: Readings, until_s: Sequence[float]) -> list[float]:
-    """Return the integral of power, with linear interpolation, from the first reading to each time."""
-    times_s, watts = np.array(powers).T
-    sums_j = np.append(0.0, np.cumsum(np.diff(times_s) * (watts[:-1] + watts[1:]) / 2))
-    before = np.clip(np.searchsorted(times_s, until_s, side="right") - 1, 0, len(times_s) - 2)
-    rest_j = (until_s - times_s[before]) * (watts[before] + np.interp(until_s, times_s, watts)) / 2
-    integrals_j: list[float] = (sums_j[before] + rest_j).tolist()
-    return integrals_j

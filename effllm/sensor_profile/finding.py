@@ -20,7 +20,7 @@ from effllm.records.rank import AVERAGE, COUNTER, Device, Sample, Sensor
 from effllm.sensor_profile import estimates
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts, timed_call
-from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile
+from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Response, Rhythm, SensorProfile
 
 #: The smallest error of a lag, because power itself rises some time after a kernel starts.
 MIN_LAG_ERROR_S = 0.005
@@ -28,9 +28,6 @@ MIN_LAG_ERROR_S = 0.005
 MIN_TICK_ERROR = 5e-4
 #: A measured window that is longer than this share of a tick counts as the whole tick.
 WHOLE_TICK = 0.97
-SETTLE_S = 1.0
-#: A larger relative difference between counter and integrated power is reported.
-DISAGREEMENT = 0.03
 
 #: The source of a sensor's values: measured under load, or measured only on the idle GPU.
 PROFILED, MEASURED = "profiled here", "measured here"
@@ -63,11 +60,8 @@ class SensorEvidence:
         self._warnings: list[str] = []
         self._load, self._num_edges = "", 0
         self._responses: dict[str, Response] = {}
-        self._ratios: dict[str, Ratio] = {}
-        self._power_delay_s = 0.0  # delay of the power reading relative to the counter
         self._was_held_under_load: bool | None = None
-        self._idle_analyses = _analysed_record(idle)
-        self._analyses = dict(self._idle_analyses)  # of each reading the analysis with the most changes
+        self._analyses = _analysed_record(idle)  # of each reading the analysis with the most changes
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
         busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
         if others:
@@ -101,7 +95,6 @@ class SensorEvidence:
                     f"lag and window of the {_SERIES[part][1]}: this reading does not follow the load"
                 )
         self._was_held_under_load = self._is_held_by(parts["counter"], parts["power"])
-        self._add_ratios(record, parts["counter"], load)
 
     def _is_held_by(self, counter: _SeriesAnalysis, power: _SeriesAnalysis) -> bool | None:
         """Return whether power changes only at the counter's ticks, where each reading is the mean of the last tick."""
@@ -121,26 +114,10 @@ class SensorEvidence:
         followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
-    def _add_ratios(self, record: Record, counter: _SeriesAnalysis, load: estimates.Load) -> None:
-        power, lag_s = self._responses.get("power"), self._lag_s
-        if power is not None and lag_s is not None:
-            rhythm = self._analyses["power"].rhythm
-            self._power_delay_s = power.middle_s + (rhythm.period_s / 2 if rhythm else 0.0) - lag_s
-        long = load.longest_period(is_on=True)
-        if long is not None:
-            self._add_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
-            self._add_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
-
-    def _add_ratio(self, name: str, record: Record, counter: _SeriesAnalysis, start_s: float, end_s: float) -> None:
-        ratio = estimates.ratio(counter.ticks, record.series("power_w"), self._power_delay_s, start_s, end_s)
-        if ratio is not None:
-            self._ratios[name] = ratio
-
     # --- the result ---
 
     def profile(self, seconds: float, calls: list[DriverCall], facts: Facts | None) -> SensorProfile:
-        self._add_ratio("idle", self._idle, self._idle_analyses["counter"], 0.0, self._idle.end_s)
-        self._add_warnings()
+        self._add_smoothing_warning()
         device, sensor = self._device, self._sensor()
         parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._analyses.items()}
         parts |= {f"{part}_response": followed for part, followed in self._responses.items()}
@@ -159,7 +136,6 @@ class SensorEvidence:
             load=self._load,
             **parts,
             power_is_held=self._is_power_held(),
-            ratios=self._ratios,
             calls=calls,
             fields=facts.field_answers() if facts else [],
             read_every_s=self._idle.mean_apart_s,
@@ -191,25 +167,15 @@ class SensorEvidence:
         open_s = followed.middle_error_s
         if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             open_s += (followed.window_s - rhythm.period_s) / 2  # the lag does not correct the counter's smoothing
-        worst = max((abs(ratio.value - 1) for ratio in self._ratios.values()), default=0.0)
         return replace(
             sensor,
             lag_s=lag_s,
             lag_error_s=max(open_s, MIN_LAG_ERROR_S),
             duty=_duty(followed, rhythm),
-            gain_error=max(sensor.gain_error, worst),
             source=PROFILED,
         )
 
-    def _add_warnings(self) -> None:
-        off = {
-            name: ratio.value - 1
-            for name, ratio in self._ratios.items()
-            if ratio.low > 1 + DISAGREEMENT or ratio.high < 1 - DISAGREEMENT
-        }
-        if off:
-            parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
-            self._warnings.append(f"the counter differs from integrated power by {parts}: counter or power is wrong")
+    def _add_smoothing_warning(self) -> None:
         followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")

@@ -41,15 +41,6 @@ class Response(Struct, frozen=True):
     loaded_w: float
 
 
-class Ratio(Struct, frozen=True):
-    """The ratio of the counter's energy to integrated power."""
-
-    value: float
-    low: float  # ends of the 95 % interval
-    high: float
-    seconds: float
-
-
 class DriverCall(Struct, frozen=True):
     """The time of one call of the driver."""
 
@@ -93,7 +84,6 @@ class SensorProfile(Struct, frozen=True):
     average: Rhythm | None = None
     average_response: Response | None = None
     power_is_held: bool | None = None  # whether power is the mean of the counter's last tick
-    ratios: dict[str, Ratio] = {}  # ratio of counter to integrated power: idle, loaded, switched
     calls: list[DriverCall] = []
     fields: list[FieldAnswer] = []
     read_every_s: float = 0.0

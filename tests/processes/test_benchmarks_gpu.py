@@ -152,9 +152,6 @@ def test_energy_from_dense_power_readings_agrees_with_the_counter(traits):
         "square wave of 10 s",
     ]
     assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
-    at_2_s = {name: figure.interval for name, figure in figures.items() if "of 2 s:" in name}
-    widths = [high - low for name, (low, high) in at_2_s.items() if "read every" in name or "every 1 s" in name]
-    assert widths[1] > 10 * widths[0], "power that is read each second is less certain"
 
 
 class SameGpu:

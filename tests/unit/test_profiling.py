@@ -1,7 +1,7 @@
 """effllm/sensor_profile finds the known properties of simulated sensors.
 
 The GPU of these tests uses virtual time; the edges of its load have exact times in nanoseconds.
-Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
+Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms.
 """
 
 import random
@@ -21,7 +21,7 @@ from effllm.sensor_profile.estimates import Load, ticks_of
 from effllm.sensor_profile.load import LoadUnavailable, load_pattern_s
 from effllm.sensor_profile.record import LoadEdge
 
-LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
+LAG_S, WINDOW_S, TICK = 0.002, 0.002, 1e-3
 
 
 def profiled(gpu, seconds=40.0, open_load=None):
@@ -59,17 +59,6 @@ def test_window_of_averaged_power_is_found(average_s):
 
     assert found.sensor.average_s == pytest.approx(average_s, abs=WINDOW_S)
     assert found.average_response.ends_s == pytest.approx(0.0, abs=LAG_S)
-
-
-@cases(("counts", "gain"), [(0.95, 1.0), (1.0, 1.05), (1.08, 1.0), (1.0, 1.0)][: repeats(2, 4)])
-def test_gain_of_the_counter_relative_to_power_is_found(counts, gain):
-    """An error that is common to both readings cannot be found."""
-    found = profiled(SensedGpu(tick_s=0.1, counts=counts, gain=gain))
-
-    assert set(found.ratios) == {"idle", "loaded", "switched"}
-    assert all(one.value == pytest.approx(counts, abs=RATIO) for one in found.ratios.values())
-    assert found.sensor.gain_error == pytest.approx(max(0.05, abs(counts - 1)), abs=RATIO)
-    assert len(found.warnings) == (abs(counts - 1) > 0.03)
 
 
 @pytest.mark.long
@@ -165,7 +154,7 @@ def test_gpu_without_a_counter_is_profiled_with_its_power(method, has):
 
     found = profiled(gpu)
 
-    assert (found.counter, found.ratios) == (None, {})
+    assert found.counter is None
     assert found.sensor.tick_s == pytest.approx(0.05, rel=TICK)
     assert found.sensor.average_s == pytest.approx(0.8, abs=WINDOW_S)
     assert to_calibration(found).measured_lag
@@ -251,8 +240,6 @@ def test_load_of_a_window_is_the_share_of_time_with_load(edges, ends_s, window_s
     load = Load([LoadEdge(at_s * NS, number % 2 == 0) for number, at_s in enumerate(edges)], origin_ns=NS)
 
     assert load.loaded_share(np.array(ends_s), window_s=window_s) == pytest.approx(shares)
-    if len(edges) == 4:
-        assert load.longest_period(is_on=False) == (2.0, 4.0)
 
 
 def test_ticks_without_a_change_are_counted():
