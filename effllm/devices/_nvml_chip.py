@@ -1,4 +1,4 @@
-"""Memory, utilization, clocks, temperature, throttling and events (Xid, ECC, power limit) of a GPU."""
+"""Memory, utilization, clocks, temperature, power limit, throttling and events (Xid, ECC) of a GPU."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ class EventPoller:
         events = self._read_xids()
         if now_s >= self._next_errors_s and is_there:
             self._next_errors_s = now_s + ERRORS_EVERY_S
-            events += self._power_limit_change() + self._new_memory_errors()
+            self.limit_w = _only_value(self._limit_readout) or self.limit_w
+            events += self._new_memory_errors()
         return tuple(events)
 
     def close(self) -> None:
@@ -182,15 +183,6 @@ class EventPoller:
             while self._events is not None and numbers.total() < _MAX_XIDS_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
         return [Event(time.time(), "xid", _xid_text(number, times), count=times) for number, times in numbers.items()]
-
-    def _power_limit_change(self) -> list[Event]:
-        before_w, limit_w = self.limit_w, _only_value(self._limit_readout)
-        if limit_w is None or limit_w == before_w:
-            return []
-        self.limit_w = limit_w
-        if not before_w:
-            return []
-        return [Event(time.time(), "power_limit", f"the power limit was changed from {before_w:g} W to {limit_w:g} W")]
 
     def _new_memory_errors(self) -> list[Event]:
         before, errors = self._num_errors, _only_value(self._errors_readout)

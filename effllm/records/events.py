@@ -65,7 +65,6 @@ KINDS: dict[str, Kind] = {
     "stale": Kind(ONCE, "A read of a device does not return, or reads return again.", is_problem=True),
     "xid": Kind(ALWAYS, "The driver reported an Xid error of a GPU.", is_problem=True),
     "ecc": Kind(ALWAYS, "A GPU reported uncorrected memory errors.", is_problem=True),
-    "power_limit": Kind(FILE, "The power limit of a GPU was changed."),
     # Energy
     "energy_counter": Kind(ONCE, "The energy counter of a GPU is not used, or is used again.", is_problem=True),
     "energy_calibration": Kind(ONCE, "The calibration of a GPU was wrong, and was removed from the cache."),
