@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ _PACKAGE_MAX_W = 1000.0
 # until the next reading, so the total's difference over that period is negative, and is not counted as energy.
 _START_J, _BACK_J = 1e9, 1e6
 
-# Dies that mirror one counter agree in each comparison; counters of two sockets differ in the first comparison.
+# Dies that mirror one counter are equal in each comparison; counters of two sockets differ in the first comparison.
 _COMPARISONS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
 
 SENSOR = Sensor(
@@ -121,13 +122,6 @@ class Rapl:
         self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
 
 
-class _TwoReads(NamedTuple):
-    """Two reads of all counters; at the moment between them, mirrored counters have the same value."""
-
-    first: list[int]
-    second: list[int]
-
-
 def mirrored_packages(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
     """Return the indices of the packages that repeat the counter of an earlier package.
 
@@ -136,35 +130,24 @@ def mirrored_packages(counters: Sequence[Counter], pause: Callable[[float], None
     and 8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
-    pairs = {  # of packages that may be mirrors -> number of comparisons in which the counter has changed
-        (one, other): 0
-        for place, one in enumerate(packages)
-        for other in packages[place + 1 :]
+    values: dict[tuple[int, int], set[int]] = {  # of packages that may be mirrors -> values of the second
+        (one, other): set()
+        for one, other in combinations(packages, 2)
         if counters[one].range_uj == counters[other].range_uj
     }
-    before = _read_twice(counters) if pairs else None
     for _ in range(_COMPARISONS):
-        if not pairs or before is None:
+        if not values:
             break
         pause(_PAUSE_S)
-        after = _read_twice(counters)
-        for (one, other), num_moves in list(pairs.items()):
+        first, second = ([counter.microjoules() for counter in counters] for _ in range(2))
+        for one, other in list(values):
             range_uj = counters[one].range_uj
-            # Each first read of `other` lies between the two reads of `one`, so a mirror of `one` has increased by
-            # `least` to `least + slack` between its first reads.
-            least = after.first[one] - before.second[one]
-            slack = sum((reads.second[one] - reads.first[one]) % range_uj for reads in (before, after))
-            other_rose = (after.first[other] - before.first[other]) % range_uj
-            if (other_rose - least) % range_uj <= slack:
-                pairs[one, other] = num_moves + (other_rose > 0)
+            # `other` is read between two reads of `one`, so a mirror of `one` has a value from the first to the second.
+            if (first[other] - first[one]) % range_uj <= (second[one] - first[one]) % range_uj:
+                values[one, other].add(first[other])
             else:
-                del pairs[one, other]
-        before = after
-    return {other for (_, other), num_moves in pairs.items() if num_moves >= _MIN_MOVES}
-
-
-def _read_twice(counters: Sequence[Counter]) -> _TwoReads:
-    return _TwoReads([counter.microjoules() for counter in counters], [counter.microjoules() for counter in counters])
+                del values[one, other]
+    return {other for (_, other), seen in values.items() if len(seen) > _MIN_MOVES}
 
 
 def open_rapl(
