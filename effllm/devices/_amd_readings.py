@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,39 +145,24 @@ def _read_temperature(smi: Any, handle: Any) -> dict[str, float]:
     return _scaled(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
 
 
-def _read_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
-    return _scaled(1e6, sm_clock_hz=_clock_mhz(smi, handle, smi.AmdSmiClkType.GFX))
+def _read_clock(domain: str, part: str, field: str, smi: Any, handle: Any) -> dict[str, float]:
+    answer = smi.amdsmi_get_clock_info(handle, getattr(smi.AmdSmiClkType, domain))
+    return _scaled(1e6, **{field: answer.get(part)})
 
 
-def _read_memory_clock(smi: Any, handle: Any) -> dict[str, float]:
-    return _scaled(1e6, memory_clock_hz=_clock_mhz(smi, handle, smi.AmdSmiClkType.MEM))
+_read_gfx_clock = partial(_read_clock, "GFX", "clk", "sm_clock_hz")
+_read_memory_clock = partial(_read_clock, "MEM", "clk", "memory_clock_hz")
+read_max_gfx_clock = partial(_read_clock, "GFX", "max_clk", "sm_clock_max_hz")
 
 
-def _clock_mhz(smi: Any, handle: Any, kind: Any) -> Any:
-    return smi.amdsmi_get_clock_info(handle, kind).get("clk")
-
-
-def read_max_gfx_clock(smi: Any, handle: Any) -> dict[str, float]:
-    answer = smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)
-    highest = _scaled(1e6, sm_clock_max_hz=answer.get("max_clk"))
-    return highest if highest.get("sm_clock_max_hz") else {}
-
-
-def read_power_limit(smi: Any, handle: Any) -> dict[str, float]:
-    watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("power_cap"))
-    return {} if watts is None else {"power_limit_w": watts}
-
-
-def read_default_power_limit(smi: Any, handle: Any) -> dict[str, float]:
-    watts = _watts_of_limit(smi.amdsmi_get_power_cap_info(handle).get("default_power_cap"))
-    return {} if watts is None else {"power_limit_default_w": watts}
-
-
-def _watts_of_limit(value: Any) -> float | None:
+def _read_limit(part: str, field: str, smi: Any, handle: Any) -> dict[str, float]:
     # The second die of a card reports 0; the first die has the limit of both dies.
-    microwatts = number(value, (32, 64))
-    return microwatts / 1e6 if microwatts else None
+    microwatts = number(smi.amdsmi_get_power_cap_info(handle).get(part), (32, 64))
+    return {field: microwatts / 1e6} if microwatts else {}
 
+
+read_power_limit = partial(_read_limit, "power_cap", "power_limit_w")
+read_default_power_limit = partial(_read_limit, "default_power_cap", "power_limit_default_w")
 
 Group = Callable[[Any, Any], dict[str, float]]
 

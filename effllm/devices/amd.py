@@ -156,7 +156,7 @@ class AmdReader:
         fields = {"memory": ("memory_bytes",), "utilization": ("utilization",), "power": ("power_w", "power_average_w")}
         missing = [f"{what}: not reported by AMD SMI" for what in fields if not self._has_field(*fields[what])]
         default_w = calls.read_or_empty(smi, calls.read_default_power_limit, handle).get("power_limit_default_w")
-        max_hz = calls.read_or_empty(smi, calls.read_max_gfx_clock, handle).get("sm_clock_max_hz")
+        max_hz = calls.read_or_empty(smi, calls.read_max_gfx_clock, handle).get("sm_clock_max_hz") or None
         vram = smi.AmdSmiMemoryType.VRAM
         total_bytes = calls.number(calls.try_call(smi, "amdsmi_get_gpu_memory_total", handle, vram), (64,))
         return Device(
