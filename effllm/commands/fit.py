@@ -67,7 +67,6 @@ _BITS = typer.Option(metavar="B", help="Bits of quantized weights, 4 or 8 (QLoRA
 _VOCABULARY = typer.Option(metavar="N", help="Vocabulary of a Megatron script that does not state it.")
 _PARAMS = typer.Option(metavar="N", help="Parameters of a model of unknown architecture: 7e9, 671B.")
 _ACTIVE = typer.Option(metavar="N", help="Those of them that compute a token. [default: unknown]")
-_KEEPS = typer.Option("--base-keeps-inputs", help="Base of 4 bits with bitsandbytes before 0.43.2.")
 _FUSED = typer.Option("--fused-loss", help="Loss without whole logits, in tiles, as TRL computes it.")
 _MEASURE = typer.Option(
     "--measure", help="Also measure a step of one rank with fake tensors; needs transformers, and PEFT for --lora."
@@ -107,7 +106,6 @@ def main(
     lora_rank: Annotated[int | None, _LORA] = None,
     lora_targets: Annotated[str | None, _TARGETS] = None,
     base_bits: Annotated[int | None, _BITS] = None,
-    base_keeps_inputs: Annotated[bool, _KEEPS] = False,
     fused_loss: Annotated[bool, _FUSED] = False,
     tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor parallelism.")] = None,
     pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline parallelism.")] = None,
@@ -126,7 +124,7 @@ def main(
         "precision": precision, "optimizer": optimizer, "checkpointing": checkpointing, "attention": attention,
         "implementation": implementation, "seq_length": seq_length, "micro_batch": micro_batch,
         "accumulation": accumulation, "lora_rank": lora_rank, "lora_targets": lora_targets, "base_bits": base_bits,
-        "base_keeps_inputs": base_keeps_inputs, "fused_loss": fused_loss, "tp": tp, "pp": pp, "cp": cp, "ep": ep,
+        "fused_loss": fused_loss, "tp": tp, "pp": pp, "cp": cp, "ep": ep,
         "dp": dp, "zero": 3 if fsdp else zero, "sequence_parallel": sequence_parallel,
     }  # fmt: skip
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
@@ -275,7 +273,7 @@ def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
     # Adapters of LoRA are merged into a base that is not quantized any more.
     return replace(
         plan, mode=INFERENCE, precision=precision, lora_rank=0, zero=0, accumulation=1, checkpointing="none",
-        base_bits=0 if plan.lora_rank else plan.base_bits, base_keeps_inputs=False, fused_loss=False,
+        base_bits=0 if plan.lora_rank else plan.base_bits, fused_loss=False,
         sequence_parallel=False,
     )  # fmt: skip
 
@@ -304,9 +302,9 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
 def _check_measurable(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
     if config is None or not (architecture_of(config) or config.get("model_type")):
         raise CannotMeasure("--measure needs a config of Hugging Face with architectures or a model_type")
-    if plan != replace(plan, fused_loss=False, base_keeps_inputs=False, implementation="transformers", **_ONE_RANK):
+    if plan != replace(plan, fused_loss=False, implementation="transformers", **_ONE_RANK):
         raise CannotMeasure(
-            "--measure is for one rank with the kernels of transformers: no TP, PP, CP, EP, fused loss or kept inputs"
+            "--measure is for one rank with the kernels of transformers: no TP, PP, CP, EP or fused loss"
         )
     if plan.checkpointing == "selective":
         raise CannotMeasure("--measure has the checkpointing none and full")

@@ -193,7 +193,6 @@ class MemoryPlan:
     lora_rank: int = 0  # 0: all weights are trained
     lora_targets: str = "all"
     base_bits: int = 0  # bits of a quantized frozen base (QLoRA); 0: the precision of the weights
-    base_keeps_inputs: bool = False  # of its products, until the backward pass: bitsandbytes before 0.43.2, 4 bits
     fused_loss: bool = False  # no whole logits: head and loss in tiles
     tp: int = 1
     pp: int = 1
@@ -233,8 +232,8 @@ class MemoryPlan:
 
     @property
     def keeps_frozen_inputs(self) -> bool:
-        """Whether products with frozen weights keep their inputs, as those of 8 bits of bitsandbytes always do."""
-        return self.base_bits == 8 or (self.base_bits == 4 and self.base_keeps_inputs)
+        """Whether products with frozen weights keep their inputs, as those of 8 bits of bitsandbytes do."""
+        return self.base_bits == 8
 
     @property
     def shards(self) -> int:
@@ -273,9 +272,6 @@ def check_plan(plan: MemoryPlan, shape: ModelShape) -> None:
         ),
         f"a base of {plan.base_bits} bits cannot be trained: give --lora RANK, or --mode inference": (
             plan.base_bits and plan.is_training and not plan.lora_rank
-        ),
-        "kept inputs of a frozen base are those of 4 bits: give --base-bits 4": (
-            plan.base_keeps_inputs and plan.base_bits != 4
         ),
         f"{', '.join(split)}: it is not known how {shape.architecture} is divided; give --dp, --zero": (
             split and not shape.has_known_layers

@@ -143,17 +143,6 @@ def test_a_base_of_4_bits_needs_about_half_a_byte_for_a_weight():
     assert weights.expected == weights.high == pytest.approx(matrices * (0.5 + 4 / 64) + others)
 
 
-def test_old_kernels_of_4_bits_keep_the_inputs_of_all_products():
-    plan = MemoryPlan(precision="bf16", optimizer="sgd", lora_rank=8, lora_targets="qv", base_bits=4, seq_length=512)
-
-    found, old = (estimate(EIGHT_B, replace(plan, base_keeps_inputs=kept)) for kept in (False, True))
-
-    # Hidden size 4096 before attention, its last product and the MLP, and 14336 before the MLP's last product; the
-    # output of the attention is kept in both.
-    inputs = 512 * 32 * (3 * 4096 + 14336) * 2
-    assert old.part("activations").bytes.expected - found.part("activations").bytes.expected == inputs
-
-
 def test_products_of_8_bits_keep_their_inputs_in_spite_of_checkpointing():
     plan = MemoryPlan(precision="bf16", lora_rank=16, base_bits=8, checkpointing="full", seq_length=2048)
     found = estimate(EIGHT_B, plan)
@@ -515,7 +504,6 @@ def test_absurd_fields_are_a_wrong_model_or_a_shape(kind):
         ({"micro_batch": 0}, "micro-batch is 0"),
         ({"precision": "bf17"}, "precision bf17 is not one of: fp32, bf16"),
         ({"lora_rank": 10**6}, "LoRA rank 1,000,000"),
-        ({"base_keeps_inputs": True}, "give --base-bits 4"),
         ({"sequence_parallel": True}, "sequence parallelism needs tensor parallelism"),
         ({"seq_length": 10**7, "micro_batch": 10**7}, "is not possible"),
     ],
