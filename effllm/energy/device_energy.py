@@ -47,12 +47,7 @@ class _Base(NamedTuple):
 
 
 class EnergyLedger:
-    """The energy ledger of one device.
-
-    Args:
-        device: the device with its sensor (tick, lag, duty), power limit and method.
-        max_gap_s: maximal time between power readings; a longer time is a hole.
-    """
+    """The energy ledger of one device; a time above ``max_gap_s`` between two power readings is a hole."""
 
     def __init__(self, device: Device, max_gap_s: float) -> None:
         self.readings = Readings()

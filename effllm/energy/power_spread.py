@@ -51,13 +51,9 @@ class PowerSpread:
         self.min_w, self.max_w = math.inf, 0.0
 
     def add_power(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
-        """Add a reading of power.
+        """Add a reading of power; it is repeated if this held value was already read in the same tick.
 
-        Args:
-            time_ns: time of the reading.
-            power_w: the reading.
-            tick_s: the sensor's tick; 0 for a continuous sensor.
-            is_repeated: whether this held value was already read in the same tick.
+        The tick of a continuous sensor is 0.
         """
         self._num_readings += 1
         weight = max(1 / self._num_readings, 1 / 64)
@@ -98,9 +94,7 @@ class PowerSpread:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
         The more often power changes from tick to tick, the more likely are several changes within three ticks.
-
-        Args:
-            change_w: the difference of this tick from the adjacent ticks.
+        ``change_w`` is the difference of this tick from the adjacent ticks.
         """
         if not self._changes_w:
             return self.variance_w2 * 0.02
@@ -187,10 +181,6 @@ class Aliasing:
 
         The error is the half-width of a 95 % interval as a share of the energy, at most 1.
         The sensor may miss the change of power within an iteration, so the largest difference of all readings is used.
-
-        Args:
-            iterations: the window's number of iterations.
-            joules: the window's energy.
         """
         self._run_iterations += iterations
         self._run_j += joules
@@ -211,12 +201,8 @@ def rhythm_inflation(durations_s: Sequence[float], tick_s: float, count: float) 
 
     If the duration of iterations is a multiple of the tick, all iterations have the same phase, and their errors add
     up instead of averaging out.  The variance is the squared Fourier sum of the iterations' phases, over the first
-    harmonics of the tick, with the weights of a step function.
-
-    Args:
-        durations_s: durations of consecutive iterations; at least one.
-        tick_s: the sensor's period.
-        count: number of iterations in the period that the error is for.
+    harmonics of the tick, with the weights of a step function.  ``durations_s`` is of at least one of consecutive
+    iterations; ``count`` is the number of iterations in the period that the error is for.
     """
     if count < 1.5:
         return 1.0

@@ -164,13 +164,8 @@ class Readings(deque[Point]):
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
     """Yield ranges of indices: at least three consecutive times, each further than a margin from every edge.
 
-    The last range comes first, so that the next ranges stay valid after its times are removed.
-
-    Args:
-        times_ns: times in ascending order.
-        edges_ns: times that are outside of all ranges.
-        until_ns: the end of the last range, before the margin is subtracted.
-        margin_ns: minimal distance from edges.
+    The last range comes first, so that the next ranges stay valid after its times are removed.  It ends a margin before
+    ``until_ns``.
     """
     bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})
     for before_ns, after_ns in reversed(list(pairwise([-margin_ns, *bounds]))):

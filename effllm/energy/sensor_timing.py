@@ -62,13 +62,8 @@ class CounterLag:
         return (self._low + self._high) / 2, (self._high - self._low) / 2
 
     def add_points(self, points: Iterable[Point], last_ns: float, tick_ns: float, open_ns: float) -> None:
-        """Narrow the bounds by the reads around one edge.
-
-        Args:
-            points: the readings.
-            last_ns: time of a tick.
-            tick_ns: the counter's period.
-            open_ns: half-width of the error of tick times.
+        """Narrow the bounds by the reads around one edge; ``last_ns`` is the time of a tick, ``open_ns`` the half-width
+        of the error of such times.
         """
         tick_s, error = tick_ns * NS, open_ns / tick_ns
         reads = [

@@ -32,11 +32,8 @@ LEVER_NS = 300e9
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Return the seconds of a counter's period, and the half-width of their error; ``None`` if no period is found.
 
-    Each change is bounded by two reads, and the period must explain all changes.  A counter that changed between almost
-    all reads is continuous and has the period 0.
-
-    Args:
-        readings: monotonic times in ns, and joules.
+    Each change is bounded by two reads (times in ns, and joules), and the period must explain all changes.  A counter
+    that changed between almost all reads is continuous and has the period 0.
     """
     reads = [(first[0], second[0], first[1] != second[1]) for first, second in pairwise(readings)]
     moves = [(after, until) for after, until, has_moved in reads if has_moved]
@@ -127,12 +124,7 @@ def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
 
 
 class TickClock:
-    """Computes past and future times of a counter's ticks, with their bounds.
-
-    Args:
-        tick_s: the calibrated period.
-        tick_error_s: half-width of the period's error.
-    """
+    """Computes past and future times of a counter's ticks, with their bounds, from the calibrated period."""
 
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)

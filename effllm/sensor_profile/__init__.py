@@ -35,15 +35,10 @@ def profile(
     progress: Progress = lambda _stage, _share: None,
     clock: Timer = time,
 ) -> SensorProfile:
-    """Measure the behaviour of the sensors of a GPU.
+    """Measure the behaviour of the sensors of a GPU, in ``seconds`` in all.
 
-    Args:
-        reader: the open GPU.
-        open_load: prepares the load; called only after the idle GPU was measured, because a CUDA context raises power.
-        seconds: total duration of all measurements.
-        facts: NVML's own data, for an NVIDIA GPU.
-        progress: called with the name of a stage and with the part of the stage that is done, 0..1.
-        clock: the time.
+    ``open_load`` is called only after the idle GPU was measured, because a CUDA context raises power.  ``progress`` is
+    called with the name of a stage and with the part of the stage that is done, 0..1.
     """
     others = facts.num_processes() if facts else None
     idle_s = max(IDLE_SHARE * seconds, MIN_IDLE_S)

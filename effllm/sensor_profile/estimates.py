@@ -53,12 +53,7 @@ class Tick(NamedTuple):
 
 
 class Load:
-    """A load that was switched at known times.
-
-    Args:
-        edges: the times of switching on and off, in order.
-        origin_ns: the time from which seconds are counted.
-    """
+    """A load that was switched on and off at known times, counted in seconds from ``origin_ns``."""
 
     def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
         self.times_s = [(edge.time_ns - origin_ns) * NS for edge in edges]
@@ -154,9 +149,8 @@ def powers_of_steps(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, 
 def response(load: Load, readings: Readings) -> Response | None:
     """Return the window of readings and its delay behind the load; ``None`` if readings do not follow the load.
 
-    Args:
-        load: the load, switched on before the window of the first reading begins.
-        readings: times at which values were first shown, and the values.
+    The load was switched on before the window of the first reading begins.  Readings have the times at which their
+    values were first shown.
     """
     if len(readings) < MIN_READINGS or not load.times_s:
         return None

@@ -29,10 +29,6 @@ def load_pattern_s(seconds: float, tick_s: float) -> list[float]:
 
     Long loads show the state of the loaded GPU.  Short loads, some shorter than a tick, begin at varying phases of the
     sensor.  Medium loads are long enough for readings that are means over a second.
-
-    Args:
-        seconds: total duration.
-        tick_s: the sensor's tick, measured with the idle GPU or assumed.
     """
     chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
     tick_s = min(max(tick_s, 0.04), 0.5)
@@ -47,8 +43,7 @@ def load_pattern_s(seconds: float, tick_s: float) -> list[float]:
 class TorchLoad:
     """Matrix products by torch, in a separate process, so that load and reads do not share one interpreter lock.
 
-    Args:
-        device: UUID of the GPU or slice; ``None`` for torch's first GPU.
+    ``device`` is the UUID of the GPU or slice; ``None`` for torch's first GPU.
     """
 
     def __init__(self, device: str | None) -> None:

@@ -126,7 +126,6 @@ class Service:
     """Requests to one service over one connection.  Redirects, and links to other hosts, are not followed.
 
     Args:
-        url: the URL of the service.
         credentials: user and password; ``None`` for requests without a user.
         timeout_s: timeout of one request; for the resolution of the host's name the system's timeout applies.
 
@@ -237,9 +236,7 @@ class Source(NamedTuple):
 def find_source(service: Service, path: str) -> tuple[Source, str]:
     """Return the source of the node's power, and the name of the machine.
 
-    Args:
-        service: the service.
-        path: path of a chassis; or of the root, for the chassis that no other chassis contains.
+    The path is that of a chassis; or of the root, for the chassis that no other chassis contains.
 
     Raises:
         OSError, ValueError: the service has no source, or more than one source.
@@ -334,7 +331,6 @@ def _above_zero(watts: float | None) -> float:
 
 
 def _member_paths(service: Service, path: str) -> list[str]:
-    """Return the paths of the members of a collection."""
     members = _objects_in((service.get(path) or {}).get("Members"))
     return [member["@odata.id"] for member in members if isinstance(member.get("@odata.id"), str)]
 
