@@ -23,6 +23,7 @@ from typing import Any
 import pynvml
 
 from benchmarks.figure import Figure, interval_95, median
+from effllm.agent import sampler as agent_sampler
 from effllm.agent.sampler import Sampler
 from effllm.devices import Reader, Site, open_device
 from tests.nvml_library import Gpu, Trace, build, flat, square
@@ -200,6 +201,7 @@ def _sampler_cpu_us() -> float:
 
 def main() -> None:
     """Measure in turns, and print the result of each round."""
+    agent_sampler.FULL_SHARE = 1.0  # with ticks of 20 ms, the budget of a job would allow fewer readings
     recorded, ticks = _record()
     reader = _open()
     rounds: dict[str, list[float]] = {name: [] for name in ("bare", "bare_wall", "reader", "reader_wall", "sampler")}

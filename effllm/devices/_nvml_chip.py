@@ -7,13 +7,12 @@ import functools
 import time
 from collections import Counter
 from contextlib import suppress
-from ctypes import c_uint, c_ulonglong
 from functools import partial
 from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, first_supported
 from effllm.records.rank import Event
 
 #: A critical error often ends the training, so Xids are read often.  The power limit and memory errors rarely change.
@@ -43,40 +42,39 @@ MAX_LETTERS = 255
 
 
 class Chip:
-    """The readings of a GPU; for a slice, the slice's own memory and the other readings of its GPU.
-
-    Args:
-        own: handle of the GPU or the slice.
-        gpu: handle of the GPU.
-    """
+    """The readings of a GPU; for a slice, the memory of the slice (``own``) and the other readings of its GPU."""
 
     def __init__(self, own: Any, gpu: Any) -> None:
         memory = _memory_quantity(own)
         utilization = _utilization_quantity(own) if own is gpu else None  # NVML reports no utilization of slices
-        self._own = Readout(memory, utilization)
-        reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
-        celsius = partial(Quantity, "temperature_c", buffer=c_uint(), maximum=1000)
-        self.gauges = Readout(
+        self._own = [quantity for quantity in (memory, utilization) if quantity is not None]
+        reasons, celsius = partial(Quantity, "throttled_by"), partial(Quantity, "temperature_c", maximum=1000)
+        gauges = (
             first_supported(
                 reasons("nvmlDeviceGetCurrentClocksEventReasons", gpu),
                 reasons("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),  # the function's name before driver 535
             ),
             _clock_quantity("sm_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM),
             _clock_quantity("memory_clock_hz", "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_MEM),
-            first_supported(celsius("nvmlDeviceGetTemperature", gpu, c_uint(pynvml.NVML_TEMPERATURE_GPU))),
+            first_supported(celsius("nvmlDeviceGetTemperature", gpu, pynvml.NVML_TEMPERATURE_GPU)),
         )
+        self._gauges = [quantity for quantity in gauges if quantity is not None]
         self.has_memory, self.memory_includes_reserve = memory is not None, memory is not None and memory.extra is None
         self.has_utilization = utilization is not None
-        total_bytes = memory.buffer.total if memory is not None else 0
-        self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
+        self.memory_total_bytes = _total_bytes(memory)
 
-    def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return memory and utilization by their names in `Sample`; reasons for failures are added to ``failures``.
+    def read(self, values: dict[str, float], failures: dict[str, str]) -> None:
+        """Add memory and utilization by their names in `Sample`, and the reasons for failures.
 
         ``utilization`` is the share of time with a running kernel, averaged by the driver over 1/6 s to 1 s,
         depending on the model.  With one sample per second, utilization is close to the mean since the last sample.
         """
-        return self._own.read(failures)
+        for quantity in self._own:
+            quantity.read(values, failures)
+
+    def read_gauges(self, values: dict[str, float], failures: dict[str, str]) -> None:
+        for quantity in self._gauges:
+            quantity.read(values, failures)
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,24 +85,29 @@ def throttle_reasons(mask: float) -> tuple[str, ...]:
 def _memory_quantity(handle: Any) -> Quantity | None:
     """Return the quantity of the memory in use, where possible with the memory that the driver reserves."""
     memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
-    with_reserve = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
-    extra = ("memory_reserved_bytes", "reserved")
     return first_supported(
-        memory("nvmlDeviceGetMemoryInfo_v2", handle, buffer=with_reserve, extra=extra),
+        memory("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2, extra=("memory_reserved_bytes", "reserved")),
         # Drivers before 510 count the memory that they reserve as used.
-        memory("nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
+        memory("nvmlDeviceGetMemoryInfo", handle),
     )
+
+
+def _total_bytes(memory: Quantity | None) -> int | None:
+    with suppress(pynvml.NVMLError):
+        total_bytes: int = memory.ask().total if memory is not None else 0
+        return total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
+    return None
 
 
 def max_clock_hz(gpu: Any) -> float | None:
     """Return the maximum SM clock, or ``None`` if NVML does not report it."""
-    return _only_value(Readout(_clock_quantity("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM))) or None
+    return _only_value(_clock_quantity("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM)) or None
 
 
 def default_limit_w(gpu: Any) -> float | None:
     """Return the default power limit, or ``None`` if NVML does not report it."""
-    limit = Quantity("w", "nvmlDeviceGetPowerManagementDefaultLimit", gpu, buffer=c_uint(), divisor=1e3)
-    return _only_value(Readout(first_supported(limit))) or None
+    limit = Quantity("w", "nvmlDeviceGetPowerManagementDefaultLimit", gpu, divisor=1e3)
+    return _only_value(first_supported(limit)) or None
 
 
 def power_profiles(gpu: Any) -> str | None:
@@ -120,14 +123,12 @@ def power_profiles(gpu: Any) -> str | None:
 
 
 def _utilization_quantity(handle: Any) -> Quantity | None:
-    buffer = pynvml.c_nvmlUtilization_t()
-    percent = partial(Quantity, "utilization", buffer=buffer, part="gpu", maximum=100, divisor=100)
-    return first_supported(percent("nvmlDeviceGetUtilizationRates", handle))
+    function = "nvmlDeviceGetUtilizationRates"
+    return first_supported(Quantity("utilization", function, handle, part="gpu", maximum=100, divisor=100))
 
 
 def _clock_quantity(name: str, function: str, handle: Any, clock: int) -> Quantity | None:
-    megahertz = partial(Quantity, name, buffer=c_uint(), maximum=MAX_CLOCK_MHZ, divisor=1e-6)
-    return first_supported(megahertz(function, handle, c_uint(clock)))
+    return first_supported(Quantity(name, function, handle, clock, maximum=MAX_CLOCK_MHZ, divisor=1e-6))
 
 
 class EventPoller:
@@ -136,13 +137,11 @@ class EventPoller:
     def __init__(self, handle: Any, now_s: float) -> None:
         self._handle = handle
         self._events: Any = None
-        limit = partial(Quantity, "power_limit_w", buffer=c_uint(), divisor=1e3)
-        self._limit_readout = Readout(first_supported(limit("nvmlDeviceGetEnforcedPowerLimit", handle)))
-        errors = partial(Quantity, "ecc", buffer=c_ulonglong(), maximum=MAX_VALUE_64)
-        kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
-        self._errors_readout = Readout(first_supported(errors("nvmlDeviceGetTotalEccErrors", handle, kind, since)))
-        self.limit_w = _only_value(self._limit_readout)
-        self._num_errors = _only_value(self._errors_readout)
+        limit = Quantity("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", handle, divisor=1e3)
+        kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        errors = Quantity("ecc", "nvmlDeviceGetTotalEccErrors", handle, kind, since, maximum=MAX_VALUE_64)
+        self._limit, self._errors = first_supported(limit), first_supported(errors)
+        self.limit_w, self._num_errors = _only_value(self._limit), _only_value(self._errors)
         self._next_xids_s, self._next_errors_s = now_s, now_s + ERRORS_EVERY_S
         self.open()
 
@@ -157,9 +156,7 @@ class EventPoller:
     def poll(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
         """Return the events since the last poll; only a poll that is due reads.
 
-        Args:
-            now_s: the current time.
-            is_there: False for a lost GPU: then only its last Xids are read, without a delay.
+        Of a lost GPU, which is not there, only the last Xids are read, without a delay.
         """
         if now_s < self._next_xids_s and is_there:
             return ()
@@ -167,7 +164,7 @@ class EventPoller:
         events = self._read_xids()
         if now_s >= self._next_errors_s and is_there:
             self._next_errors_s = now_s + ERRORS_EVERY_S
-            self.limit_w = _only_value(self._limit_readout) or self.limit_w
+            self.limit_w = _only_value(self._limit) or self.limit_w
             events += self._new_memory_errors()
         return tuple(events)
 
@@ -185,7 +182,7 @@ class EventPoller:
         return [Event(time.time(), "xid", _xid_text(number, times), count=times) for number, times in numbers.items()]
 
     def _new_memory_errors(self) -> list[Event]:
-        before, errors = self._num_errors, _only_value(self._errors_readout)
+        before, errors = self._num_errors, _only_value(self._errors)
         if errors is None:
             return []
         self._num_errors = errors  # NVML's count restarts at zero when the driver is loaded again
@@ -198,5 +195,8 @@ def _xid_text(number: int, times: int) -> str:
     return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
 
 
-def _only_value(readout: Readout) -> float | None:
-    return next(iter(readout.read({}).values()), None)
+def _only_value(quantity: Quantity | None) -> float | None:
+    values: dict[str, float] = {}
+    if quantity is not None:
+        quantity.read(values, {})
+    return next(iter(values.values()), None)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from ctypes import byref, c_int, c_uint, c_ulonglong
+from ctypes import byref, c_int
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pynvml
 
-from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, first_supported, prepare_call, why_invalid
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, first_supported, why_invalid
 from effllm.devices.known import hardware
 from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
@@ -44,11 +44,7 @@ PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 class FieldBatch:
     """Fields of a GPU that are read in one call, and unpacked together from the memory that NVML writes.
 
-    Args:
-        handle: the handle of the GPU.
-        fields: the fields to read.
-        required: names of the fields whose failures are reported.
-        share: the slice's share of the GPU's energy.
+    Only failures of the ``required`` fields are reported.  ``share`` is a slice's share of the GPU's energy.
     """
 
     def __init__(self, handle: Any, fields: Sequence[NvmlField], required: frozenset[str], share: float = 1.0) -> None:
@@ -58,7 +54,7 @@ class FieldBatch:
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, field in zip(answers, fields, strict=True):
             answer.fieldId, answer.scopeId = field.id, field.scope
-        self._call = prepare_call("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
+        self._call = partial(pynvml.nvmlLib.nvmlDeviceGetFieldValues, handle, c_int(len(fields)), byref(answers))
         # An answer ends with the return code and with the value, which is a C union.
         code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
@@ -86,13 +82,10 @@ class FieldBatch:
 
 
 class NvmlPower:
-    """The energy and power of a GPU.
+    """The energy and power of a GPU, or of a slice, to which the other parts of a module do not belong.
 
-    Args:
-        handle: the handle of the GPU.
-        name: the product name; the hardware table has the kind of power that nvmlDeviceGetPowerUsage returns.
-        is_slice: whether it is a slice of the GPU, to which the other parts of a module do not belong.
-        share: the slice's share of the GPU's energy.
+    By the product's ``name`` the hardware table has the kind of power that nvmlDeviceGetPowerUsage returns.  ``share``
+    is a slice's share of the GPU's energy.
     """
 
     def __init__(self, handle: Any, name: str, is_slice: bool = False, share: float = 1.0) -> None:
@@ -107,8 +100,8 @@ class NvmlPower:
         self._everything = FieldBatch(handle, everything, required, share) if essential else None
         singles = [] if offer.counter or offer.note else [_energy_quantity(handle, share)]
         singles += [] if offer.powers else [_power_quantity(handle, name, share)]
-        self._singles = [Readout(quantity) for quantity in singles if quantity is not None]
-        self.names = required.union(*(single.names for single in self._singles))
+        self._singles = [quantity for quantity in singles if quantity is not None]
+        self.names = required.union(quantity.name for quantity in self._singles)
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
@@ -117,8 +110,8 @@ class NvmlPower:
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
         for single in self._singles:
             before_ns = time.monotonic_ns()
-            values |= single.read(failures)
-            if not time_ns or "energy_j" in single.names:
+            single.read(values, failures)
+            if not time_ns or single.name == "energy_j":
                 time_ns = (before_ns + time.monotonic_ns()) // 2
         return values, time_ns or time.monotonic_ns()
 
@@ -192,13 +185,13 @@ def _scope_of_counter(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
 
 
 def _energy_quantity(handle: Any, share: float) -> Quantity | None:
-    millijoules = partial(Quantity, buffer=c_ulonglong(), maximum=MAX_VALUE_64, divisor=1e3 / share)
-    return first_supported(millijoules("energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
+    function = "nvmlDeviceGetTotalEnergyConsumption"
+    return first_supported(Quantity("energy_j", function, handle, maximum=MAX_VALUE_64, divisor=1e3 / share))
 
 
 def _power_quantity(handle: Any, name: str, share: float) -> Quantity | None:
     meaning = "power_average_w" if _is_power_usage_mean(handle, name) else "power_w"
-    return first_supported(Quantity(meaning, "nvmlDeviceGetPowerUsage", handle, buffer=c_uint(), divisor=1e3 / share))
+    return first_supported(Quantity(meaning, "nvmlDeviceGetPowerUsage", handle, divisor=1e3 / share))
 
 
 def _is_power_usage_mean(handle: Any, name: str) -> bool:

@@ -131,10 +131,10 @@ class NvmlReader:
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures)
         power_w = values.get("power_w")
-        values |= self._chip.read(failures)
+        self._chip.read(values, failures)
         is_there = bool(values) or not failures
         if is_there:  # a lost GPU has no further readings
-            values |= self._chip.gauges.read(failures)
+            self._chip.read_gauges(values, failures)
             self._add_gauges(values, power_w, failures, time_ns)
         reasons = values.pop("throttled_by", None)
         sample = Sample(
@@ -216,11 +216,8 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> N
 class Gpm:
     """The activity of SMs, tensor cores and memory of a Hopper or later GPU, or of a GPU instance, since the last read.
 
-    GPM is a separate unit in the GPU and takes no lock that a profiler needs.
-
-    Args:
-        handle: the handle of the GPU.
-        instance: id of the GPU instance of a MIG slice; its compute instances have no activity of their own.
+    GPM is a separate unit in the GPU and takes no lock that a profiler needs.  The compute instances of a GPU instance
+    of a MIG slice (``instance``) have no activity of their own.
     """
 
     def __init__(self, handle: Any, instance: int | None) -> None:
