@@ -312,9 +312,6 @@ def _check_measurable(config: Mapping[str, Any] | None, plan: MemoryPlan) -> Non
         raise CannotMeasure(f"--measure has the optimizers {', '.join(_OPTIMIZERS)} and {', '.join(_PRECISIONS)}")
 
 
-# --- GPUs ----------------------------------------------------------------------------------------
-
-
 def _named_or_smallest_gpu(name: str, count: int | None) -> GpuMemory | None:
     """Return the named GPU, or the smallest GPU of this machine; ``None`` without either."""
     if not name:

@@ -124,9 +124,6 @@ def _profile_with_progress(reader: Reader, seconds: float) -> SensorProfile:
             facts.close()
 
 
-# --- the report ----------------------------------------------------------------------------------
-
-
 def _report_parts(profile: SensorProfile, save: str) -> Iterator[Table | str]:
     board = profile.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"

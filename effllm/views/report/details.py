@@ -68,9 +68,6 @@ def _chart_figure(chart: Chart, drawn: list[DrawnLine], runs: Sequence[RunCurves
     )
 
 
-# --- ranks ---
-
-
 def ranks(run: RecordedRun) -> Child:
     """Return the distribution over ranks."""
     reports = run.ranks
@@ -174,9 +171,6 @@ def _rank_row(rank: int, sums: RankMeans, longest_s: float) -> list[Child]:
     ]
 
 
-# --- time ---
-
-
 def goodput(run: RecordedRun) -> Child:
     """Return the elapsed time and the energy by class, and the attempts."""
     summary = run.summary.goodput if run.summary is not None else None
@@ -240,9 +234,6 @@ def _straggler_row(slow: StragglerVerdict) -> list[Child]:
     cost = with_exact_value(readable(slow.gpu_seconds), slow.gpu_seconds)
     since, slower = f"{slow.since_iteration:,}", f"{100 * slow.slowdown:.1f} %"
     return [names, slow.host, slow.why, slow.evidence, since, slower, cost, joules]
-
-
-# --- events ---
 
 
 def stalls(run: RecordedRun) -> Child:
