@@ -191,13 +191,6 @@ class Merged(Struct, dict=True, eq=False):
         np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
         return np.minimum(covered, 1.0)
 
-    @cached_property
-    def is_measured(self) -> NDArray[np.bool_]:
-        """For each device: whether any of its quantities was measured."""
-        levels_s = self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
-        measured: NDArray[np.bool_] = self.wall.energy[:, COVERED_S] + levels_s > 0
-        return measured
-
     def covered_s(self) -> tuple[float, float, float]:
         """Return seconds of computing devices: wall time, time with measured memory, time with measured utilization."""
         computing = ~np.array([device.only_power for device in self.devices], bool)
@@ -207,7 +200,8 @@ class Merged(Struct, dict=True, eq=False):
     def count_measured_gpus(self, expected: Expected) -> int:
         """Return the number of expected GPUs with any measured quantity."""
         there = expected.rows_in(self)[expected.is_gpu]
-        return int(self.is_measured[there[there >= 0]].sum())
+        covered_s = self.wall.energy[:, COVERED_S] + self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
+        return int((covered_s[there[there >= 0]] > 0).sum())
 
 
 def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mapping[str, set[int]]) -> Merged:

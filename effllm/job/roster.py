@@ -114,11 +114,7 @@ class Roster:
         return is_new
 
     def record_unused_gpus(self) -> list[str]:
-        """Record the unused GPUs of the attempt, once, when all ranks have joined.
-
-        Returns:
-            A sentence for each node that has more allocated GPUs than its ranks use.
-        """
+        """Record the unused GPUs of the attempt, once, when all ranks have joined; return a sentence for each node."""
         attempt, nodes = self._ledger.goodput.attempt, self.job.node_gpus
         if attempt.unused_gpus is not None or not nodes:
             return []

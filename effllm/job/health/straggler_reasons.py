@@ -102,10 +102,7 @@ class ComparedReadings(dict[str, ReadingSums]):
             sums.node += weight * node
 
     def add_windows(self, own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = ()) -> None:
-        """Add one window of the slow rank's device, of its peers, and of other devices on its node.
-
-        The node's devices are without those of slow ranks.
-        """
+        """Add one window of the slow rank's device, its peers, and its node's devices without those of slow ranks."""
         for name in (_CLOCK, _LIMIT, _CELSIUS):
             gauge = own.gauges.get(name)
             if gauge is not None:
