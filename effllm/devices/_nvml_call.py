@@ -24,10 +24,7 @@ def repoint(handle: Any, new_handle: Any) -> None:
     ctypes.memmove(ctypes.byref(handle), ctypes.byref(new_handle), ctypes.sizeof(handle))
 
 
-def why_invalid(code: int, number: int) -> str:
-    """Return the reason why an answer is invalid: the text of its return code, or a description of its wrong number."""
-    if code:
-        return str(pynvml.NVMLError(code))
+def why_invalid(number: int) -> str:
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
         return f"NVML returned {number:#x}, its mark for an unavailable value"
     return f"NVML returned {number}, which is above the possible maximum"
@@ -69,7 +66,7 @@ class Quantity:
         if number <= self.maximum:
             values[self.name] = number / self.divisor
         else:
-            failures[self.name] = why_invalid(0, number)
+            failures[self.name] = why_invalid(number)
         if self.extra is not None:
             name, part = self.extra
             if (number := getattr(answer, part)) <= self.maximum:

@@ -46,7 +46,8 @@ class Chip:
 
     def __init__(self, own: Any, gpu: Any) -> None:
         memory = _memory_quantity(own)
-        utilization = _utilization_quantity(own) if own is gpu else None  # NVML reports no utilization of slices
+        busy = Quantity("utilization", "nvmlDeviceGetUtilizationRates", own, part="gpu", maximum=100, divisor=100)
+        utilization = first_supported(busy) if own is gpu else None  # NVML reports no utilization of slices
         self._own = [quantity for quantity in (memory, utilization) if quantity is not None]
         reasons, celsius = partial(Quantity, "throttled_by"), partial(Quantity, "temperature_c", maximum=1000)
         gauges = (
@@ -120,11 +121,6 @@ def power_profiles(gpu: Any) -> str | None:
         enforced = [bit for bit in range(32 * len(words)) if words[bit // 32] >> bit % 32 & 1]
         return ", ".join(_PROFILE_NAMES.get(bit, str(bit)) for bit in enforced)[:MAX_LETTERS] or "none"
     return None
-
-
-def _utilization_quantity(handle: Any) -> Quantity | None:
-    function = "nvmlDeviceGetUtilizationRates"
-    return first_supported(Quantity("utilization", function, handle, part="gpu", maximum=100, divisor=100))
 
 
 def _clock_quantity(name: str, function: str, handle: Any, clock: int) -> Quantity | None:

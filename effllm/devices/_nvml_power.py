@@ -77,7 +77,7 @@ class FieldBatch:
         if len(values) < len(self._fields):
             for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
                 if name in self._required and name not in values:
-                    failures[name] = why_invalid(code, raw)
+                    failures[name] = str(pynvml.NVMLError(code)) if code else why_invalid(raw)
         return values, time_ns
 
 

@@ -117,7 +117,9 @@ class SensorEvidence:
     # --- the result ---
 
     def profile(self, seconds: float, calls: list[DriverCall], facts: Facts | None) -> SensorProfile:
-        self._add_smoothing_warning()
+        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
+        if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
+            self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
         device, sensor = self._device, self._sensor()
         parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._analyses.items()}
         parts |= {f"{part}_response": followed for part, followed in self._responses.items()}
@@ -174,11 +176,6 @@ class SensorEvidence:
             duty=_duty(followed, rhythm),
             source=PROFILED,
         )
-
-    def _add_smoothing_warning(self) -> None:
-        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
-        if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
 
 
 def _analysed_record(record: Record) -> dict[str, _SeriesAnalysis]:
