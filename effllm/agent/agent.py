@@ -198,7 +198,6 @@ class Agent:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent with the descriptors from its trainer."""
     parser = argparse.ArgumentParser(prog="effllm.agent.agent")
     for name in ("ring", "board", "trainer", "wake"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -113,7 +113,6 @@ class Conversation:
             self._forget_answers()
 
     def exchange_messages(self, now_s: float) -> None:
-        """Handle received messages, and send messages that are due."""
         self.has_new_facts = self._measuring.devices.take_has_changed() or self.has_new_facts
         if self._core_wait is None and self._measuring.cutter.last_ordinal:
             self._core_wait = CoreWait(self._trainer.pid)
@@ -143,7 +142,6 @@ class Conversation:
             link.send(heartbeat(self._trainer, self._measuring, now_s))
 
     def due_s(self, now_s: float) -> float:
-        """Return the time of the next message."""
         until_s = now_s + 1.0
         if self._welcome:
             until_s = self._next_heartbeat_s
@@ -192,7 +190,6 @@ class Conversation:
         return self.is_unanswered or (is_answering and not self._bye_seen)
 
     def report_undelivered(self) -> None:
-        """Report the number of unacknowledged reports, if it is not 0."""
         if len(self._outbox) and not self._bye_seen and not self.refused:
             self._notices.report_undelivered(len(self._outbox))
 

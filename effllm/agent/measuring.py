@@ -237,7 +237,6 @@ class RankMemory:
             self._warned += self._device_watch.new_warnings(self._torch_bytes(series), max_positions or 0)
 
     def take_events(self, time_s: float) -> Iterator[Event]:
-        """Yield the events since the last call."""
         warned, self._warned = self._warned, []
         for warning in warned:
             yield Event(time_s, warning.kind, warning.text)

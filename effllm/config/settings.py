@@ -6,7 +6,7 @@ Standard library only, because the training process imports this module.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -290,14 +290,12 @@ def _shell_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _variables() -> Iterator[Variable]:
-    for setting in fields(Config):
-        if (variable := setting.metadata.get("variable")) is not None:
-            yield variable._replace(name=variable.name or setting.name.upper(), field=setting.name)
-
-
 #: The variables of the settings.
-VARIABLES = tuple(_variables())
+VARIABLES: tuple[Variable, ...] = tuple(
+    variable._replace(name=variable.name or setting.name.upper(), field=setting.name)
+    for setting in fields(Config)
+    if (variable := setting.metadata.get("variable")) is not None
+)
 #: A switch that is read at the import of torch; not a setting of a run.
 ATTACH_SWITCH = Variable(
     ATTACH.removeprefix(PREFIX),

@@ -202,7 +202,6 @@ class RingWriter:
         wait_ns: int,
         counters: Counters,
     ) -> None:
-        """Write one record of any kind."""
         self._sequence = sequence = self._sequence + 1
         often = _pack_often(
             sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,

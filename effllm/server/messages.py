@@ -226,7 +226,6 @@ class Acknowledgement:
         self._save(self._aggregator.snapshot(sequences), sequences)
 
     def acknowledge_saved(self, sequences: Sequences) -> None:
-        """Acknowledge the reports in a state that was written."""
         for i, unsaved in enumerate(self._unsaved):
             if unsaved is sequences:
                 del self._unsaved[: i + 1]  # a later state includes all earlier states

@@ -47,7 +47,7 @@ class Outputs:
         self._sinks = {
             name: Writer(f"sink {name}", partial(open_sink, name, run), run.log) for name in run.config.sink_options()
         }
-        self._store: Writer[RunFolder] | None = None
+        self.store: Writer[RunFolder] | None = None
         if run.folder is not None:
             open_store = partial(
                 open_run_folder,
@@ -57,7 +57,7 @@ class Outputs:
                 tensorboard_dir=run.tensorboard_dir,
                 limit_mb=run.config.run_folder_mb,
             )
-            self._store = Writer("run folder", open_store, run.log)
+            self.store = Writer("run folder", open_store, run.log)
         self._ledger: Writer[LedgerFile] | None = None
         self._next_line_s = FIRST_LINE_S  # elapsed time of the job at its next line
         if run.config.ledger:
@@ -68,12 +68,8 @@ class Outputs:
         """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
         for writer in self.writers():
             writer.start()
-        if self._store is not None:
-            self._store.opened.wait(STORE_OPENS_S)
-
-    @property
-    def has_store(self) -> bool:
-        return self._store is not None
+        if self.store is not None:
+            self.store.opened.wait(STORE_OPENS_S)
 
     def write(self, closed: Sequence[Closed]) -> None:
         """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
@@ -126,7 +122,7 @@ class Outputs:
     def left_out(self, is_over: bool) -> dict[str, int]:
         """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
         counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
-        counts[run_folder.SINK_NAME] = self._store.left_out if self._store is not None else 0
+        counts[run_folder.SINK_NAME] = self.store.left_out if self.store is not None else 0
         return {name: count for name, count in counts.items() if count}
 
     def stop_sinks(self, summary: Summary, timeout_s: float) -> None:
@@ -144,23 +140,23 @@ class Outputs:
             store.save_state(state)
             store.write_summary(summary)
 
-        if self._store is not None:
-            self._store.stop(last)
+        if self.store is not None:
+            self.store.stop(last)
 
     def join_store(self, timeout_s: float) -> bool:
         """Wait for the store; return whether it has ended."""
-        return self._store is None or self._store.join(timeout_s)
+        return self.store is None or self.store.join(timeout_s)
 
     def writers(self) -> list[Writer[Any]]:
-        return [*self._sinks.values(), *(sink for sink in (self._store, self._ledger) if sink is not None)]
+        return [*self._sinks.values(), *(sink for sink in (self.store, self._ledger) if sink is not None)]
 
     def _put_to_sinks(self, work: Callable[[Sink], None], num_windows: int = 0) -> None:
         for sink in self._sinks.values():
             sink.put(work, num_windows)
 
     def put_to_store(self, work: Callable[[RunFolder], None], num_windows: int = 0) -> None:
-        if self._store is not None:
-            self._store.put(work, num_windows)
+        if self.store is not None:
+            self.store.put(work, num_windows)
 
 
 def stop_writers(writers: Sequence[Writer[Any]], timeout_s: float, already_stopped: Sequence[Writer[Any]] = ()) -> None:

@@ -173,7 +173,7 @@ class Server:
             aggregator,
             config.history_size,
             self._outputs.write,
-            partial(self._outputs.save_state, self._inbox.put) if self._outputs.has_store else None,
+            partial(self._outputs.save_state, self._inbox.put) if self._outputs.store is not None else None,
             self._messages.acknowledge,
         )
         self._outputs.start()

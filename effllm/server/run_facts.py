@@ -67,7 +67,6 @@ class RunFacts:
         return {**self.values, **asdict(self.identity)}
 
     def add_times(self, started_time_s: float, ended_time_s: float | None = None) -> None:
-        """Add the start and the end of the run to its identity."""
         times = {"started_time_s": started_time_s, "ended_time_s": ended_time_s or self.identity.ended_time_s}
         if any(getattr(self.identity, name) != time_s for name, time_s in times.items()):
             self.identity, self._is_changed = replace(self.identity, **times), True
