@@ -22,7 +22,7 @@ BUDGETS = {
     "config": 915,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_396,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_665,  # a calibration has a budget, and its few reads are made where they help most
-    "hooks": 4_858,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
+    "hooks": 4_855,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_457,  # no event and no read on a GPU that the process does not use
     "job": 8_723,  # the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
     "memory": 3_096,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
@@ -34,7 +34,7 @@ BUDGETS = {
     "sinks": 1_527,  # one line a window, never glued to a progress bar; slow connections do not block the metrics page
     "store": 2_733,  # every file of a run folder is read by one reader; room for the last summary; the end
     "top level": 202,  # a closed pipe ends a command silently
-    "trainer": 3_891,  # own time between several waits for other ranks; the GPU of a process; pauses
+    "trainer": 3_882,  # own time between several waits for other ranks; the GPU of a process; pauses
     "views": 3_320,  # curves, bars and maps in top; an icicle, a heat map; stragglers are judgements
 }
 UNUSED_LINES = 50  # a budget with more unused lines is to be lowered

@@ -7,6 +7,7 @@ the training process, so they import only the standard library and the modules o
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 from effllm.hooks._imports import when_imported
@@ -68,30 +69,26 @@ def attach_all() -> None:
     if _is_attached:
         return
     _is_attached = True
-    for target, function in TARGETS.items():
-        when_imported(target, _Hook(*function.split(":")))
+    for target in TARGETS:
+        when_imported(target, partial(_hook_module, target))
 
 
 def attach_names() -> None:
     """Register effllm's name in the modules of `NAMES`, now or when they are imported; nothing is measured."""
     for target in () if _is_attached else NAMES:
-        when_imported(target, _Hook(*TARGETS[target].split(":")))
+        when_imported(target, partial(_hook_module, target))
 
 
-class _Hook:
-    """Imports a hook file when the hooked module is imported, and calls a function of the hook file."""
+def _hook_module(target: str, module: ModuleType) -> None:
+    """Call the function of `TARGETS`, whose file is imported only now: the hooked module was imported."""
+    from importlib import import_module
 
-    def __init__(self, file: str, function: str) -> None:
-        self._file, self._function = file, function
-
-    def __call__(self, module: ModuleType) -> None:
-        from importlib import import_module
-
-        try:
-            getattr(import_module(f"effllm.hooks.{self._file}"), self._function)(module)
-        except Unknown as error:
-            print_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
-            explain_at_exit(f"this version of {module.__name__} is unknown: {error}")
-        except Exception as error:  # noqa: BLE001 - an import of the user must not fail because of effllm
-            print_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
-            explain_at_exit(f"{module.__name__} could not be hooked")
+    file, function = TARGETS[target].split(":")
+    try:
+        getattr(import_module(f"effllm.hooks.{file}"), function)(module)
+    except Unknown as error:
+        print_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
+        explain_at_exit(f"this version of {module.__name__} is unknown: {error}")
+    except Exception as error:  # noqa: BLE001 - an import of the user must not fail because of effllm
+        print_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
+        explain_at_exit(f"{module.__name__} could not be hooked")

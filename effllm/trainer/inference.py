@@ -20,8 +20,6 @@ from effllm.trainer.collector import get_metrics_collector
 from effllm.trainer.counts import counts_of
 from effllm.trainer.recorder import Recorder
 
-_has_warned = False
-
 
 class InferenceProcess(NamedTuple):
     """Facts of an inference process, for the start of its metrics."""
@@ -179,7 +177,10 @@ def record_request(
     if recorder is None:
         return
     if is_first:
-        _warn_of_first()
+        get_metrics_collector().warn(
+            "the first request started the metrics, so it is not counted; "
+            "to count all requests, call initialize_efficientllm_metrics() first"
+        )
         return
     now_ns = time.monotonic_ns()
     took_s, *parts = map(_valid_seconds, (time_s, computation_time_s, communication_time_s))
@@ -200,13 +201,3 @@ def _valid_seconds(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) and 0 <= value < 3.2e7 else None
-
-
-def _warn_of_first() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        get_metrics_collector().warn(
-            "the first request started the metrics, so it is not counted; "
-            "to count all requests, call initialize_efficientllm_metrics() first"
-        )
