@@ -1,7 +1,7 @@
 """Common part of the fakes of Megatron's training loop: a run with few tokens, which can be counted by hand.
 
-An era file has the functions of ``megatron.training.training`` with the arguments and results of its versions; its loop
-calls them in the same way as Megatron's loop. The model, the gradients and the process groups are real.
+The code of an era (`eras.py`) has the functions of ``megatron.training.training`` with the arguments and results of its
+versions; its loop calls them in the same way as Megatron's loop. The model, gradients and process groups are real.
 """
 
 import json
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as batches
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunDataIterator
 
 VOCABULARY, HIDDEN = 16, 4
 
@@ -105,6 +106,10 @@ def data():
     while True:
         time.sleep(_args.data_s)
         yield torch.randint(VOCABULARY, (_args.micro_batch_size, _args.seq_length), generator=generator)
+
+
+def rerun_data():
+    return RerunDataIterator(data())
 
 
 def step(data_iterator, model, optimizer, number):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from megatron_eras.eras import CHANGES, NEW, OLD, text
 
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
@@ -19,8 +20,6 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatr
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.system("megatron-lm", how="stand-in")]
 
 ERAS = Path(__file__).parents[1] / "megatron_eras"
-NAMES = ["0_8", "0_12", "0_14", "0_16", "0_19"]
-OLD, NEW = "0_8", "0_19"
 MODEL, LENGTH = 144, 32
 FIRST_LINES = "from {module} import pretrain\npretrain({arguments})\n"
 
@@ -29,13 +28,11 @@ FIRST_LINES = "from {module} import pretrain\npretrain({arguments})\n"
 def train(launch, tmp_path, monkeypatch):
     """Return a function that starts the fake of an era with a script like a user's script."""
 
-    def start(
-        era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, ranks=1, attach=1, **arguments
-    ):
+    def start(era, *, module="megatron.training", edit=str, script=FIRST_LINES, ranks=1, attach=1, **arguments):
         settings = {name: arguments.pop(name) for name in ("log_interval", "peak_tflops") if name in arguments}
         package = tmp_path / "tree" / module.replace(".", "/")
         package.mkdir(parents=True)
-        code = edit((ERAS / f"era_{era}.py").read_text())
+        code = edit(text(era))
         if module == "megatron.training":
             (package / "__init__.py").write_text("from .training import pretrain\n")
             (package / "training.py").write_text(code)
@@ -62,7 +59,7 @@ def losses(job):
     return [line for line in job.stdout.splitlines() if line.startswith("loss ")]
 
 
-@pytest.mark.parametrize("era", NAMES)
+@pytest.mark.parametrize("era", CHANGES)
 def test_counts_of_every_megatron_version_agree_with_known_counts(train, era):
     job = train(era, eval_interval=6, save_interval=8).done()
 
@@ -199,7 +196,7 @@ def test_run_without_training_writes_no_metrics(train):
 
 
 def test_missing_train_step_is_reported_and_training_continues(train):
-    job = train("0_14", edit=lambda text: text.replace("train_step(", "train_one(")).done()
+    job = train("0_14", edit=lambda code: code.replace("train_step(", "train_one(")).done()
 
     (line,) = job.our_errors
     assert line == (
@@ -210,10 +207,10 @@ def test_missing_train_step_is_reported_and_training_continues(train):
 
 
 def test_steps_are_counted_if_other_functions_are_missing(train):
-    def rename(text):
+    def rename(code):
         for name in ("setup_model_and_optimizer", "save_checkpoint_and_time", "training_log"):
-            text = text.replace(f"{name}(", f"{name}_by_another_name(")
-        return text
+            code = code.replace(f"{name}(", f"{name}_by_another_name(")
+        return code
 
     job = train("0_16", edit=rename, save_interval=4).done()
 
@@ -223,8 +220,8 @@ def test_steps_are_counted_if_other_functions_are_missing(train):
 
 
 def test_calls_of_the_loop_replace_the_megatron_hook(train):
-    def count(text):
-        return text.replace(
+    def count(code):
+        return code.replace(
             "        iteration += 1\n", "        collector.record_iteration_end(1, 1)\n        iteration += 1\n"
         ).replace(
             "        args.curr_iteration = iteration\n",
@@ -372,13 +369,13 @@ def print_rank_last(message):
 def test_logged_throughput_is_compared_with_the_counts(train, factor, stated):
     """A step has 4 micro-batches of 2 samples; its FLOPs are multiplied, because Megatron logs one digit."""
 
-    def edit(text):
-        code = text.replace(
+    def edit(code):
+        code = code.replace(
             "    stand_in.log(loss_dict, iteration)\n    return report_memory_flag\n",
             LOGS_THROUGHPUT.format(factor=factor),
         )
         code = code.replace("stand_in.operations(args, batch_size)", "stand_in.operations(args, batch_size) * 10**7")
-        return code.replace('one learning rate.\n"""\n', 'one learning rate.\n"""\n\nimport time\n')
+        return code.replace("import stand_in\n", "import time\nimport stand_in\n")
 
     job = train("0_16", edit=edit, train_iters=80, compute_s=0.02).done()
 

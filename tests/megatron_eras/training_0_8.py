@@ -1,61 +1,39 @@
-"""Megatron 0.18 and later: a configuration container, and swapped arguments of the setup function.
+"""Megatron 0.8 and 0.9: train_step returns four values; there are two learning rates and no class of data iterators.
 
-The FLOPs of a step are computed from the number of its real tokens, which are the tokens without padding.
+`eras.py` has the changes of later versions.
 """
 
 import stand_in
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
-from megatron.core.rerun_state_machine import RerunDataIterator
 from stand_in import get_args
 
 
-def consume_seqlen_stats_in_iteration():
-    real_tokens = get_args().real_tokens
-    return (None, None) if real_tokens is None else (float(real_tokens), float(real_tokens**2))
-
-
-def num_floating_point_operations(args, batch_size, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None):
+def num_floating_point_operations(args, batch_size):
     return stand_in.operations(args, batch_size)
 
 
-def pretrain(cfg_container, dataset_provider, model_type, forward_step_func, model_provider=None, *_, **__):
+def pretrain(dataset_provider, model_provider, model_type, forward_step_func, *_, **__):
     stand_in.initialize()
-    model, optimizer, scheduler = setup_model_and_optimizer(
-        model_type, model_provider, checkpointing_context={}, cfg_container=cfg_container
-    )
-    iteration, _ = train(
-        forward_step_func, model, optimizer, scheduler, RerunDataIterator(stand_in.data()), None, None, None, {}, None
-    )
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)
+    iteration, _ = train(forward_step_func, model, optimizer, scheduler, stand_in.data(), None, None, None, {})
     save_checkpoint(iteration, model, optimizer, scheduler, 0)
     evaluate_and_print_results("at the end", forward_step_func, None, model, iteration, None, None)
 
 
-def setup_model_and_optimizer(
-    model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None
-):
+def setup_model_and_optimizer(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0):
     return stand_in.build_model()
 
 
-def train_step(
-    forward_step_func,
-    data_iterator,
-    model,
-    optimizer,
-    opt_param_scheduler,
-    config,
-    forward_backward_func,
-    iteration=None,
-    pg_collection=None,
-    p2p_communicator=None,
-):
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
     losses, skipped = stand_in.step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
-    return losses, skipped, False, False, 0, 1.0, None, 0
+    return losses, skipped, 1.0, None
 
 
 def training_log(
     loss_dict,
     total_loss_dict,
     learning_rate,
+    decoupled_learning_rate,
     iteration,
     loss_scale,
     report_memory_flag,
@@ -63,11 +41,6 @@ def training_log(
     grad_norm,
     params_norm,
     num_zeros_in_grad,
-    max_attention_logit,
-    pg_collection=None,
-    is_first_iteration=False,
-    seqlen_squared_sum_in_batch=None,
-    total_real_tokens_in_batch=None,
 ):
     stand_in.log(loss_dict, iteration)
     return report_memory_flag
@@ -93,45 +66,17 @@ def train(
     process_non_loss_data_func,
     config,
     checkpointing_context,
-    non_loss_data_func,
-    inference_model=None,
-    p2p_communicator=None,
-    pg_collection=None,
 ):
     args, iteration, flops = get_args(), get_args().iteration, 0
     while iteration < args.train_iters:
         stand_in.set_batch()
         args.curr_iteration = iteration
-        losses, skipped, _, _, _, grad_norm, num_zeros, logit = train_step(
-            forward_step_func,
-            train_data_iterator,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            config,
-            None,
-            iteration=iteration,
-            pg_collection=None,
+        losses, skipped, grad_norm, num_zeros = train_step(
+            forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config
         )
         iteration += 1
         flops += num_floating_point_operations(args, stand_in.count_batch())
-        real_tokens, squares = consume_seqlen_stats_in_iteration()
-        training_log(
-            losses,
-            {},
-            0.1,
-            iteration,
-            1.0,
-            True,
-            skipped,
-            grad_norm,
-            None,
-            num_zeros,
-            logit,
-            is_first_iteration=iteration == 1,
-            seqlen_squared_sum_in_batch=squares,
-            total_real_tokens_in_batch=real_tokens,
-        )
+        training_log(losses, {}, 0.1, None, iteration, 1.0, True, skipped, grad_norm, None, num_zeros)
         if stand_in.is_due(args.eval_interval, iteration):
             evaluate_and_print_results(
                 f"iteration {iteration}", forward_step_func, None, model, iteration, None, config
