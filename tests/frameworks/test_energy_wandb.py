@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nvml_library import Gpu, flat
 from systems import RAN
-from wandb_history import OFFLINE, history
+from wandb_history import KEYS, OFFLINE, history
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -31,20 +31,6 @@ trainer.train()
 AFTER
 tiny.losses(trainer)
 """
-STEP = ("power_avg_w", "energy_per_step_wh", "energy_efficiency", "temperature_avg_c", "step")
-INTERVAL = (
-    "power_avg_w", "energy_consumed_wh", "efficiency_wh_per_step", "temperature_avg_c", "gpu_utilization_avg_percent",
-    "step",
-)  # fmt: skip
-FINAL = (
-    "total_energy_consumed_kwh", "energy_per_step_wh", "energy_per_epoch_kwh", "energy_efficiency_score",
-    "carbon_footprint_estimate_kg",
-)  # fmt: skip
-KEYS = {
-    *(f"energy_step/{name}" for name in STEP),
-    *(f"energy_interval/{name}" for name in INTERVAL),
-    *(f"final_energy/{name}" for name in FINAL),
-}
 #: Values that the simulated device has not; `gpu` has these.
 OF_A_GPU = {"energy_step/temperature_avg_c", "energy_interval/temperature_avg_c"}
 

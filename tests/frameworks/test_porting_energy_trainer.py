@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
-from nvml_library import Gpu, Trace, flat
+from nvml_library import Gpu, flat
 from systems import RAN
+from wandb_history import KEYS
+
+from effllm.instruments.results_csv import append_row
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -87,57 +90,6 @@ json.dump(Logs.sent, open("logs.json", "w"))
 json.dump([call.args[0] for call in wandb.log.call_args_list], open("wandb.json", "w"))
 tiny.losses(trainer)
 """
-STEP = {"power_avg_w", "energy_per_step_wh", "energy_efficiency", "temperature_avg_c"}
-INTERVAL = {"power_avg_w", "energy_consumed_wh", "efficiency_wh_per_step", "temperature_avg_c"}
-INTERVAL |= {"gpu_utilization_avg_percent"}
-FINAL = {"total_energy_consumed_kwh", "energy_per_step_wh", "energy_per_epoch_kwh", "energy_efficiency_score"}
-FINAL |= {"carbon_footprint_estimate_kg"}
-
-
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory, library):
-    """Return the finished job of the pipeline: 12 steps of at least 0.6 s on a GPU with 300 W, 50 °C and 80 %."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    trace = Trace(library, folder / "trace")
-    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), utilization=flat(0.8), memory=flat(8e9)))
-    more = {"PYTHONPATH": str(Path(__file__).parent), **WITHOUT_NETWORK}
-    with jobs.launching(folder) as launch:
-        yield launch.code(PIPELINE, environ={**trace.environment(), **more}, device="nvml", attach="1").done(100.0)
-
-
-def keys_of(logs, group):
-    return {key.removeprefix(group) for key in logs if key.startswith(group)}
-
-
-def test_pipeline_with_the_callback_runs_without_errors(pipeline):
-    assert len(pipeline.output()["losses"]) == 12
-    assert not pipeline.our_errors
-
-
-def test_logs_of_steps_and_intervals_have_all_keys(pipeline):
-    logs = pipeline.output("logs.json")
-    of_steps = [one for one in logs if keys_of(one, "energy_step/")]
-    of_intervals = [one for one in logs if keys_of(one, "energy_interval/")]
-
-    assert {frozenset(keys_of(one, "energy_step/")) for one in of_steps} == {frozenset({*STEP, "step"})}
-    assert {frozenset(keys_of(one, "energy_interval/")) for one in of_intervals} == {frozenset({*INTERVAL, "step"})}
-    for one in of_steps:
-        assert one["energy_step/power_avg_w"] == pytest.approx(300.0, rel=0.02)
-        assert one["energy_step/temperature_avg_c"] == pytest.approx(50.0)
-        assert one["energy_step/energy_efficiency"] == pytest.approx(one["energy_step/energy_per_step_wh"] / 0.8)
-    for one in of_intervals:
-        assert one["energy_interval/gpu_utilization_avg_percent"] == pytest.approx(80.0)
-
-
-def test_last_log_has_all_final_values(pipeline):
-    last = pipeline.output("logs.json")[-1]
-    kwh = last["final_energy/total_energy_consumed_kwh"]
-
-    assert keys_of(last, "final_energy/") == FINAL
-    assert last["final_energy/energy_per_step_wh"] == pytest.approx(1000.0 * kwh / 12)
-    assert last["final_energy/energy_per_epoch_kwh"] == pytest.approx(kwh)  # 24 rows in 12 steps are one epoch
-    assert last["final_energy/energy_efficiency_score"] == pytest.approx(1000.0 * kwh / 12 / 0.8)
-    assert last["final_energy/carbon_footprint_estimate_kg"] == pytest.approx(0.5 * kwh)
 
 
 def charts(folder):
@@ -148,44 +100,51 @@ def charts(folder):
     return {name for one in accumulators for name in one.Reload().Tags()["scalars"]}
 
 
-def test_keys_in_trackers_are_those_of_the_logs(pipeline):
-    expected = {f"energy_step/{name}" for name in STEP}
-    expected |= {f"energy_interval/{name}" for name in INTERVAL}
-    expected |= {f"final_energy/{name}" for name in FINAL}
-    sent = {name for logs in pipeline.output("wandb.json") for name in logs if "energy" in name}
+def history(job, name):
+    (path,) = (job.folder / "results").glob(f"energy_{name}_history_*.json")
+    return json.loads(path.read_text())
 
+
+def test_pipeline_with_the_callback_runs(frameworks, trace):
+    """12 steps of at least 0.6 s on a GPU with 300 W, 50 °C and 80 %; 24 rows in 12 steps are one epoch."""
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), utilization=flat(0.8), memory=flat(8e9)))
+    job = frameworks.run(PIPELINE, environ=trace.environment(), device="nvml")
+    logs, steps, (first, *_) = job.output("logs.json"), history(job, "step"), history(job, "interval")
+    of_steps = [one for one in logs if "energy_step/step" in one]
+
+    assert (len(job.output()["losses"]), job.our_errors) == (12, [])
+    for one in of_steps:
+        assert one["energy_step/power_avg_w"] == pytest.approx(300.0, rel=0.02)
+        assert one["energy_step/temperature_avg_c"] == pytest.approx(50.0)
+    kwh = logs[-1]["final_energy/total_energy_consumed_kwh"]
+    assert logs[-1]["final_energy/energy_per_epoch_kwh"] == pytest.approx(kwh)
+    assert logs[-1]["final_energy/energy_efficiency_score"] == pytest.approx(1000.0 * kwh / 12 / 0.8)
     # The energy of the job is in the Trainer's own logs.
-    assert sent - {"energy_step/step", "energy_interval/step", "train/energy_kwh"} == expected
-    assert expected <= charts(pipeline.folder)
-
-
-def test_interval_of_5_s_ends_with_the_next_step(pipeline):
-    (path,) = (pipeline.folder / "results").glob("energy_interval_history_*.json")
-    first, *_ = json.loads(path.read_text())
-    (path,) = (pipeline.folder / "results").glob("energy_step_history_*.json")
-    steps = json.loads(path.read_text())
-
-    before_s = sum(one["duration_s"] for one in steps[: first["steps"] - 1])
-    assert before_s < 5.0 <= first["duration_s"]
-    assert (steps[0]["gpu_name"], steps[0]["samples_count"] > 0) == ("Traced", True)
-    assert steps[0]["memory_used_avg_mb"] == pytest.approx(8000.0)
-
-
-def test_final_report_of_a_training_is_portuguese(pipeline):
-    report = pipeline.stdout[pipeline.stdout.index("RELATÓRIO ENERGÉTICO FINAL:") :]
-
-    assert "• Potência média: 300.0W\n• Energia por step: " in report
+    sent = {name for logs in job.output("wandb.json") for name in logs if "energy" in name} - {"train/energy_kwh"}
+    assert sent == KEYS
+    assert charts(job.folder) >= KEYS - {"energy_step/step", "energy_interval/step"}
+    assert sum(one["duration_s"] for one in steps[: first["steps"] - 1]) < 5.0 <= first["duration_s"]
+    assert (steps[0]["gpu_name"], steps[0]["memory_used_avg_mb"]) == ("Traced", pytest.approx(8000.0))
+    assert "RELATÓRIO ENERGÉTICO FINAL:" in job.stdout
 
 
 # --- the energy log of fine-tuning ---
 
-#: Commands that run all configurations, and then compare their lines of the results file.
-ALL_CONFIGURATIONS = """
+#: The commands of the guide; preparing the data is not part of effllm.
+COMMANDS = """
+make PYTHON=python measure-adamw
 for config in configs/run_*.yaml; do
     echo "Testing $config"
     python scripts/train.py --config $config
 done
+python analyze_results.py
 python scripts/analyze_energy.py outputs/energy_results.csv
+"""
+ANALYZE_RESULTS = """
+import csv
+with open("outputs/energy_results.csv", newline="") as file:
+    for row in csv.DictReader(file):
+        print(row["optimizer"], float(row["energy_J"]) > 0)
 """
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -201,6 +160,7 @@ def shell(tmp_path, launch):
         body["train"] |= {"max_steps": 8, "batch_size": 4}
         body["metrics"]["warmup_s"] = 0.0
         path.write_text(yaml.safe_dump(body))
+    (folder / "analyze_results.py").write_text(ANALYZE_RESULTS)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -222,19 +182,22 @@ def rows(job):
         return list(csv.DictReader(file))
 
 
-def test_all_configurations_are_measured_and_compared(shell):
+def test_commands_measure_and_compare_all_configurations(shell):
+    """Without a GPU for bnb and unsloth, two optimizers are compared."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    job = shell(ALL_CONFIGURATIONS)
+    job = shell(COMMANDS)
     lines = job.stdout.splitlines()
 
     names = [line.split("/")[1] for line in lines if line.startswith("Testing configs/")]
     assert names == ["run_adafactor.yaml", "run_adamw.yaml", "run_bnb.yaml", "run_unsloth.yaml"]
-    assert [row["optimizer"] for row in rows(job)] == ["adafactor", "adamw_torch"]
-    for twin in ("adamw", "adafactor"):
-        assert job.stdout.count(f"needs an NVIDIA GPU; on a CPU: make measure-{twin}") == 1
-    assert "outputs/energy_results.csv: 2 runs" in lines
+    assert [row["optimizer"] for row in rows(job)] == ["adamw_torch", "adafactor", "adamw_torch"]
+    for backend, twin in (("bnb", "adamw"), ("unsloth", "adafactor")):
+        assert lines.count(f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-{twin}") == 1
+    printed = lines.index("adamw_torch True")
+    assert lines[printed : printed + 3] == ["adamw_torch True", "adafactor True", "adamw_torch True"]
+    assert "outputs/energy_results.csv: 3 runs" in lines
     assert "torch adamw_torch fp32, compared with torch adafactor fp32:" in lines
     assert lines[-1] == "some energy is of simulated devices"
     assert job.code == 0
@@ -253,3 +216,49 @@ def test_missing_nvml_is_reported_and_training_continues(shell, trace):
     assert int(row["tokens_processed"]) > 0
     assert float(row["wall_s"]) > 0
     assert {row[name] for name in ("energy_J", "avg_power_W", "J_per_token", "E10k_J", "vram_peak_MB")} == {""}
+
+
+COMPARISON = """
+import pandas as pd
+
+df = pd.read_csv('outputs/energy_results.csv')
+
+bnb_runs = df[df['backend'] == 'bnb']
+unsloth_runs = df[df['backend'] == 'unsloth']
+
+print(f"BnB avg efficiency: {bnb_runs['J_per_token'].mean():.3f} J/token")
+print(f"Unsloth avg efficiency: {unsloth_runs['J_per_token'].mean():.3f} J/token")
+print(f"Speedup: {bnb_runs['tok_per_s'].mean() / unsloth_runs['tok_per_s'].mean():.2f}x")
+
+energy_savings = (bnb_runs['E10k_J'].mean() - unsloth_runs['E10k_J'].mean()) / bnb_runs['E10k_J'].mean() * 100
+print(f"Energy savings with Unsloth: {energy_savings:.1f}%")
+
+vram_savings = (bnb_runs['vram_peak_MB'].mean() - unsloth_runs['vram_peak_MB'].mean()) \\
+    / bnb_runs['vram_peak_MB'].mean() * 100
+print(f"VRAM savings with Unsloth: {vram_savings:.1f}%")
+"""
+
+
+def test_file_of_results_is_read_by_pandas(tmp_path):
+    """The means of bnb are 0.06 J/token, 4,000 tokens/s and 9,000 MB, of unsloth 0.03, 8,000 and 6,000."""
+    pytest.importorskip("pandas", reason="needs pandas")
+    for per_token, rate, peak, backend in (
+        (0.05, 3000.0, 8900.0, "bnb"),
+        (0.07, 5000.0, 9100.0, "bnb"),
+        (None, 4000.0, None, "bnb"),  # a run without energy is in no mean of energy
+        (0.03, 8000.0, 6000.0, "unsloth"),
+    ):
+        measured = {"J_per_token": per_token, "tok_per_s": rate, "vram_peak_MB": peak, "backend": backend}
+        if per_token is not None:
+            measured["E10k_J"] = 1e4 * per_token
+        append_row(tmp_path / "outputs" / "energy_results.csv", measured)
+    done = subprocess.run([sys.executable, "-c", COMPARISON], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "BnB avg efficiency: 0.060 J/token",
+        "Unsloth avg efficiency: 0.030 J/token",
+        "Speedup: 0.50x",
+        "Energy savings with Unsloth: 50.0%",
+        "VRAM savings with Unsloth: 33.3%",
+    ]

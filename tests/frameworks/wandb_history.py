@@ -13,6 +13,23 @@ OFFLINE = {
 }
 
 
+#: Keys of the energy callback in its logs, also as names of charts.
+STEP = ("power_avg_w", "energy_per_step_wh", "energy_efficiency", "temperature_avg_c", "step")
+INTERVAL = (
+    "power_avg_w", "energy_consumed_wh", "efficiency_wh_per_step", "temperature_avg_c", "gpu_utilization_avg_percent",
+    "step",
+)  # fmt: skip
+FINAL = (
+    "total_energy_consumed_kwh", "energy_per_step_wh", "energy_per_epoch_kwh", "energy_efficiency_score",
+    "carbon_footprint_estimate_kg",
+)  # fmt: skip
+KEYS = {
+    *(f"energy_step/{name}" for name in STEP),
+    *(f"energy_interval/{name}" for name in INTERVAL),
+    *(f"final_energy/{name}" for name in FINAL),
+}
+
+
 def records(data):
     """Yield the records of a .wandb file: LevelDB's log in blocks of 32 KiB, after a header of seven bytes."""
     assert data[:4] == b":W&B"

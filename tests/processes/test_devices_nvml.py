@@ -405,7 +405,10 @@ def test_closed_reader_returns_failures_and_does_not_open_again(reader):
     assert set(failures.values()) == {"Uninitialized"}
 
 
-@pytest.mark.parametrize(("error", "advice"), [(9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")])
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [(4, "may not open the NVIDIA driver"), (9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")],
+)
 def test_driver_that_does_not_start_raises_an_error_with_advice(trace, error, advice):
     trace.fault(f"init * error {error}")
 
