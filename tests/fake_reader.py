@@ -10,6 +10,19 @@ from effllm.records.rank import Device, Sample
 LONG_INTERVAL_S = 3600.0
 
 
+class Clock:
+    """A clock that the test advances."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
 class FakeReader:
     """A fake device; ``failures`` has one dictionary per reading."""
 
@@ -38,10 +51,3 @@ class FakeReader:
 def woken(wake, within_s=30.0):
     assert select.select([wake], [], [], within_s)[0], "no sample was taken"
     os.eventfd_read(wake)
-
-
-def until(condition, within_s=30.0):
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
-        time.sleep(0.002)

@@ -13,7 +13,8 @@ import msgspec
 import psutil
 import pytest
 from builders import MADE_NS, NS, device_window, hello, looping, reports, row
-from fake_reader import FakeReader, until
+from fake_reader import FakeReader
+from jobs import until
 
 from effllm.agent.sampler import MAX_REQUESTS, Sampler
 from effllm.agent.track import DeviceTrack

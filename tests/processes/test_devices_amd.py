@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cases import cases
+from fake_reader import Clock
 
 from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
@@ -41,19 +42,6 @@ FIELDS = {
     "sm_clock_hz": "amdsmi_get_clock_info",
     "power_limit_w": "amdsmi_get_power_cap_info",
 }
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.now_s += seconds
 
 
 class Library:

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fake_reader import Clock
+from jobs import until
 from powercap_tree import Powercap, forbid_reading
 
 from effllm.devices import Site
@@ -54,16 +55,6 @@ for pid in pids:
     except OSError:
         pass
 """
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class Trainer:
@@ -228,7 +219,7 @@ def test_cpu_time_of_a_zombie_is_counted_once(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
     memory_mib(reader, clock)
     trainer.do(f"os.kill({child}, 9)")
-    wait_until(lambda: Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
+    until(lambda: Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
     reader.read()
 
     assert cpu_s_between(reader, lambda: trainer.do(f"os.waitpid({child}, 0)")) < 0.1
@@ -242,17 +233,10 @@ def test_utilization_is_not_negative_if_time_of_a_child_is_lost(trainer, reader,
 
     def act():
         trainer.do(f"os.kill({child}, 9)")
-        wait_until(lambda: not Path(f"/proc/{child}").exists())
+        until(lambda: not Path(f"/proc/{child}").exists())
         trainer.do("burn(time.process_time() + 0.2)")
 
     assert cpu_s_between(reader, act) == pytest.approx(0.2, abs=0.06)
-
-
-def wait_until(is_true):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_reader_searches_descendants_every_ten_seconds(trainer, reader, clock):
@@ -273,7 +257,7 @@ def test_reading_an_ended_trainer_is_reported_as_a_failure(trainer, reader, is_z
     reader.read()
     if is_zombie:
         os.kill(trainer.pid, signal.SIGKILL)
-        wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
+        until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
     else:
         trainer.end()
 

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 import pytest
+from run_folders import write_files
 from sink_examples import make_report
 from typer.testing import CliRunner
 
@@ -32,8 +33,6 @@ def run(tmp_path):
     """Return a function that writes a run of two GPUs for one hour, three quarters of it kept."""
 
     def write(name, *, hours=1.0, ratio=0.75, joules=HOUR_J, facts=None, **summary):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
         known = {
             "schema_version": 5, "status": "completed", "is_over": True, "elapsed_s": 3600 * hours,
             "started_time_s": 1_790_000_000.0, "updated_time_s": time.time(),
@@ -50,9 +49,8 @@ def run(tmp_path):
             "goodput": {"elapsed_s": 3600 * hours, "ratio": ratio, "seconds": {"kept": 3600 * hours * ratio},
                         "rank_seconds": {}, "joules": {}, "attempts": []},
         }  # fmt: skip
-        (folder / "summary.json").write_text(json.dumps({**known, **summary}))
-        (folder / "run.json").write_text(json.dumps({"schema_version": 5, "run_id": name, **(facts or {})}))
-        return folder
+        run = {"schema_version": 5, "run_id": name, **(facts or {})}
+        return write_files(tmp_path / "runs" / name, run, {**known, **summary})
 
     return write
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from fake_reader import Clock
 from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap, forbid_reading
 
 from effllm.devices import DeviceUnavailable
@@ -10,16 +11,6 @@ from effllm.devices.node import CPU_INTERVAL_S
 from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import Sample
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture

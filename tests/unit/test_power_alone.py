@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 from cases import cases, repeats
-from fake_reader import FakeReader, until
+from fake_reader import FakeReader
+from jobs import until
 from msgspec.structs import replace
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, NS, Telegraph

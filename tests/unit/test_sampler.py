@@ -6,7 +6,8 @@ import time
 
 import pytest
 from builders import NS
-from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
+from fake_reader import LONG_INTERVAL_S, FakeReader, woken
+from jobs import until
 
 from effllm.agent import sampler as sampler_module
 from effllm.agent.sampler import Sampler
