@@ -17,7 +17,7 @@ def run(tmp_path, *arguments, enough=None):
     meeting.write_bytes(bytes(8 * (RANKS + 1)))
     with jobs.launching(tmp_path) as launcher:
         aggregator = launcher.aggregator(log_interval=10)
-        ranks = launcher.ranks(aggregator, RANKS, "own_times.py", meeting, *arguments, log_interval=10)
+        ranks = launcher.ranks(aggregator, RANKS, "lockstep.py", meeting, *arguments, log_interval=10)
         events = aggregator.ledger.folder / "events.jsonl"
         if enough:
             jobs.until(lambda: events.exists() and aggregator.ledger.event_texts("straggler"), within_s=150.0)
@@ -29,7 +29,7 @@ def run(tmp_path, *arguments, enough=None):
 
 def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
     enough = tmp_path / "enough"
-    options = ("--slow", 2, "--step-s", 0.1, "--iterations", 110, "--until", enough)
+    options = ("--slow", 2, "--sync", "--step-s", 0.1, "--iterations", 110, "--until", enough)
     aggregator, own_s = run(tmp_path, *options, enough=enough)
     ledger, summary = aggregator.ledger, aggregator.ledger.summary
 
@@ -52,7 +52,7 @@ def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
 
 def test_rank_with_a_slow_data_loader_is_named_without_a_sync_point(tmp_path):
     enough = tmp_path / "enough"
-    options = ("--waits", 3, "--silent", "--until", enough)
+    options = ("--waits", 3, "--step-s", 0.05, "--iterations", 150, "--until", enough)
     aggregator, _ = run(tmp_path, *options, enough=enough)
     (verdict,) = aggregator.ledger.summary.stragglers
 
@@ -62,7 +62,7 @@ def test_rank_with_a_slow_data_loader_is_named_without_a_sync_point(tmp_path):
 
 
 def test_rank_with_slow_steps_is_not_named_without_a_sync_point(tmp_path):
-    ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--silent")[0].ledger
+    ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--step-s", 0.05, "--iterations", 150)[0].ledger
 
     assert ledger.summary.stragglers == () and not ledger.event_texts("straggler")
     assert "run_straggler/named_ranks" not in ledger.summary.metrics

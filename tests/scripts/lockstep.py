@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
-import effllm.efficientllm_metrics as effllm
+import effllm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("meeting", help="an existing file with space for the counters")
@@ -26,6 +26,10 @@ parser.add_argument("--seconds", type=float, default=0.0)
 parser.add_argument("--pipe", default="", help="... or until a process writes to this named pipe")
 parser.add_argument("--phase", default="", help="... in this marked phase after the iteration")
 parser.add_argument("--native", action="store_true", help="... in a call of a C function")
+parser.add_argument("--slow", type=int, default=-1, help="the slow rank ...")
+parser.add_argument("--by", type=float, default=1.1, help="... factor of the duration of its steps")
+parser.add_argument("--waits", type=int, default=-1, help="the rank with an extra data wait of a fifth of a step")
+parser.add_argument("--sync", action="store_true", help="mark a sync point in each step")
 given = parser.parse_args()
 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
@@ -53,15 +57,20 @@ def stand():
 
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
-steps, inner_s = [], []
+steps, inner_s, own_s = [], [], []
 for iteration in count(1):
     is_here = rank == 1 and iteration == given.stand
+    if rank == given.waits:
+        time.sleep(0.2 * given.step_s)
     start = time.monotonic()
     collector.record_iteration_start()
     began_s = time.monotonic()
-    time.sleep(given.step_s)
+    time.sleep(given.step_s * (given.by if rank == given.slow else 1.0))
     if is_here and not given.phase:
         stand()
+    if given.sync:
+        effllm.sync_point()
+    own_s.append(time.monotonic() - start)
     all_reduce(iteration)
     inner_s.append(time.monotonic() - began_s)
     collector.record_iteration_end(100, 2)
@@ -72,4 +81,4 @@ for iteration in count(1):
     if iteration == struct.unpack_from("<q", counters, 8 * world_size)[0]:
         break
 effllm.finalize_efficientllm_metrics()
-Path("truth.json").write_text(json.dumps({"steps": steps, "inner_s": inner_s}))
+Path("truth.json").write_text(json.dumps({"steps": steps, "inner_s": inner_s, "own_s": own_s}))
