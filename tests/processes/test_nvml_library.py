@@ -1,6 +1,5 @@
 """The NVML library of the tests with the real pynvml; its values are compared with values computed in Python."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -23,12 +22,6 @@ def fault(*lines):
 def at(t, call, *arguments):  # the call, as the curves were at t
     fault(f"* * freeze {t!r}")
     return call(*arguments)
-
-def result(call, *arguments):
-    try:
-        return call(*arguments)
-    except pynvml.NVMLError as error:
-        return f"error {error.value}"
 
 def fields(*ids):
     read = pynvml.nvmlDeviceGetFieldValues(handle, list(ids))
@@ -99,23 +92,6 @@ answer = [at(t, read) for t in {moments}]
         assert shown == [int(1e3 * value) for value in (joules, usage_w, joules, instant_w, average_w)]
 
 
-def test_one_burst_occurs_in_each_period_at_a_random_time():
-    curve = bursts(0.0, 1.0, 1.0, 0.25)
-
-    assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
-    assert len({round(curve.integral(n, n + 0.5), 3) for n in range(1000, 1020)}) > 5
-
-
-def test_sensor_with_a_duty_of_25_percent_can_miss_all_high_power():
-    # Each tick of 100 ms has 50 ms at 700 W and then 50 ms at 100 W. The mean power of a tick is 400 W, but the mean
-    # power of its last 25 ms is 100 W.
-    fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
-    t = time.monotonic()
-
-    assert fooled.energy_j(t - 10, t) == pytest.approx(4000.0, abs=30.0)
-    assert fooled.counter_j(t) - fooled.counter_j(t - 10) == pytest.approx(1000.0, abs=11.0)
-
-
 def test_held_power_is_the_mean_of_the_last_measured_part():
     # The power is low from 0.545 s and high from 1.09 s. The 25 ms before 1.1 s have 15 ms at 100 W and 10 ms at 300 W:
     # 1.5 + 3 = 4.5 J, a mean of 180 W.
@@ -123,82 +99,6 @@ def test_held_power_is_the_mean_of_the_last_measured_part():
 
     assert gpu.power.at(1.15) == 300.0
     assert gpu.power_w(1.15) == pytest.approx(180.0)
-
-
-def test_ticks_with_jitter_come_in_order_and_near_their_times():
-    gpu = Gpu("GPU-a", tick_s=0.1, tick_jitter_s=0.04)
-    moments = [gpu.tick_moment_s(tick) for tick in range(10_000, 10_500)]
-
-    assert moments == sorted(moments)
-    assert max(abs(moment - 0.1 * tick) for tick, moment in enumerate(moments, 10_000)) <= 0.04
-    assert {gpu.last_tick(moment + 1e-9) for moment in moments} == set(range(10_000, 10_500))
-
-
-def test_fault_hang_occurs_once_and_faults_delay_and_spin_repeat(trace):
-    trace.write(Gpu("GPU-a", "0:01:00"))
-    code = """
-def lasts(*lines):
-    fault(*lines)
-    times = []
-    for _ in range(2):
-        began = time.monotonic(), time.thread_time()
-        pynvml.nvmlDeviceGetPowerUsage(handle)
-        times.append([time.monotonic() - began[0], time.thread_time() - began[1]])
-    return times
-answer = [lasts(f"0 power {verb} 0.1") for verb in ("hang", "delay", "spin")]
-answer += [lasts("0 energy hang 0.1"), lasts("0 power hang 0.1 0 1")]
-"""
-
-    hang, delay, spin, other, over = ask(trace, code)
-
-    assert [wall_s >= 0.1 for wall_s, _ in hang] == [True, False]
-    assert [wall_s >= 0.1 and busy_s < 0.05 for wall_s, busy_s in delay] == [True, True]
-    assert [busy_s > 0.01 for _, busy_s in spin] == [True, True]
-    assert max(wall_s for wall_s, _ in other + over) < 0.1
-
-
-#: The calls of NVML that a fault of this name makes fail.
-FAULTS = {
-    "memory": ["DeviceGetMemoryInfo(handle)"],
-    "utilization": ["DeviceGetUtilizationRates(handle)"],
-    "power": ["DeviceGetPowerUsage(handle)", "fields(185)", "fields(186)"],
-    "power.usage": ["DeviceGetPowerUsage(handle)"],
-    "power.average": ["fields(185)"],
-    "energy": ["DeviceGetTotalEnergyConsumption(handle)", "fields(83)"],
-    "energy.field": ["fields(83)"],
-    "fields": ["fields(185)", "fields(186)", "fields(83)"],
-    "limit": ["DeviceGetEnforcedPowerLimit(handle)", "DeviceGetPowerManagementDefaultLimit(handle)"],
-    "throttle": ["DeviceGetCurrentClocksEventReasons(handle)"],
-    "processes": ["DeviceGetComputeRunningProcesses(handle)"],
-    "about": ["DeviceGetArchitecture(handle)", "DeviceGetBoardId(handle)"],
-    "gpm": ["GpmQueryDeviceSupport(handle)", "GpmSampleGet(handle, pynvml.nvmlGpmSampleAlloc())"],
-    "gpm.support": ["GpmQueryDeviceSupport(handle)", "GpmSampleGet(handle, pynvml.nvmlGpmSampleAlloc())"],
-    "clocks": ["DeviceGetClock(handle, 2, 0)", "DeviceGetClockInfo(handle, 1)"],
-    "clocks.sm": ["DeviceGetClockInfo(handle, 1)"],
-    "temperature": ["DeviceGetTemperature(handle, 0)"],
-    "ecc.uncorrected": ["DeviceGetTotalEccErrors(handle, 1, 0)"],
-    "events": ["EventSetWait_v2(events, 0)"],
-    "mig": ["DeviceGetMigMode(handle)"],
-}
-
-
-def test_fault_affects_all_calls_that_begin_with_its_name(trace):
-    trace.write(Gpu("GPU-a", "0:01:00", gpm=1))
-    code = f"""
-events = pynvml.nvmlEventSetCreate()
-pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
-
-def fails(call):
-    found = result(eval, call if call.startswith("fields") else f"pynvml.nvml{{call}}")
-    return found in ("error 999", ["error 999"])
-
-answer = {{}}
-for word in {list(FAULTS)}:
-    fault(f"0 {{word}} error 999")
-    answer[word] = [call for call in {sorted(set(itertools.chain(*FAULTS.values())))} if fails(call)]
-"""
-
-    assert ask(trace, code) == FAULTS
 
 
 def test_calls_are_counted_by_function_and_process(trace):
