@@ -3,13 +3,17 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
+import duckdb
 import jobs
 import psutil
 import pytest
 from after_fault import assert_readable, assert_undisturbed, assert_whole
+from run_folders import GOLDEN, copy_golden
 
 from effllm.trainer.session import FIRST_RANK_ENDS_S
 
@@ -218,3 +222,32 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.measured_tokens / 1000
     assert any("died before it wrote them" in text for text in ledger.event_texts("reports_lost"))
+
+
+def export(runs, path):
+    return subprocess.run(
+        [sys.executable, "-m", "effllm", "runs", str(runs), "--export", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("form", ["out", "out.csv", "out.jsonl"])
+def test_export_to_a_full_disk_leaves_the_old_files(disk, form, tmp_path):
+    path, later = disk.path / form, copy_golden(tmp_path / "later")
+    assert export(GOLDEN, path).returncode == 0
+    before = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file()}
+    disk.fill()
+
+    done = export(later, path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("effllm runs: ")
+    assert done.stderr.count("\n") == 1
+    left = {one: one.read_bytes() for one in disk.path.rglob("*") if one.is_file() and one in before}
+    assert left == before
+    assert [one for one in disk.path.rglob(".*") if one.name.endswith(".new")] == []
+    disk.empty()
+    assert export(later, path).returncode == 0
+    if form == "out":
+        assert duckdb.sql(f"SELECT count(*) FROM '{path}/v5/runs/*/*/*.parquet'").fetchall() == [(2,)]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import code_blocks
 import code_report
+import pytest
+import run_folder_page
 import systems
 import yaml
+from cases import cases
+from run_folder_page import COLUMNS, GOLDEN, PAGE
 
 import effllm
 from effllm import instruments
@@ -70,11 +75,8 @@ def test_links_to_files_are_valid():
     assert [(name(document), link) for document, link in links if not (document.parent / link).exists()] == []
 
 
-#: Documents whose ``python`` blocks run in another test.
-RUN_ELSEWHERE = {
-    "docs/instruments.md": "test_instruments_page.py",
-    "docs/run-folder.md": "test_run_folder_page.py",
-}
+#: Documents whose ``python`` blocks are examples with expected values, in the tests below.
+RUN_BELOW = {"docs/instruments.md", "docs/run-folder.md"}
 #: Documents with ``py`` blocks, which are compiled, and the reason why these blocks cannot run.
 NOT_RUN = {
     "docs/instruments.md": "the blocks belong into a training with GRPO, and into a script with its own loop",
@@ -127,9 +129,7 @@ def test_python_block_runs_or_has_a_reason(tmp_path):
         page = name(block.document)
         if block.language == "py":
             assert NOT_RUN[page]
-        elif page in RUN_ELSEWHERE:
-            assert block.document.name in (ROOT / "tests" / "processes" / RUN_ELSEWHERE[page]).read_text()
-        else:
+        elif page not in RUN_BELOW:
             command = [sys.executable, "-c", block.code]
             done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
             assert (done.returncode, done.stderr) == (0, ""), str(block)
@@ -161,3 +161,69 @@ def test_systems_page_is_generated_from_test_results():
 def test_code_and_documents_contain_no_old_word():
     """docs/words.md has the words."""
     assert [name for name in code_report.PROSE if code_report.old_words(ROOT / name)] == []
+
+
+INSTRUMENTS = (ROOT / "docs" / "instruments.md").read_text()
+SECTIONS = {section.split("\n")[0]: section for section in INSTRUMENTS.split("\n## ")[1:]}
+EXAMPLES = {
+    title: example for title, section in SECTIONS.items() for example in re.findall(r"```python\n([^`]*)```", section)
+}
+
+
+def test_every_python_block_of_the_page_is_run_as_an_example():
+    assert len(EXAMPLES) == INSTRUMENTS.count("```python\n") == 8
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_example_runs(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(EXAMPLES[title], title, "exec"), {"__name__": "example"})
+
+
+@cases("name", sorted({*profiling.__all__, *metrics.__all__} - {"MemoryTrend"}))
+def test_page_describes_every_instrument(name):
+    assert f"`{name}`" in INSTRUMENTS or f"`{name}()`" in INSTRUMENTS
+
+
+def test_each_fault_of_the_page_has_a_test_and_each_mark_a_row():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    sources = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    marks = [names for source in sources for names in re.findall(r"mark\.fault\(([^)]*)\)", source)]
+
+    assert set(re.findall(r"\| `([\w-]+)` \|$", page, re.MULTILINE)) == set(re.findall(r'"([\w-]+)"', " ".join(marks)))
+
+
+def code_of_run_folder(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_tables_of_the_page_are_the_columns_of_the_relations():
+    assert PAGE.read_text() == run_folder_page.page(), "run: python tests/run_folder_page.py"
+    run = effllm.load(GOLDEN)
+    for table in COLUMNS:
+        section = PAGE.read_text().partition(f"### {table}\n")[2].partition("\n### ")[0]
+        columns = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+        columns += re.findall(r"`(\w+)`", section.partition("\nColumns of metrics: ")[2])
+        assert sorted(columns) == sorted(getattr(run, table).columns)
+
+
+def test_examples_of_the_page_run_on_a_real_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    demo = [sys.executable, "-m", "effllm", "demo", "--ranks", "2", "--iterations", "40"]
+    subprocess.run([*demo, "--run-dir", "efficientllm_runs"], check=True, stdout=subprocess.DEVNULL)
+    names = {}
+    for code in code_of_run_folder("python"):
+        exec(code, names)
+
+    out = capsys.readouterr().out
+    assert out.count("completed") == 2
+    assert "rank 1 joined" in out
+    assert [status for (status,) in names["runs"].runs.select("status").fetchall()] == ["completed"]
+    commands = [line for block in code_of_run_folder("sh") for line in block.splitlines()]
+    assert len(commands) == 7
+    for line in commands:
+        name, *arguments = shlex.split(line)
+        assert name == "effllm"
+        done = subprocess.run([sys.executable, "-m", "effllm", *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout

@@ -1,7 +1,8 @@
-"""Facts of a rank and values of a job as JSON in shared memory, also from another version or a hostile writer."""
+"""Facts of a rank, values of a job and text, also from another version or a hostile writer; and the clock."""
 
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,8 +11,10 @@ from cases import cases
 from effllm.agent.trainer import Trainer
 from effllm.config.place import Place
 from effllm.config.settings import Config
+from effllm.records import clock
 from effllm.records.board import Board, JobState
 from effllm.records.facts import DeclaredParameters, FoundAddress, RankFacts, to_document
+from effllm.records.plain_text import MAX_SHOWN, one_line
 from effllm.records.ring import RingReader, RingWriter
 
 FULL = RankFacts(
@@ -127,3 +130,46 @@ def test_forged_state_of_a_job_changes_nothing(document):
 
     assert board.read() == JobState(1, 10, {"al": 2.5})
     board.close()
+
+
+HOSTILE = [
+    "node\x1b[2J\x1b[1;1H7",
+    "node\r\n[EfficientLLM] Run completed",
+    "a\x00b\x07c\x08\x08\x08",
+    "\x9b31mred",
+    "\x1b]0;title\x07",
+    "safe\u202etxt.exe",
+    "a\u2028b\u2029c\u0085d",
+    "\ud800 lone",
+]
+
+
+@cases("text", HOSTILE)
+def test_hostile_text_becomes_one_printable_line(text):
+    assert one_line(text).isprintable()
+    assert len(one_line(text).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["rank 3 joined from node-7", "größer als ±5 % · 中文", ""])
+def test_plain_text_is_unchanged(text):
+    assert one_line(text) == text
+
+
+def test_long_text_is_cut():
+    assert len(one_line("x" * 10**6)) == MAX_SHOWN
+    assert one_line("x" * 10**6).endswith("x…")
+
+
+def test_pause_between_two_clocks_does_not_change_their_offset(monkeypatch):
+    """The unix clock is 1,000 s ahead; in the first two tries the process is stopped for 5 ms after a read."""
+    now_ns, pauses_ns = [0], iter([5_000_000, 0, 0, 0, 5_000_000, 0])
+
+    def read(offset_ns):
+        at_ns = now_ns[0]
+        now_ns[0] += 100 + next(pauses_ns, 0)
+        return at_ns + offset_ns
+
+    clocks = SimpleNamespace(monotonic_ns=lambda: read(0), time_ns=lambda: read(10**12))
+    monkeypatch.setattr(clock, "time", clocks)
+
+    assert clock.unix_minus_monotonic_ns() == 10**12
