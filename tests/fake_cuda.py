@@ -29,11 +29,14 @@ class FakeCuda:
         self.is_there, self.captured, self.fails = True, set(), False
         self.now_ms, self.done_ms = 0.0, float("inf")  # events before done_ms are complete
         self.made, self.used = 0, dict.fromkeys(range(gpus), 0)
+        self.waits, self.may_wait = 0, False  # calls of an event's synchronize, which a test allows
         self._here = threading.local()
         self.Event = lambda enable_timing: FakeEvent(self, enable_timing)
 
     def is_initialized(self):
         return self.is_there
+
+    is_available = is_initialized
 
     def device_count(self):
         return len(self.used)
@@ -44,6 +47,9 @@ class FakeCuda:
 
     def set_device(self, index):
         self._here.index = index
+
+    def current_stream(self, index):
+        return index
 
     def device(self, index):
         return _Selected(self, index)
@@ -80,13 +86,13 @@ class FakeEvent:
         self._cuda, self._index, self.at_ms = cuda, None, None
         cuda.made += 1
 
-    def record(self):
-        cuda = self._cuda
+    def record(self, stream=None):
+        cuda, index = self._cuda, self._cuda.current_device() if stream is None else stream
         if cuda.fails:
             raise RuntimeError("an illegal memory access was encountered")
-        assert self._index in (None, cuda.current_device()), "the event belongs to another GPU"
-        assert cuda.current_device() in cuda.contexts, "this call would make a context"
-        self._index, self.at_ms = cuda.current_device(), cuda.now_ms
+        assert self._index in (None, index), "the event belongs to another GPU"
+        assert index in cuda.contexts, "this call would make a context"
+        self._index, self.at_ms = index, cuda.now_ms
 
     def query(self):
         return self.at_ms <= self._cuda.done_ms
@@ -97,7 +103,8 @@ class FakeEvent:
         return end.at_ms - self.at_ms
 
     def synchronize(self):
-        raise AssertionError("this call waits for the device")
+        assert self._cuda.may_wait, "this call waits for the device"
+        self._cuda.waits, self._cuda.done_ms = self._cuda.waits + 1, max(self._cuda.done_ms, self.at_ms)
 
 
 class _Selected:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import jobs
@@ -156,3 +158,50 @@ def test_rank_0_on_another_host_continues_the_run_folder(hosts, launch, first_ho
     assert {row.rank for row in of_second} == {0, 1}
     assert {row.host for row in of_second} == {two.name, three.name}
     assert sum(row.tokens for row in of_second) == 2 * 400 * 100
+
+
+FETCH = """
+import sys, time, urllib.request
+began_s = time.monotonic()
+urllib.request.urlopen(f"http://{sys.argv[1]}/file", timeout=float(sys.argv[2])).read()
+print(time.monotonic() - began_s)
+"""
+
+
+@pytest.fixture
+def pair(hosts, tmp_path):
+    """Return two hosts; the second one serves a file of 300 kB on all its addresses."""
+    one, two = hosts(2)
+    (tmp_path / "file").write_bytes(bytes(300_000))
+    command = [sys.executable, "-m", "http.server", "--bind", "::", "--directory", str(tmp_path), "80"]
+    with two.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        jobs.until(lambda: fetched_s(two, "127.0.0.1"))
+        yield one, two
+        server.kill()
+
+
+def fetched_s(host, address, timeout_s=30.0):
+    done = host.run(sys.executable, "-c", FETCH, address, str(timeout_s))
+    return float(done.stdout) if done.returncode == 0 else None
+
+
+def test_hosts_have_their_own_addresses_and_links_that_can_be_slow_lossy_or_cut(pair, hosts):
+    one, two = pair
+    assert one.run("hostname").stdout == "host1\n"
+    assert fetched_s(one, f"[{two.address6}]")
+    assert fetched_s(one, "127.0.0.1") is None, "a loopback of its own"
+    jobs.until(lambda: fetched_s(one, two.address) < 0.1)
+
+    two.impair(delay_s=0.05, loss=0.02)
+    assert fetched_s(one, two.address) >= 0.2, "two round trips of 0.05 s each way"
+    assert fetched_s(one, f"[{two.address6}]") >= 0.2, "large frames arrive too"
+
+    two.cut()
+    began_s = time.monotonic()
+    assert fetched_s(one, two.address, timeout_s=1.0) is None
+    assert time.monotonic() - began_s >= 1.0, "frames are dropped, and connections are not refused"
+
+    two.heal()
+    jobs.until(lambda: fetched_s(one, two.address) < 0.1)  # a busy machine may need some attempts
+    hosts.close()
+    assert one.namespace not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout

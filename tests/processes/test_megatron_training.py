@@ -4,7 +4,6 @@ The loops are fakes with the arguments and results of ``megatron.training.traini
 versions). The process groups, the micro-batch calculator and the iterators are megatron-core's own.
 """
 
-import contextlib
 import importlib.util
 import json
 import sys
@@ -293,58 +292,6 @@ def test_active_parameters_are_unknown_without_a_number_of_experts(alone):
     from effllm.hooks.megatron import parameter_share
 
     assert parameter_share([Experts()]) == {"total": 460, "trainable": 460}
-
-
-class OnGpu:
-    """A fake loss on a GPU; a read would wait for the GPU."""
-
-    is_cuda = True
-    dtype = device = None
-
-    def detach(self):
-        return self
-
-    def reshape(self, *_):
-        return self
-
-    def numel(self):
-        return 1
-
-    def __float__(self):
-        raise AssertionError("that would be a synchronisation")
-
-
-def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
-    from effllm.hooks._batches import LazyNumber
-
-    class Buffer:
-        def copy_(self, _source, non_blocking):
-            assert non_blocking
-
-        def __float__(self):
-            return 2.5
-
-    class Event:
-        has_come = False
-
-        def record(self):
-            pass
-
-        def query(self):
-            return self.has_come
-
-    torch = ModuleType("torch")
-    torch.empty = lambda *_, pin_memory, **__: Buffer()
-    torch.cuda = ModuleType("cuda")
-    torch.cuda.Event = Event
-    torch.cuda.device = lambda _index: contextlib.nullcontext()
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    loss = LazyNumber(3, OnGpu())
-
-    assert loss.read() is None
-
-    Event.has_come = True
-    assert loss.read() == 2.5
 
 
 LOGS_THROUGHPUT = """

@@ -1,11 +1,13 @@
 """Sums that a GPU computes later, with fake events and fake pinned_memory memory on the CPU."""
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from effllm.hooks import _batches  # noqa: E402
-from effllm.hooks._batches import LateSums  # noqa: E402
+from effllm.hooks._batches import LateSums, LazyNumber  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -16,6 +18,9 @@ class Event:
     def __init__(self):
         self.has_happened = False
         self.was_waited_for = False
+
+    def record(self):
+        pass
 
     def query(self):
         return self.has_happened
@@ -148,3 +153,31 @@ def test_tensor_on_an_unknown_device_is_not_counted():
 
     assert not sums.add_numbers((OnDevice(1, UNKNOWN),))
     assert sums.take_sums() == [0]
+
+
+class LossOnGpu:
+    """A loss of 2.5 on a fake GPU."""
+
+    is_cuda, dtype, device = True, torch.float32, GPUS[0]
+
+    def numel(self):
+        return 1
+
+    def detach(self):
+        return torch.tensor([2.5])
+
+    def __float__(self):
+        raise AssertionError("this would wait for the GPU")
+
+
+def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
+    event, pinned = Event(), torch.zeros(1)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _gpu: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *_, dtype, pin_memory: pinned)
+    loss = LazyNumber(3, LossOnGpu())
+
+    assert loss.read() is None
+    event.has_happened = True
+    assert loss.read() == 2.5
+    assert not event.was_waited_for

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from fake_cuda import FakeTorch
 
 from effllm.instruments import profiling as profiling_module
 from effllm.instruments.profiling import ComprehensiveProfiler, ThroughputTracker, TrainingTimer
@@ -104,95 +105,57 @@ def test_stop_without_start_is_ignored_and_gives_one_warning():
     assert timer.get_summary() == {}
 
 
-class FakeCuda:
-    """A device that reaches events when ``passed`` is advanced; an event's time is its number in ms."""
-
-    def __init__(self):
-        self.recorded, self.passed, self.waits, self.capturing = 0, 0, 0, False
-
-    def is_available(self):
-        return True
-
-    def device_count(self):
-        return 2
-
-    def current_stream(self, index):
-        return ("stream", index)
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def Event(self, enable_timing):
-        assert enable_timing
-        cuda = self
-
-        class Event:
-            def record(self, stream):
-                assert stream == ("stream", 1)
-                cuda.recorded += 1
-                self.number = cuda.recorded
-
-            def query(self):
-                return cuda.passed >= self.number
-
-            def synchronize(self):
-                cuda.waits += 1
-                cuda.passed = max(cuda.passed, self.number)
-
-            def elapsed_time(self, end):
-                return float(end.number - self.number)
-
-        return Event()
-
-
 @pytest.fixture
 def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=fake))
-    return fake
+    """Return the second of two GPUs, which has reached no event."""
+    fake = FakeTorch(2, (1,))
+    fake.cuda.done_ms = -1.0
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake.cuda
+
+
+def time_forward(timer, cuda):
+    """Time a part that takes 1 ms."""
+    timer.start("forward")
+    cuda.now_ms += 1.0
+    return timer.stop("forward")
 
 
 def test_times_on_a_gpu_are_read_later_without_a_wait(cuda):
     timer = TrainingTimer("cuda:1")
-    timer.start("forward")
-    assert math.isnan(timer.stop("forward"))
+    assert math.isnan(time_forward(timer, cuda))
     found = timer.get_summary()["forward"]
     assert (found["count"], found["not_measured"]) == (0, 1)
-    cuda.passed = 2
+    cuda.done_ms = cuda.now_ms
 
     found = timer.get_summary()["forward"]
     assert found["mean_sec"] == pytest.approx(0.001)
     assert "not_measured" not in found
-    assert cuda.waits == 0
 
 
 def test_stop_with_sync_waits_and_returns_the_time_on_the_gpu(cuda):
-    timer = TrainingTimer(1, sync=True)
-    timer.start("forward")
+    timer, cuda.may_wait = TrainingTimer(1, sync=True), True
 
-    assert timer.stop("forward") == pytest.approx(0.001)
+    assert time_forward(timer, cuda) == pytest.approx(0.001)
     assert cuda.waits == 1
 
 
 def test_gpu_events_are_reused_and_their_number_is_bounded(cuda):
     timer = TrainingTimer("cuda:1")
     for _ in range(2 * profiling_module.MAX_PENDING):
-        timer.start("a")
-        timer.stop("a")
+        time_forward(timer, cuda)
 
-    assert timer.get_summary()["a"]["not_measured"] == 2 * profiling_module.MAX_PENDING
-    cuda.passed = cuda.recorded
-    assert timer.get_summary()["a"]["count"] == profiling_module.MAX_PENDING
+    assert timer.get_summary()["forward"]["not_measured"] == 2 * profiling_module.MAX_PENDING
+    cuda.done_ms = cuda.now_ms
+    assert timer.get_summary()["forward"]["count"] == profiling_module.MAX_PENDING
 
 
 def test_nothing_is_recorded_while_a_cuda_graph_is_captured(cuda):
-    timer = TrainingTimer("cuda:1")
-    cuda.capturing = True
-    timer.start("a")
-    timer.stop("a")
+    timer, cuda.captured = TrainingTimer("cuda:1"), {0, 1}
+    time_forward(timer, cuda)
 
-    assert cuda.recorded == 0
-    assert timer.get_summary()["a"]["not_measured"] == 1
+    assert cuda.made == 0
+    assert timer.get_summary()["forward"]["not_measured"] == 1
 
 
 def test_current_throughput_covers_only_the_newest_updates(clock):
