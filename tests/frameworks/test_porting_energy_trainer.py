@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 from nvml_library import Gpu, flat
 from systems import RAN
 from wandb_history import KEYS
-
-from effllm.instruments.results_csv import append_row
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -137,14 +134,7 @@ for config in configs/run_*.yaml; do
     python scripts/train.py --config $config
 done
 make PYTHON=python measure-adamw
-python analyze_results.py
 python scripts/analyze_energy.py outputs/energy_results.csv
-"""
-ANALYZE_RESULTS = """
-import csv
-with open("outputs/energy_results.csv", newline="") as file:
-    for row in csv.DictReader(file):
-        print(row["optimizer"], float(row["energy_J"]) > 0)
 """
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -160,7 +150,6 @@ def shell(tmp_path, launch):
         body["train"] |= {"max_steps": 8, "batch_size": 4}
         body["metrics"]["warmup_s"] = 0.0
         path.write_text(yaml.safe_dump(body))
-    (folder / "analyze_results.py").write_text(ANALYZE_RESULTS)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -195,58 +184,7 @@ def test_commands_measure_and_compare_all_configurations(shell):
     assert [row["optimizer"] for row in rows(job)] == ["adafactor", "adamw_torch", "adamw_torch"]
     for backend, twin in (("bnb", "adamw"), ("unsloth", "adafactor")):
         assert lines.count(f"[train] backend {backend} needs an NVIDIA GPU; on a CPU: make measure-{twin}") == 1
-    assert [line for line in lines if line.endswith(" True")] == [
-        "adafactor True",
-        "adamw_torch True",
-        "adamw_torch True",
-    ]
     assert "outputs/energy_results.csv: 3 runs" in lines
     assert "torch adamw_torch fp32, compared with torch adafactor fp32:" in lines
     assert lines[-1] == "some energy is of simulated devices"
     assert job.code == 0
-
-
-COMPARISON = """
-import pandas as pd
-
-df = pd.read_csv('outputs/energy_results.csv')
-
-bnb_runs = df[df['backend'] == 'bnb']
-unsloth_runs = df[df['backend'] == 'unsloth']
-
-print(f"BnB avg efficiency: {bnb_runs['J_per_token'].mean():.3f} J/token")
-print(f"Unsloth avg efficiency: {unsloth_runs['J_per_token'].mean():.3f} J/token")
-print(f"Speedup: {bnb_runs['tok_per_s'].mean() / unsloth_runs['tok_per_s'].mean():.2f}x")
-
-energy_savings = (bnb_runs['E10k_J'].mean() - unsloth_runs['E10k_J'].mean()) / bnb_runs['E10k_J'].mean() * 100
-print(f"Energy savings with Unsloth: {energy_savings:.1f}%")
-
-vram_savings = (bnb_runs['vram_peak_MB'].mean() - unsloth_runs['vram_peak_MB'].mean()) \\
-    / bnb_runs['vram_peak_MB'].mean() * 100
-print(f"VRAM savings with Unsloth: {vram_savings:.1f}%")
-"""
-
-
-def test_file_of_results_is_read_by_pandas(tmp_path):
-    """The means of bnb are 0.06 J/token, 4,000 tokens/s and 9,000 MB, of unsloth 0.03, 8,000 and 6,000."""
-    pytest.importorskip("pandas", reason="needs pandas")
-    for per_token, rate, peak, backend in (
-        (0.05, 3000.0, 8900.0, "bnb"),
-        (0.07, 5000.0, 9100.0, "bnb"),
-        (None, 4000.0, None, "bnb"),  # a run without energy is in no mean of energy
-        (0.03, 8000.0, 6000.0, "unsloth"),
-    ):
-        measured = {"J_per_token": per_token, "tok_per_s": rate, "vram_peak_MB": peak, "backend": backend}
-        if per_token is not None:
-            measured["E10k_J"] = 1e4 * per_token
-        append_row(tmp_path / "outputs" / "energy_results.csv", measured)
-    done = subprocess.run([sys.executable, "-c", COMPARISON], cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "BnB avg efficiency: 0.060 J/token",
-        "Unsloth avg efficiency: 0.030 J/token",
-        "Speedup: 0.50x",
-        "Energy savings with Unsloth: 50.0%",
-        "VRAM savings with Unsloth: 33.3%",
-    ]
