@@ -105,7 +105,7 @@ def history(job, name):
 def test_pipeline_with_the_callback_runs(frameworks, trace):
     """12 steps of at least 0.6 s on a GPU with 300 W, 50 °C and 80 %; 24 rows in 12 steps are one epoch."""
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), utilization=flat(0.8), memory=flat(8e9)))
-    job = frameworks.run(PIPELINE, environ=trace.environment(), device="nvml")
+    job = frameworks.start(PIPELINE, environ=trace.environment(), device="nvml").done(within_s=200.0)
     logs, steps, (first, *_) = job.output("logs.json"), history(job, "step"), history(job, "interval")
     of_steps = [one for one in logs if "energy_step/step" in one]
 
