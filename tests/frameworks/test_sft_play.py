@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import csv
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from nvml_library import GIB, Gpu, flat, square
+
+from effllm.energy.calibration import Calibration, store
+from effllm.instruments.run_results import read_results
+from effllm.records.clock import unix_minus_monotonic_ns
+from effllm.records.rank import Sensor
 
 pytest.importorskip("transformers", reason="needs transformers")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -281,3 +288,43 @@ def test_counting_collator_of_a_trainer_counts_the_trained_batches(frameworks):
     assert (int(tokens), int(samples)) == (summary.tokens, summary.samples)
     assert int(tokens_loss) == int(tokens) - 24
     assert 24 * 5 <= int(tokens) <= 24 * 8
+
+
+@pytest.mark.alone
+def test_measured_joules_agree_with_the_known_power_of_the_gpu(play, trace, tmp_path):
+    """The power is a square wave of 180 and 620 W; the energy counter has a tick of 0.1 s, and shows 0.4 % too much."""
+    wave = square(180.0, 620.0, 0.83, 0.6)
+    memory = {"memory": flat(40.0 * GIB), "memory_total": 80 * GIB}
+    (gpu,) = trace.write(Gpu("GPU-a", "0:01:00", power=wave, power_mode="held", tick_s=0.1, gain=1.004, **memory))
+    known = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, gain_error=0.005, source="measured")
+    today = time.strftime("%Y-%m-%d")
+    store(
+        tmp_path / "cache" / "efficientllm" / "calibration",
+        Calibration("Traced", "570.0", today, known, measured_lag=True),
+    )
+    settings = {"device": "nvml", "collection_interval": 0.1, "log_interval": 25}
+
+    job = play.run(
+        environ=trace.environment() | {"CUDA_VISIBLE_DEVICES": "0"},
+        settings=settings,
+        train={"max_steps": 300},
+        metrics={"warmup_s": 1.0},
+    )
+
+    to_monotonic_s = -unix_minus_monotonic_ns() * 1e-9
+    (row,) = rows(job)
+    warming = {window.window for window in job.ledger.windows if window.warming_up}
+    measured = [one for one in job.ledger.ranks if one.window not in warming and one.tokens]
+    start_s, end_s = measured[0].start_time_s, measured[-1].end_time_s
+    truth_j = gpu.energy_j(start_s + to_monotonic_s, end_s + to_monotonic_s)
+    stated = read_results(job.ledger.folder)
+    assert warming
+    assert abs(float(row["energy_J"]) - truth_j) <= stated.energy_error_j + stated.energy_gain_error_j
+    assert abs(float(row["energy_J"]) - 1.004 * truth_j) <= stated.energy_error_j
+    assert stated.energy_gain_error_j == pytest.approx(0.005 * float(row["energy_J"]))
+    assert stated.energy_error_j < 0.005 * truth_j
+    line = f"J  ± {stated.energy_error_j:.4g} J timing, ± {stated.energy_gain_error_j:.4g} J sensor"
+    assert [one.endswith(line) for one in job.stdout.splitlines() if "  energy_J " in one] == [True]
+    assert float(row["peak_power_W"]) == pytest.approx(1.004 * 620.0)
+    assert 180.0 < float(row["avg_power_W"]) < 620.0
+    assert (float(row["vram_peak_MB"]), float(row["vram_avg_MB"])) == (40960.0, 40960.0)

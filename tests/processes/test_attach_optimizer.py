@@ -600,3 +600,37 @@ def test_iterations_do_not_include_time_between_notebook_cells(launch):
     assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.006)
     assert summary.time_by_class["other"] >= 0.39
     assert job.ledger.event_texts("warning") == []
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
+    script = tmp_path / "loader.py"
+    script.write_text(
+        dedent(
+            """
+            import os, sys, torch
+            class Rows(torch.utils.data.Dataset):
+                def __len__(self):
+                    return 32
+                def __getitem__(self, index):
+                    return torch.ones(8)
+            if __name__ == "__main__":
+                torch.set_num_threads(1)
+                model = torch.nn.Linear(8, 4)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                loader = torch.utils.data.DataLoader(
+                    Rows(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]
+                )
+                for _ in range(2):
+                    for batch in loader:
+                        model(batch).mean().backward()
+                        optimizer.step()
+                sys.path.insert(0, sys.argv[2])
+                import jobs
+                print("agents", len(jobs.Job.find(Here, "effllm.agent.agent")))
+            """
+        ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
+    )
+    job = launch.python(script, how, str(jobs.SCRIPTS.parent), environ=ON).done(300)
+    assert "agents 1" in job.stdout
+    assert job.ledger.summary.iterations == 15

@@ -685,3 +685,12 @@ def test_visible_devices_of_hip_are_positions_in_the_list_of_rocr(library, rocr,
     found, _ = device_of(library, rocr_visible_devices=rocr, hip_visible_devices=hip, visible_devices=cuda)
 
     assert found == expected
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_no_energy_is_measured_with_a_wrong_counter_and_no_power(library, rate):
+    reader = library.of(rate=rate, lacking=["amdsmi_get_power_info"])
+    sample, _ = reader.read()
+
+    assert (reader.device.energy_method, sample.energy_j) == (None, None)
+    assert "AMD SMI gives no power, and the energy counter is not used: " in reader.device.not_measured[-1]
