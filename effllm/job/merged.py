@@ -222,7 +222,7 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
             else:
                 several.setdefault(key, [by_key[key]]).append((row, window))
     for key, pairs in several.items():
-        by_key[key] = min(pairs, key=lambda pair: (*_uncovered_shares(*pair), pair[0].rank))
+        by_key[key] = min(pairs, key=lambda pair: (*_lacks(*pair), pair[0].rank))
     windows = [window for _, window in by_key.values()]
     wall, phases_j = DeviceColumns.of([window.wall for window in windows]), {}
     iterations = DeviceColumns(*map(np.copy, wall))
@@ -281,11 +281,15 @@ def _clear_tiny_coverage(columns: DeviceColumns) -> None:
 _NOT_MEASURED = structs_of([NOT_MEASURED], EnergyAmount)[0]
 
 
-def _uncovered_shares(row: RankReport, window: DeviceWindow) -> tuple[float, float]:
-    """Return the uncovered shares of a report, rounded so that equal shares compare equal."""
-    covered = window.wall.energy.covered_s, window.wall.memory_covered_s
-    energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
-    return energy, memory
+def _lacks(row: RankReport, window: DeviceWindow) -> tuple[float, bool]:
+    """Return the share of a report without energy, rounded so that equal shares compare equal, and if it has no memory.
+
+    The windows of two ranks begin at different times.  If the energy of one window came from another rank, only because
+    its memory has fewer gaps, the time between the two starts would be left out or counted twice.
+    """
+    covered_s = window.wall.energy.covered_s
+    lack = round(1 - covered_s / row.wall_s, 5) if row.wall_s > 0 else 1.0
+    return lack, window.wall.memory_covered_s <= 0
 
 
 def _summed_levels(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:

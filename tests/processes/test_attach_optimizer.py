@@ -510,12 +510,12 @@ def test_optimizer_hook_stops_if_a_framework_or_script_counts_steps(launch):
             backward()
             optimizer.step()
         framework = Steps(ownership.FRAMEWORK, "a framework")
-        framework.begin(parameter_share={"total": 100, "trainable": 36})
+        framework.begin_training(parameter_share={"total": 100, "trainable": 36})
         for _ in range(5):
-            framework.start()
+            framework.start_step()
             backward()
             optimizer.step()
-            framework.end(10, 1)
+            framework.end_step(10, 1)
         framework.finish()
         effllm.initialize_efficientllm_metrics(1000)
         for _ in range(4):

@@ -137,7 +137,7 @@ for number in range(1200):
 """
 
 
-@pytest.mark.long
+@pytest.mark.alone
 @needs_py_spy
 def test_line_of_long_iterations_is_named(launch):
     verdict = launch.code(PAUSES, environ=ON).done(120).ledger.summary.verdict

@@ -308,6 +308,20 @@ def test_shared_gpu_energy_is_counted_once_if_window_lengths_differ(edges_s):
     assert totals.energy.joules == pytest.approx(100.0 * sum(spans_s[0] for spans_s in edges_s))
 
 
+def test_shared_gpu_energy_is_from_one_rank_also_if_its_memory_has_a_gap():
+    """The windows of rank 1 begin 1 s later; in the second one, rank 0 has memory for a part of the time."""
+    gap = device_window("GPU-0", wall=Integrals(EnergyAmount(2000.0, 10.0), GIB * 8.0, 8.0, 5.0, 10.0))
+    other = device_window("GPU-0", 10.5)
+    windows = [
+        [row(0, number, devices=(mine,)), row(1, number, busy_s=10.5, wait_s=0.0, devices=(other,))]
+        for number, mine in ((1, device_window("GPU-0", 10.0)), (2, gap))
+    ]
+
+    totals = totals_of(windows, {"GPU-0": gpu()}, {"GPU-0": {0, 1}}, wall=True)
+
+    assert (totals.energy.joules, totals.energy.is_complete) == (3000.0, True)
+
+
 def test_rank_without_host_energy_does_not_change_the_energy_error():
     energy = EnergyAmount(3000.0, 10.0, start_j2=4.0, end_j2=5.0, estimated_j=7.0)
     wall = Integrals(energy, GIB * 10.0, 10.0, 5.0, 10.0)
