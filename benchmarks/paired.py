@@ -8,6 +8,8 @@ geometric mean of the ratios, this clone over the other, with its 95 % interval;
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -80,8 +82,8 @@ def main() -> int:
     sides = {"this": ROOT, "other": given.other.resolve()}
     values: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     chance = random.Random(given.seed)
-    for number in range(given.rounds):
-        for name in given.names or CODES:
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C prints what has been measured
+        for number, name in itertools.product(range(given.rounds), given.names or CODES):
             measured = {side: _run(sides[side], name) for side in chance.sample(list(sides), 2)}
             for key in measured["this"].keys() & measured["other"].keys():
                 for side, found in measured.items():
