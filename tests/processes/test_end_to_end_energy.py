@@ -134,9 +134,11 @@ def test_energy_of_a_window_is_within_its_stated_error(shared):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_energy_of_a_run_is_within_half_a_percent_of_the_truth(shared, rank):
-    rows = shared.rows(rank)
+    rows, truth_j = shared.rows(rank), shared.truth_j(A, *shared.rows(rank))
 
-    assert sum(row.energy_j for row in rows) == pytest.approx(shared.truth_j(A, *rows), rel=0.005)
+    # The first window may begin before the first read at an edge: then its stated error is large.
+    max_wrong_j = 0.005 * truth_j + rows[0].energy_error_j
+    assert sum(row.energy_j for row in rows) == pytest.approx(truth_j, abs=max_wrong_j)
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
 
 
