@@ -1,4 +1,4 @@
-"""The hooks of training systems, one file per system, and the table of hooked modules.
+"""The hooks of training systems, a file for each system or for similar ones, and the table of hooked modules.
 
 A hook file has a function ``attach(module)``, and similar functions for further modules.  Such a function raises
 `Unknown` if the module's version is unknown: then one line is printed, and this system is not measured.  Hooks run in
