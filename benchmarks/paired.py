@@ -94,7 +94,7 @@ def main() -> int:
     if given.keep:
         commits = {side: _commit(folder) for side, folder in sides.items()}
         about = machine(command="python -m benchmarks.paired", load=os.getloadavg()[0], commits=commits)
-        path = ROOT / "benchmarks" / "results" / f"{about['date']}-paired.json"
+        path = ROOT / "benchmarks" / "results" / f"{'-'.join([about['date'], 'paired', *given.names])}.json"
         path.write_text(json.dumps({"machine": about, "rounds": given.rounds, "figures": rows}, indent=2) + "\n")
     return int(any(row["interval"][0] > SLOWER for row in rows))
 
