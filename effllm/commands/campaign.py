@@ -58,7 +58,7 @@ from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store import own_files
 from effllm.store.run_lock import status_of
-from effllm.store.summary_text import duration
+from effllm.views.text.numbers import duration
 
 #: Time for a run to end after SIGINT and after SIGTERM, before the next signal.
 END_WITHIN_S = 30.0

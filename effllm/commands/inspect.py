@@ -40,10 +40,11 @@ from effllm.records.host_lines import STACKS_FILE, HostTime, RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary, version_error
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import OF_GPUS, Waterfall
-from effllm.store.closing_text import COLUMN, facts_of
 from effllm.store.own_files import replace_file
 from effllm.store.reader import JsonLines
-from effllm.store.summary_text import J_PER_KWH, duration, fact_lines, readable, status_text, value_of
+from effllm.views.text.closing import COLUMN, facts_of
+from effllm.views.text.numbers import J_PER_KWH, duration, readable
+from effllm.views.text.summary import fact_lines, status_text, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
 WIDTH = 80

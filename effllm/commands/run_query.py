@@ -16,7 +16,7 @@ from effllm.analysis.load import QueryError, QueryResult, Runs, load, load_error
 from effllm.commands.output import ReadingProgress, complain
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
-from effllm.store.summary_text import readable
+from effllm.views.text.numbers import readable
 
 WIDTH = 80
 MAX_CELL = 40

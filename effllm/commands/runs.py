@@ -49,7 +49,7 @@ from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
-from effllm.store.summary_text import J_PER_KWH, readable, rounded_up
+from effllm.views.text.numbers import J_PER_KWH, readable, rounded_up
 
 WIDTH = 80
 _ID_WIDTH = len("20260101-120000-1a2b3c4d")  # letters of a run_id

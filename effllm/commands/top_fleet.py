@@ -21,8 +21,7 @@ from effllm.commands.top_terminal import TICK_S, screen, wake, wake_pipe
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
 from effllm.records.plain_text import one_line
-from effllm.store.summary_text import duration, readable
-from effllm.store.window_text import scaled
+from effllm.views.text.numbers import duration, readable, scaled
 from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
 
 READ_EVERY_S, READ_FOR_S = 5.0, 0.1  # period of reading, and the longest time of a reading before a frame

@@ -18,9 +18,9 @@ from effllm.records.job import Summary
 from effllm.records.orders import Orders
 from effllm.records.plain_text import one_line, without_user
 from effllm.records.wire import Hello
-from effllm.store.closing_text import current_folder, how_to_open
 from effllm.store.provenance import Git, host_facts
 from effllm.store.run_folder import identity_of
+from effllm.views.text.closing import current_folder, how_to_open
 
 #: Fields of HELLO that are facts of the run with the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")

@@ -15,8 +15,8 @@ from effllm.records.facts import PROGRESS_BARS
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
 from effllm.sinks import Option, RunInfo
-from effllm.store.closing_text import closing_text
-from effllm.store.window_text import block_lines, console_line
+from effllm.views.text.closing import closing_text
+from effllm.views.text.window import block_lines, console_line
 
 OPTIONS = {
     "format": Option(

@@ -17,7 +17,7 @@ from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.verdict import OF_GPUS
 from effllm.store import own_files, regular_file
 from effllm.store.run_folder import StoreUnavailable
-from effllm.store.summary_text import value_of
+from effllm.views.text.summary import value_of
 
 LOCK_TIMEOUT_S = 5.0
 _SUMMARY_FIELDS = ("status", "attempts", "simulated", "iterations", "tokens", "elapsed_s", "currency",

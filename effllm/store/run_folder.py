@@ -25,7 +25,6 @@ from effllm.records.identity import Identity
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
 from effllm.store import own_files
-from effllm.store.closing_text import facts_of, how_to_open
 from effllm.store.journal import (
     MAX_WAITING_BYTES,
     MB,
@@ -36,8 +35,9 @@ from effllm.store.journal import (
     remove_oldest_detail,
 )
 from effllm.store.reader import DECODE_ERRORS, coverage_of, rank_row, read_own_json, window_line
-from effllm.store.summary_text import summary_text
-from effllm.store.window_text import block_lines
+from effllm.views.text.closing import facts_of, how_to_open
+from effllm.views.text.summary import summary_text
+from effllm.views.text.window import block_lines
 
 #: Name of the run folder in the counts of unwritten windows.
 SINK_NAME = "runfolder"

@@ -17,7 +17,7 @@ from effllm.analysis.comparison import ALPHA, POWER, SAME, STRICT_ALPHA, UNKNOWN
 from effllm.analysis.fairness import Dissimilarity
 from effllm.analysis.sides import Side, names_of
 from effllm.records.plain_text import one_line
-from effllm.store.summary_text import readable
+from effllm.views.text.numbers import readable
 
 #: Marks of Markdown and HTML, mentions, and the marks that make an address a link.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#!|~$&@]|(?<=\w):(?=//)|(?<=www)\.)")

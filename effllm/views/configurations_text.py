@@ -15,8 +15,8 @@ from rich.text import Text
 from effllm.analysis.configurations import Configurations, MeanOfRuns, label
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
-from effllm.store.summary_text import readable
 from effllm.views.comparison_text import markdown_table, markdown_text
+from effllm.views.text.numbers import readable
 
 MAX_WIDTH = 1000
 _LATEX = re.compile(r"[&%$#_{}~^\\]")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import Waterfall, WaterfallPart
-from effllm.store.summary_text import energy_unit, readable
+from effllm.views.text.numbers import energy_unit, readable
 
 HOURS_FROM_H = 1.0
 

@@ -22,7 +22,7 @@ MODULES = {
 
 # A package may import only the packages to its left.  Packages between two "<" do not import each other.
 LAYERS = """
-config < records < metrics, memory < store < network, devices < energy < sinks, job < trainer, agent, server
+config < records < metrics, memory < views.text < store < network, devices < energy < sinks, job < trainer, agent, server
 < instruments < hooks, sensor_profile < analysis < views < attach < effllm < commands
 < efficientllm_metrics, cli < __main__
 """
@@ -54,6 +54,8 @@ IN_TRAINING = [
 
 def package(module):
     """Return the package of a module; for a module at the top level, return the name of the module."""
+    if module.startswith("effllm.views.text"):  # the texts of the console and of the store
+        return "views.text"
     return module.split(".")[1] if "." in module else module
 
 

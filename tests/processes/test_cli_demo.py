@@ -8,7 +8,7 @@ import pytest
 from cli_process import read_until
 
 from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
-from effllm.store.summary_text import status_text
+from effllm.views.text.summary import status_text
 
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 

@@ -10,7 +10,7 @@ import jobs
 import psutil
 import pytest
 
-from effllm.store.summary_text import status_text
+from effllm.views.text.summary import status_text
 
 LOOP = "loop.py"
 SLOWEST_STEP_S = 0.5  # a step takes 0.01 s, a call some microseconds; a wait would take longer

@@ -11,9 +11,9 @@ from effllm.records.framework_figures import MFU_RATIO, TOKENS_PER_S_PER_GPU
 from effllm.records.verdict import Audit, ComparedFigure
 from effllm.server.messages import published_values
 from effllm.sinks import job_values, tensorboard
-from effllm.store.closing_text import closing_text, facts_of
-from effllm.store.summary_text import summary_text
-from effllm.store.window_text import block_lines
+from effllm.views.text.closing import closing_text, facts_of
+from effllm.views.text.summary import summary_text
+from effllm.views.text.window import block_lines
 
 DOUBT = "rank 0 counted 2,000 tokens without padding in 1,000 positions: the counts of tokens are wrong"
 TAG = "tt_tokens_per_param_per_sec"

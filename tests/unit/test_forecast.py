@@ -10,7 +10,7 @@ from sink_examples import complete_totals
 from effllm.job.forecast import MAX_MARKS, Mark, Progress, foretold
 from effllm.records.energy import EnergyAmount  # noqa: F401 - the totals need its module
 from effllm.records.forecast import FORECAST, Foretold, foretold_values
-from effllm.store.closing_text import forecast_texts
+from effllm.views.text.closing import forecast_texts
 
 
 def job(seed, *, drift, has_pauses):

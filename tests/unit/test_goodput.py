@@ -17,7 +17,7 @@ from effllm.job.goodput_tiles import MAX_BEFORE_S, RankTimes
 from effllm.records.clock import Now
 from effllm.records.rank import Integrals
 from effllm.records.wire import Bye, Heartbeat
-from effllm.store.summary_text import summary_text
+from effllm.views.text.summary import summary_text
 
 
 class Run(Job):

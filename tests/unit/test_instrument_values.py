@@ -14,8 +14,8 @@ from effllm.agent.measuring import InstrumentValues
 from effllm.job.ledger import Ledger, restore
 from effllm.records import ring, values
 from effllm.records.values import merge_by_name, merge_statistics, summaries
-from effllm.store.summary_text import summary_text
 from effllm.trainer.declared import Declared
+from effllm.views.text.summary import summary_text
 
 
 def slot(value, index=0, ordinal=1, number=0):

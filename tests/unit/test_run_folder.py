@@ -25,10 +25,10 @@ from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
 from effllm.store import own_files
-from effllm.store.closing_text import facts_of, how_to_open
 from effllm.store.reader import RankRow, keys_of, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
-from effllm.store.summary_text import summary_text
+from effllm.views.text.closing import facts_of, how_to_open
+from effllm.views.text.summary import summary_text
 
 
 @pytest.fixture

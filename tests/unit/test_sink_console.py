@@ -22,9 +22,10 @@ from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Value
 from effllm.records.rank import Event, Profile
 from effllm.records.verdict import HIGH, Audit, LastRanks, StragglerVerdict, Verdict
 from effllm.sinks import open_sink
-from effllm.store import window_text
-from effllm.store.closing_text import closing_text, facts_of, how_to_open
-from effllm.store.summary_text import duration, errors_text, readable, rounded_up, summary_text
+from effllm.views.text import window as window_text
+from effllm.views.text.closing import closing_text, facts_of, how_to_open
+from effllm.views.text.numbers import duration, errors_text, readable, rounded_up
+from effllm.views.text.summary import summary_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -7,8 +7,8 @@ import effllm
 from effllm.job.causes import SLOW_DATA
 from effllm.records.iteration_times import IterationTimes
 from effllm.records.verdict import DATA_WAIT, LastRanks, StragglerVerdict
-from effllm.store.summary_text import summary_text
 from effllm.trainer import collector as module
+from effllm.views.text.summary import summary_text
 
 
 class Stragglers(Job):

@@ -12,7 +12,7 @@ from effllm.job.roster import Roster
 from effllm.records.clock import Now
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
-from effllm.store.summary_text import duration as long_duration
+from effllm.views.text.numbers import duration as long_duration
 
 MAX_NAMED = 8
 MAX_GROUPS = 3

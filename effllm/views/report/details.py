@@ -13,7 +13,6 @@ from effllm.records.job import SPREADS, GoodputSummary, Summary
 from effllm.records.rank import Event
 from effllm.records.verdict import CAUSES, StragglerVerdict
 from effllm.store.run_folder import MAX_ROWS
-from effllm.store.summary_text import duration, readable, slowest_text
 from effllm.views.report.markup import (
     Child,
     Markup,
@@ -29,6 +28,8 @@ from effllm.views.report.markup import (
 )
 from effllm.views.report.plot import WIDTH, Chart, DrawnLine, RunCurves, legend, number_rows, plot, value_axis
 from effllm.views.report.verdicts import bar
+from effllm.views.text.numbers import duration, readable
+from effllm.views.text.summary import slowest_text
 
 _ROW = 14  # height of a rank in the heat map
 _FULL_COLOUR_EXCESS = 0.25  # excess of a step time over the median that has the full colour

@@ -18,12 +18,12 @@ from effllm import __version__
 from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.records.job import Summary
-from effllm.store.summary_text import status_text
 from effllm.views.comparison_text import ComparisonPage
 from effllm.views.report import details, verdicts
 from effllm.views.report.host_time import host_time
 from effllm.views.report.markup import Child, Markup, element, sentences, together
 from effllm.views.report.plot import CHARTS, TAGS, RunCurves, drawn_charts, json_curves, x_range
+from effllm.views.text.summary import status_text
 
 SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000

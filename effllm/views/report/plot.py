@@ -12,9 +12,8 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.analysis.window_curves import LOSS
-from effllm.store.summary_text import readable
-from effllm.store.window_text import scaled
 from effllm.views.report.markup import Markup, element
+from effllm.views.text.numbers import readable, scaled
 
 #: Size of the drawing; the browser stretches it to the width of the page.
 WIDTH, HEIGHT = 1000, 300

@@ -10,20 +10,6 @@ from effllm.analysis.configurations import Configurations
 from effllm.analysis.recorded_run import RecordedRun
 from effllm.records.job import Summary, Value
 from effllm.records.verdict import HIGH, MEDIUM, PARTS, PRODUCTIVE
-from effllm.store.summary_text import (
-    J_PER_KWH,
-    MAX_SHOWN_NAMES,
-    audit_texts,
-    errors_of_metric,
-    how_measured,
-    percent,
-    readable,
-    shown_metrics,
-    status_text,
-    value_of,
-    verdict_lines,
-    what_ran,
-)
 from effllm.views.comparison_text import HEADER, ComparisonPage, closing_lines, metric_cells, note_lines, side_lines
 from effllm.views.configurations_text import table_rows
 from effllm.views.report.markup import (
@@ -37,6 +23,18 @@ from effllm.views.report.markup import (
     table,
     together,
     with_exact_value,
+)
+from effllm.views.text.numbers import J_PER_KWH, percent, readable
+from effllm.views.text.summary import (
+    MAX_SHOWN_NAMES,
+    audit_texts,
+    errors_of_metric,
+    how_measured,
+    shown_metrics,
+    status_text,
+    value_of,
+    verdict_lines,
+    what_ran,
 )
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from effllm.records.job import WindowReport
-from effllm.store.summary_text import readable
-from effllm.store.window_text import scaled
+from effllm.views.text.numbers import readable, scaled
 from effllm.views.top.frame import SECONDS_TAG, RankTimes, TopFrame
 from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, local_time, sparkline
 

@@ -12,7 +12,7 @@ from effllm.records.forecast import Foretold
 from effllm.records.job import Coverage, WindowReport
 from effllm.records.rank import Event
 from effllm.records.verdict import StragglerVerdict, Verdict, Waterfall
-from effllm.store.summary_text import duration
+from effllm.views.text.numbers import duration
 from effllm.views.top.ranks import COMPLETED, HostLine, RankLine, RankStates, RankTable
 
 #: Incremented when a name of the document is removed or changes its meaning; docs/top.md describes the names.

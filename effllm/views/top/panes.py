@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from effllm.records.events import is_problem
 from effllm.records.plain_text import one_line
-from effllm.store.summary_text import readable
+from effllm.views.text.numbers import readable
 from effllm.views.top.charts import rank_map_lines
 from effllm.views.top.frame import TopFrame
 from effllm.views.top.ranks import REASONS, HostLine, RankLine

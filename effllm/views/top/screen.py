@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
-from effllm.store.closing_text import forecast_texts
-from effllm.store.summary_text import duration, energy_amount, readable, verdict_lines
-from effllm.store.window_text import scaled
+from effllm.views.text.closing import forecast_texts
+from effllm.views.text.numbers import duration, energy_amount, readable, scaled
+from effllm.views.text.summary import verdict_lines
 from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
 from effllm.views.top.panes import pane_lines, table_height

@@ -11,23 +11,27 @@ from effllm.records.events import FILE, is_problem, level_of
 from effllm.records.forecast import CO2_KG, ELECTRICITY, GPUS, JOULES, REMAINING_S, Foretold
 from effllm.records.job import Summary, Value
 from effllm.records.plain_text import one_line
-from effllm.store.summary_text import (
+from effllm.views.text.numbers import (
     J_PER_KWH,
-    audit_texts,
     duration,
     energy_amount,
     errors_text,
-    fact_lines,
-    loss_text,
     percent,
     readable,
+    scaled,
+    short_count,
+)
+from effllm.views.text.summary import (
+    audit_texts,
+    fact_lines,
+    loss_text,
     slowest_text,
     status_text,
     stragglers_text,
     value_of,
     verdict_lines,
 )
-from effllm.store.window_text import contract_parts, scaled
+from effllm.views.text.window import contract_parts
 
 MAX_LINES = 14
 COLUMN = 11  # of the texts
@@ -204,9 +208,9 @@ def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
         (summary.samples, summary.measured_samples, "samples"),
     ):
         if measured:
-            yield f"{'at least ' if total is None else ''}{_short_count(measured)} {what}"
+            yield f"{'at least ' if total is None else ''}{short_count(measured)} {what}"
     if summary.parameters:
-        yield f"{_short_count(summary.parameters)} parameters"
+        yield f"{short_count(summary.parameters)} parameters"
     seen = summary.coverage
     ranks, gpus = (
         f"{have} of {of}"
@@ -239,12 +243,3 @@ def _iteration_range(summary: Summary) -> str:
     if len(attempts) != 1 or attempts[0].first in (None, 1):
         return ""
     return f" ({attempts[0].first:,} to {attempts[0].last:,})"
-
-
-def _short_count(number: int) -> str:
-    """Return a whole number, exact below a million.
-
-    >>> _short_count(160_000), _short_count(7_241_732_096)
-    ('160,000', '7.24G')
-    """
-    return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))

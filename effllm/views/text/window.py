@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from effllm import metrics
 from effllm.records.forecast import REMAINING_S
 from effllm.records.job import ClusterReport
-from effllm.store.summary_text import duration, readable, rounded_up
+from effllm.views.text.numbers import duration, readable, rounded_up, scaled
 
 MAX_NAMED = 8
 
@@ -16,19 +16,6 @@ MAX_NAMED = 8
 _MIN_ESTIMATED = 0.001
 #: A larger wait for data is shown before the loss.
 _EARLY_WAIT = 0.05
-
-_SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
-
-
-def scaled(value: float) -> tuple[str, str]:
-    """Return a number with three digits, and the prefix of its unit.
-
-    >>> scaled(10_512.0), scaled(0.02904), scaled(304.2)
-    (('10.5', 'k'), ('29.0', 'm'), ('304', ''))
-    """
-    scale, prefix = next(((s, p) for s, p in _SCALES if abs(value) >= 0.9995 * s), _SCALES[-1])
-    return readable(value / scale), prefix
-
 
 # --- one line ------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,46 +14,11 @@ from effllm.records.plain_text import one_line
 from effllm.records.rank import Profile
 from effllm.records.values import ValueSummary
 from effllm.records.verdict import Audit, StragglerVerdict, Verdict
+from effllm.views.text.numbers import duration, energy_unit, errors_text, percent, readable, rounded_up, shares_text
 
 WIDTH = 78
-J_PER_KWH = 3.6e6
-#: A smaller energy is shown in joules, not in kilowatt-hours.
-MIN_KWH = 0.01
 #: Maximum number of names of instruments' values in the table.
 MAX_SHOWN_NAMES = 40
-#: A smaller share would be shown as 0.0 %.
-MIN_SHARE = 0.0005
-
-
-def readable(value: float | None) -> str:
-    """Return a number with three significant digits below 1,000, whole with separators above; "-" if unknown."""
-    if value is None or value == 0:
-        return "-" if value is None else "0"
-    if 999.5 <= abs(value) < 1e10:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".")
-
-
-def rounded_up(error: float) -> str:
-    """Return an error with two digits, rounded up, so that the shown error is never too small.
-
-    >>> rounded_up(0.1201), rounded_up(5.0), rounded_up(1234.0)
-    ('0.13', '5', '1,300')
-    """
-    if error <= 0:
-        return "0"
-    digit = 10.0 ** (math.floor(math.log10(error)) - 1)
-    error = math.ceil(error / digit - 1e-9) * digit
-    return f"{error:,.0f}" if error >= 100 else f"{error:.2g}"
-
-
-def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False) -> str:
-    """Return the text of an energy's two errors, given as ratios and never combined; "" if both are unknown.
-
-    With ``brief``, two errors are written without their names.
-    """
-    errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
-    return " ".join(f"±{percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
 
 
 def errors_of_metric(tag: str, value: Value, *, brief: bool = False) -> str:
@@ -64,36 +28,6 @@ def errors_of_metric(tag: str, value: Value, *, brief: bool = False) -> str:
     text = errors_text(*((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error)), brief=brief)
     entry = metric_of_tag(tag)
     return text.replace("timing", "sampling") if entry is not None and entry.is_sampled else text
-
-
-def energy_unit(joules: float) -> tuple[str, float]:
-    """Return the unit in which an energy is shown, and the joules of this unit."""
-    return ("kWh", J_PER_KWH) if joules >= MIN_KWH * J_PER_KWH else ("J", 1.0)
-
-
-def energy_amount(joules: float) -> str:
-    """Return an energy in the unit in which it is shown."""
-    unit, unit_j = energy_unit(joules)
-    return f"{readable(joules / unit_j)} {unit}"
-
-
-def percent(ratio: float) -> str:
-    """Return a ratio in percent, rounded up like an error, and at least 0.01 %."""
-    return f"{rounded_up(max(100 * ratio, 0.01))} %"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for display, in seconds, minutes, hours or days."""
-    if seconds < 119.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h"
 
 
 def status_text(status: str) -> str:
@@ -321,13 +255,6 @@ def value_of(summary: Summary, name: str) -> Value | None:
     """Return the value of a metric, on its first base that has a value."""
     tags = map(METRICS[name].tag, METRICS[name].summary_bases)
     return next((summary.metrics[tag] for tag in tags if tag in summary.metrics), None)
-
-
-def shares_text(parts: Mapping[str, float]) -> str:
-    """Return parts of a sum as percentages, the largest first; parts below 0.05 % are omitted."""
-    total = sum(parts.values()) or 1.0
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= MIN_SHARE * total)
 
 
 def energy_text(energy: EnergySummary) -> str:

@@ -1,0 +1,1 @@
+"""Texts of a run, a window and numbers; sinks and the store use them, too."""
