@@ -37,6 +37,7 @@ from effllm.config.settings import cache_folder
 from effllm.records.job import SCHEMA_VERSION
 from effllm.store import own_files
 from effllm.store.regular_file import MAX_LINE_BYTES, lines_of
+from effllm.views.text.numbers import count_text
 
 #: Fewer runs are read as fast without a cache.
 MIN_RUNS = 50
@@ -252,7 +253,7 @@ class Database:
             execute("DROP TABLE lines")
             for index, (file, count) in enumerate(zip(files, line_counts, strict=False)):
                 if invalid := count - num_valid.get(index, 0):
-                    reason = f"{invalid} incomplete or invalid line{'s' * (invalid > 1)}"
+                    reason = count_text(invalid, "incomplete or invalid line")
                     self.skipped.append(Skipped(file.path, reason))
             files = files[len(line_counts) :]
 

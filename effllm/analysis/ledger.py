@@ -26,6 +26,7 @@ from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND, NOT_AVOIDABL
 from effllm.store.ledger_file import LINE_AFTER_S
 from effllm.store.line_files import END, LineFiles
 from effllm.store.reader import DECODE_ERRORS, JsonLines
+from effllm.views.text.numbers import count_text
 
 #: Classes of goodput that are work.
 PRODUCTIVE = ("kept", "generation")
@@ -286,7 +287,7 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
         if problem:
             skipped.append(f"{path}: {problem}")
         if lines.num_skipped:
-            skipped.append(f"{path}: {lines.num_skipped:,} incomplete or invalid line{'s' * (lines.num_skipped > 1)}")
+            skipped.append(f"{path}: {count_text(lines.num_skipped, 'incomplete or invalid line')}")
         if version_problem:
             skipped.append(f"{path}: a line was left out: {version_problem}")
     return list(by_key.values()), skipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from effllm.analysis.run_folders import Paths, UnreadableRun, find_runs
 from effllm.analysis.run_row import Document, Form, Unreadable, read_record
 from effllm.records.identity import Identity
 from effllm.records.job import Summary
+from effllm.views.text.numbers import count_text
 
 #: DuckDB's guess of a name is mostly a table of its own.
 _GUESS = re.compile(r" Did you mean \"(pg|duckdb|sqlite|information_schema)[^\"]*\"\?")
@@ -59,10 +60,6 @@ def load_errors() -> tuple[type[Exception], ...]:
     return UnreadableRun, ImportError, OSError, duckdb.Error
 
 
-def _count_text(things: Sized, name: str) -> str:
-    return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
-
-
 class Runs(Database):
     """Several runs as tables; `load` makes it.
 
@@ -78,8 +75,8 @@ class Runs(Database):
             yield Run(find_runs(folder))
 
     def __repr__(self) -> str:
-        skipped = f", {_count_text(self.skipped, 'file')} skipped" if self.skipped else ""
-        return f"<{type(self).__name__} of {_count_text(self, 'run folder')}{skipped}>"
+        skipped = f", {count_text(len(self.skipped), 'file')} skipped" if self.skipped else ""
+        return f"<{type(self).__name__} of {count_text(len(self), 'run folder')}{skipped}>"
 
     @property
     def runs(self) -> Any:

@@ -43,7 +43,7 @@ from effllm.records.verdict import OF_GPUS, Waterfall
 from effllm.store.own_files import replace_file
 from effllm.store.reader import JsonLines
 from effllm.views.text.closing import COLUMN, facts_of
-from effllm.views.text.numbers import J_PER_KWH, duration, readable
+from effllm.views.text.numbers import J_PER_KWH, count_text, duration, readable
 from effllm.views.text.summary import fact_lines, status_text, value_of
 from effllm.views.waterfall_text import WaterfallUnits, waterfall_header, waterfall_notes, waterfall_row
 
@@ -113,7 +113,7 @@ def _write_stacks(folder: Path, to: Path) -> int:
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
         if lines.num_skipped:  # after a killed aggregator, or on a full disk
-            complain("inspect", f"{path}: {lines.num_skipped:,} line{'s' * (lines.num_skipped != 1)} cannot be read")
+            complain("inspect", f"{path}: {count_text(lines.num_skipped, 'line')} cannot be read")
         if not samples:
             return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
@@ -121,7 +121,7 @@ def _write_stacks(folder: Path, to: Path) -> int:
     except OSError as error:
         advice = "; docs/lines-of-code.md has what is needed" if error.filename == str(path) else ""
         return complain("inspect", f"{error.filename or to}: {error.strerror or error}{advice}", 1)
-    print(f"{one_line(str(to))}: {samples.total():,} samples of {len(ranks)} rank{'s' * (len(ranks) != 1)}")
+    print(f"{one_line(str(to))}: {samples.total():,} samples of {count_text(len(ranks), 'rank')}")
     return 0
 
 

@@ -31,6 +31,7 @@ from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store.own_files import replace_file
 from effllm.views.report.page import MAX_RUNS, ComparedRuns, ReportTooLarge, read_runs, report_html
+from effllm.views.text.numbers import count_text
 
 
 def main(
@@ -62,7 +63,7 @@ def main(
     for run in read:
         for problem in run.problems:
             complain("report", f"{run.folder}: {problem}")
-    print(f"{one_line(str(path))}: {len(page) / 1e6:.2f} MB, {len(read)} run{'s' * (len(read) > 1)}")
+    print(f"{one_line(str(path))}: {len(page) / 1e6:.2f} MB, {count_text(len(read), 'run')}")
     return 0
 
 

@@ -49,7 +49,7 @@ from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
 from effllm.records.plain_text import one_line
 from effllm.store import csv_file
-from effllm.views.text.numbers import J_PER_KWH, readable, rounded_up
+from effllm.views.text.numbers import J_PER_KWH, count_text, readable, rounded_up
 
 WIDTH = 80
 _ID_WIDTH = len("20260101-120000-1a2b3c4d")  # letters of a run_id
@@ -203,16 +203,17 @@ def _print_totals_table(console: Console, sums: Totals, by: str, count: int) -> 
 
 
 def _totals_notes(sums: Totals, columns: Collection[str], count: int) -> Iterator[str]:
+    total = sums.total
     if (more := len(sums.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
-    if sums.total.without_hours:
-        yield f"≥ GPU-h: unknown in {_runs_text(sums.total.without_hours)} (no summary.json, or no rank had reported)"
-    if sums.total.killed:
-        yield f"≥ GPU-h: of {_runs_text(sums.total.killed)} without an end, until the last report"
-    if sums.total.incomplete and sums.total.joules is not None:
-        yield f"≥ kWh: no total energy in {_runs_text(sums.total.incomplete)}; the measured part is counted"
-    if sums.total.simulated:
-        yield f"simulated: the GPUs of {_runs_text(sums.total.simulated)} were simulated; their energy was not measured"
+    if total.without_hours:
+        yield f"≥ GPU-h: unknown in {count_text(total.without_hours, 'run')} (no summary.json, or no rank had reported)"
+    if total.killed:
+        yield f"≥ GPU-h: of {count_text(total.killed, 'run')} without an end, until the last report"
+    if total.incomplete and total.joules is not None:
+        yield f"≥ kWh: no total energy in {count_text(total.incomplete, 'run')}; the measured part is counted"
+    if total.simulated:
+        yield f"simulated: the GPUs of {count_text(total.simulated, 'run')} were simulated; their energy was not measured"
     if "wasted" in columns:
         yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
     if "±" in columns:
@@ -259,10 +260,6 @@ def _skipped_lines(skipped: Sequence[str]) -> Iterator[str]:
     yield from (f"skipped: {one_line(line)}" for line in skipped[:MAX_SKIPPED])
     if (more := len(skipped) - MAX_SKIPPED) > 0:
         yield f"skipped: {more:,} more"
-
-
-def _runs_text(count: int) -> str:
-    return f"{count:,} run{'s' * (count != 1)}"
 
 
 def _gpu_hours_text(run: LedgerRun) -> str:

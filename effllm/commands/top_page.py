@@ -14,6 +14,7 @@ from effllm.records.forecast import FORECAST, Foretold
 from effllm.records.job import Coverage, WindowReport
 from effllm.records.verdict import Straggler
 from effllm.store.own_files import read_private
+from effllm.views.text.numbers import count_text
 from effllm.views.top.frame import Head, Problem, RunPlace, TopFrame, is_point, problems_of, status_of
 from effllm.views.top.ranks import RankStates, rank_table
 
@@ -137,4 +138,4 @@ class PageSource:
         if head.status == "running" and (missing := seen.ranks_expected - seen.ranks_reporting) > 0:
             yield Problem("missing", f"no report of {missing:,} of {seen.ranks_expected:,} ranks in this window")
         if named := int(dict(self._values_by_tag()).get("straggler/named_ranks", 0)):
-            yield Problem("straggler", f"{named} named straggler{'s' * (named > 1)}")
+            yield Problem("straggler", count_text(named, "named straggler"))

@@ -33,6 +33,7 @@ from effllm.commands.metrics_page import Labelled, Unreachable, address_of, fetc
 from effllm.commands.output import complain
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
+from effllm.views.text.numbers import count_text
 
 _HEADER_EVERY = 20
 _MAX_WAIT_S = 60.0
@@ -97,7 +98,7 @@ class _Watch:
     def print_start(self) -> None:
         if self._as_json:
             return
-        gpus = f"{self._energy.num_gpus} GPU{'s' if self._energy.num_gpus != 1 else ''} of this machine"
+        gpus = f"{count_text(self._energy.num_gpus, 'GPU')} of this machine"
         power = f"power of {gpus}" if self._energy.num_gpus else f"power is not measured: {self._energy.why_not}"
         print(textwrap.fill(f"Watching {self._url} every {self._interval_s:g} s; {power}", 80))
         if self._energy.is_simulated:

@@ -13,6 +13,7 @@ from effllm.job.ledger import Ledger
 from effllm.job.roster import Roster
 from effllm.metrics.measurable import dependent_tags
 from effllm.records.job import ClusterTotals, GoodputSummary
+from effllm.views.text.numbers import count_text
 
 #: Inputs of metrics that the training loop counts.
 COUNTED = frozenset(("tokens", "samples", "generated tokens"))
@@ -72,10 +73,6 @@ def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:
     expected = sum(last * ranks for last, ranks in reached)
     measured = float(ledger.whole.ranks.column("iterations").sum())
     return sum(last for last, _ in reached), min(measured / expected, 1.0) if expected else None
-
-
-def count_text(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def energy_gaps(ledger: Ledger, is_over: bool) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict, replace
 
-from effllm.job.gaps import count_text
 from effllm.records.identity import MAX_LETTERS, Identity, Submission, clean_submission, read_tags, with_facts
 from effllm.records.job import Summary
 from effllm.records.orders import Orders
@@ -21,6 +20,7 @@ from effllm.records.wire import Hello
 from effllm.store.provenance import Git, host_facts
 from effllm.store.run_folder import identity_of
 from effllm.views.text.closing import current_folder, how_to_open
+from effllm.views.text.numbers import count_text
 
 #: Fields of HELLO that are facts of the run with the same names.
 OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")

@@ -42,6 +42,10 @@ def short_count(number: int) -> str:
     return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))
 
 
+def count_text(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def rounded_up(error: float) -> str:
     """Return an error with two digits, rounded up, so that the shown error is never too small.
 

@@ -12,7 +12,7 @@ from effllm.records.forecast import REMAINING_S
 from effllm.records.plain_text import one_line
 from effllm.records.verdict import HEALTHY, NO_VERDICT, NONE_FOUND
 from effllm.views.text.closing import forecast_texts
-from effllm.views.text.numbers import duration, energy_amount, readable, scaled
+from effllm.views.text.numbers import count_text, duration, energy_amount, readable, scaled
 from effllm.views.text.summary import verdict_lines
 from effllm.views.top.charts import chart_lines, spark_lines
 from effllm.views.top.frame import BROKEN, TopFrame
@@ -110,7 +110,7 @@ def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> li
         lines += chart_lines(frame, width, bars) if is_large else spark_lines(frame, width, bars)
     lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[:most]]
     if (more := len(frame.problems) - most) > 0 and not is_brief:
-        lines.append([(f"!! {more} more problem{'s' * (more > 1)}: effllm top --once --json lists all", BAD)])
+        lines.append([(f"!! {count_text(more, 'more problem')}: effllm top --once --json lists all", BAD)])
     return lines
 
 
