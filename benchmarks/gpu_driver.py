@@ -63,7 +63,7 @@ def calls(reader: Reader, facts: Facts | None, where: str) -> list[Figure]:
 
 
 def calls_under_load(reader: Reader, facts: Facts | None, loader: TorchLoad) -> list[Figure]:
-    loader.start([LOAD_S])
+    loader.start_stretches([LOAD_S])
     time.sleep(0.5)
     return calls(reader, facts, "under load")
 

@@ -27,7 +27,7 @@ def waves(reader: Reader, loader: TorchLoad, found: SensorProfile, cycles: int, 
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
-        loader.start(stretches)
+        loader.start_stretches(stretches)
         record = record_readings(reader, clock, lambda _share: None, sum(stretches), loader)
         figures += _compared(record, Load(record.edges, record.origin_ns), found, period_s)
     return figures

@@ -61,7 +61,7 @@ def windows(key: str, loader: TorchLoad, sensor: Sensor, counts: Mapping[float, 
     measuring = _Measuring(key, sensor)
     try:
         measuring.start()
-        loader.start(stretches)
+        loader.start_stretches(stretches)
         measuring.work_until(time.monotonic() + SETTLE_S)
         for length_s, before_s in zip(counts, pauses, strict=True):
             for pause_s in before_s:

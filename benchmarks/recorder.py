@@ -77,7 +77,7 @@ def _reading_ns() -> float:
     indices = range(len(MEMORY_FIELDS))
 
     def read() -> None:
-        if (values := memory.read()) is not None:
+        if (values := memory.read_allocator()) is not None:
             writer.write_values(1, AFTER_STEPS, indices, values, MEMORY)
 
     spent = median([_median_ns(read) for _ in range(10)])

@@ -120,7 +120,7 @@ def ring_(data: bytes) -> None:
             board = Board(os.dup(descriptor))
         except RingError:
             return
-        assert isinstance(board.read(), JobState)
+        assert isinstance(board.read_state(), JobState)
         board.close()
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ class KnownLoad:
         self._curve = curve
         self._start_s = self._end_s = 0.0
 
-    def start(self, stretches_s):
+    def start_stretches(self, stretches_s):
         self._start_s = time.monotonic()
         self._end_s = self._start_s + sum(stretches_s)
 

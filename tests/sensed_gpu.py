@@ -119,7 +119,7 @@ class SensedGpu:
 
     # --- load ---
 
-    def start(self, stretches_s):
+    def start_stretches(self, stretches_s):
         at_ns = self.clock.now_ns + NS // 1000
         for number, stretch_s in enumerate(stretches_s):
             self._edges.append(LoadEdge(at_ns, number % 2 == 0))

@@ -32,7 +32,7 @@ class LoopProfile:
         self._number = 0
         self.kernel_ns = self.exposed_ns = 0
 
-    def start(self, number: int) -> None:
+    def start_if_due(self, number: int) -> None:
         self._number = number
 
     def end(self, _ended_ns: int) -> Profiled | None:
@@ -53,7 +53,7 @@ class LoopMemory(DeviceMemory):
         super().__init__(nothing, nothing)
         self.retries = 0
 
-    def read(self) -> tuple[float, ...]:
+    def read_allocator(self) -> tuple[float, ...]:
         used = 60.0 * 2**30
         return used, used, used, used, 0.0, float(self.retries), 0.0, 0.0
 

@@ -59,7 +59,7 @@ class Agent:
         self._poller.register(self._devices.wake_descriptor, zmq.POLLIN)
         self._children.start_aggregator()
         self._connection.connect_to_newest()
-        self._devices.start()
+        self._devices.start_samplers()
         self._measuring = Measuring(self._trainer, self._devices)
         self.is_measuring = True
         with contextlib.suppress(OSError):  # the trainer has ended

@@ -45,7 +45,7 @@ class AggregatorChild:
         self.descriptor = -1  # pidfd of the aggregator; readable after its end
         self.done = False  # no aggregator runs or will be started: the job is over, or none can start
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         """Start an aggregator on the listening socket, which stays open here for a replacement; note when to retry."""
         body = msgspec.json.encode(self._orders)
         orders_file = os.memfd_create("effllm-orders", 0)
@@ -92,7 +92,7 @@ class AggregatorChild:
             text = f"the aggregator died (exit {code}); another aggregator is started"
             self._report(Event(time.time(), "aggregator", text))
         if not self.done and now_s >= self._restart_at_s:
-            self.start()
+            self.start_process()
 
 
 class Inspection:
@@ -163,7 +163,7 @@ class Children:
             salt=facts.job,
         )
         self.aggregator = AggregatorChild(orders, self._events.add_event, self._notices.report_no_metrics)
-        self.aggregator.start()
+        self.aggregator.start_process()
         self._poll_for("aggregator", self.aggregator.descriptor)
 
     @property

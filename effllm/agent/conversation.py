@@ -248,7 +248,7 @@ class Conversation:
                 self._acknowledged_s = time.monotonic()
             if message.report:
                 state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
-                self._trainer.board.write(state)
+                self._trainer.board.write_state(state)
         elif isinstance(message, wire.Rejected):
             self._accept_rejection(message)
         elif isinstance(message, wire.ByeSeen):
@@ -265,7 +265,7 @@ class Conversation:
             self._children.aggregator.has_served = True
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.admitted_by() != endpoint:  # the trainer's address search waits for the endpoint
-            board.write(replace(board.read(), admitted_by=endpoint))
+            board.write_state(replace(board.read_state(), admitted_by=endpoint))
         if welcome.again:
             self._outbox.mark_all_unsent()
             self._bye_sent = False

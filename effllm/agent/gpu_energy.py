@@ -34,7 +34,7 @@ class GpuEnergy:
         """Number of GPUs with energy; GPUs of one module count once."""
         return len(self._tracks_by_energy_key())
 
-    def start(self) -> None:
+    def start_samplers(self) -> None:
         """Open the GPUs, and wait for their first samples."""
         readers = self._open_readers()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -67,7 +67,7 @@ class Measuring:
         self.end_ns = 0  # end of the trainer
         self._next_fold_s = 0.0
         self._spans, self._has_spans = Spans(trainer.board), False
-        self.values = InstrumentValues(trainer.board.values.write)
+        self.values = InstrumentValues(trainer.board.values.write_document)
         self.memory = RankMemory(trainer.pid, trainer.config.log_interval, trainer.facts.first_iteration)
         slots, origin_ns = self._read_first_records()
         self.cutter = WindowCutter(

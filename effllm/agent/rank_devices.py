@@ -47,7 +47,7 @@ class RankDevices:
         self._has_changed = False  # whether a device was opened or calibrated
         self.has_baseline = False  # whether the idle power of the devices was measured
 
-    def start(self) -> None:
+    def start_samplers(self) -> None:
         """Open the devices; wait at most `DEVICE_WAIT_S` for their first samples."""
         until_s = time.monotonic() + DEVICE_WAIT_S
         for track in self._tracks:

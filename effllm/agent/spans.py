@@ -64,9 +64,9 @@ class Spans:
     def _write_answer(self, request: Slot, devices: RankDevices) -> None:
         self._write_devices(devices)
         for series in devices.series:
-            self._board.spans.write(self._span_part(request, series, len(devices.series)))
+            self._board.spans.write_parts(self._span_part(request, series, len(devices.series)))
         if not devices.series:
-            self._board.spans.write(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
+            self._board.spans.write_parts(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
 
     def _span_part(self, request: Slot, series: Series, num_devices: int) -> SpanPart:
         span_ns = (request.start_ns, request.end_ns)
@@ -113,8 +113,8 @@ class Spans:
         document = {"devices": facts, "unavailable": devices.unavailable}
         if document != self._written_document:
             self._written_document = document
-            if not self._board.devices.write(document):  # too long
-                self._board.devices.write({"devices": [{**fact, "not_measured": ()} for fact in facts]})
+            if not self._board.devices.write_document(document):  # too long
+                self._board.devices.write_document({"devices": [{**fact, "not_measured": ()} for fact in facts]})
 
 
 def _or_nan(value: float | None) -> float:

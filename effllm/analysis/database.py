@@ -143,7 +143,7 @@ class Database:
 
     def table(self, name: str) -> Any:
         """Return a table as a relation of DuckDB."""
-        self.read(name)
+        self.load_table(name)
         return self.connection.table(name)
 
     def sql(self, query: str) -> Any:
@@ -155,9 +155,9 @@ class Database:
         """Read the tables whose names are words of a query."""
         for name in COLUMNS:
             if re.search(rf"\b{name}\b", query, re.IGNORECASE):
-                self.read(name)
+                self.load_table(name)
 
-    def read(self, name: str) -> None:
+    def load_table(self, name: str) -> None:
         """Read a table, unless it was read before."""
         if name in self._unread_tables:
             self._insert_lines(LINE_TABLES[name])
@@ -181,7 +181,7 @@ class Database:
             ),
         )
         cache = RunCache(self.connection, runs)
-        cached = cache.read(self._columns)
+        cached = cache.load_columns(self._columns)
         types = {"state": TEXT, **{column.name: column.type for column in COLUMNS["runs"]}}
         self._make_table("fresh", types, self._lines([run for run in runs if str(run.folder) not in cached], progress))
         names = ", ".join(quoted(column.name) for column in self._columns)
@@ -292,7 +292,7 @@ class RunCache:
         self._cache_path = _cache_path(runs) if self._is_used else Path()
         self._num_runs = len(runs)
 
-    def read(self, columns: Sequence[Column]) -> set[str]:
+    def load_columns(self, columns: Sequence[Column]) -> set[str]:
         """Make the table `cached` with columns of the unchanged runs; return their folders."""
         import duckdb
 

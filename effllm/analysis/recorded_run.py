@@ -142,7 +142,7 @@ class RankReports:
         self.skipped_lines = 0
         self.unread_bytes = 0  # of older reports
 
-    def read(self, folder: Path) -> None:
+    def read_folder(self, folder: Path) -> None:
         """Read the newest rank reports of a run."""
         lines = JsonLines(list(filter(Path.is_file, segments(folder, "ranks"))), RankRow, MAX_RANK_BYTES)
         for line in lines:
@@ -171,7 +171,7 @@ class EventExtract:
         """The kept events, in the order of their times."""
         return sorted((*self._problems, *self._others), key=lambda event: event.time_s)
 
-    def read(self, folder: Path) -> None:
+    def read_folder(self, folder: Path) -> None:
         """Read the newest events of a run; a run without events has no file."""
         path = folder / "events.jsonl"
         if not path.is_file():
@@ -214,7 +214,7 @@ class RecordedRun:
         readers = (("windows", self.curves), ("rank reports", self.ranks), ("events", self.events))
         for name, reader in readers:
             try:
-                reader.read(folder)
+                reader.read_folder(folder)
             except OSError as error:
                 self.problems.append(f"{name} cannot be read: {error.strerror or error}")
             if reader.skipped_lines:

@@ -120,7 +120,7 @@ class WindowCurves:
         self._attempt = 0
         self._tokens, self._first_s = 0.0, math.nan  # so far; end of the first window
 
-    def read(self, folder: Path) -> None:
+    def read_folder(self, folder: Path) -> None:
         """Read the windows of a run."""
         lines = JsonLines([path for path in segments(folder, "windows") if path.is_file()], CurveLine)
         for line in lines:

@@ -213,7 +213,7 @@ def _totals_notes(sums: Totals, columns: Collection[str], count: int) -> Iterato
     if total.incomplete and total.joules is not None:
         yield f"≥ kWh: no total energy in {count_text(total.incomplete, 'run')}; the measured part is counted"
     if total.simulated:
-        yield f"simulated: the GPUs of {count_text(total.simulated, 'run')} were simulated; their energy was not measured"
+        yield f"simulated: GPUs of {count_text(total.simulated, 'run')} were simulated; their energy was not measured"
     if "wasted" in columns:
         yield "wasted: GPU-hours of losses that can be avoided: docs/ledger.md"
     if "±" in columns:

@@ -98,7 +98,7 @@ class RanksProcess:
         self.joined = self.sent = 0
         self.last_progress: Progress | None = None
 
-    def start(self, at_s: float) -> None:
+    def send_start(self, at_s: float) -> None:
         os.write(self._input, f"{at_s!r}\n".encode())
 
     def read_progress(self) -> list[Progress]:
@@ -232,7 +232,7 @@ class SimulatedRun:
             self.result.join_cpu_s = self._aggregator.cpu_s()
         start_s = time.monotonic() + 1.0
         for part in self._parts:
-            part.start(start_s)
+            part.send_start(start_s)
         self._listen(1.0)
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
         try:

@@ -21,8 +21,8 @@ from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices import node as node_power
 from effllm.devices._nvml_identity import text_of
 from effllm.devices.known.hardware import Hardware, find_by_driver_name, why_no_peak
+from effllm.job.energy_account import Scope, common_scopes
 from effllm.job.job_facts import peak_of
-from effllm.job.power_scope import Scope, common_scopes
 from effllm.metrics import METRICS
 from effllm.metrics.measurable import FROM_LOOP, FROM_SETTINGS, OWN, READ, InputSource, Measurable, measurable
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample

@@ -66,7 +66,7 @@ def main(
     energy = GpuEnergy(config.device, process_environ(), min(config.collection_interval_s, interval))
     watch = _Watch(vllm, interval, energy, as_json)
     try:
-        energy.start()
+        energy.start_samplers()
         watch.print_start()
         watch.run(count)
     except KeyboardInterrupt:

@@ -44,7 +44,7 @@ class Variable(NamedTuple):
     field: str = ""  #: name of the field of `Config`; empty for a variable that is not a setting of a run
     default_word: str = ""  #: text of the default, if it differs from the field's value
 
-    def read(self, given: object, name: str = "") -> Any:
+    def parse(self, given: object, name: str = "") -> Any:
         """Parse the text ``given``; ``name`` replaces the variable's name in an error message.
 
         Raises:
@@ -320,7 +320,7 @@ def read_config(environ: Mapping[str, str]) -> Config:
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
         if text and text != variable.default_word:
-            values[variable.field] = variable.read(text)
+            values[variable.field] = variable.parse(text)
     # Windows are joined only if LOG_INTERVAL is not set; then there is at most one window per second.
     return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
 

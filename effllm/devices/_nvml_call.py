@@ -55,7 +55,7 @@ class Quantity:
         self.maximum, self.divisor = maximum, divisor
         self.ask = partial(getattr(pynvml, function, _raise_not_found), *arguments)
 
-    def read(self, values: dict[str, float], failures: dict[str, str]) -> None:
+    def read_into(self, values: dict[str, float], failures: dict[str, str]) -> None:
         """Add the numbers in base units to ``values``, or the reason for a missing number to ``failures``."""
         try:
             answer = self.ask()

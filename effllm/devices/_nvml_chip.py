@@ -64,18 +64,18 @@ class Chip:
         self.has_utilization = utilization is not None
         self.memory_total_bytes = _total_bytes(memory)
 
-    def read(self, values: dict[str, float], failures: dict[str, str]) -> None:
+    def read_own(self, values: dict[str, float], failures: dict[str, str]) -> None:
         """Add memory and utilization by their names in `Sample`, and the reasons for failures.
 
         ``utilization`` is the share of time with a running kernel, averaged by the driver over 1/6 s to 1 s,
         depending on the model.  With one sample per second, utilization is close to the mean since the last sample.
         """
         for quantity in self._own:
-            quantity.read(values, failures)
+            quantity.read_into(values, failures)
 
     def read_gauges(self, values: dict[str, float], failures: dict[str, str]) -> None:
         for quantity in self._gauges:
-            quantity.read(values, failures)
+            quantity.read_into(values, failures)
 
 
 @functools.lru_cache(maxsize=64)
@@ -194,5 +194,5 @@ def _xid_text(number: int, times: int) -> str:
 def _only_value(quantity: Quantity | None) -> float | None:
     values: dict[str, float] = {}
     if quantity is not None:
-        quantity.read(values, {})
+        quantity.read_into(values, {})
     return next(iter(values.values()), None)

@@ -60,7 +60,7 @@ class FieldBatch:
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
-    def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
+    def read_fields(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
         """Return the values in base units and their time; reasons for failures are added to ``failures``."""
         before_ns = time.monotonic_ns()
         code = self._call()
@@ -104,13 +104,13 @@ class NvmlPower:
         self.names = required.union(quantity.name for quantity in self._singles)
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
-    def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
+    def read_power(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
         """Return the values in base units and their time; reasons for failures are added to ``failures``."""
         batch = self._essential if energy_only else self._everything
-        values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
+        values, time_ns = batch.read_fields(failures) if batch is not None else ({}, 0)
         for single in self._singles:
             before_ns = time.monotonic_ns()
-            single.read(values, failures)
+            single.read_into(values, failures)
             if not time_ns or single.name == "energy_j":
                 time_ns = (before_ns + time.monotonic_ns()) // 2
         return values, time_ns or time.monotonic_ns()
@@ -171,7 +171,7 @@ def _scope_of_counter(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     readings = []
     end_s = time.monotonic() + PROBE_S
     while time.monotonic() < end_s:
-        values, time_ns = batch.read({})
+        values, time_ns = batch.read_fields({})
         if len(values) == len(fields):
             readings.append((time_ns, values["energy_j"], values["own"], values["module"]))
         time.sleep(_PROBE_EVERY_S)

@@ -91,7 +91,7 @@ class ProcessTree:
         with suppress(psutil.NoSuchProcess):
             self._processes[pid] = psutil.Process(pid)
 
-    def read(self) -> tuple[float, float | None]:
+    def read_usage(self) -> tuple[float, float | None]:
         """Return the bytes in use, and the CPU seconds since the last read.
 
         Raises:
@@ -171,7 +171,7 @@ class HostReader:
         memory_bytes = cpu_s = utilization = energy_j = None
         before_ns = time.monotonic_ns()
         try:
-            memory_bytes, cpu_s = self._tree.read()
+            memory_bytes, cpu_s = self._tree.read_usage()
         except (OSError, ValueError) as error:
             failures["memory_bytes"] = failures["utilization"] = str(error)
         try:

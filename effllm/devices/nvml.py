@@ -73,7 +73,7 @@ class NvmlReader:
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return only energy and power, which are read in one call; used at the edges of windows."""
         failures: dict[str, str] = {}
-        values, time_ns = self._power.read(failures, energy_only=True)
+        values, time_ns = self._power.read_power(failures, energy_only=True)
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
         sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
         return sample, failures
@@ -129,9 +129,9 @@ class NvmlReader:
     def _read_all(self, events: tuple[Event, ...] = ()) -> tuple[Sample, dict[str, str], bool]:
         """Return a sample that also has the given events, the failures, and whether the GPU answers."""
         failures: dict[str, str] = {}
-        values, time_ns = self._power.read(failures)
+        values, time_ns = self._power.read_power(failures)
         power_w = values.get("power_w")
-        self._chip.read(values, failures)
+        self._chip.read_own(values, failures)
         is_there = bool(values) or not failures
         if is_there:  # a lost GPU has no further readings
             self._chip.read_gauges(values, failures)

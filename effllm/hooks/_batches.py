@@ -119,7 +119,7 @@ class LazyNumber:
         elif getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu":
             self._value = float(getattr(tensor, "detach", lambda: tensor)())
 
-    def read(self) -> float | None:
+    def value_if_ready(self) -> float | None:
         """Return the number; ``None`` before it has arrived, and always on an accelerator without CUDA's interface."""
         if self._event is not None and self._event.query():
             self._value, self._event = float(self._copy), None

@@ -197,7 +197,7 @@ class _Loss:
             self._record(recorder.displayed_iteration - 1, loss, is_over=True)
 
     def _record_arrived(self) -> None:
-        value = self._coming.read() if self._coming is not None else None
+        value = self._coming.value_if_ready() if self._coming is not None else None
         if value is not None:
             self._record(self._coming.iteration, value)
             self._coming = None

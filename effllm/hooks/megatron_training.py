@@ -248,7 +248,7 @@ class _Training:
             self._record_loss()
 
     def _record_loss(self) -> None:
-        if self._coming_loss is not None and (value := self._coming_loss.read()) is not None:
+        if self._coming_loss is not None and (value := self._coming_loss.value_if_ready()) is not None:
             self._steps.record_loss(self._coming_loss.iteration, value)
             self._coming_loss = None
 

@@ -115,7 +115,7 @@ class _TorchtuneLoop:
         is_ours = recipe is not None and call.args[0] is getattr(recipe, "_metric_logger", None)
         if is_ours and getattr(recipe, "_log_every_n_steps", 1) == 1 and isinstance(values, Mapping):
             if self._coming_figure is not None:
-                self._steps.record_figures({TOKENS_PER_S_PER_GPU: self._coming_figure.read()})
+                self._steps.record_figures({TOKENS_PER_S_PER_GPU: self._coming_figure.value_if_ready()})
             figure = values.get("tokens_per_second_per_gpu")
             self._coming_figure = LazyNumber(recipe.global_step, figure) if figure is not None else None
 

@@ -50,7 +50,7 @@ def _generation_begins(call: Call) -> Any:
     training, recorder = measured_training(), get_metrics_collector().recorder
     if training is None or recorder is None or training.trainer is not call.args[0]:
         return None
-    recorder.generations.start(is_phase=True)
+    recorder.generations.begin(is_phase=True)
     return recorder
 
 

@@ -11,8 +11,8 @@ from effllm.devices.known import hardware
 from effllm.devices.known.hardware import peak_clock_hz
 from effllm.energy.sensor_timing import is_measured_share_unknown
 from effllm.job.audit import KnownJob
+from effllm.job.energy_account import Node, Scope, common_scopes, keep_scope
 from effllm.job.ledger import Ledger
-from effllm.job.power_scope import Node, Scope, common_scopes, keep_scope
 from effllm.records.job import JobConstants
 from effllm.records.plain_text import one_line
 from effllm.records.rank import METHODS, Device

@@ -6,10 +6,10 @@ import platform
 from collections.abc import Collection
 
 from effllm.config.settings import Config
+from effllm.job.energy_account import Scope
 from effllm.job.job_facts import JobFacts
 from effllm.job.ledger import Ledger, RankState
 from effllm.job.merged import Expected
-from effllm.job.power_scope import Scope
 from effllm.job.presence import LOST_AFTER_S, Presence
 from effllm.records.rank import MAX_DEVICES, Device
 from effllm.records.wire import Hello

@@ -119,7 +119,7 @@ class Store:
             return False
         return True
 
-    def read(self) -> dict[str, str] | None:
+    def read_record(self) -> dict[str, str] | None:
         try:
             if not self._store.check([self.key]):
                 return None
@@ -158,7 +158,7 @@ class SharedFile:
             return False
         return True
 
-    def read(self) -> dict[str, str] | None:
+    def read_record(self) -> dict[str, str] | None:
         """Return the record if rank 0 has written it; files of other users are ignored."""
         return _read_record_file(self.path)
 
@@ -245,7 +245,7 @@ class Search:
 
     def _read_record(self) -> None:
         self._is_connected = self._is_connected or self._source.connect()
-        record = self._source.read() if self._is_connected else None
+        record = self._source.read_record() if self._is_connected else None
         if self._record:  # the record is read less often, because ten thousand ranks may wait for a welcome
             self._read_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 1.5, MAX_RECHECK_S)

@@ -85,11 +85,11 @@ class Board:
         self.values = SharedDocument(memory, _VALUES_AT, _VALUES_BYTES)
         self._state = JobState()
 
-    def write(self, state: JobState) -> bool:
+    def write_state(self, state: JobState) -> bool:
         """Replace the state; ``False`` if it is too large."""
-        return self._document.write(to_document(state))
+        return self._document.write_document(to_document(state))
 
-    def read(self) -> JobState:
+    def read_state(self) -> JobState:
         """Return the newest complete state, without waiting."""
         if (document := self._document.take_new()) is not None:
             self._state = _state_of(document) or self._state
@@ -97,7 +97,7 @@ class Board:
 
     def admitted_by(self) -> str:
         """Return the endpoint that has admitted the agent, or an empty string; any thread may call this method."""
-        return str((self._document.read() or {}).get("admitted_by", ""))
+        return str((self._document.read_document() or {}).get("admitted_by", ""))
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped while the board is used."""

@@ -232,11 +232,11 @@ class RingWriter:
 
     def write_facts(self, facts: RankFacts) -> bool:
         """Replace the facts; if the new facts are too large, keep the old facts and return ``False``."""
-        return self._facts.write(to_document(facts))
+        return self._facts.write_document(to_document(facts))
 
     def write_address(self, address: FoundAddress) -> bool:
         """Publish the aggregator's address; it is separate from the facts, because another thread may find it."""
-        return self._address.write(to_document(address))
+        return self._address.write_document(to_document(address))
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped while the ring is used."""

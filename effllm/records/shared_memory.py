@@ -75,7 +75,7 @@ class SharedDocument:
         self._memory, self._at, self._room = memory, at, room
         self._version = 0  # version of the newest document that `take_new` has returned
 
-    def write(self, document: Mapping[str, Any]) -> bool:
+    def write_document(self, document: Mapping[str, Any]) -> bool:
         """Replace the document; if the new document is too large, keep the old document and return ``False``."""
         payload = json.dumps(document, separators=(",", ":")).encode()
         if len(payload) > self._room - DOCUMENT_HEADER.size:
@@ -93,7 +93,7 @@ class SharedDocument:
             self._version = version
         return document
 
-    def read(self) -> dict[str, Any] | None:
+    def read_document(self) -> dict[str, Any] | None:
         """Return the document if it is complete, even if it has not changed; any thread may call this method."""
         return self._read(0)[1]
 

@@ -101,7 +101,7 @@ class SpanAnswers:
         """Running number of the newest answer, 0 before the first."""
         return int(_NEWEST.unpack_from(self._memory, self._at)[0])
 
-    def write(self, part: SpanPart) -> None:
+    def write_parts(self, part: SpanPart) -> None:
         """Add an answer; only the agent calls this method."""
         sequence = self.newest + 1
         body = _BODY.pack(sequence, *part)
@@ -110,7 +110,7 @@ class SpanAnswers:
         _CHECKSUM.pack_into(self._memory, at + len(body), zlib.crc32(body))
         _NEWEST.pack_into(self._memory, self._at, sequence)
 
-    def read(self, after: int) -> tuple[list[SpanPart], int]:
+    def read_parts(self, after: int) -> tuple[list[SpanPart], int]:
         """Return the complete answers after a running number, without waiting, and the running number of the last one.
 
         The answers are the oldest first, without overwritten ones; ``after`` is 0 at first.

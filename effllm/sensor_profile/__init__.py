@@ -51,7 +51,7 @@ def profile(
         progress("load", 0.0)
         loader = open_load()
         stretches = load_pattern_s((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
-        loader.start(stretches)
+        loader.start_stretches(stretches)
         loaded = record_readings(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
         progress("estimates", 0.0)
         evidence.add_load_record(loaded, loader.name)

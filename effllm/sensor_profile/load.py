@@ -79,7 +79,7 @@ class TorchLoad:
         self.name = answer["ready"]
         return self
 
-    def start(self, stretches_s: Sequence[float]) -> None:
+    def start_stretches(self, stretches_s: Sequence[float]) -> None:
         """Start alternating load and pause with these durations; `take_edges` has the result.
 
         Raises:

@@ -64,7 +64,7 @@ class Outputs:
             self._ledger = Writer("ledger", partial(LedgerFile, Path(run.config.ledger)), run.log)
         self._folder = run.folder
 
-    def start(self) -> None:
+    def open_writers(self) -> None:
         """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
         for writer in self.writers():
             writer.start()

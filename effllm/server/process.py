@@ -176,7 +176,7 @@ class Server:
             partial(self._outputs.save_state, self._inbox.put) if self._outputs.store is not None else None,
             self._messages.acknowledge,
         )
-        self._outputs.start()
+        self._outputs.open_writers()
         wrong = [name for name in config.sink_options() if name not in sink_names()]
         if wrong and "console" not in config.sink_options():  # perhaps misspelt, and then no line would be printed
             sys.stderr.write(f"[EfficientLLM] {no_such_sink(wrong[0])}\n")

@@ -17,7 +17,7 @@ from effllm.trainer.counts import CallCounts, counts_of, is_on_gpu
 from effllm.trainer.declared import positive_count, positive_number, text
 from effllm.trainer.lifecycle import Lifecycle
 from effllm.trainer.recorder import Recorder
-from effllm.trainer.values import NAN, EfficientLLMMetrics
+from effllm.trainer.values import JobValues, OriginalMetrics
 
 #: A stop releases these owners of the iterations, because another training may follow in this process.
 _OWN_LEVELS = (
@@ -27,7 +27,7 @@ _OWN_LEVELS = (
 )
 
 
-class MetricsCollector:
+class MetricsCollector(OriginalMetrics):
     """The interface of a training loop.
 
     Args:
@@ -67,7 +67,7 @@ class MetricsCollector:
         with self.lifecycle.one_thread():
             if not self.is_collecting:
                 self._counted.take_counts()
-                self.lifecycle.start()
+                self.lifecycle.start_agent()
 
     def stop_collection(self, status: str = "completed") -> None:
         """End the collection; rank 0 waits up to 5 s for the summary.  A second stop does nothing."""
@@ -221,7 +221,7 @@ class MetricsCollector:
                 self.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
                 loss = None
             recorder.record_loss(iteration, loss)
-        values = self.lifecycle.values()
+        values = self._newest_values()
         if writer is not None:
             try:
                 values.write_once(writer)
@@ -233,7 +233,11 @@ class MetricsCollector:
         """Return the newest values for a framework's logs; empty if a sink writes into the user's tracker."""
         config = self.lifecycle.config
         is_written = config is not None and not config.sink_options().keys().isdisjoint(TRACKERS)
-        return {} if is_written else self.lifecycle.values().values_for_logs()
+        return {} if is_written else self._newest_values().values_for_logs()
+
+    def _newest_values(self) -> JobValues:
+        """Return the newest values of the job, without waiting."""
+        return self.lifecycle.values()
 
     def reset(self) -> None:
         """Reset the run-to-date values at the end of the current window."""
@@ -256,41 +260,6 @@ class MetricsCollector:
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add facts of the run to ``run.json``; only the facts of rank 0 are used."""
         self.declared.declare_run_facts(facts)
-
-    def calculate_amu(self) -> float:
-        """Return the average memory utilization in GB."""
-        return self.lifecycle.values().value("amu")
-
-    def calculate_pcu(self) -> float:
-        """Return the peak compute utilization, 0..1."""
-        return self.lifecycle.values().value("pcu")
-
-    def calculate_al(self) -> float:
-        """Return the average latency in seconds per iteration."""
-        return self.lifecycle.values().value("al")
-
-    def calculate_tt(self) -> float:
-        """Return the token throughput in tokens per parameter and second."""
-        return self.lifecycle.values().value("tt")
-
-    def calculate_st(self) -> float:
-        """Return the sample throughput in samples per parameter and second."""
-        return self.lifecycle.values().value("st")
-
-    def calculate_aec(self) -> float:
-        """Return the average energy consumption in watts."""
-        return self.lifecycle.values().value("aec")
-
-    def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
-        """Return the inference throughput in tokens per second; ``nan`` if no time passed."""
-        try:
-            return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
-        except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
-            return NAN
-
-    def get_all_metrics(self) -> EfficientLLMMetrics:
-        """Return the newest values."""
-        return self.lifecycle.values().all()
 
     def should_log(self, iteration: int | None) -> bool:
         """Whether a window ends at ``iteration``; ``False`` while metrics are off."""

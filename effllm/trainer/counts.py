@@ -200,7 +200,7 @@ class Generations:
     def depth(self) -> int:
         return len(self._open)
 
-    def start(self, is_phase: bool = False) -> None:
+    def begin(self, is_phase: bool = False) -> None:
         """Begin a generation; with ``is_phase`` it is a phase, which AL and T exclude."""
         self._open.append((0, 0))
         if len(self._open) > 1:

@@ -40,7 +40,7 @@ class Requests:
         """Whether these requests count as iterations."""
         return ownership.holds(self.level, self.name)
 
-    def start(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
+    def start_if_needed(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
         """Return the recorder, after a start of the metrics if needed; ``None`` if they cannot start.
 
         In a job of several ranks, a hook's request does not start the metrics, because perhaps some ranks generate
@@ -73,7 +73,7 @@ class Requests:
 
     def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _OpenRequest | None:
         """Begin a request; a nested request is a part of the outer request."""
-        recorder = self.start(describe)
+        recorder = self.start_if_needed(describe)
         if recorder is None:
             return None
         is_iteration = self.is_owner and not recorder.generations.depth
@@ -81,7 +81,7 @@ class Requests:
             recorder.start()
         # If the training loop itself calls effllm, its iterations include the generations.  Otherwise, a generation
         # during training is a phase.
-        recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
+        recorder.generations.begin(is_phase=not self.is_owner and not ownership.is_explicit())
         return _OpenRequest(recorder, is_iteration)
 
     def end(
@@ -173,7 +173,7 @@ def record_request(
         samples: number of requests in a batch.
     """
     is_first = not get_metrics_collector().is_collecting
-    recorder = DECLARED.start()
+    recorder = DECLARED.start_if_needed()
     if recorder is None:
         return
     if is_first:

@@ -94,7 +94,7 @@ class Lifecycle:
             if has_lock:
                 self._lock.release()
 
-    def start(self) -> None:
+    def start_agent(self) -> None:
         """Start a session, unless metrics are off; after an error, print one line."""
         if is_off(process_environ()):
             return
@@ -125,7 +125,7 @@ class Lifecycle:
         """Start a session for an inference process; a later training ends this session and has its own run."""
         self.declared.declare(gpus=tuple(gpus), serves_requests=True)
         self.declared.declare_run_facts(facts)
-        self.start()
+        self.start_agent()
         self.is_for_requests = self.recorder is not None
 
     def stop(self, status: str) -> None:
@@ -150,7 +150,7 @@ class Lifecycle:
 
     def values(self) -> JobValues:  # the newest ones, without waiting
         if self._session is not None:
-            self._values.read(self._session.board)
+            self._values.update_from(self._session.board)
         return self._values
 
     def percentiles(self, name: str) -> tuple[int, list[float]] | None:
@@ -190,5 +190,5 @@ def _config_with(overrides: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in overrides.items() if value is not None}
     for variable in VARIABLES:
         if variable.field in given:
-            given[variable.field] = variable.read(given[variable.field], variable.name.lower())
+            given[variable.field] = variable.parse(given[variable.field], variable.name.lower())
     return dataclasses.replace(config, **given)

@@ -24,7 +24,73 @@ _NO_TOKENS = 0
 _live_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-class Recorder:
+class LoopRecords:
+    """The running totals of a loop, and its records that are no stamps: each contains the totals so far."""
+
+    generations: Generations
+
+    def __init__(self, writer: ring.RingWriter, log_interval: int, offset: int, warn: Callable[[str], None]) -> None:
+        self._writer, self._warn, self._warn_once = writer, warn, WarnOnce(warn)
+        self._offset, self.is_on, self.ordinal = offset, True, 0
+        self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
+        self._step_ns = self._wait_ns = 0
+        self._counters, self._phases = RunningCounts(), Phases()
+        self._losses = Losses(self._warn_once)
+        self.has_loss = False  # whether the loop or a hook has given a loss
+
+    def record_loss(self, number: int | None, loss: float | None) -> None:
+        """Record the loss of the last completed iteration, with the caller's number of this iteration."""
+        self.has_loss = self.has_loss or loss is not None
+        if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
+            self.put(ring.LOSS, loss is None, checked[0], (now_ns := time.monotonic_ns()), now_ns, checked[1])
+
+    @property
+    def is_last_of_window(self) -> bool:
+        """Whether the running iteration is the last one of its window."""
+        return self.ordinal + 1 == self._boundary_ordinal
+
+    @property
+    def displayed_iteration(self) -> int:
+        """Displayed number of the running iteration."""
+        return self.ordinal + 1 + self._offset
+
+    def record_seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
+        """Record a loss that a hook has seen, in the running iteration or, with ``is_over``, after the last one.
+
+        ``number`` is the displayed number of its iteration.
+        """
+        if self.is_on:
+            self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))
+
+    def reset(self) -> None:
+        """Request that the run-to-date values are reset at the end of the current window."""
+        self.put(ring.RESET, 0, 0, (now_ns := time.monotonic_ns()), now_ns, 0.0)
+
+    def add_late_counts(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+        """Add counts that became known after the end of their iteration; the next record includes them."""
+        if self.is_on and not self._counters.add_counts(0, samples, tokens, tokens_loss):
+            self._warn_once("counts added after an iteration must be whole numbers of at least 0; these are ignored")
+            self.reject_counts()
+
+    def reject_counts(self) -> None:
+        """Record that counts were rejected, so that the counts of the run are no totals."""
+        self._counters.counts_rejected += 1
+        self._write_totals()
+
+    def _write_totals(self) -> None:
+        if self.is_on:
+            self._writer.replace_totals(self._phases.total_ns, self.generations.total_ns, self._counters)
+
+    def put(
+        self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
+    ) -> None:
+        """Write a record with the totals so far; by default, the record is of the last completed iteration."""
+        if self.is_on:
+            totals = (self._step_ns, self._wait_ns, self._counters)
+            self._writer.write_record(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
+
+
+class Recorder(LoopRecords):
     """Stamps iterations, phases and losses of one rank.
 
     A window ends where ``log_interval`` divides the ordinal plus ``offset``, the number of earlier iterations.
@@ -42,23 +108,20 @@ class Recorder:
         values: ValueBuffer | None = None,
         index_of_value: Callable[[str], int] = lambda _name: -1,
     ) -> None:
-        self._writer, self.wake, self._warn, self._warn_once = writer, wake, warn, WarnOnce(warn)
-        self._log_interval, self._offset, self.is_on, self.ordinal = log_interval, offset, True, 0
+        super().__init__(writer, log_interval, offset, warn)
+        self.wake, self._log_interval = wake, log_interval
         self.thread_id = threading.get_ident()  # of the loop
-        self.has_loss = False  # whether the loop or a hook has given a loss
         # Whether the next `start` or `end` must do more than write a stamp: at the first iteration, for a phase, after
         # the end of a window, or after recording has stopped.
         self._is_special = True
-        self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
         self._start_ns = self._end_ns = 0  # start: 0 between iterations; end: 0 until the first iteration has ended
-        self._created_ns, self._step_ns, self._wait_ns = time.monotonic_ns(), 0, 0
+        self._created_ns = time.monotonic_ns()
         self._own_ns = 0  # own time of this iteration before the sync points so far
         self._wait_end_ns = 0  # end of the newest wait for other ranks, less phases; 0 while waiting, or without a wait
         self._has_window_ended = False  # whether a window has ended and the next iteration has not started
-        self._counters, self._phases = RunningCounts(), Phases()
         phase = self.phase_start, self.phase_end
         self.generations = Generations(self._counters, *phase, self._write_totals, self._warn_once)
-        self._losses, self._values = Losses(self._warn_once), values or ValueBuffer()
+        self._values = values or ValueBuffer()
         self._values_at_ns = 0  # at the first end of an iteration after this time, values are written
         self._values.connect(self._write_values, writer, wake, index_of_value, warn)
         writer.write_state(ring.STARTUP, 0, self._created_ns)  # else startup would begin at the boot
@@ -177,17 +240,6 @@ class Recorder:
             if self._wait_end_ns:
                 self._wait_end_ns += spent_ns
 
-    def add_late_counts(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
-        """Add counts that became known after the end of their iteration; the next record includes them."""
-        if self.is_on and not self._counters.add_counts(0, samples, tokens, tokens_loss):
-            self._warn_once("counts added after an iteration must be whole numbers of at least 0; these are ignored")
-            self.reject_counts()
-
-    def reject_counts(self) -> None:
-        """Record that counts were rejected, so that the counts of the run are no totals."""
-        self._counters.counts_rejected += 1
-        self._write_totals()
-
     def phase_start(self, name: str) -> None:
         """Begin a phase; a nested phase is a part of the outer phase."""
         if not self.is_on:
@@ -257,40 +309,8 @@ class Recorder:
         self.count_as_phase(self._start_ns, _now(), PHASES.index("other"))
         return True
 
-    def _write_totals(self) -> None:
-        if self.is_on:
-            self._writer.replace_totals(self._phases.total_ns, self.generations.total_ns, self._counters)
-
-    def record_loss(self, number: int | None, loss: float | None) -> None:
-        """Record the loss of the last completed iteration, with the caller's number of this iteration."""
-        self.has_loss = self.has_loss or loss is not None
-        if self.is_on and (checked := self._losses.checked(number, loss)) is not None:
-            self.put(ring.LOSS, loss is None, checked[0], (now_ns := time.monotonic_ns()), now_ns, checked[1])
-
-    @property
-    def is_last_of_window(self) -> bool:
-        """Whether the running iteration is the last one of its window."""
-        return self.ordinal + 1 == self._boundary_ordinal
-
-    @property
-    def displayed_iteration(self) -> int:
-        """Displayed number of the running iteration."""
-        return self.ordinal + 1 + self._offset
-
-    def record_seen_loss(self, number: int, loss: float, is_over: bool = False) -> None:
-        """Record a loss that a hook has seen, in the running iteration or, with ``is_over``, after the last one.
-
-        ``number`` is the displayed number of its iteration.
-        """
-        if self.is_on:
-            self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))
-
     def _write_values(self) -> None:
         self._values.write_values(self.ordinal + (self._start_ns > 0))
-
-    def reset(self) -> None:
-        """Request that the run-to-date values are reset at the end of the current window."""
-        self.put(ring.RESET, 0, 0, (now_ns := time.monotonic_ns()), now_ns, 0.0)
 
     def finish(self, status: str = "completed") -> None:
         """Record the final status of the loop and stop recording; later calls do nothing."""
@@ -311,14 +331,6 @@ class Recorder:
         """Stop recording without a final status, as in a forked child."""
         self.is_on, self._is_special, self._warn_once.is_on = False, True, False
         self._values.disconnect(self._write_values)
-
-    def put(
-        self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
-    ) -> None:
-        """Write a record with the totals so far; by default, the record is of the last completed iteration."""
-        if self.is_on:
-            totals = (self._step_ns, self._wait_ns, self._counters)
-            self._writer.write_record(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
 
 
 def measured_pair_s() -> float | None:

@@ -83,9 +83,9 @@ class SpanChain:
 
     def read_answers(self, board: Board) -> None:
         """Read the new answers from a board."""
-        parts, self._last_read = board.spans.read(self._last_read)
+        parts, self._last_read = board.spans.read_parts(self._last_read)
         if any(not 0 <= part.device < len(self.devices) for part in parts):
-            document = board.devices.read() or {}
+            document = board.devices.read_document() or {}
             self.devices, self.unavailable = document.get("devices", []), document.get("unavailable", [])
         for part in parts:
             if part.number in self._unanswered:

@@ -68,7 +68,7 @@ class TorchProfile:
             switches.set_default(*QUIET)
             GRAPHS.watch(getattr(getattr(torch, "cuda", None), "CUDAGraph", None))
 
-    def start(self, number: int) -> None:
+    def start_if_due(self, number: int) -> None:
         """Start profiling if this iteration is to be profiled; called before the iteration's start is stamped."""
         if self._is_off:
             return

@@ -45,9 +45,9 @@ class JobValues:
         self._iteration = 0
         self._written = 0  # number of the newest report that was passed to a writer
 
-    def read(self, board: Board) -> None:
+    def update_from(self, board: Board) -> None:
         """Read the newest report, if there is one."""
-        state = board.read()
+        state = board.read_state()
         if state.report:
             self.report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
@@ -90,3 +90,46 @@ class JobValues:
             for tag in HEADLINE.values():
                 if tag in self._by_tag:
                     writer.add_scalar(f"efficientllm/{tag}", self._by_tag[tag], self._iteration)
+
+
+class OriginalMetrics:
+    """The methods of the original EfficientLLM's collector that return metrics."""
+
+    def _newest_values(self) -> JobValues:
+        """Return the newest values of the job."""
+        raise NotImplementedError
+
+    def calculate_amu(self) -> float:
+        """Return the average memory utilization in GB."""
+        return self._newest_values().value("amu")
+
+    def calculate_pcu(self) -> float:
+        """Return the peak compute utilization, 0..1."""
+        return self._newest_values().value("pcu")
+
+    def calculate_al(self) -> float:
+        """Return the average latency in seconds per iteration."""
+        return self._newest_values().value("al")
+
+    def calculate_tt(self) -> float:
+        """Return the token throughput in tokens per parameter and second."""
+        return self._newest_values().value("tt")
+
+    def calculate_st(self) -> float:
+        """Return the sample throughput in samples per parameter and second."""
+        return self._newest_values().value("st")
+
+    def calculate_aec(self) -> float:
+        """Return the average energy consumption in watts."""
+        return self._newest_values().value("aec")
+
+    def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
+        """Return the inference throughput in tokens per second; ``nan`` if no time passed."""
+        try:
+            return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
+        except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
+            return NAN
+
+    def get_all_metrics(self) -> EfficientLLMMetrics:
+        """Return the newest values."""
+        return self._newest_values().all()

@@ -62,7 +62,7 @@ class DeviceTime:
         self.own_ns = 0  # own time of the iterations with a sync point
         self.num_own_iterations = 0  # number of iterations with a sync point
 
-    def start(self) -> None:
+    def mark_start(self) -> None:
         """Mark the start of an iteration on the device."""
         self._device.call_on_gpu(self._start)
 
@@ -85,7 +85,7 @@ class DeviceTime:
         self._open.marks[self._open.num_marks].record()
         self._open.num_marks += 1
 
-    def end(self) -> None:
+    def mark_end(self) -> None:
         """Mark the end of an iteration on the device; read the events of iterations that the device has completed."""
         if not self._device.call_on_gpu(self._end) and self._open is not None:
             self._free.append(self._open)
@@ -147,7 +147,7 @@ class DeviceMemory:
         self.positions = 0
         self._phases.clear()
 
-    def read(self) -> tuple[float, ...] | None:
+    def read_allocator(self) -> tuple[float, ...] | None:
         """Return the values of `ring.MEMORY_FIELDS`; ``None`` without a known GPU, or during a capture."""
         # `memory_stats` also makes a sorted flat dictionary of several hundred names, which takes most of its time.
         stats = None if self.is_off else self._device.call_on_gpu(self._cuda.memory_stats_as_nested_dict)
@@ -199,9 +199,9 @@ class WatchedRecorder(Recorder):
         if self._memory is not None and not self._end_ns and not self._start_ns:
             self._put_memory(ring.AFTER_STARTUP)
         if self._profile is not None:
-            self._profile.start(self.ordinal + 1 + self._offset)
+            self._profile.start_if_due(self.ordinal + 1 + self._offset)
         super().start(_now)
-        self._time_on_device(DeviceTime.start)
+        self._time_on_device(DeviceTime.mark_start)
 
     def end(
         self,
@@ -214,7 +214,7 @@ class WatchedRecorder(Recorder):
         """Stamp the end of an iteration, as `Recorder.end`; the profiler stops after the stamp."""
         if not self.is_on:
             return
-        self._time_on_device(DeviceTime.end)
+        self._time_on_device(DeviceTime.mark_end)
         if self.ordinal + 1 == self._boundary_ordinal:  # before the record that ends the window is written
             if self._rank_device is not None:
                 self._rank_device.end_window()
@@ -299,7 +299,7 @@ class WatchedRecorder(Recorder):
         if self._rank_device is not None and self._rank_device.index is None:  # perhaps no iteration has begun
             self._find_gpus()
         try:
-            if self.is_on and (values := self._memory.read()) is not None:
+            if self.is_on and (values := self._memory.read_allocator()) is not None:
                 self._writer.write_values(ordinal or self.ordinal, after, _MEMORY_INDICES, values, ring.MEMORY)
         except Exception as error:  # noqa: BLE001 - an allocator without statistics; no exception may end a training step
             self._memory.is_off = True

@@ -123,7 +123,7 @@ def aggregator(launch, tmp_path, monkeypatch):
     )
     child = AggregatorChild(orders, lambda _event: None, lambda _why: None)
     child.has_served = True  # the agents of these tests are no agent of this child
-    child.start()
+    child.start_process()
     yield child, orders, job
     listener.close()
     os.close(output)

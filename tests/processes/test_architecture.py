@@ -22,8 +22,8 @@ MODULES = {
 
 # A package may import only the packages to its left.  Packages between two "<" do not import each other.
 LAYERS = """
-config < records < metrics, memory < views.text < store < network, devices < energy < sinks, job < trainer, agent, server
-< instruments < hooks, sensor_profile < analysis < views < attach < effllm < commands
+config < records < metrics, memory < views.text < store < network, devices < energy < sinks, job
+< trainer, agent, server < instruments < hooks, sensor_profile < analysis < views < attach < effllm < commands
 < efficientllm_metrics, cli < __main__
 """
 LEVELS = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}

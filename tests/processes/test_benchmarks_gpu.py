@@ -111,9 +111,9 @@ class SameGpu:
     def __init__(self, gpu):
         self._gpu = gpu
 
-    def start(self, stretches_s):
+    def start_stretches(self, stretches_s):
         self._gpu._edges = []
-        self._gpu.start(stretches_s)
+        self._gpu.start_stretches(stretches_s)
 
     def take_edges(self):
         return self._gpu.take_edges()

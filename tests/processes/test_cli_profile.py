@@ -202,7 +202,7 @@ def test_load_has_the_times_of_its_edges_uses_only_its_gpu_and_ends_when_closed(
     load = TorchLoad(UUID).opened()
     assert load.name.startswith(f"torch {UUID}, ")
 
-    load.start([0.05, 0.1, 0.2])
+    load.start_stretches([0.05, 0.1, 0.2])
     edges = edges_of(load)
     # A pause can start about a millisecond late, because the GPU still works; its timestamp is that later time.
     stretches_s = [(later.time_ns - earlier.time_ns) / NS for earlier, later in pairwise(edges)]
@@ -210,7 +210,7 @@ def test_load_has_the_times_of_its_edges_uses_only_its_gpu_and_ends_when_closed(
     assert all(real_s >= asked_s for real_s, asked_s in zip(stretches_s, [0.05, 0.1, 0.2], strict=True))
     assert sum(stretches_s) < 0.35 + 0.1
 
-    load.start([60.0])
+    load.start_stretches([60.0])
     began_s = time.monotonic()
     load.close()
     assert time.monotonic() - began_s < 5.0
@@ -219,7 +219,7 @@ def test_load_has_the_times_of_its_edges_uses_only_its_gpu_and_ends_when_closed(
 def test_failing_load_raises(stand_in_torch):
     stand_in_torch(TORCH + FAILS_LATER)
     load = TorchLoad(UUID).opened()
-    load.start([60.0])
+    load.start_stretches([60.0])
 
     with pytest.raises(LoadUnavailable, match=r"torch failed under load \(RuntimeError\)"):
         edges_of(load)

@@ -623,7 +623,7 @@ def test_device_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvid
 
 def test_watch_measures_amd_gpus_by_default(library, no_nvidia):
     gpus = GpuEnergy("auto", {}, 0.1)
-    gpus.start()
+    gpus.start_samplers()
     count = gpus.num_gpus
     gpus.close()
 

@@ -139,7 +139,7 @@ def test_late_sums_and_numbers_arrive_without_a_wait_for_the_gpu(torch):
 
     assert waited_s < time.perf_counter() - device_began_s, "the calls return before the products are done"
     assert [one + other for one, other in zip(early, sums.take_rest(), strict=True)] == [40, 2]
-    assert number.read() == 0.5
+    assert number.value_if_ready() == 0.5
 
 
 def test_events_and_allocator_belong_to_the_gpu_of_the_rank(torch):
@@ -152,17 +152,17 @@ def test_events_and_allocator_belong_to_the_gpu_of_the_rank(torch):
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         begin.record()
-        times.start()
+        times.mark_start()
         torch.cuda._sleep(20_000_000)
-        times.end()
+        times.mark_end()
         end.record()
     torch.cuda.synchronize()
-    times.start()
-    times.end()
+    times.mark_start()
+    times.mark_end()
 
     assert times.num_iterations == 3
     assert times.total_ns / 3e6 == pytest.approx(begin.elapsed_time(end), rel=0.05)
-    assert memory.read()[0] == torch.cuda.memory_allocated()
+    assert memory.read_allocator()[0] == torch.cuda.memory_allocated()
 
 
 def test_energy_of_a_known_load_is_that_of_the_counter(torch, reader):
@@ -171,8 +171,8 @@ def test_energy_of_a_known_load_is_that_of_the_counter(torch, reader):
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(reader.device.key)
     try:
-        energy.start()
-        load.start([6.0])
+        energy.start_samplers()
+        load.start_stretches([6.0])
         time.sleep(1.0)
         start_s, before_mj = time.monotonic(), pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         time.sleep(4.0)

@@ -30,7 +30,7 @@ def phases_ns(slot):
 def play(loop, calls):
     """Make calls of the loop: each has a time, a name and arguments, as in ``2000 start, 2100 phase_start other``."""
     generations = loop.recorder.generations
-    methods = {"value": lambda number: loop.value("loss", number), "generate": generations.start}
+    methods = {"value": lambda number: loop.value("loss", number), "generate": generations.begin}
     methods |= {"generated": generations.end, "add_generation": generations.add_generation}
     for call in calls.split(", "):
         at_ns, name, *words = call.split()
@@ -238,7 +238,7 @@ def test_number_on_a_gpu_is_not_read_but_warned_of(loop):
 
 def test_generation_count_on_a_gpu_is_not_read_but_warned_of(loop):
     loop.recorder.generations.add_generation(OnGpu(), 5)
-    loop.recorder.generations.start()
+    loop.recorder.generations.begin()
     loop.recorder.generations.end(OnGpu())
     loop.end(3000)
 

@@ -119,7 +119,7 @@ def test_torch_profiler_functions_are_restored_on_close(warned):
     module = torch.autograd.profiler
     before = module._prepare_profiler, module._enable_profiler, module._disable_profiler
     profile = TorchProfile(1, warned.append)
-    profile.start(1)  # and never ends
+    profile.start_if_due(1)  # and never ends
     assert module._enable_profiler is not before[1]
 
     profile.close()
@@ -210,7 +210,7 @@ def test_end_of_training_in_an_iteration_does_not_wait_for_the_gpu(warned, faile
     dropped = []
     torch_like.autograd.profiler._disable_profiler = lambda: dropped.append(True)
     profile = TorchProfile(1, warned.append, torch_like)
-    profile.start(1)
+    profile.start_if_due(1)
     profile.close(failed)
 
     assert (warned, dropped) == ([], [] if failed else [True])
@@ -249,7 +249,7 @@ def test_graphs_are_not_profiled_by_an_old_cupti(monkeypatch, warned, cuda, capt
     torch = stand_in()
     torch.version = types.SimpleNamespace(cuda=cuda)
     profile = TorchProfile(1, warned.append, torch)
-    profile.start(1), profile.start(2)
+    profile.start_if_due(1), profile.start_if_due(2)
 
     assert [line for line in warned if "CUDA graphs" in line] == warned[:1] * is_refused
 

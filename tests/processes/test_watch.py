@@ -135,7 +135,7 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
 
     monkeypatch.setattr(gpu_energy, "open_gpu", open_device)
     gpus = gpu_energy.GpuEnergy("nvml", {}, 0.05)
-    gpus.start()
+    gpus.start_samplers()
 
     def joules_of_a_while():
         start_s = time.monotonic()

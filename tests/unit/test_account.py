@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from effllm import metrics
 from effllm.job.account import Account, Rows
 from effllm.job.closed_windows import add_devices, add_rows
-from effllm.job.energy_account import is_covered, window_energy
+from effllm.job.energy_account import Scope, is_covered, window_energy
 from effllm.job.ledger import Ledger
 from effllm.job.merged import MAX_REASONS, Expected, merge_devices
-from effllm.job.power_scope import Scope
 from effllm.job.reporting import Window
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants

@@ -36,7 +36,7 @@ class Source:
         self.record = record
         return True
 
-    def read(self):
+    def read_record(self):
         return self.record
 
 
@@ -230,16 +230,16 @@ def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     config = Config(run_dir=str(tmp_path / "runs"))
     source = SharedFile(OVER_HOSTS, config, 1)
 
-    assert source.read() is None
+    assert source.read_record() is None
     assert source.publish(FIRST)
     assert source.path.name == ".address-4711.0-1"
     assert stat.S_IMODE(source.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(source.path.parent.stat().st_mode) == 0o700
-    assert SharedFile(OVER_HOSTS, config, 1).read() == FIRST
+    assert SharedFile(OVER_HOSTS, config, 1).read_record() == FIRST
     assert source.publish(SECOND)
 
     discovery.remove_record(source.path, "first")
-    assert source.read() == SECOND, "the record of another job is not removed"
+    assert source.read_record() == SECOND, "the record of another job is not removed"
     discovery.remove_record(source.path, "second")
     assert list(source.path.parent.iterdir()) == []
 
@@ -264,7 +264,7 @@ def test_invalid_address_record_is_ignored(tmp_path, content):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_bytes(content)
 
-    assert source.read() is None
+    assert source.read_record() is None
 
 
 def test_symlink_and_pipe_are_not_read_as_address_records(tmp_path):
@@ -272,7 +272,7 @@ def test_symlink_and_pipe_are_not_read_as_address_records(tmp_path):
     (tmp_path / "real").write_text(json.dumps(FIRST))
     for make in (lambda path: path.symlink_to("real"), os.mkfifo):
         make(source.path)
-        assert source.read() is None
+        assert source.read_record() is None
         source.path.unlink()
 
 
@@ -281,10 +281,10 @@ def test_symlink_and_pipe_are_not_read_as_address_records(tmp_path):
 def test_file_of_another_user_is_not_read_as_address_record(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_text(json.dumps(FIRST))
-    assert source.read() is not None
+    assert source.read_record() is not None
 
     os.chown(source.path, 12345, 12345)
-    assert source.read() is None
+    assert source.read_record() is None
 
 
 def test_loopback_and_wildcard_addresses_are_recognized_in_any_form():
@@ -308,7 +308,7 @@ class PublicRecord:
     def connect(self):
         return True
 
-    def read(self):
+    def read_record(self):
         return self.record
 
 

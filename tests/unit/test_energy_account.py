@@ -11,9 +11,8 @@ from sink_examples import make_totals, with_keys
 
 from effllm import metrics
 from effllm.job.account import Account, Rows
-from effllm.job.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of, window_energy
+from effllm.job.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, Scope, total_of, window_energy
 from effllm.job.merged import Expected, merge_devices
-from effllm.job.power_scope import Scope
 from effllm.records.columns import fields_of, from_json, to_json
 from effllm.records.energy import NORMAL_95, EnergyAmount
 from effllm.records.job import JobConstants

@@ -52,7 +52,7 @@ def test_record_round_trips(record):
 
 
 def test_missing_fields_get_defaults_and_new_fields_are_ignored(writer, trainer):
-    writer._facts.write({"host": "a", "colour": "red", "total_iterations": None})
+    writer._facts.write_document({"host": "a", "colour": "red", "total_iterations": None})
 
     assert trainer.take_facts() == ()
     assert trainer.facts == RankFacts(host="a")
@@ -65,7 +65,7 @@ WRONG = [None, "text", "7", -1.5, True, 2**63, [], ["a", None], [1.5], {}, {"a":
 @cases("value", WRONG)
 def test_facts_with_a_value_of_a_wrong_type_are_dropped_with_a_line(writer, trainer, name, value):
     before = trainer.facts
-    writer._facts.write({"host": "a", name: value})
+    writer._facts.write_document({"host": "a", name: value})
 
     lines = trainer.take_facts()
     if trainer.facts is before:
@@ -97,14 +97,14 @@ def test_facts_with_a_value_of_a_wrong_type_are_dropped_with_a_line(writer, trai
     ],
 )
 def test_facts_with_a_wrong_value_change_nothing(writer, trainer, name, value):
-    writer._facts.write({name: value})
+    writer._facts.write_document({name: value})
 
     trainer.take_facts()
     assert trainer.facts == FULL
 
 
 def test_address_of_a_wrong_type_is_a_reason_of_missing_metrics(writer, trainer):
-    writer._address.write({"endpoint": 7})
+    writer._address.write_document({"endpoint": 7})
 
     assert trainer.take_address().failed.endswith("cannot be read: Expected `str`, got `int` - at `$.endpoint`")
     assert trainer.facts == FULL
@@ -124,11 +124,11 @@ def test_address_of_a_wrong_type_is_a_reason_of_missing_metrics(writer, trainer)
 )
 def test_forged_state_of_a_job_changes_nothing(document):
     board = Board()
-    board.write(JobState(1, 10, {"al": 2.5}))
-    board.read()
-    board._document.write(document)
+    board.write_state(JobState(1, 10, {"al": 2.5}))
+    board.read_state()
+    board._document.write_document(document)
 
-    assert board.read() == JobState(1, 10, {"al": 2.5})
+    assert board.read_state() == JobState(1, 10, {"al": 2.5})
     board.close()
 
 

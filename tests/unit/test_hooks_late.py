@@ -177,7 +177,7 @@ def test_loss_on_a_gpu_is_read_only_after_its_copy_is_complete(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *_, dtype, pin_memory: pinned)
     loss = LazyNumber(3, LossOnGpu())
 
-    assert loss.read() is None
+    assert loss.value_if_ready() is None
     event.has_happened = True
-    assert loss.read() == 2.5
+    assert loss.value_if_ready() == 2.5
     assert not event.was_waited_for

@@ -340,7 +340,7 @@ def test_simulated_runs_are_named(run, tmp_path):
     run("real")
     run("demo", simulated=True)
 
-    assert "simulated: the GPUs of 1 run were simulated" in printed(tmp_path, "--by", "outcome")
+    assert "simulated: GPUs of 1 run were simulated" in printed(tmp_path, "--by", "outcome")
     assert totals(tmp_path / "runs", "outcome").total.simulated == 1
 
 

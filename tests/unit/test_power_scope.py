@@ -4,7 +4,7 @@ import pytest
 from builders import Job, device_window, full, gpu, row
 from cases import cases
 
-from effllm.job.power_scope import common_scopes, keep_scope
+from effllm.job.energy_account import common_scopes, keep_scope
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
 

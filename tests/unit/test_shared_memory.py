@@ -22,7 +22,7 @@ def document(memory):
 
 @pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
 def test_document_with_a_half_written_header_is_not_read(memory, document, header):
-    document.write({"a": 1})
+    document.write_document({"a": 1})
     document.take_new()
     DOCUMENT_HEADER.pack_into(memory, 64, *header)  # pack_into clears all fields and then stores each one
 
@@ -30,13 +30,13 @@ def test_document_with_a_half_written_header_is_not_read(memory, document, heade
 
 
 def test_half_written_document_is_not_read(memory, document):
-    document.write({"a": 1})
+    document.write_document({"a": 1})
     payload = slice(64 + HEADER, 64 + HEADER + 6)
     memory[payload] = b'{"a":2'  # the payload is written, but the checksum is not
 
-    assert document.take_new() is document.read() is None
+    assert document.take_new() is document.read_document() is None
     memory[payload] = b'{"a":1'
-    assert document.read() == document.take_new() == document.read() == {"a": 1}
+    assert document.read_document() == document.take_new() == document.read_document() == {"a": 1}
     assert document.take_new() is None
 
 
@@ -67,14 +67,14 @@ def test_board_returns_the_newest_complete_state():
     board = Board()
     other = Board(os.dup(board.descriptor))
 
-    assert other.read() == JobState()
-    assert board.write(JobState(1, 10, {"amu_gb": 2.5}))
-    assert other.read() == other.read() == JobState(1, 10, {"amu_gb": 2.5})
-    assert board.write(JobState(2, admitted_by="tcp://127.0.0.1:1"))
+    assert other.read_state() == JobState()
+    assert board.write_state(JobState(1, 10, {"amu_gb": 2.5}))
+    assert other.read_state() == other.read_state() == JobState(1, 10, {"amu_gb": 2.5})
+    assert board.write_state(JobState(2, admitted_by="tcp://127.0.0.1:1"))
     assert other.admitted_by() == "tcp://127.0.0.1:1"
     os.pwrite(board.descriptor, b"!", HEADER)
-    assert other.read().report == 1, "a half-written document must not be read"
-    assert not board.write(JobState(admitted_by="x" * BOARD_BYTES))
+    assert other.read_state().report == 1, "a half-written document must not be read"
+    assert not board.write_state(JobState(admitted_by="x" * BOARD_BYTES))
     for _ in range(2):
         board.close()
         other.close()

@@ -27,17 +27,17 @@ def test_answers_are_read_once_and_in_order(memory):
     answers = SpanAnswers(memory, 0)
     written = [SpanPart(number, 0, 1, number * 10, number * 10 + 5, joules=number / 3) for number in (1, 2, 3)]
     for part in written:
-        answers.write(part)
+        answers.write_parts(part)
 
-    assert repr(answers.read(0)) == repr((written, 3))  # nan is not equal to nan
-    assert answers.read(3) == ([], 3)
+    assert repr(answers.read_parts(0)) == repr((written, 3))  # nan is not equal to nan
+    assert answers.read_parts(3) == ([], 3)
 
 
 def test_overwritten_answers_are_left_out(memory):
     answers = SpanAnswers(memory, 0)
     for number in range(1, NUM_ANSWERS + 8):
-        answers.write(SpanPart(number, 0, 1, number, number + 1))
-    parts, newest = answers.read(0)
+        answers.write_parts(SpanPart(number, 0, 1, number, number + 1))
+    parts, newest = answers.read_parts(0)
 
     assert (len(parts), newest) == (NUM_ANSWERS, NUM_ANSWERS + 7)
     assert parts[0].number == 8
@@ -46,14 +46,14 @@ def test_overwritten_answers_are_left_out(memory):
 def test_half_written_answer_is_read_again(memory):
     answers = SpanAnswers(memory, 0)
     for number in (1, 2):
-        answers.write(SpanPart(number, 0, 1, number, number + 1))
+        answers.write_parts(SpanPart(number, 0, 1, number, number + 1))
     at = answers._slot_at(2) + 20
     whole = memory[at]
     memory[at] = whole ^ 1
 
-    assert [part.number for part in answers.read(0)[0]] == [1]
+    assert [part.number for part in answers.read_parts(0)[0]] == [1]
     memory[at] = whole
-    assert [part.number for part in answers.read(1)[0]] == [2]
+    assert [part.number for part in answers.read_parts(1)[0]] == [2]
 
 
 class Agent:
@@ -96,7 +96,7 @@ class Agent:
             self.second += 1
 
     def answers(self):
-        return self.board.spans.read(0)[0]
+        return self.board.spans.read_parts(0)[0]
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_memory_is_constant_if_spans_end_and_no_window_ends(agent):
         agent.run_to(end_s, has_windows=False)
         agent.ask(number, end_s - 2, end_s)
         agent.run_to(end_s + 1, has_windows=False)
-        ((part,), _) = agent.board.spans.read(number - 1)
+        ((part,), _) = agent.board.spans.read_parts(number - 1)
         joules += part.joules
         held.append(len(agent.series[0].samples) + len(energy.readings) + len(energy._levels.edges_ns))
 
@@ -171,14 +171,14 @@ def test_answer_to_a_rank_without_a_device_has_no_energy(agent):
 
     assert (part.device, part.num_devices) == (-1, 0)
     assert part.joules != part.joules
-    assert agent.board.devices.read() == {"devices": [], "unavailable": ["no library"]}
+    assert agent.board.devices.read_document() == {"devices": [], "unavailable": ["no library"]}
 
 
 def test_facts_of_a_device_have_its_index_in_torch(agent):
     agent.ask(1, START_S, START_S + 5)
     agent.run_to(START_S + 6)
 
-    assert agent.board.devices.read()["devices"][0]["torch_index"] == 3
+    assert agent.board.devices.read_document()["devices"][0]["torch_index"] == 3
 
 
 def test_samples_are_dropped_if_no_span_was_requested(agent):

@@ -35,6 +35,18 @@ def test_package_above_its_budget_fails_with_the_excess(tmp_path, monkeypatch, c
     assert "the reason, which a user must be able to accept" in lines[-1]
 
 
+def test_class_and_function_above_their_limits_fail_with_the_excess(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(code_report, "BUDGETS", {"top level": 1_000})
+    (tmp_path / "effllm").mkdir()
+    body = "    def add(self):\n" + "        x = 1\n" * 60
+    (tmp_path / "effllm" / "cli.py").write_text("class Long:\n" + body * 4 + "    x = 1\n" * 8)
+
+    assert code_report.main(tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "class effllm.cli.Long: 253 lines are 3 above the limit of 250" in lines
+    assert "function effllm.cli.add: 61 lines are 1 above the limit of 60" in lines
+
+
 @cases(
     ("body", "problem"),
     [

@@ -26,7 +26,7 @@ class SessionStandIn:
     def values(self):
         if self.fails:
             raise OSError("the board is closed")
-        self._values.read(SimpleNamespace(read=lambda: self.state))
+        self._values.update_from(SimpleNamespace(read_state=lambda: self.state))
         return self._values
 
     def warn(self, line):

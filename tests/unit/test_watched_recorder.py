@@ -36,9 +36,9 @@ def device_time():
 
 def step(device, cuda, start_ms, end_ms):
     cuda.now_ms = start_ms
-    device.start()
+    device.mark_start()
     cuda.now_ms = end_ms
-    device.end()
+    device.mark_end()
 
 
 def test_iteration_time_is_read_when_the_next_iteration_ends():
@@ -90,9 +90,9 @@ def test_no_cuda_event_is_recorded_without_cuda_or_in_a_capture(why):
 def test_only_the_captured_iteration_has_no_device_time():
     device, cuda = device_time()
     cuda.now_ms = 10
-    device.start()
+    device.mark_start()
     cuda.captured = {0}
-    device.end()
+    device.mark_end()
     cuda.captured = set()
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
 
@@ -105,7 +105,7 @@ class Given:
     def __init__(self, splits):
         self.splits, self.number, self.closed, self.is_of_device = splits, 0, False, False
 
-    def start(self, number):
+    def start_if_due(self, number):
         self.number = number
 
     def end(self, ended_ns):
@@ -230,7 +230,7 @@ def test_device_times_belong_to_the_window_of_their_reading(cuda, synchronizes):
 def test_profiled_iterations_have_the_logged_iteration_numbers():
     numbers = []
     with recording(offset=1000) as made:
-        made.recorder._profile.start = numbers.append
+        made.recorder._profile.start_if_due = numbers.append
         iterate(made.recorder, 2)
 
     assert numbers == [1001, 1002]

@@ -501,7 +501,7 @@ def test_report_has_generated_tokens_and_the_generation_phase():
         for second in range(1, 5):
             loop.start(MADE_NS + second * NS)
             loop.now_ns += NS // 10
-            loop.recorder.generations.start(is_phase=second > 2)
+            loop.recorder.generations.begin(is_phase=second > 2)
             loop.now_ns += NS // 2
             loop.recorder.generations.end(100 * second, 10)
             loop.end(MADE_NS + second * NS + 800_000_000)
