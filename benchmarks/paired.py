@@ -59,12 +59,14 @@ with tempfile.TemporaryDirectory() as name:
     lines_ms = look.render_ms(Path(name) / "large")
     top = look.of_top(Path(name) / "large", run)
     run.close()
-    fleets = {count: look.of_fleet(Path(name) / f"jobs-{count}", count) for count in (1, look.JOBS)}
-peers = {"nvitop": {}, "LEET": {}}
-try:
-    figures = [*look.figures_of(top, lines_ms, peers), *look._of_fleets(fleets)]
-except KeyError:
-    figures = look._of_fleets(fleets)
+figures = look.figures_of(top, lines_ms, {name: {"why": "other tools are not run"} for name in ("nvitop", "LEET")})
+""",
+    "fleets": """
+import tempfile
+from pathlib import Path
+from benchmarks import look
+with tempfile.TemporaryDirectory() as name:
+    figures = look._of_fleets({count: look.of_fleet(Path(name) / f"jobs-{count}", count) for count in (1, look.JOBS)})
 """,
 }
 PRINT = "\nimport json; print('FIGURES', json.dumps([(one.name, one.unit, one.value) for one in figures]))"
