@@ -39,7 +39,7 @@ def profiled(profile, *numbers):
     """Profile iterations that work; return whether each of them has a profile."""
     found = []
     for number in numbers:
-        profile.start(number)
+        profile.start_if_due(number)
         work()
         found.append(profile.end(time.monotonic_ns()))
     return found
@@ -73,7 +73,7 @@ def test_running_profiler_is_not_disturbed(profile, warned, earlier):
 
 
 def test_profile_ends_if_another_profiler_starts_in_an_iteration(profile, warned):
-    profile.start(2)
+    profile.start_if_due(2)
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
     work()
@@ -93,7 +93,7 @@ def test_profiler_in_warm_up_is_not_disturbed(profile):
     ) as theirs:
         given = []
         for number in range(1, 9):
-            profile.start(number)
+            profile.start_if_due(number)
             work()
             given.append(profile.end(time.monotonic_ns()) is not None)
             theirs.step()
@@ -129,13 +129,13 @@ def test_torch_profiler_functions_are_restored_on_close(warned):
 
 
 def test_iteration_without_an_end_returns_no_profile(profile):
-    profile.start(2)
+    profile.start_if_due(2)
     assert profiled(profile, 3) == [None]
     assert profiled(profile, 4) != [None]
 
 
 def test_profiled_iteration_ends_at_the_given_time(profile):
-    profile.start(2)
+    profile.start_if_due(2)
     began_ns = time.monotonic_ns()
     work()
     ended_ns = time.monotonic_ns()
@@ -149,7 +149,7 @@ def test_profiled_iteration_ends_at_the_given_time(profile):
 
 
 def test_child_forked_in_an_iteration_records_nothing(profile, warned):
-    profile.start(2)
+    profile.start_if_due(2)
     child = os.fork()
     if not child:
         os._exit(torch.autograd._profiler_enabled())
@@ -259,7 +259,7 @@ def test_profiling_does_not_import_the_compiler():
 import sys, time, torch
 from effllm.trainer.torch_profile import TorchProfile
 had, profile = set(sys.modules), TorchProfile(1, print)
-profile.start(1)
+profile.start_if_due(1)
 torch.ones(2) + 1
 assert profile.end(time.monotonic_ns()) is not None
 print(*[name for name in sys.modules if name not in had and name.startswith("torch")])
