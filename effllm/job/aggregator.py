@@ -270,7 +270,7 @@ class Aggregator:
 
     def close_all(self) -> None:
         for window in self.open_windows.take_all():
-            self.closed_windows.close_window(window.number, window.rows)
+            self.closed_windows.close_window(window)
         self.events.add_suppressed_counts()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
@@ -289,7 +289,7 @@ class Aggregator:
     def _close_ready_windows(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         for window in self.open_windows.take_ready(now_s, self.closed_windows.timeout_s, heard_until_s):
             self._advance_time(now_s)
-            self.closed_windows.close_window(window.number, window.rows)
+            self.closed_windows.close_window(window)
 
     def _complete_late_windows(self, now: Now) -> None:
         self._advance_time(now.mono_s, now.unix_s)

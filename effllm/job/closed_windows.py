@@ -22,7 +22,8 @@ from effllm.job.health.watches import EnergyWatch, WasteWatch
 from effllm.job.iteration_losses import LOST_SECONDS, IterationMatrix
 from effllm.job.joining import add_to, with_earlier_part
 from effllm.job.ledger import Ledger
-from effllm.job.merged import Merged, has_one_device_each, merge_devices
+from effllm.job.merged import GpuReadings, Merged, has_one_device_each, merge_devices
+from effllm.job.open_windows import OpenWindow
 from effllm.job.pacing import is_large
 from effllm.job.presence import ABSENT_AFTER_S
 from effllm.job.reporting import Window, report_of
@@ -91,11 +92,11 @@ class ClosedWindows:
 
     # --- totals ---
 
-    def close_window(self, number: int, by_rank: dict[int, RankReport]) -> None:
+    def close_window(self, opened: OpenWindow) -> None:
         """Add a window to the totals and report it."""
-        ledger, config = self._ledger, self._config
-        rows = Rows.in_rank_order(by_rank, self._roster.all_ranks)
-        window = self._measure_window(number, rows)
+        ledger, config, number = self._ledger, self._config, opened.number
+        rows = Rows.in_rank_order(opened.rows, self._roster.all_ranks)
+        window = self._measure_window(number, rows, self._devices_of(rows, rows.ranks, opened.whole_readings))
         window.warming = ledger.note_warmup(number, rows, config.warmup_iterations, config.warmup_seconds)
         add_rows(ledger, number, rows)
         add_devices(ledger, window, config.min_coverage)
@@ -189,8 +190,9 @@ class ClosedWindows:
         both = recent.rows.merge(Rows(more))
         return self._measure_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
 
-    def _devices_of(self, rows: Rows, ranks: Sequence[int]) -> Merged:
-        return merge_devices(rows, self._roster.expected_devices(ranks), self._roster.ranks_by_device(ranks))
+    def _devices_of(self, rows: Rows, ranks: Sequence[int], readings: GpuReadings | None = None) -> Merged:
+        expected, members = self._roster.expected_devices(ranks), self._roster.ranks_by_device(ranks)
+        return merge_devices(rows, expected, members, readings)
 
     def _measure_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
         """Return a window with its devices and its energy; the first window fixes the power scope of the job."""

@@ -204,14 +204,20 @@ class Merged(Struct, dict=True, eq=False):
         return int((covered_s[there[there >= 0]] > 0).sum())
 
 
-def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mapping[str, set[int]]) -> Merged:
-    """Return each device of a window once.
+def merge_devices(
+    rows: Sequence[RankReport],
+    expected: Expected,
+    members: Mapping[str, set[int]],
+    readings: GpuReadings | None = None,
+) -> Merged:
+    """Return each device of a window once; ``readings`` are the sums of all reports, if each has one device.
 
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
     used.  So every window uses the same rank, whose periods are adjacent.  Shares of a shared device are added; if the
     share of a rank is missing, the device is not measured, because a partial sum would be wrong.
     """
     by_key = _only_device_each(rows, expected)
+    readings = readings if by_key and expected.is_gpu.all() else None
     several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
     for row in rows if not by_key else ():
         for window in row.devices:
@@ -242,10 +248,11 @@ def merge_devices(rows: Sequence[RankReport], expected: Expected, members: Mappi
         elif key in several:
             peaks[at] = np.fmax.reduce(fields_of([window for _, window in pairs], ("memory_peak_bytes",))[:, 0])
     _clear_tiny_coverage(iterations)
-    readings = GpuReadings()
-    for window in windows:
-        if expected[window.device].is_gpu:
-            readings.add_window(window)
+    if readings is None:
+        readings = GpuReadings()
+        for window in windows:
+            if expected[window.device].is_gpu:
+                readings.add_window(window)
     return Merged(
         keys=list(by_key),
         devices=list(map(expected.__getitem__, by_key)),

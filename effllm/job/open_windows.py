@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from effllm.config.settings import Config
 from effllm.job.joining import Joined, WindowJoiner, with_earlier_part
 from effllm.job.ledger import Ledger
+from effllm.job.merged import GpuReadings
 from effllm.job.pacing import is_large
 from effllm.job.presence import Presence
 from effllm.records.rank import RankReport
@@ -34,6 +35,19 @@ class OpenWindow(Struct):
     number: int
     first_s: float  # receipt of the first report
     rows: dict[int, RankReport] = {}
+    # Of reports with one device, added at their receipt: of 10,000 ranks, twice as fast as when the window closes.
+    gpus: GpuReadings = field(default_factory=GpuReadings)
+    num_added: int = 0  # number of reports in `gpus`
+
+    def add_readings(self, row: RankReport) -> None:
+        if len(row.devices) == 1:
+            self.gpus.add_window(row.devices[0])
+            self.num_added += 1
+
+    @property
+    def whole_readings(self) -> GpuReadings | None:
+        """The readings of all reports; ``None`` if a rank has several devices, or several parts of a report."""
+        return self.gpus if self.num_added == len(self.rows) else None
 
 
 @dataclass(slots=True)
@@ -108,6 +122,7 @@ class OpenWindows:
             if opened is None:
                 opened = self._windows[window] = OpenWindow(window, now_s)
                 self._oldest = self._windows[min(self._windows)]
+            opened.add_readings(row)
             rows = opened.rows
         rows[rank] = row if self._joiner is None else with_earlier_part(rows.get(rank), row)
 
