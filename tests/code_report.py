@@ -24,7 +24,7 @@ BUDGETS = {
     "energy": 1_665,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 4_855,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_459,  # no event and no read on a GPU that the process does not use
-    "job": 8_738,  # readings are added at receipt; the foretold end; losses iteration by iteration; ranks that are slow again; lines of code
+    "job": 8_738,  # the foretold end; losses iteration by iteration; lines of code; readings are added at receipt
     "memory": 3_096,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
     "metrics": 928,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_531,  # a link sends the reports of an outbox, before in agent and in commands
