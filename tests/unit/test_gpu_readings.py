@@ -8,6 +8,7 @@ from effllm.config.settings import Config
 from effllm.job.account import Rows
 from effllm.job.aggregator import Aggregator
 from effllm.job.merged import Expected, merge_devices
+from effllm.job.open_windows import OpenWindow
 from effllm.records.clock import Now
 from effllm.records.rank import Gauge
 
@@ -67,6 +68,26 @@ def test_gauges_count_each_gpu_once(why, rows, devices):
 
     gpus = {device.key for device in devices if device.is_gpu}
     assert readings.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
+
+
+def test_sums_at_the_receipt_of_reports_equal_sums_at_the_close_of_the_window():
+    throttled = {"throttled_s": {"any": 2.0, "power_cap": 1.0}, "throttle_covered_s": 8.0}
+    changes = [{}, throttled, {"gauges": {}}, {"power_peak_w": None}, {**throttled, "throttled_s": {"any": 4.0}}]
+    rows = {
+        rank: row(rank, devices=(read(f"GPU-{rank}", 40.0 + 8 * rank, **change),))
+        for rank, change in enumerate(changes)
+    }
+    opened = OpenWindow(1, 0.0)
+    for rank in (3, 0, 4, 1, 2):
+        opened.rows[rank] = rows[rank]
+        opened.add_readings(rows[rank])
+    devices = Expected({name: gpu(name) for name in (f"GPU-{rank}" for rank in rows)})
+    in_order, members = Rows.in_rank_order(rows), {f"GPU-{rank}": {rank} for rank in rows}
+
+    at_receipt = merge_devices(in_order, devices, members, opened.whole_readings)
+
+    assert at_receipt.gpus is opened.whole_readings
+    assert at_receipt.gpus == merge_devices(in_order, devices, members).gpus
 
 
 def test_second_report_of_a_rank_in_a_window_replaces_the_first():
