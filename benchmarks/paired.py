@@ -29,7 +29,7 @@ from benchmarks.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER = 1.05
-UNITS = ("ns", "us", "ms", "s", "MB", "MiB")  # other figures are ratios of figures, or counts
+UNITS = ("ns", "us", "ms", "s", "MB", "MiB", "%", "ratio")  # a smaller figure is better; others are counts
 #: Benchmark -> code that runs in a clone and leaves the list `figures`.
 CODES = {
     **{
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def _run(clone: Path, name: str) -> dict[tuple[str, str], float]:
-    """Return the figures of a benchmark with a clone that have a unit of time or memory, by name and unit."""
+    """Return the figures of a benchmark with a clone that are costs, by name and unit."""
     environ = {**os.environ, "PYTHONPATH": str(clone)}
     with tempfile.TemporaryDirectory() as folder:
         environ["HOME"] = folder
