@@ -40,13 +40,13 @@ class Goodput(Struct):
 
     def note_last_message(self, ago_s: float = 0.0) -> None:
         """Record that the last message of any rank arrived ``ago_s`` seconds ago; the first begins the attempt."""
-        attempt, at_s = self.attempt, self.clock.at_s or 0.0
+        attempt, now_axis_s = self.attempt, self.clock.at_s or 0.0
         if not attempt.zero_time_s:
-            attempt.zero_time_s = self.clock.time_s - at_s
-        at_s -= max(ago_s, 0.0)
+            attempt.zero_time_s = self.clock.time_s - now_axis_s
+        receipt_axis_s = now_axis_s - max(ago_s, 0.0)
         if attempt.begin_s is None:
-            attempt.begin_s = at_s
-        attempt.heard_s = max(attempt.heard_s, at_s)
+            attempt.begin_s = receipt_axis_s
+        attempt.heard_s = max(attempt.heard_s, receipt_axis_s)
 
     def note_hello(self, message: Hello, is_new: bool) -> None:
         """Record the HELLO of a connection; ``is_new`` means that the agent is new."""
@@ -58,9 +58,9 @@ class Goodput(Struct):
         if is_new:
             attempt.ranks.note_return(rank, self.clock.at_s or 0.0)
         self.note_message(rank, message.time_s)
-        begin_s = attempt.ranks.note_start(rank, message.start_time_s)
-        if attempt.begin_s is not None and begin_s < attempt.begin_s:
-            attempt.begin_s = begin_s
+        start_axis_s = attempt.ranks.note_start(rank, message.start_time_s)
+        if attempt.begin_s is not None and start_axis_s < attempt.begin_s:
+            attempt.begin_s = start_axis_s
 
     def note_message(self, rank: int, time_s: float | None) -> None:
         """Record a message of a rank, with its time of sending on the agent's clock."""
@@ -72,31 +72,34 @@ class Goodput(Struct):
         self.attempt.ranks.note_bye(rank, self.clock.at_s or 0.0, end_time_s)
 
     def end_attempt(self, status: str) -> None:
+        """End the running attempt, and append the next one; old attempts and their spans are merged."""
         self.attempt.end(status)
         self.attempts.append(Attempt(self.attempt.number + 1))
         if len(self.attempts) > MAX_ATTEMPTS:
             self.attempts[0].absorb(self.attempts.pop(1))
         for old in self.attempts[:-2]:
             old.merge_spans(max(MAX_OLD_SPANS // len(self.attempts), 1))
-        self.clock.is_resumed = True
+        self.clock.is_resumed = True  # the next attempt may have another host
 
     def windows_of(self, name: str, min_share: float) -> LossWindows | None:
         """Return the windows in which a class of `PARTS` has at least this share of the time of the iterations."""
-        at, count, first, last, worst, worst_share = PARTS.index(name), 0, 0, 0, 0, 0.0
+        part, num_windows, first_shown, last_shown, worst_shown, worst_share = PARTS.index(name), 0, 0, 0, 0, 0.0
         for attempt in self.attempts:
             for span in attempt.spans:
                 seconds = span.seconds
-                share = seconds[at] / sum(seconds) if span.last >= span.first and sum(seconds) > 0 else 0.0
+                share = seconds[part] / sum(seconds) if span.last >= span.first and sum(seconds) > 0 else 0.0
                 if share >= min_share:
-                    last = span.last + attempt.offset
-                    count, first = count + span.window_last - span.window_first + 1, first or last
-                    worst, worst_share = (last, share) if share > worst_share else (worst, worst_share)
-        return LossWindows(count, first, last, worst, worst_share) if count else None
+                    last_shown = span.last + attempt.offset  # the number that users see, of the span's last iteration
+                    first_shown = first_shown or last_shown
+                    num_windows += span.window_last - span.window_first + 1
+                    if share > worst_share:
+                        worst_shown, worst_share = last_shown, share
+        return LossWindows(num_windows, first_shown, last_shown, worst_shown, worst_share) if num_windows else None
 
     @property
     def start_time_s(self) -> float | None:
         """Unix time at which the first attempt started; ``None`` before the first rank has joined."""
-        return next((one.zero_time_s + one.begin_s for one in self.attempts if one.begin_s is not None), None)
+        return next((each.zero_time_s + each.begin_s for each in self.attempts if each.begin_s is not None), None)
 
     @property
     def end_time_s(self) -> float | None:
@@ -114,10 +117,10 @@ class Goodput(Struct):
         attempts: list[AttemptSummary] = []
         elapsed_s, unused_s, data_s, previous, previous_per_rank = 0.0, 0.0, 0.0, None, 0.0
         unit, devices_per_rank = self._devices_per_rank()
-        begun_after = zip(self.attempts, self._later_starts(), devices_per_rank, strict=True)
-        for attempt, (smallest, knows_repeats), per_rank in begun_after:
+        attempts_with_restarts = zip(self.attempts, self._first_repeated(), devices_per_rank, strict=True)
+        for attempt, (first_repeated, is_redone_known), per_rank in attempts_with_restarts:
             end_s = self._end_s(attempt, is_over)
-            span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
+            duration_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
             if previous is not None and attempt.begin_s is not None:
                 gap_s = max(attempt.begin_s - (previous.end_s or 0.0), 0.0)
@@ -125,19 +128,19 @@ class Goodput(Struct):
                 rank_seconds[RESTART_GAP] += gap_s * previous.world_size
                 device_seconds[RESTART_GAP] += gap_s * previous.world_size * previous_per_rank
                 unused_s += gap_s * (previous.unused_gpus or 0)
-            attempt.compute_redone(smallest)
-            classes_s = attempt.seconds_by_class(span_s, end_s)
+            attempt.compute_redone(first_repeated)
+            classes_s = attempt.seconds_by_class(duration_s, end_s)
             for name, value in classes_s.items():
                 rank_seconds[name] += value
                 device_seconds[name] += value * per_rank
                 seconds[name] += value / max(attempt.world_size, 1)
             for name, value in attempt.joules_by_class().items():
                 joules[name] = (joules[name] or 0.0) + value
-            elapsed_s += span_s + gap_s
-            unused_s += span_s * (attempt.unused_gpus or 0)
+            elapsed_s += duration_s + gap_s
+            unused_s += duration_s * (attempt.unused_gpus or 0)
             data_s += max(attempt.data_in_steps_s, 0.0) * per_rank
             startup_s = classes_s.get(STARTUP, 0.0) / max(attempt.world_size, 1)
-            attempts.append(_attempt_summary(attempt, span_s, gap_s, startup_s, status, knows_repeats, per_rank))
+            attempts.append(_attempt_summary(attempt, duration_s, gap_s, startup_s, status, is_redone_known, per_rank))
             if attempt.begin_s is not None:
                 previous, previous_per_rank = attempt, per_rank
         _move_rounding_errors(elapsed_s, seconds, rank_seconds, device_seconds)
@@ -176,34 +179,35 @@ class Goodput(Struct):
         return OF_GPUS, [count or 0.0 for count in gpus]
 
     def _end_s(self, attempt: Attempt, is_over: bool) -> float:
+        """Return the end of an attempt on the axis; of a running attempt in a job that is not over, the present."""
         if attempt.end_s is not None:
             return attempt.end_s
         return attempt.known_end_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
-    def _later_starts(self) -> list[tuple[float | None, bool]]:
-        """Return for each attempt the smallest first iteration number of all later attempts, and whether the attempt's
-        repeated iterations are known.
+    def _first_repeated(self) -> list[tuple[float | None, bool]]:
+        """Return for each attempt the smallest iteration number at which a later attempt began, from which on it is
+        repeated (``None`` without such a number), and whether its repeated iterations are known.
 
         They are unknown if a later attempt has no iteration numbers.  They are also unknown for an attempt without
         iteration numbers, except for the first attempt with iterations.
         """
-        begun: list[tuple[float | None, bool]] = []
+        first_repeated: list[tuple[float | None, bool]] = []
         smallest: float | None = None
-        are_numbered = True  # all later attempts
+        are_later_numbered = True
         first = next((attempt for attempt in self.attempts if attempt.last), None)
         for attempt in reversed(self.attempts):
             is_numbered = attempt.is_numbered or not attempt.last
-            is_placed = is_numbered or attempt is first
-            is_known = are_numbered and (is_placed or smallest is None)
-            begun.append((smallest, is_known or not attempt.last))
-            are_numbered = are_numbered and is_numbered
+            is_comparable = is_numbered or attempt is first  # the first one begins at 1
+            is_redone_known = are_later_numbered and (is_comparable or smallest is None)
+            first_repeated.append((smallest, is_redone_known or not attempt.last))
+            are_later_numbered = are_later_numbered and is_numbered
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
-        return begun[::-1]
+        return first_repeated[::-1]
 
 
 def _attempt_summary(
-    attempt: Attempt, span_s: float, gap_s: float, startup_s: float, status: str, knows_repeats: bool, per_rank: float
+    attempt: Attempt, elapsed_s: float, gap_s: float, startup_s: float, status: str, has_redone: bool, per_rank: float
 ) -> AttemptSummary:
     """Return the entry in summary.json; ``startup_s`` is a mean over ranks, ``per_rank`` a number of devices."""
     begin_s = attempt.zero_time_s + (attempt.begin_s or 0.0)
@@ -211,14 +215,14 @@ def _attempt_summary(
         attempt=attempt.number,
         status=status if attempt.end_s is None else attempt.status,
         start_time_s=begin_s,
-        end_time_s=begin_s + span_s,
-        elapsed_s=span_s,
+        end_time_s=begin_s + elapsed_s,
+        elapsed_s=elapsed_s,
         gap_before_s=gap_s,
         world_size=attempt.world_size,
         iterations=attempt.last - attempt.first + 1 if attempt.last else 0,
         first=attempt.first + attempt.offset if attempt.last else None,
         last=attempt.last + attempt.offset if attempt.last else None,
-        redone_iterations=attempt.redone.iterations if knows_repeats else None,
+        redone_iterations=attempt.redone.iterations if has_redone else None,
         startup_s=startup_s,
         gpus=attempt.gpus if attempt.ranks_joined else None,
         unused_gpus=attempt.unused_gpus,
@@ -231,7 +235,7 @@ def _attempt_summary(
 def _move_rounding_errors(elapsed_s: float, seconds: dict[str, float], *others: dict[str, float]) -> None:
     """Add classes that are rounding errors to the largest class, so that the sums stay the same."""
     largest, min_s = max(seconds, key=lambda name: seconds[name]), max(MIN_SHARE * elapsed_s, MIN_CLASS_S)
-    small = [name for name, value in seconds.items() if value < min_s and name != largest]
+    small = [name for name, class_s in seconds.items() if class_s < min_s and name != largest]
     for sums in (seconds, *others):
         for name in small:
             sums[largest] += sums[name]

@@ -40,9 +40,9 @@ class Span(Struct, array_like=True):
     data_s: float = 0.0
     straggling_s: float = 0.0
     hang_s: float = 0.0
-    shutdown_s: float = 0.0  # shutdown time without hangs; not part of this span's sums
+    shutdown_s: float = 0.0  # shutdown time without hangs; not part of `seconds`
     joules: float = 0.0
-    phases_s: float = 0.0  # evaluation, checkpoint and other phases; not part of this span's sums
+    phases_s: float = 0.0  # evaluation, checkpoint and other phases; not part of `seconds`
     slow_s: float = 0.0
     warmup_s: float = 0.0
     uneven_s: float = 0.0
@@ -61,6 +61,7 @@ class Span(Struct, array_like=True):
         return tuple(seconds / whole_s * self.joules for seconds in self.seconds)
 
     def absorb(self, later: Span) -> None:
+        """Add the sums of a later span, and extend this span to its windows and iterations."""
         self.window_last = later.window_last
         if later.last >= later.first:
             self.first = min(self.first, later.first) if self.last >= self.first else later.first
@@ -78,12 +79,11 @@ class Redone(Struct, array_like=True):
     seconds: float = 0.0  # rank-seconds
     joules: float = 0.0
     iterations: int = 0
-    # Rank-seconds of waits and phases between the repeated iterations: an estimate, and an upper bound.
-    around_s: float = 0.0
-    max_around_s: float = 0.0
+    around_s: float = 0.0  # rank-seconds of waits and phases between the repeated iterations: an estimate
+    max_around_s: float = 0.0  # its upper bound
 
     def add_span(self, span: Span, ordinal: float) -> None:
-        """Add the iterations of a span from ``ordinal`` on; its phases may all be between them."""
+        """Add the part of a span from the iteration ``ordinal`` on; at most, all its phases are in this part."""
         count = span.last - span.first + 1
         share = min(max((span.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
         if share:
@@ -99,9 +99,9 @@ class Attempt(Struct):
     """One attempt of the job."""
 
     number: int
-    begin_s: float | None = None  # start of the attempt on the time axis of the run
-    heard_s: float = 0.0  # time of the last message
-    end_s: float | None = None
+    begin_s: float | None = None  # start; this and the next two are on the time axis of the run
+    heard_s: float = 0.0  # the last message
+    end_s: float | None = None  # None while the attempt is running
     zero_time_s: float = 0.0  # unix time at position 0 of the axis, by this attempt's clock
     world_size: int = 0
     status: str = "running"
@@ -110,7 +110,7 @@ class Attempt(Struct):
     joules: dict[str, float] = {}
     spans: list[Span] = []
     hangs: dict[int, float] = {}  # by window: rank-seconds of hangs that are not in a report yet
-    hang_at_end_s: float = 0.0  # rank-seconds that were subtracted from the shutdown
+    hang_at_end_s: float = 0.0  # rank-seconds of hangs that were subtracted from the shutdown
     data_in_steps_s: float = 0.0  # rank-seconds of steps in which ranks waited for the data of other ranks
     offset: int = 0  # displayed number of an iteration minus its ordinal
     offset_at_start: int = 0
@@ -128,29 +128,29 @@ class Attempt(Struct):
     @property
     def known_end_s(self) -> float:
         """End of the last rank's reports, or the time of the last message if this end is unknown."""
-        last_s = self.ranks.last_s
-        return self.heard_s if math.isnan(last_s) else last_s
+        last_axis_s = self.ranks.last_axis_s
+        return self.heard_s if math.isnan(last_axis_s) else last_axis_s
 
     def add_rows(self, window: int, rows: Rows) -> None:
         """Add the reports of a window; each report may be added only once."""
-        numbers = rows.columns
-        seconds = numbers["busy_s"] + numbers["wait_s"]
+        columns = rows.columns
+        covered_s = columns["busy_s"] + columns["wait_s"]
         for i, row in enumerate(rows):
             if row.phases_s:
-                seconds[i] += sum(row.phases_s.values())
-        begin_s = self.ranks.add_reports(rows.ranks, numbers, seconds, self.heard_s)
+                covered_s[i] += sum(row.phases_s.values())
+        begin_s = self.ranks.add_reports(rows.ranks, columns, covered_s, self.heard_s)
         self.begin_s = begin_s if self.begin_s is None else min(self.begin_s, begin_s)
         _add_by_class(self.seconds, rows.phases_s)
-        firsts, lasts, shown = numbers["iteration_first"], numbers["iteration_last"], numbers["iteration_shown"]
-        worked = lasts >= firsts
+        firsts, lasts, shown = columns["iteration_first"], columns["iteration_last"], columns["iteration_shown"]
+        worked = lasts >= firsts  # reports with iterations
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             self.first, self.last = min(self.first or first, first), max(self.last, last)
         # The training loop's iteration numbers replace the initial numbers when a rank reports them.
-        offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
-        if offsets.size:
-            self.offset = int(offsets[0])
-        added = Span(window, window, first, last, float(numbers["busy_s"].sum()), float(numbers["wait_s"].sum()))
+        new_offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
+        if new_offsets.size:
+            self.offset = int(new_offsets[0])
+        added = Span(window, window, first, last, float(columns["busy_s"].sum()), float(columns["wait_s"].sum()))
         added.shutdown_s = rows.phases_s.get(SHUTDOWN, 0.0)
         added.phases_s = sum(value for name, value in rows.phases_s.items() if name not in _NOT_REPEATED)
         self._add_to_span(window, added)
@@ -163,17 +163,17 @@ class Attempt(Struct):
         _add_by_class(self.joules, phases_j, sign)
 
     def move_from_kept(self, window: int, **seconds: float) -> None:
-        """Move rank-seconds, by field of `Span`, of a closed window from kept; negative ones move back."""
+        """Move rank-seconds of a closed window from kept to fields of `Span`; negative ones move back to kept."""
         span = self._span_of(window)
         if span is not None:
-            self._add_sums_of(span, -1)
-            for name, more_s in sorted(seconds.items(), key=lambda item: item[1]):  # kept grows first
-                known_s = getattr(span, name)
-                taken_s = min(max(more_s, -known_s), span.kept_s)
-                self.data_in_steps_s += taken_s if name == "data_s" else 0.0
-                span.kept_s -= taken_s
-                setattr(span, name, known_s + taken_s)
-            self._add_sums_of(span, 1)
+            self._add_span_to_sums(span, -1)
+            for name, asked_s in sorted(seconds.items(), key=lambda item: item[1]):  # negative first: kept_s grows
+                before_s = getattr(span, name)
+                moved_s = min(max(asked_s, -before_s), span.kept_s)
+                self.data_in_steps_s += moved_s if name == "data_s" else 0.0
+                span.kept_s -= moved_s
+                setattr(span, name, before_s + moved_s)
+            self._add_span_to_sums(span, 1)
 
     def share_in_newest_window(self, classes: Collection[str]) -> float:
         """Return the share of classes of `PARTS` in the newest window."""
@@ -185,15 +185,15 @@ class Attempt(Struct):
         """Move rank-seconds of a closed window, in which ranks waited for a phase of few ranks, to this phase."""
         span = self._span_of(window)
         if span is not None and seconds > 0:
-            self._add_sums_of(span, -1)
-            taken_s = min(seconds, span.kept_s)
-            joules = taken_s / sum(span.seconds) * span.joules if taken_s else 0.0
-            span.kept_s -= taken_s
-            span.joules -= joules
-            span.phases_s += taken_s
-            self._add_sums_of(span, 1)
-            _add_by_class(self.seconds, {name: taken_s})
-            _add_by_class(self.joules, {name: joules})
+            self._add_span_to_sums(span, -1)
+            moved_s = min(seconds, span.kept_s)
+            moved_j = moved_s / sum(span.seconds) * span.joules if moved_s else 0.0
+            span.kept_s -= moved_s
+            span.joules -= moved_j
+            span.phases_s += moved_s
+            self._add_span_to_sums(span, 1)
+            _add_by_class(self.seconds, {name: moved_s})
+            _add_by_class(self.joules, {name: moved_j})
 
     def move_to_hang(self, window: int, rank_seconds: float) -> None:
         """Move a period without progress of any rank from its class to hang.
@@ -207,9 +207,9 @@ class Attempt(Struct):
                 span.shutdown_s -= from_shutdown_s
                 self.hang_at_end_s += from_shutdown_s
                 _add_by_class(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
-            taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
-            self.move_from_kept(window, hang_s=taken_s)
-            rank_seconds -= from_shutdown_s + taken_s
+            from_kept_s = min(rank_seconds - from_shutdown_s, span.kept_s)
+            self.move_from_kept(window, hang_s=from_kept_s)
+            rank_seconds -= from_shutdown_s + from_kept_s
         if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
             self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
 
@@ -221,13 +221,14 @@ class Attempt(Struct):
         hangs.  The reported window is not counted yet; ``first`` is the ordinal of its first iteration.
         """
         if first <= self.last + 1:
-            for hang in [number for number in self.hangs if number < window and self._span_of(number) is None]:
-                self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(hang)
+            for noted in [number for number in self.hangs if number < window and self._span_of(number) is None]:
+                self.hangs[window] = self.hangs.get(window, 0.0) + self.hangs.pop(noted)
         return window in self.hangs
 
-    # --- spans: `seconds` and `joules` include their sums ---
+    # --- spans: `seconds` and `joules` include their sums, so a span that changes is subtracted and added again ---
 
     def _span_of(self, window: int) -> Span | None:
+        """Return the span that contains a window; ``None`` without one."""
         i = bisect_left(self.spans, window, key=lambda span: span.window_last)
         return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
 
@@ -238,14 +239,15 @@ class Attempt(Struct):
             span = Span(window, window)
             self.spans.insert(bisect_left(self.spans, window, key=lambda span: span.window_last), span)
         window_last = span.window_last
-        self._add_sums_of(span, -1)
+        self._add_span_to_sums(span, -1)
         span.absorb(added)
-        span.window_last = window_last
-        self._add_sums_of(span, 1)
+        span.window_last = window_last  # `added` is inside a span of several windows
+        self._add_span_to_sums(span, 1)
         if len(self.spans) > 2 * MAX_SPANS:
             self.merge_spans(MAX_SPANS)
 
-    def _add_sums_of(self, span: Span, sign: int) -> None:
+    def _add_span_to_sums(self, span: Span, sign: int) -> None:
+        """Add a span to `seconds` and `joules`; a sign of -1 subtracts it."""
         for name, seconds, joules in zip(PARTS, span.seconds, span.parts_j, strict=True):
             if seconds or joules:
                 self.seconds[name] = self.seconds.get(name, 0.0) + sign * seconds
@@ -255,7 +257,7 @@ class Attempt(Struct):
         """Merge pairs of consecutive spans down to ``limit``; older spans first, because restarts need newer spans."""
         spans = self.spans
         while len(spans) > limit:
-            pairs = min(len(spans) - limit, max(len(spans) // 4, 1))
+            pairs = min(len(spans) - limit, max(len(spans) // 4, 1))  # at most, the older half of the spans
             for i in range(pairs):
                 spans[2 * i].absorb(spans[2 * i + 1])
             del spans[1 : 2 * pairs : 2]
@@ -296,17 +298,18 @@ class Attempt(Struct):
         self.redone, self.redone_from = redone, number
 
     def _unreported_s(self, end_s: float) -> float:
+        """Return the rank-seconds of the attempt up to its end that no report covers."""
         if self.begin_s is None:
             return 0.0
         return max(max(self.world_size, 1) * (end_s - self.begin_s) - sum(self.seconds.values()), 0.0)
 
-    def seconds_by_class(self, span_s: float, end_s: float) -> dict[str, float]:
+    def seconds_by_class(self, duration_s: float, end_s: float) -> dict[str, float]:
         """Return the rank-seconds by class; their sum is the attempt's duration times its number of ranks."""
         classes = {name: max(value, 0.0) for name, value in self.seconds.items()}
         redone_s = min(self.redone.seconds, classes.get(KEPT, 0.0))
         classes[KEPT] = classes.get(KEPT, 0.0) - redone_s
         classes[REDONE] = redone_s
-        unreported_s = self._unreported_s(end_s) if span_s > 0 else 0.0
+        unreported_s = self._unreported_s(end_s) if duration_s > 0 else 0.0
         idle_s = self.idle_s if self.end_s is not None else self.ranks.idle_s(self.begin_s or 0.0, end_s)
         idle_s = min(idle_s, unreported_s)
         hang_s = min(sum(self.hangs.values()), unreported_s - idle_s)
@@ -316,6 +319,7 @@ class Attempt(Struct):
         return classes
 
     def joules_by_class(self) -> dict[str, float]:
+        """Return the joules by class; those of repeated iterations and of hangs in the shutdown are moved to these."""
         joules = {name: max(value, 0.0) for name, value in self.joules.items()}
         if self.hang_at_end_s > 0:
             share = self.hang_at_end_s / (self.hang_at_end_s + max(self.seconds.get(SHUTDOWN, 0.0), 0.0))
