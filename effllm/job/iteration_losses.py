@@ -24,9 +24,9 @@ from effllm.records.iteration_times import LONG_RATIO, seconds_of_code
 from effllm.records.rank import CHECKPOINT, EVALUATION, OTHER, RankReport
 from effllm.records.verdict import SlowIterations
 
-#: At most, iterations of more than this multiple of the median are long, too.
+#: Iterations of more than this multiple of the median are nearly long: they count in the upper bound of the loss.
 NEARLY_LONG = 1.25
-#: Number of the newest iterations of which the median is taken, and the smallest number.
+#: Largest number of the newest iterations of which the median is taken, and the smallest number.
 MAX_RECENT, MIN_RECENT = 64, 20
 #: Long iterations up to this one of an attempt are its warm-up.
 LAST_OF_WARMUP = 10
@@ -41,7 +41,7 @@ MAX_NEWEST = 64  # number of the newest iterations whose numbers are stored
 #: Maximum number of values of an array, 64 MiB; more columns are joined.
 MAX_VALUES = 1 << 23
 _TIMES, _SPAN = attrgetter("times"), attrgetter("iteration_first", "iteration_last", "times.each")
-_CODES = attrgetter("steps"), attrgetter("waits"), attrgetter("own")
+_CODES = _STEP_CODES, _WAIT_CODES, _OWN_CODES = attrgetter("steps"), attrgetter("waits"), attrgetter("own")
 _SECONDS: Array = np.array([seconds_of_code(code) for code in range(65536)])
 
 
@@ -63,39 +63,38 @@ class IterationMatrix(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RankReport]) -> IterationMatrix | None:
-        """Return the times; ``None`` if most ranks did not report them, or have other iterations."""
+        """Return the complete times of the most usual iterations; ``None`` without, or if at most half have times."""
         # Of ten thousand rows: only loops in C, if all rows are alike.
         timed = [row for row in rows if row.times is not None] if None in map(_TIMES, rows) else rows
         if 2 * len(timed) <= len(rows):
             return None
         spans = Counter(map(_SPAN, timed))
-        first, last, each = span = max(spans, key=spans.__getitem__)
-        count, size = last - first + 1, 2 * -(-(last - first + 1) // each)
+        first, last, per_column = usual_span = max(spans, key=spans.__getitem__)
+        num_iterations = last - first + 1
+        num_columns = -(-num_iterations // per_column)
+        size = 2 * num_columns  # of the codes of a rank in bytes
         times = list(map(_TIMES, timed))
         sizes = set(zip(*(map(len, map(codes, times)) for codes in _CODES), strict=True))
         if len(spans) > 1 or not sizes <= {(size, waits, own) for waits in (0, size) for own in (0, size)}:
-            timed = [
-                row
-                for row in timed
-                if _SPAN(row) == span and row.times is not None and row.times.is_complete_for(count)
-            ]
+            pairs = zip(timed, times, strict=True)
+            timed = [row for row, each in pairs if _SPAN(row) == usual_span and each.is_complete_for(num_iterations)]
             times = list(map(_TIMES, timed))
-        if not times or count < 1:
+        if not times or num_iterations < 1:
             return None
-        none, has_own = bytes(size), all(map(_CODES[2], times))
-        shown = timed[0].iteration_shown - count + 1
-        weights = np.full(-(-count // each), float(each))
-        weights[-1] = count - each * (len(weights) - 1)
-        starts = np.arange(0, len(weights), -(-len(times) * len(weights) // MAX_VALUES))
+        no_waits, has_own = bytes(size), all(map(_OWN_CODES, times))
+        weights = np.full(num_columns, float(per_column))
+        weights[-1] = num_iterations - per_column * (num_columns - 1)
+        # So many columns are joined that an array has at most `MAX_VALUES`.
+        starts = np.arange(0, num_columns, -(-len(times) * num_columns // MAX_VALUES))
         return cls(
             window=timed[0].window,
             first=first,
-            first_shown=shown,
+            first_shown=timed[0].iteration_shown - num_iterations + 1,
             num_ranks=len(rows),
             rows=timed,
-            steps=_decoded_seconds(map(_CODES[0], times), weights, starts),
-            waits=_decoded_seconds([codes or none for codes in map(_CODES[1], times)], weights, starts),
-            own=_decoded_seconds(map(_CODES[2], times), weights, starts) if has_own else None,
+            steps=_decoded_seconds(map(_STEP_CODES, times), weights, starts),
+            waits=_decoded_seconds([codes or no_waits for codes in map(_WAIT_CODES, times)], weights, starts),
+            own=_decoded_seconds(map(_OWN_CODES, times), weights, starts) if has_own else None,
             weights=np.add.reduceat(weights, starts),
         )
 
@@ -104,19 +103,19 @@ class IterationMatrix(NamedTuple):
         """Whether a column has several iterations: then losses are lower bounds."""
         return bool(self.weights[0] > 1)
 
-    def lost_to_data(self, removed: Positions | None = None) -> Array:
-        """Return by how much each iteration is longer because all ranks, or those in these places, wait for data."""
-        waits, kept = self.waits, np.zeros_like(self.waits)
-        if removed is not None:
-            kept = waits.copy()
-            kept[removed] = 0.0
+    def lost_to_data(self, ranks: Positions | None = None) -> Array:
+        """Return by how much each iteration is longer because all ranks, or the ranks in these rows, wait for data."""
+        other_waits = np.zeros_like(self.waits)
+        if ranks is not None:
+            other_waits = self.waits.copy()
+            other_waits[ranks] = 0.0
         own = 0.0 if self.own is None else self.own
-        lost: Array = (waits + own).max(axis=0) - (kept + own).max(axis=0)
-        return lost
+        lost_s: Array = (self.waits + own).max(axis=0) - (other_waits + own).max(axis=0)
+        return lost_s
 
 
 def _decoded_seconds(codes: Iterable[bytes], weights: Array, starts: Positions) -> Array:
-    """Return the times of ranks; columns from a start to the next one are joined."""
+    """Return the times of ranks; columns from one of ``starts`` to the next are joined to their weighted mean."""
     if len(starts) == len(weights):
         seconds: Array = _SECONDS[np.frombuffer(b"".join(codes), "<u2")].reshape(-1, len(weights))
         return seconds
@@ -128,9 +127,9 @@ class LostTime(NamedTuple):
     """Rank-seconds of a window that belong to another class than its steps."""
 
     window: int
-    data_s: float = 0.0  # waits for data, of all ranks for all ranks, above the ranks' own waits; may be negative
-    slow_s: float = 0.0
-    warmup_s: float = 0.0
+    data_s: float = 0.0  # what waits for data cost all ranks, less the ranks' own waits; may be negative
+    slow_s: float = 0.0  # of long iterations, above the median
+    warmup_s: float = 0.0  # the same, in the warm-up
     straggling_s: float = 0.0  # waits of all ranks for slow ranks
     uneven_s: float = 0.0  # other waits of the ranks for each other
     phase: str = ""  # a marked phase of few ranks, and the waits of the other ranks for it
@@ -159,9 +158,9 @@ class IterationSums(Struct):
 
     count: int = 0
     seconds: float = 0.0
-    worst_s: float = 0.0
-    worst: int = 0
-    newest: list[int] = []
+    worst_s: float = 0.0  # time of the longest
+    worst: int = 0  # its number
+    newest: list[int] = []  # numbers
 
     def add_iteration(self, number: int, seconds: float) -> None:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
@@ -172,8 +171,8 @@ class IterationSums(Struct):
     @property
     def every(self) -> int:
         """The distance between the iterations, if it is always the same; else 0."""
-        apart = {later - earlier for earlier, later in pairwise(self.newest)}
-        return apart.pop() if len(apart) == 1 and len(self.newest) > 2 else 0
+        distances = {later - earlier for earlier, later in pairwise(self.newest)}
+        return distances.pop() if len(distances) == 1 and len(self.newest) > 2 else 0
 
 
 class IterationLosses(Struct):
@@ -183,9 +182,9 @@ class IterationLosses(Struct):
     pending: list[Pending] = []  # of this attempt
     iterations: int = 0  # judged iterations
     nearly_s: float = 0.0  # what iterations that are nearly long, or follow a long one, take above the median
-    is_after_long: bool = False
-    wait_s: float = 0.0  # what waits for data cost in all of them
-    in_means: float = 0.0  # iterations of which only means are known
+    is_after_long: bool = False  # whether the last judged iteration was long
+    wait_s: float = 0.0  # what waits for data cost in all judged iterations
+    in_means: float = 0.0  # number of iterations of which only means are known
     hidden_data_s: float = 0.0  # rank-seconds that waits for data cost at most in them, above the known cost
     long: IterationSums = msgspec.field(default_factory=IterationSums)  # after the warm-up
     waits: IterationSums = msgspec.field(default_factory=IterationSums)  # iterations with long waits
@@ -195,21 +194,22 @@ class IterationLosses(Struct):
 
     def add_window(self, matrix: IterationMatrix) -> list[LostTime]:
         """Add the next window; return what this window and earlier ones have lost."""
-        phase, delay_s, waiting = waits_for_phase(matrix)
-        whole = matrix.steps + matrix.waits - np.outer(waiting, delay_s)
-        lost = np.minimum(matrix.lost_to_data(), whole)  # by rank and iteration
-        per_row = matrix.num_ranks / len(matrix.rows)
-        data_s = float((lost - matrix.waits).sum(axis=0) @ matrix.weights) * per_row
+        phase, delay_s, is_waiting = waits_for_phase(matrix)
+        whole_s = matrix.steps + matrix.waits - np.outer(is_waiting, delay_s)  # by rank and column
+        lost_s = np.minimum(matrix.lost_to_data(), whole_s)
+        ranks_per_row = matrix.num_ranks / len(matrix.rows)  # ranks without times are assumed to be like the others
+        data_s = float((lost_s - matrix.waits).sum(axis=0) @ matrix.weights) * ranks_per_row
         if matrix.has_means:  # the waits of the ranks may be in different iterations
-            most = np.minimum(matrix.waits.sum(axis=0), whole)
+            max_lost_s = np.minimum(matrix.waits.sum(axis=0), whole_s)
+            hidden_s = np.maximum(max_lost_s - lost_s, 0.0).sum(axis=0) @ matrix.weights
             self.in_means += float(matrix.weights.sum())
-            self.hidden_data_s += float(np.maximum(most - lost, 0.0).sum(axis=0) @ matrix.weights) * per_row
-        times_s, waits_s = np.median(whole - lost, axis=0).tolist(), np.median(lost, axis=0).tolist()
+            self.hidden_data_s += float(hidden_s) * ranks_per_row
+        times_s, waits_s = np.median(whole_s - lost_s, axis=0).tolist(), np.median(lost_s, axis=0).tolist()
         numbers, weights = (matrix.window, matrix.first, matrix.first_shown), matrix.weights.tolist()
         pending = Pending(*numbers, times_s, waits_s, matrix.num_ranks, weights if matrix.has_means else [])
         self.pending.append(pending)
         recent_s = [*self.usual_s, *(time_s for window in self.pending for time_s in window.times_s)]
-        phase_s = float(delay_s @ matrix.weights * waiting.sum())
+        phase_s = float(delay_s @ matrix.weights * is_waiting.sum())
         losses = [LostTime(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
         if len(recent_s) >= MIN_RECENT:
             usual_s = statistics.median(recent_s)
@@ -218,27 +218,27 @@ class IterationLosses(Struct):
         return losses
 
     def _judge_window(self, window: Pending, usual_s: float) -> LostTime:
+        """Add the iterations of a window to the sums, and return what its long iterations have lost."""
         slow_s = warmup_s = 0.0
         weights = window.weights or [1] * len(window.times_s)
         self.iterations += round(sum(weights))
         self.wait_s += sum(map(mul, window.waits_s, weights))
         is_long = tuple(time_s > LONG_RATIO * usual_s for time_s in window.times_s)
-        before = accumulate(weights, initial=0)
-        for at, weight, time_s, wait_s, is_this_long in zip(
-            map(round, before), weights, window.times_s, window.waits_s, is_long, strict=False
+        num_before = map(round, accumulate(weights, initial=0))  # iterations of the window; one more than times
+        for before, weight, time_s, wait_s, is_this_long in zip(
+            num_before, weights, window.times_s, window.waits_s, is_long, strict=False
         ):
             if wait_s > LONG_WAIT * usual_s:
-                self.waits.add_iteration(window.first_shown + at, weight * wait_s)
+                self.waits.add_iteration(window.first_shown + before, weight * wait_s)
             is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
             self.is_after_long = is_this_long
             if not is_this_long:  # a rank may end a long iteration after the others, which then wait in the next one
                 self.nearly_s += weight * max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
-                continue
-            if window.first + at <= LAST_OF_WARMUP:
+            elif window.first + before <= LAST_OF_WARMUP:
                 warmup_s += weight * (time_s - usual_s)
             else:
                 slow_s += weight * (time_s - usual_s)
-                self.long.add_iteration(window.first_shown + at, time_s)
+                self.long.add_iteration(window.first_shown + before, time_s)
         return LostTime(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
 
     def long_iterations(self) -> SlowIterations | None:
@@ -250,32 +250,33 @@ class IterationLosses(Struct):
         is_rare = 0 < self.waits.count < RARE_SHARE * self.iterations
         return self._slow_iterations(self.waits) if is_rare and self.waits.seconds > NEARLY_ALL * self.wait_s else None
 
-    def _slow_iterations(self, places: IterationSums) -> SlowIterations | None:
+    def _slow_iterations(self, sums: IterationSums) -> SlowIterations | None:
+        """Return these iterations beside the median of all; ``None`` if the attempt has no median yet."""
         if not self.usual_s:
             return None
         median_s = statistics.median(self.usual_s)
-        long_s = places.seconds - places.count * median_s
-        most = 1.0 + self.nearly_s / long_s if long_s > 0 else 1.0
-        return SlowIterations(places.count, self.iterations, median_s, places.worst_s, places.worst, places.every, most)
+        lost_s = sums.seconds - sums.count * median_s
+        max_ratio = 1.0 + self.nearly_s / lost_s if lost_s > 0 else 1.0
+        return SlowIterations(sums.count, self.iterations, median_s, sums.worst_s, sums.worst, sums.every, max_ratio)
 
 
 def waits_for_phase(matrix: IterationMatrix) -> tuple[str, Array, Array]:
-    """Return a phase of few ranks, by how much it makes each iteration of the others longer, and 1 for each of these.
+    """Return a phase of few ranks, the delay of each iteration of the others by it, and 1 for each rank with the delay.
 
     The ranks leave an iteration together, so while rank 0 writes a checkpoint, the others wait in their steps.
     """
-    delay_s, waiting = np.zeros(matrix.steps.shape[1]), np.zeros(len(matrix.rows))
+    delay_s, is_waiting = np.zeros(matrix.steps.shape[1]), np.zeros(len(matrix.rows))
     if not any(map(attrgetter("phases_s"), matrix.rows)):
-        return "", delay_s, waiting
+        return "", delay_s, is_waiting
     phases = [{name: row.phases_s.get(name, 0.0) for name in PHASES} for row in matrix.rows]
-    seconds = np.array([sum(by_phase.values()) for by_phase in phases])
-    longest = int(seconds.argmax())
-    waiting = (seconds < seconds[longest] / 2).astype(float)
-    if 2 * waiting.sum() < len(seconds):  # most ranks have the phase
-        return "", delay_s, waiting
-    whole = matrix.steps + matrix.waits
-    shorter = np.median(whole[waiting > 0], axis=0) - whole[longest]
-    delay_s = np.where(shorter > MIN_DELAY * np.median(whole), shorter, 0.0)
-    limit_s = seconds[longest] - np.median(seconds[waiting > 0])
-    delay_s *= min(limit_s / (delay_s @ matrix.weights), 1.0) if delay_s.any() else 0.0
-    return max(phases[longest], key=phases[longest].__getitem__), delay_s, waiting
+    phases_s = np.array([sum(by_phase.values()) for by_phase in phases])
+    longest = int(phases_s.argmax())  # the row of the rank with the phase
+    is_waiting = (phases_s < phases_s[longest] / 2).astype(float)
+    if 2 * is_waiting.sum() < len(phases_s):  # most ranks have the phase
+        return "", delay_s, is_waiting
+    whole_s = matrix.steps + matrix.waits
+    longer_s = np.median(whole_s[is_waiting > 0], axis=0) - whole_s[longest]
+    delay_s = np.where(longer_s > MIN_DELAY * np.median(whole_s), longer_s, 0.0)
+    max_sum_s = phases_s[longest] - np.median(phases_s[is_waiting > 0])  # all delays last at most as long as the phase
+    delay_s *= min(max_sum_s / (delay_s @ matrix.weights), 1.0) if delay_s.any() else 0.0
+    return max(phases[longest], key=phases[longest].__getitem__), delay_s, is_waiting
