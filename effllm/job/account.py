@@ -12,7 +12,7 @@ import numpy as np
 
 from effllm.job.energy_account import EnergyTotals, WindowEnergy, is_covered
 from effllm.job.joining import add_to, summed
-from effllm.job.merged import GaugeSums, GpuReadings, Merged
+from effllm.job.merged import LEVELS, GaugeSums, GpuReadings, Merged
 from effllm.records.columns import Array, Table, fields_of, means, structs_of
 from effllm.records.counters import FIELDS
 from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
@@ -22,16 +22,8 @@ from effllm.records.values import merge_by_name
 
 _JOB = "job"  # key of the energy of all devices
 ALLOCATOR = Allocator.__struct_fields__
-_PLACE_FIELDS = (
-    "sequence",
-    "final",
-    "iteration_first",
-    "iteration_last",
-    "iteration_shown",
-    "start_time_s",
-    "end_time_s",
-)
-SUMMED = ("generation_s", "device_steps", "device_step_s")
+_PERIOD_FIELDS = ("sequence", "iteration_first", "iteration_last", "iteration_shown", "start_time_s", "end_time_s")
+SUMMED = ("generation_s", "device_steps", "device_step_s")  # further fields of reports that `RankSums` adds
 #: Counts of tokens, from the largest.
 TOKEN_COUNTS = ("tokens_processed", "tokens", "tokens_loss")
 _COUNT_FIELDS = (*FIELDS, "losses_not_finite")
@@ -48,7 +40,7 @@ class Rows(list[RankReport]):
     @cached_property
     def columns(self) -> dict[str, Array]:
         """Columns of times in seconds and of iterations, by name; one row for each report."""
-        names = (*_PLACE_FIELDS, "wall_s", "busy_s", "wait_s", *SUMMED)
+        names = (*_PERIOD_FIELDS, "final", "wall_s", "busy_s", "wait_s", *SUMMED)
         columns = dict(zip(names, fields_of(self, names).T, strict=True))
         columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
         columns["time_s"] = columns["busy_s"] + columns["wait_s"]
@@ -120,12 +112,9 @@ class Rows(list[RankReport]):
         return both
 
     @classmethod
-    def in_rank_order(cls, rows: Mapping[int, RankReport], everyone: list[int] | None = None) -> Rows:
-        """Return reports in the order of ranks.
-
-        Tables of ten thousand ranks recognise the list ``everyone`` of all ranks without a comparison.
-        """
-        ranks = everyone if everyone is not None and len(everyone) == len(rows) else sorted(rows)
+    def in_rank_order(cls, rows: Mapping[int, RankReport], all_ranks: list[int] | None = None) -> Rows:
+        """Return reports in the order of ranks; of all, `ranks` is ``all_ranks`` itself, which tables find faster."""
+        ranks = all_ranks if all_ranks is not None and len(all_ranks) == len(rows) else sorted(rows)
         ordered = cls(map(rows.__getitem__, ranks))
         ordered.ranks = ranks
         return ordered
@@ -135,27 +124,18 @@ class RankSums(Table):
     """The running sums of each rank."""
 
     NAMES = (
-        "iterations",
-        "time_s",
-        "busy_s",
-        "wait_s",
+        "iterations", "time_s", "busy_s", "wait_s",
         "energy_time_s",  # time of the windows whose energy is in the sum
         "generation_s",
-        "device_steps",
-        "device_step_s",
-    )
+        "device_steps",  # number of steps whose time on the device is known
+        "device_step_s",  # time of these steps
+    )  # fmt: skip
 
 
 class DeviceSums(Table):
     """The running sums of each device."""
 
-    NAMES = (
-        "memory_byte_seconds",
-        "memory_covered_s",
-        "utilization_seconds",
-        "utilization_covered_s",
-        "memory_peak_bytes",  # largest peak; nan if not measured
-    )
+    NAMES = (*LEVELS, "memory_peak_bytes")  # the largest peak is nan if it is not measured
     NEW_ROW = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
@@ -171,24 +151,23 @@ class Account(GpuReadings):
     counts: dict[str, int] = msgspec.field(default_factory=dict)  # sums of `Rows.counts`
     profile: Profile | None = None
     energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # energy of the covered windows
-    energy_counts: dict[str, int] = msgspec.field(default_factory=dict)  # as `counts`, with iterations; covered windows
-    energy_windows: int = 0
+    energy_counts: dict[str, int] = msgspec.field(default_factory=dict)  # counts and iterations of the covered windows
+    energy_windows: int = 0  # number of covered windows: those with enough coverage to be in the sum
     holes: int = 0  # number of windows whose energy is not in the sum
     partial: int = 0  # number of windows in which a device is missing or only partly measured, including the holes
     left_windows: int = 0  # number of windows in which a device is missing because its ranks had left
     covered_s: float = 0.0  # wall time with measured energy, mean over devices
-    covered_iterations: float = 0.0
-    measured_j: float = 0.0
+    covered_iterations: float = 0.0  # the same in iterations
+    measured_j: float = 0.0  # of all windows, also of those that are not covered
     gpus_j: float = 0.0  # energy of the GPUs in the covered windows, for any scope
     gpus_holes: int = 0  # number of covered windows in which the energy of the GPUs is unknown
 
     def add_rows(self, rows: Rows, has_hang: bool = False) -> None:
         """Add the times and counts of reports, each only once; after a hang, profiles are no sample of the steps."""
-        numbers = rows.columns
-        columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
-        added = np.stack([numbers[name] for name in columns], axis=1)
-        at = self.ranks.find_or_add(rows.ranks)
-        self.ranks.values[at[:, None], _COLUMNS_OF_ROWS] += added
+        names = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
+        added = np.stack([rows.columns[name] for name in names], axis=1)
+        positions = self.ranks.find_or_add(rows.ranks)
+        self.ranks.values[positions[:, None], _COLUMNS_OF_ROWS] += added
         add_to(self.counts, rows.counts)
         if not has_hang:
             self.profile = add_profiles(self.profile, rows.profile)
@@ -196,10 +175,10 @@ class Account(GpuReadings):
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; a sign of -1 subtracts them, but keeps peaks."""
         levels = (merged.wall if self.wall else merged.iterations).levels
-        at = self.devices.find_or_add(merged.keys)
-        values = self.devices.values
-        values[at, :4] += sign * np.nan_to_num(levels)
-        values[at, 4] = np.fmax(values[at, 4], merged.peaks)
+        positions = self.devices.find_or_add(merged.keys)
+        self.devices.values[positions, : len(LEVELS)] += sign * np.nan_to_num(levels)
+        peaks = self.devices.column("memory_peak_bytes")
+        peaks[positions] = np.fmax(peaks[positions], merged.peaks)
         self.add_readings(merged.gpus, sign)
 
     def add_energy(self, window: int, energy: WindowEnergy, rows: Rows, min_coverage: float, sign: int = 1) -> None:
@@ -209,8 +188,8 @@ class Account(GpuReadings):
         """
         amount = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * (amount.joules or 0.0)
-        is_whole = is_covered(energy.coverage, min_coverage) and is_covered(energy.lowest_coverage, min_coverage)
-        self.partial += sign * (not is_whole or energy.num_left > 0)
+        has_all = is_covered(energy.coverage, min_coverage) and is_covered(energy.lowest_coverage, min_coverage)
+        self.partial += sign * (not has_all or energy.num_left > 0)
         self.left_windows += sign * (energy.num_left > 0)
         self.covered_s += sign * energy.measured_share * float(rows.columns["wall_s"].max(initial=0.0))
         self.covered_iterations += sign * energy.measured_share * rows.max_iterations
@@ -221,42 +200,42 @@ class Account(GpuReadings):
         self.energy.add_window(window, (_JOB,), structs_of([amount], EnergyAmount), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, min_coverage))
-        at = self.ranks.find_or_add(rows.ranks)
-        self.ranks.column("energy_time_s")[at] += sign * rows.columns["wall_s" if self.wall else "time_s"]
+        positions = self.ranks.find_or_add(rows.ranks)
+        self.ranks.column("energy_time_s")[positions] += sign * rows.columns["wall_s" if self.wall else "time_s"]
         add_to(self.energy_counts, {"iterations": rows.max_iterations, **rows.counts}, sign)
 
     def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
         """Return the totals: sums per rank, then the maximum over ranks; samples have a distance of ``sample_s``."""
-        peaks = self.devices.column("memory_peak_bytes")
-        memory = _mean_min_max(*self.devices.values[:, :2].T)
-        utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
+        memory_sums, memory_s, utilization_sums, utilization_s, peaks = self.devices.values.T  # as in `DeviceSums`
+        memory_mean, memory_min, memory_max = _mean_min_max(memory_sums, memory_s)
+        utilization_mean, utilization_min, utilization_max = _mean_min_max(utilization_sums, utilization_s)
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
         time_s = _max_or_0(ranks["time_s"])
         # If several ranks have the longest time, the longest wait of these ranks is used, in any order of the ranks.
         is_longest = ranks["time_s"] == time_s
-        slowest = _row_of_slowest(ranks["busy_s"], ranks["iterations"])
-        slowest_device = _row_of_slowest(ranks["device_step_s"], ranks["device_steps"])
+        slowest_row = _row_of_slowest(ranks["busy_s"], ranks["iterations"])
+        slowest_device_row = _row_of_slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
             counts=Counts(iterations=int(_max_or_0(ranks["iterations"])), **self.counts),
             loop=LoopTimes(
                 time_s=time_s,
-                slowest_step_s=_value_or_0(ranks["busy_s"], slowest),
-                slowest_iterations=int(_value_or_0(ranks["iterations"], slowest)),
+                slowest_step_s=_value_or_0(ranks["busy_s"], slowest_row),
+                slowest_iterations=int(_value_or_0(ranks["iterations"], slowest_row)),
                 wait_s=_max_or_0(ranks["wait_s"][is_longest]),
                 generation_s=_max_or_0(ranks["generation_s"]),
-                device_steps=int(_value_or_0(ranks["device_steps"], slowest_device)),
-                device_step_s=_value_or_0(ranks["device_step_s"], slowest_device),
+                device_steps=int(_value_or_0(ranks["device_steps"], slowest_device_row)),
+                device_step_s=_value_or_0(ranks["device_step_s"], slowest_device_row),
             ),
             energy=self._job_energy(),
             devices=DeviceTotals(
-                memory_mean_bytes=memory[0],
-                memory_min_bytes=memory[1],
-                memory_max_bytes=memory[2],
+                memory_mean_bytes=memory_mean,
+                memory_min_bytes=memory_min,
+                memory_max_bytes=memory_max,
                 memory_peak_bytes=None if np.isnan(peaks).all() else float(np.nanmax(peaks)),
                 memory_error_bytes=self._sampling_error("memory", sample_s),
-                utilization_mean=utilization[0],
-                utilization_min=utilization[1],
-                utilization_max=utilization[2],
+                utilization_mean=utilization_mean,
+                utilization_min=utilization_min,
+                utilization_max=utilization_max,
                 utilization_error=self._sampling_error("utilization", sample_s) if constants.gpus else None,
                 power_peak_w=self.power_peak_w,
                 power_histogram_s=dict(self.power_histogram_s),
@@ -280,39 +259,40 @@ class Account(GpuReadings):
         )
 
     def _job_energy(self) -> JobEnergy:
+        """Return the energy, time and counts of the covered windows; ``measured_j`` is of all windows."""
         amount = self.energy.total() if self.energy_windows else NOT_MEASURED
-        is_measured = amount.joules is not None
+        has_covered = amount.joules is not None
         return JobEnergy(
             *msgspec.structs.astuple(amount),
             time_s=_max_or_0(self.ranks.column("energy_time_s")),
             counts=Counts(**self.energy_counts),
-            is_complete=is_measured and not self.partial,
-            measured_j=self.measured_j if is_measured or self.measured_j else None,
-            gpus_j=self.gpus_j if is_measured and not self.gpus_holes else None,
+            is_complete=has_covered and not self.partial,
+            measured_j=self.measured_j if has_covered or self.measured_j else None,  # else no reading
+            gpus_j=self.gpus_j if has_covered and not self.gpus_holes else None,  # a sum with a hole is too small
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
-        """Return the error of a mean of samples over devices, or ``None`` for an unknown error.
+        """Return the sampling error of the mean of "memory" or "utilization" over devices; ``None`` if it is unknown.
 
         Devices of a job do the same work at the same time, so their errors do not cancel.
         """
         integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
         sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
-        there = covered_s > 0
-        if sample_s is None or not there.any():
+        is_measured = covered_s > 0
+        if sample_s is None or not is_measured.any():
             return None
         mean = means(sums, covered_s)
-        peaks = self.devices.column("memory_peak_bytes")[there] if name == "memory" else 1.0
-        error = float(error_of_mean(mean, peaks, covered_s[there] / sample_s).mean())
+        peaks = self.devices.column("memory_peak_bytes")[is_measured] if name == "memory" else 1.0
+        error = float(error_of_mean(mean, peaks, covered_s[is_measured] / sample_s).mean())
         return None if np.isnan(error) else error
 
     def _clock_error(self, constants: JobConstants, sample_s: float | None) -> float | None:
+        """Return the error of the mean ratio of the SM clock, as `_sampling_error`."""
         ratio = self._gauge(CLOCK_RATIO)
         if sample_s is None or ratio.mean is None or not constants.gpus_with_clock:
             return None
-        return float(
-            error_of_mean(ratio.mean, ratio.most or 0.0, ratio.covered_s / constants.gpus_with_clock / sample_s)
-        )
+        samples_per_gpu = ratio.covered_s / constants.gpus_with_clock / sample_s
+        return float(error_of_mean(ratio.mean, ratio.most or 0.0, samples_per_gpu))
 
     def _gauge(self, name: str) -> GaugeSums:
         return self.gauges.get(name) or GaugeSums()
@@ -341,7 +321,7 @@ def _max_or_0(column: Array) -> float:
 
 
 def _row_of_slowest(seconds: Array, steps: Array) -> int:
-    """Return the position of the rank with the longest mean step, or -1 without steps."""
+    """Return the row of the rank with the longest mean step, or -1 without steps."""
     if not (steps > 0).any():
         return -1
     mean_s = np.full(len(steps), -1.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from effllm.job.aggregator import Aggregator
 from effllm.job.health.straggler_reasons import mean_gauge
-from effllm.job.merged import BUSY, BUSY_S, MEMORY_S, Merged
+from effllm.job.merged import BUSY, BUSY_S, MEMORY, MEMORY_S, Merged
 from effllm.job.roster import Roster
 from effllm.records.device_state import CPU_KIND, GPU_KIND, MODULE_KIND, NODE_KIND, DeviceState
 from effllm.records.energy import COVERED_S, JOULES, MIN_COVERED_S
@@ -22,22 +23,23 @@ def device_states(aggregator: Aggregator, rows: Sequence[RankReport]) -> tuple[D
     window.
     """
     ledger, roster, merged = aggregator.ledger, aggregator.roster, aggregator.closed_windows.last_merged
-    joules = ledger.devices.joules_by_key()
+    spent_j = ledger.devices.joules_by_key()
     temperatures = {device.device: mean_gauge(device, "temperature_c") for row in rows for device in row.devices}
     owners = {device.energy_key: device for device in roster.devices.values() if device.energy_key}
     states = [
-        _state(key, device, _host_of(roster, key), joules.pop(key, None), merged, temperatures.get(key))
+        _state(key, device, _host_of(roster, key), spent_j.pop(key, None), merged, temperatures.get(key))
         for key, device in sorted(roster.devices.items())
     ]
-    # What is left are common energy keys, and devices of earlier attempts.
-    for key, spent_j in sorted(joules.items()):
+    # The keys that are left are common energy keys, and devices of earlier attempts.
+    for key, joules in sorted(spent_j.items()):
         owner = owners.get(key)
         host = _host_of(roster, owner.key) if owner is not None else ""
-        states.append(DeviceState(key, _kind_of_key(key, owner, ledger.scope), host, joules=spent_j))
+        states.append(DeviceState(key, _kind_of_key(key, owner, ledger.scope), host, joules=joules))
     return tuple(states)
 
 
 def _host_of(roster: Roster, key: str) -> str:
+    """Return the host of the ranks that use a device; empty if it is unknown."""
     ranks = roster.members.get(key, ())
     return min((hello.host for rank in ranks if (hello := roster.hellos.get(rank)) is not None), default="")
 
@@ -45,7 +47,7 @@ def _host_of(roster: Roster, key: str) -> str:
 def _state(
     key: str, device: Device, host: str, joules: float | None, merged: Merged | None, celsius: float | None
 ) -> DeviceState:
-    levels = _mean_readings(device, merged) if merged is not None else {}
+    readings = _mean_readings(device, merged) if merged is not None else {}
     return DeviceState(
         key,
         GPU_KIND if device.is_gpu else NODE_KIND if device.power_scope == NODE_PSU else CPU_KIND,
@@ -55,29 +57,29 @@ def _state(
         joules,
         memory_total_bytes=device.memory_total_bytes,
         temperature_c=celsius,
-        **levels,
+        **readings,
     )
 
 
 def _mean_readings(device: Device, merged: Merged) -> dict[str, float | None]:
-    at = merged.row_by_key.get(device.key)
-    if at is None:
+    row = merged.row_by_key.get(device.key)
+    if row is None:
         return {}
-    energy, levels = merged.wall.energy[at], merged.wall.levels[at]
+    energy, levels = merged.wall.energy[row], merged.wall.levels[row]
     return {
         # With a common energy key, the power is of several devices.
         "power_w": None if device.energy_key else _mean(energy[JOULES], energy[COVERED_S]),
-        "memory_bytes": _mean(levels[0], levels[MEMORY_S]),
+        "memory_bytes": _mean(levels[MEMORY], levels[MEMORY_S]),
         "utilization": _mean(levels[BUSY], levels[BUSY_S]),
     }
 
 
 def _mean(value_seconds: float, covered_s: float) -> float | None:
-    return float(value_seconds / covered_s) if covered_s > MIN_COVERED_S and value_seconds == value_seconds else None
+    return float(value_seconds / covered_s) if covered_s > MIN_COVERED_S and not math.isnan(value_seconds) else None
 
 
 def _kind_of_key(key: str, owner: Device | None, scope: str) -> str:
-    """Return the kind of an energy key; without a device of this attempt, from the scope of the job's energy."""
+    """Return the kind of an energy key: from a device with this key, else from the scope of the job's energy."""
     if owner is not None:
         return _KINDS.get(owner.power_scope or "", GPU_KIND)
     if scope == NODE_PSU:

@@ -10,6 +10,7 @@ open ends, and drops the variances at shared edges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ def common_scopes(nodes: Sequence[Node]) -> list[Scope]:
     """Return the scopes that every node has, the widest first; empty if no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
-    offers = [_devices_by_choice(node) for node in nodes]
+    offers = [_devices_by_choice(node) for node in nodes]  # for each node, the devices of each choice that it has
     return [_scope_of_choice(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
 
 
@@ -62,20 +63,19 @@ def keep_scope(nodes: Sequence[Node], choice: str) -> Scope:
         return widest
     kept = _scope_of_choice([_devices_by_choice(node) for node in nodes], choice)
     if kept.lacking or not widest.label:
-        complaint = (
-            f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
-        )
+        text = f"the run began with {kept.label}, but not every node can measure it: the run's energy is incomplete"
     else:
-        complaint = f"{widest.label} was not measured from the start of the run, so {kept.label} is still used"
-    return replace(kept, complaint=f"power scope: {complaint}")
+        text = f"{widest.label} was not measured from the start of the run, so {kept.label} is still used"
+    return replace(kept, complaint=f"power scope: {text}")
 
 
 def _scope_of_choice(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
-    members = {device.key: device for offer in offers for device in offer.get(choice, ())}
-    there = {device.power_scope for device in members.values() if device.energy_method}
+    """Return the scope with one choice on all nodes, from the devices of each node by choice."""
+    devices = {device.key: device for offer in offers for device in offer.get(choice, ())}
+    measured_scopes = {device.power_scope for device in devices.values() if device.energy_method}
     # The label has the actual scopes: a job on CPUs is not called ``gpu``.
-    label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in there) or choice
-    return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
+    label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in measured_scopes) or choice
+    return Scope(label, choice, frozenset(devices), lacking=sum(choice not in offer for offer in offers))
 
 
 def _devices_by_choice(node: Node) -> dict[str, Node]:
@@ -144,66 +144,66 @@ def window_energy(
 
     The ranks of the ``departed`` devices have all left while other ranks train.
     """
-    lacking = num_not_joined + scope.lacking + (0 if scope.choice == NODE_PSU else num_without_device)
+    # Devices that belong to the window and have no row, at least one for each rank and node without a device.
+    num_lacking = num_not_joined + scope.lacking + (0 if scope.choice == NODE_PSU else num_without_device)
     rows = expected.rows_in(merged)
     is_in_scope = np.array([key in scope.keys for key in expected.sorted_keys], bool)
     owners, best_rows = _best_row_of_owners(merged, expected, rows, is_in_scope)
-    gpu_owners, gpus = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
+    gpu_owners, best_gpu_rows = _best_row_of_owners(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.wall.energy, merged.iterations.energy
-    there = best_rows >= 0
-    there[there] = ~np.isnan(wall[best_rows[there], JOULES])
-    measured = best_rows[there]
+    is_measured = best_rows >= 0
+    is_measured[is_measured] = ~np.isnan(wall[best_rows[is_measured], JOULES])  # of the rows that exist
+    measured_rows = best_rows[is_measured]
     phases_j: dict[str, float] = {}
-    for at in set(merged.phases_j).intersection(measured.tolist()) if merged.phases_j else ():
-        for name, joules in merged.phases_j[at].items():
+    for row in set(merged.phases_j).intersection(measured_rows.tolist()) if merged.phases_j else ():
+        for name, joules in merged.phases_j[row].items():
             phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
-    names = owners if there.all() else [owner for owner, is_there in zip(owners, there, strict=True) if is_there]
-    amounts = wall[measured]
-    present = gpus[gpus >= 0]
-    is_all_there = bool(there.all()) and not lacking
+    is_complete = bool(is_measured.all()) and not num_lacking
+    amounts = wall[measured_rows]
+    gpu_rows = best_gpu_rows[best_gpu_rows >= 0]
     return WindowEnergy(
-        coverage=_coverage(best_rows, merged, lacking) if scope.label else None,
+        coverage=_coverage(best_rows, merged, num_lacking) if scope.label else None,
         wall=total_of(amounts),
-        iterations=total_of(iterations[measured]),
+        iterations=total_of(iterations[measured_rows]),
         phases_j=phases_j,
-        owners=names,
+        owners=owners if is_measured.all() else list(compress(owners, is_measured)),
         amounts=amounts,
-        gpus_coverage=_coverage(gpus, merged, num_not_joined + num_without_device) if gpu_owners else None,
-        gpus_wall_j=float(np.nan_to_num(wall[present, JOULES]).sum()),
-        gpus_iterations_j=float(np.nan_to_num(iterations[present, JOULES]).sum()),
-        num_owners=len(owners) + lacking,
-        lowest_coverage=float(merged.energy_coverage[best_rows].min(initial=1.0)) if is_all_there else 0.0,
+        gpus_coverage=_coverage(best_gpu_rows, merged, num_not_joined + num_without_device) if gpu_owners else None,
+        gpus_wall_j=float(np.nan_to_num(wall[gpu_rows, JOULES]).sum()),
+        gpus_iterations_j=float(np.nan_to_num(iterations[gpu_rows, JOULES]).sum()),
+        num_owners=len(owners) + num_lacking,
+        lowest_coverage=float(merged.energy_coverage[best_rows].min(initial=1.0)) if is_complete else 0.0,
         num_left=sum(key in scope.keys for key in departed),
     )
 
 
 def _best_row_of_owners(
-    merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
+    merged: Merged, expected: Expected, expected_rows: Positions, chosen: NDArray[np.bool_]
 ) -> tuple[list[str], Positions]:
-    """Return each energy key once, with the row of the device with the best coverage, or -1 without a row."""
-    if chosen.all():
-        owners, positions = expected.owners, rows
-    else:
-        owners, positions = [expected.owners[i] for i in np.flatnonzero(chosen)], rows[chosen]
+    """Return each energy key of the chosen devices once, with the row of its device with the best coverage, or -1."""
+    owners, owner_rows = expected.owners, expected_rows
+    if not chosen.all():
+        owners, owner_rows = list(compress(owners, chosen)), expected_rows[chosen]
     if len(set(owners)) == len(owners):
-        return owners, positions.copy()
-    best: dict[str, int] = {}
+        return owners, owner_rows.copy()
+    best_rows: dict[str, int] = {}
     coverage = merged.energy_coverage
-    for owner, at in zip(owners, positions.tolist(), strict=True):
-        best_at = best.setdefault(owner, at)
-        if at >= 0 and (best_at < 0 or coverage[at] > coverage[best_at] + ROUNDING):
-            best[owner] = at
-    return list(best), np.array(list(best.values()), np.intp)
+    for owner, row in zip(owners, owner_rows.tolist(), strict=True):
+        best_row = best_rows.setdefault(owner, row)
+        if row >= 0 and (best_row < 0 or coverage[row] > coverage[best_row] + ROUNDING):
+            best_rows[owner] = row
+    return list(best_rows), np.array(list(best_rows.values()), np.intp)
 
 
-def _coverage(best_rows: Positions, merged: Merged, lacking: int) -> float:
+def _coverage(best_rows: Positions, merged: Merged, num_lacking: int) -> float:
+    """Return measured over expected device-seconds; a device without a row is expected for the longest report."""
     if not len(merged):
         return 0.0
-    span_s = float(merged.span_s.max())
-    there = best_rows[best_rows >= 0]
-    expected_s = float(merged.span_s[there].sum()) + (len(best_rows) - len(there) + lacking) * span_s
-    covered_s = float((merged.energy_coverage[there] * merged.span_s[there]).sum())
-    return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # an empty window is fully covered
+    max_s = float(merged.span_s.max())
+    rows = best_rows[best_rows >= 0]
+    expected_s = float(merged.span_s[rows].sum()) + (len(best_rows) - len(rows) + num_lacking) * max_s
+    covered_s = float((merged.energy_coverage[rows] * merged.span_s[rows]).sum())
+    return covered_s / expected_s if expected_s > 0 else float(max_s <= 0)  # an empty window is fully covered
 
 
 def is_covered(coverage: float | None, minimum: float) -> bool:
@@ -221,8 +221,8 @@ class EnergyTotals(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self._edges: dict[int, Array] = {}  # by boundary: variances on both sides, nan if not known
-        self._newest = 0
+        self._edges: dict[int, Array] = {}  # last window before an edge -> device x (before, after) in J2; nan: unknown
+        self._newest_window = 0
 
     def add_window(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
         """Add the energy of each device in a window (columns: `AMOUNT`), or with a sign of -1 subtract it."""
@@ -230,15 +230,15 @@ class EnergyTotals(Table):
         self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED_COLUMNS])
         self._set_edge(window - 1, 1, rows, amounts[:, START_J2], sign)
         self._set_edge(window, 0, rows, amounts[:, END_J2], sign)
-        self._newest = max(self._newest, window)
-        for boundary in [edge for edge in self._edges if edge < self._newest - OPEN_WINDOWS]:
-            self._add_ended_edge(self._edges.pop(boundary))
+        self._newest_window = max(self._newest_window, window)
+        for boundary in [boundary for boundary in self._edges if boundary < self._newest_window - OPEN_WINDOWS]:
+            self._add_final_edge(self._edges.pop(boundary))
 
     def end_attempt(self) -> None:
         """End an attempt of the job: the next attempt's windows are numbered from 1 and share no old edges."""
         for edge in self._edges.values():
-            self._add_ended_edge(edge)
-        self._edges, self._newest = {}, 0
+            self._add_final_edge(edge)
+        self._edges, self._newest_window = {}, 0
 
     def joules_by_key(self) -> dict[str, float]:
         return self._by_key(self.column("joules"))
@@ -254,7 +254,7 @@ class EnergyTotals(Table):
 
     def packed(self) -> dict[str, Any]:
         edges = {str(boundary): edge.astype("<f8").tobytes() for boundary, edge in self._edges.items()}
-        return {**super().packed(), "edges": edges, "newest": self._newest}
+        return {**super().packed(), "edges": edges, "newest": self._newest_window}
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> EnergyTotals:
@@ -266,7 +266,7 @@ class EnergyTotals(Table):
         table = cast("EnergyTotals", super().unpacked(stored))
         try:
             table._edges = {int(key): decode_array(text).reshape(-1, 2) for key, text in stored["edges"].items()}
-            table._newest = int(stored["newest"])
+            table._newest_window = int(stored["newest"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a table of energies: {error}") from error
         return table
@@ -274,10 +274,11 @@ class EnergyTotals(Table):
     def _by_key(self, values: Array) -> dict[str, float]:
         return dict(zip(cast("list[str]", list(self.keys)), values.tolist(), strict=True))
 
-    def _add_ended_edge(self, edge: Array) -> None:
+    def _add_final_edge(self, edge: Array) -> None:
         self.column("inside_j2")[: len(edge)] += _open_j2(edge)
 
     def _total_variance_j2(self) -> Array:
+        """Return the variance of each device's energy, with the edges that are not final."""
         variances_j2 = self.column("inside_j2").copy()
         if self._edges:
             edges = list(self._edges.values())  # older edges may have fewer devices
@@ -286,8 +287,8 @@ class EnergyTotals(Table):
         return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
     def _set_edge(self, boundary: int, side: int, rows: Positions, side_j2: Array, sign: int) -> None:
-        """Set one side of a boundary, or clear it; side 0 is the window before it, side 1 the window after it."""
-        if boundary < self._newest - OPEN_WINDOWS:  # old boundaries are final
+        """Set one side of a boundary, or clear it for a sign of -1; side 0 is the window before it, 1 after it."""
+        if boundary < self._newest_window - OPEN_WINDOWS:  # old boundaries are final
             self._values[rows, self.NAMES.index("inside_j2")] += sign * side_j2
             return
         edge = self._edges.get(boundary)
@@ -302,10 +303,10 @@ class EnergyTotals(Table):
 
 
 def _open_j2(edge: Array) -> Array:
-    """Return the variance that each device's sum has at a boundary: 0 between two windows."""
+    """Return the variance that a boundary adds to each device's sum: 0 if both its windows are in the sum."""
     before_j2, after_j2 = np.nan_to_num(edge).T
-    opened: Array = edge_j2(before_j2, after_j2, ~np.isnan(edge).any(axis=1))
-    return opened
+    open_j2: Array = edge_j2(before_j2, after_j2, ~np.isnan(edge).any(axis=1))
+    return open_j2
 
 
 _SUMMED_COLUMNS = [AMOUNT.index(name) for name in EnergyTotals.NAMES]

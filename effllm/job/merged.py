@@ -21,7 +21,7 @@ from effllm.records.rank import GAUGES, Device, DeviceWindow, Integrals, RankRep
 
 #: Columns of memory and utilization: integrals over time, each with its covered seconds.
 LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")
-MEMORY_S, BUSY, BUSY_S = 1, 2, 3  # positions in `LEVELS`
+MEMORY, MEMORY_S, BUSY, BUSY_S = range(len(LEVELS))  # positions in `LEVELS`
 
 MAX_REASONS = 32  # maximum number of reasons in `GpuReadings.throttled_by_s`; NVML and AMD SMI have eleven
 
@@ -46,8 +46,8 @@ class Expected(dict[str, Device]):
     @cached_property
     def is_first_of_owner(self) -> NDArray[np.bool_]:
         """Mask of the first device of each energy key, in the order of the keys."""
-        first = {owner: at for at, owner in reversed(list(enumerate(self.owners)))}
-        return np.array([first[owner] == at for at, owner in enumerate(self.owners)], bool)
+        first = {owner: position for position, owner in reversed(list(enumerate(self.owners)))}
+        return np.array([first[owner] == position for position, owner in enumerate(self.owners)], bool)
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -56,24 +56,24 @@ class Expected(dict[str, Device]):
 
     def rows_in(self, merged: Merged) -> Positions:
         """Return the row of each of these devices in ``merged``, in the order of the keys; -1 if missing."""
-        keys, positions = self._last_found
-        if keys != merged.keys:
-            find = merged.row_by_key.get
-            positions = np.fromiter((find(key, -1) for key in self.sorted_keys), np.intp, len(self))
-            self._last_found = merged.keys, positions
-        return positions
+        merged_keys, rows = self._last_keys_and_rows
+        if merged_keys != merged.keys:
+            row_of = merged.row_by_key.get
+            rows = np.fromiter((row_of(key, -1) for key in self.sorted_keys), np.intp, len(self))
+            self._last_keys_and_rows = merged.keys, rows
+        return rows
 
     @cached_property
-    def _last_found(self) -> tuple[list[str], Positions]:
-        return [], np.full(len(self), -1)
+    def _last_keys_and_rows(self) -> tuple[list[str], Positions]:
+        return [], np.full(len(self), -1)  # before the first call of `rows_in`, which replaces them
 
 
 class GaugeSums(Struct):
     """The running sums of a gauge over all GPUs."""
 
-    value_seconds: float = 0.0
-    covered_s: float = 0.0
-    most: float | None = None
+    value_seconds: float = 0.0  # integral of the value over time
+    covered_s: float = 0.0  # time with readings
+    most: float | None = None  # the largest value
 
     @property
     def mean(self) -> float | None:
@@ -86,11 +86,12 @@ class GpuReadings(Struct):
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
     throttle_covered_s: float = 0.0
-    power_histogram_s: dict[int, float] = {}
+    power_histogram_s: dict[int, float] = {}  # bin of `DeviceWindow.power_histogram_s` -> seconds
     power_peak_w: float | None = None
     throttled_by_s: dict[str, float] = {}  # clocks event reason -> seconds; reasons may overlap
 
     def add_window(self, window: DeviceWindow) -> None:
+        """Add the readings of one GPU; reasons above `MAX_REASONS` and unknown gauges are left out."""
         for name, gauge in window.gauges.items():
             sums = self.gauges.get(name)
             if sums is None:
@@ -103,8 +104,8 @@ class GpuReadings(Struct):
             if sums.most is None or most > sums.most:
                 sums.most = most
         histogram_s = self.power_histogram_s
-        for step, seconds in window.power_histogram_s.items():
-            histogram_s[step] = histogram_s.get(step, 0.0) + seconds
+        for power_bin, seconds in window.power_histogram_s.items():
+            histogram_s[power_bin] = histogram_s.get(power_bin, 0.0) + seconds
         if window.throttled_s:
             self.throttled_s += window.throttled_s.get("any", 0.0)
             for reason, seconds in window.throttled_s.items():
@@ -176,7 +177,7 @@ class Merged(Struct, dict=True, eq=False):
             wall=self.wall.merge(more.wall),
             iterations=self.iterations.merge(more.iterations),
             peaks=np.concatenate((self.peaks, more.peaks)),
-            phases_j={**self.phases_j, **{at + len(self): parts for at, parts in more.phases_j.items()}},
+            phases_j={**self.phases_j, **{row + len(self): joules for row, joules in more.phases_j.items()}},
             gpus=self.gpus.merge(more.gpus),
         )
 
@@ -199,9 +200,9 @@ class Merged(Struct, dict=True, eq=False):
 
     def count_measured_gpus(self, expected: Expected) -> int:
         """Return the number of expected GPUs with any measured quantity."""
-        there = expected.rows_in(self)[expected.is_gpu]
+        gpu_rows = expected.rows_in(self)[expected.is_gpu]
         covered_s = self.wall.energy[:, COVERED_S] + self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
-        return int((covered_s[there[there >= 0]] > 0).sum())
+        return int((covered_s[gpu_rows[gpu_rows >= 0]] > 0).sum())
 
 
 def merge_devices(
@@ -214,39 +215,39 @@ def merge_devices(
 
     Readings of a whole device are from the rank with the highest coverage; if coverages are equal, the lowest rank is
     used.  So every window uses the same rank, whose periods are adjacent.  Shares of a shared device are added; if the
-    share of a rank is missing, the device is not measured, because a partial sum would be wrong.
+    share of one of its ranks (``members``) is missing, the device is not measured: a partial sum would be wrong.
     """
-    by_key = _only_device_each(rows, expected)
-    readings = readings if by_key and expected.is_gpu.all() else None
-    several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
-    for row in rows if not by_key else ():
+    chosen = _only_device_each(rows, expected)  # key -> the report whose readings of the device are used
+    readings = readings if chosen and expected.is_gpu.all() else None
+    of_several_ranks: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}  # key -> all reports of the device
+    for row in rows if not chosen else ():
         for window in row.devices:
             if (key := window.device) not in expected:
                 continue
-            if key not in by_key:
-                by_key[key] = (row, window)
+            if key not in chosen:
+                chosen[key] = (row, window)
             else:
-                several.setdefault(key, [by_key[key]]).append((row, window))
-    for key, pairs in several.items():
-        by_key[key] = min(pairs, key=lambda pair: (*_lacks(*pair), pair[0].rank))
-    windows = [window for _, window in by_key.values()]
+                of_several_ranks.setdefault(key, [chosen[key]]).append((row, window))
+    for key, pairs in of_several_ranks.items():
+        chosen[key] = min(pairs, key=lambda pair: (*_lack_of_coverage(*pair), pair[0].rank))
+    windows = [window for _, window in chosen.values()]
     wall, phases_j = DeviceColumns.of([window.wall for window in windows]), {}
     iterations = DeviceColumns(*map(np.copy, wall))
-    for at, window in enumerate(windows):
+    for i, window in enumerate(windows):
         if window.phases:
-            only = DeviceColumns.of([window.iterations])
-            iterations.energy[at], iterations.levels[at] = only.energy[0], only.levels[0]
-            phases_j[at] = {name: part.energy.joules for name, part in window.phases.items()}
+            without_phases = DeviceColumns.of([window.iterations])
+            iterations.energy[i], iterations.levels[i] = without_phases.energy[0], without_phases.levels[0]
+            phases_j[i] = {name: part.energy.joules for name, part in window.phases.items()}
     peaks = fields_of(windows, ("memory_peak_bytes",))[:, 0]
-    for at, key in enumerate(by_key) if several or expected.shared else ():
-        pairs = several.get(key) or [by_key[key]]
+    for i, key in enumerate(chosen) if of_several_ranks or expected.shared else ():
+        pairs = of_several_ranks.get(key) or [chosen[key]]
         if key in expected.shared:
-            is_whole = members.get(key, set()) <= {row.rank for row, _ in pairs}
-            wall.levels[at] = _summed_levels([share.wall for _, share in pairs], is_whole)
-            iterations.levels[at] = _summed_levels([share.iterations for _, share in pairs], is_whole)
-            peaks[at] = fields_of([share for _, share in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
-        elif key in several:
-            peaks[at] = np.fmax.reduce(fields_of([window for _, window in pairs], ("memory_peak_bytes",))[:, 0])
+            has_all = members.get(key, set()) <= {row.rank for row, _ in pairs}
+            wall.levels[i] = _summed_levels([share.wall for _, share in pairs], has_all)
+            iterations.levels[i] = _summed_levels([share.iterations for _, share in pairs], has_all)
+            peaks[i] = fields_of([share for _, share in pairs], ("memory_peak_bytes",)).sum() if has_all else np.nan
+        elif key in of_several_ranks:
+            peaks[i] = np.fmax.reduce(fields_of([window for _, window in pairs], ("memory_peak_bytes",))[:, 0])
     _clear_tiny_coverage(iterations)
     if readings is None:
         readings = GpuReadings()
@@ -254,9 +255,9 @@ def merge_devices(
             if expected[window.device].is_gpu:
                 readings.add_window(window)
     return Merged(
-        keys=list(by_key),
-        devices=list(map(expected.__getitem__, by_key)),
-        span_s=np.array([row.wall_s for row, _ in by_key.values()]),
+        keys=list(chosen),
+        devices=list(map(expected.__getitem__, chosen)),
+        span_s=np.array([row.wall_s for row, _ in chosen.values()]),
         wall=wall,
         iterations=iterations,
         peaks=peaks,
@@ -270,7 +271,7 @@ def has_one_device_each(rows: Sequence[RankReport]) -> bool:
 
 
 def _only_device_each(rows: Sequence[RankReport], expected: Expected) -> dict[str, tuple[RankReport, DeviceWindow]]:
-    """Return the device of each report by its key, if each report has one device of its own; else nothing."""
+    """Return by key the report and readings of each device, if each report has one device of its own; else nothing."""
     if not has_one_device_each(rows):
         return {}
     by_key = {row.devices[0].device: (row, row.devices[0]) for row in rows}
@@ -280,32 +281,33 @@ def _only_device_each(rows: Sequence[RankReport], expected: Expected) -> dict[st
 def _clear_tiny_coverage(columns: DeviceColumns) -> None:
     """Mark values as not measured if they cover less time than a rounding error."""
     columns.energy[~(columns.energy[:, COVERED_S] > MIN_COVERED_S)] = _NOT_MEASURED
-    for value in (0, 2):
-        nothing = ~(columns.levels[:, value + 1] > MIN_COVERED_S)
-        columns.levels[nothing, value], columns.levels[nothing, value + 1] = np.nan, 0.0
+    for value, covered_s in ((MEMORY, MEMORY_S), (BUSY, BUSY_S)):
+        is_tiny = ~(columns.levels[:, covered_s] > MIN_COVERED_S)
+        columns.levels[is_tiny, value], columns.levels[is_tiny, covered_s] = np.nan, 0.0
 
 
 _NOT_MEASURED = structs_of([NOT_MEASURED], EnergyAmount)[0]
 
 
-def _lacks(row: RankReport, window: DeviceWindow) -> tuple[float, bool]:
+def _lack_of_coverage(row: RankReport, window: DeviceWindow) -> tuple[float, bool]:
     """Return the share of a report without energy, rounded so that equal shares compare equal, and if it has no memory.
 
     The windows of two ranks begin at different times.  If the energy of one window came from another rank, only because
     its memory has fewer gaps, the time between the two starts would be left out or counted twice.
     """
     covered_s = window.wall.energy.covered_s
-    lack = round(1 - covered_s / row.wall_s, 5) if row.wall_s > 0 else 1.0
-    return lack, window.wall.memory_covered_s <= 0
+    share = round(1 - covered_s / row.wall_s, 5) if row.wall_s > 0 else 1.0
+    return share, window.wall.memory_covered_s <= 0
 
 
-def _summed_levels(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
-    """Return the levels of a device from the shares of its ranks; nan if a rank is missing."""
-    levels = fields_of(parts, LEVELS).T if is_whole else np.zeros((4, 1))
-    return (*_sum_of_means(levels[0], levels[1]), *_sum_of_means(levels[2], levels[3]))
+def _summed_levels(shares: Sequence[Integrals], has_all: bool) -> tuple[float, ...]:
+    """Return the `LEVELS` of a device from the shares of its ranks; not measured if the share of a rank is missing."""
+    memory, memory_s, busy, busy_s = fields_of(shares, LEVELS).T if has_all else np.zeros((len(LEVELS), 1))
+    return (*_sum_of_means(memory, memory_s), *_sum_of_means(busy, busy_s))
 
 
-def _sum_of_means(values: Array, covered_s: Array) -> tuple[float, float]:
+def _sum_of_means(integrals: Array, covered_s: Array) -> tuple[float, float]:
+    """Return the sum of the means over time, as an integral over the shortest covered time, and this time."""
     # The reports of the ranks cover slightly different periods, so their means add up, not their integrals.
     min_s = float(covered_s.min())
-    return (float((np.nan_to_num(values) / covered_s).sum()) * min_s, min_s) if min_s > 0 else (np.nan, 0.0)
+    return (float((np.nan_to_num(integrals) / covered_s).sum()) * min_s, min_s) if min_s > 0 else (np.nan, 0.0)
