@@ -16,7 +16,7 @@ from effllm.job.health.own_times import UNLIKE
 from effllm.job.health.straggler_reasons import CLOCK, HOST, POWER_LIMIT, THROTTLED, UNKNOWN
 from effllm.job.slow_clocks import LOCKED
 from effllm.metrics import METRICS
-from effllm.records.job import AttemptSummary, Summary
+from effllm.records.job import Summary
 from effllm.records.verdict import DATA_WAIT, OF_GPUS, PROFILE, SlowIterations, StragglerVerdict, Waterfall
 
 #: Profiled iterations, summed over ranks, below which the split of the steps is no evidence.
@@ -24,7 +24,7 @@ MIN_PROFILED = 5
 #: Losses are estimates: parts of windows are redone, and a wait for the slowest rank is longer than a mean wait.  In
 #: planted jobs the bound of the gain was too low by at most 0.8 % of the loss without this margin.
 BOUND_MARGIN = 0.02
-#: Share of the waits for data from which on they are the waits of few ranks.
+#: Waits for data are those of few ranks if waits for stragglers with slow data are at least this share of them.
 OF_FEW = 0.5
 #: Period of profiles in a long job.
 USUAL_PERIOD = 500
@@ -54,20 +54,20 @@ class Loss(NamedTuple):
     seconds: float  # device-seconds
     why: str
     source: str  # place of the numbers in the run folder
-    factor: float = 1.0  # saved device time over `seconds`
+    max_ratio: float = 1.0  # upper bound of the saved device time over `seconds`
     action: str = ""  # the next action, if it is not the usual action for the cause
     share: float = 0.0  # of all device time
 
     @property
     def likely_share(self) -> float:
         """The share; of slow and uneven ranks, which have a lower bound, the geometric mean with the upper bound."""
-        return self.share * (math.sqrt(self.factor) if self.cause in ("straggler", "uneven_ranks") else 1.0)
+        return self.share * (math.sqrt(self.max_ratio) if self.cause in ("straggler", "uneven_ranks") else 1.0)
 
     @property
     def gain(self) -> float | None:
         """Upper bound of the gain in tokens per device time; ``None`` if all time is lost."""
-        saved = self.share * self.factor * (1.0 + BOUND_MARGIN)
-        return saved / (1.0 - saved) if saved < 1.0 else None
+        saved_share = self.share * self.max_ratio * (1.0 + BOUND_MARGIN)
+        return saved_share / (1.0 - saved_share) if saved_share < 1.0 else None
 
 
 def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[Loss]:
@@ -75,7 +75,7 @@ def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[
 
     ``framework`` is empty for a loop that calls effllm itself.
     """
-    made = [
+    entries = [
         *_losses_of_parts(summary, waterfall, framework),
         *_losses_by_stragglers(summary, waterfall),
         *_loss_by_uneven_ranks(summary, waterfall),
@@ -87,22 +87,19 @@ def losses(summary: Summary, waterfall: Waterfall, framework: str = "") -> list[
         *_loss_by_retries(summary, waterfall),
     ]
     by_cause: dict[str, Loss] = {}
-    for entry in made:
-        loss = _with_rest_of_job(entry, waterfall)
-        cause, seconds = loss.cause, loss.seconds
-        before = by_cause.get(cause)
+    for loss in (_with_share_of_job(loss, waterfall) for loss in entries if loss.seconds > 0):
         # Waits for a throttled GPU are measured, and they are a part of the loss by its clock: the larger loss counts.
-        if seconds > 0:
-            larger = loss if before is None or seconds > before.seconds else before
-            most = max(each.seconds * each.factor for each in (loss, before or loss))
-            by_cause[cause] = larger._replace(factor=most / larger.seconds)
-    found_losses = sorted(by_cause.values(), key=lambda loss: -loss.likely_share)
+        earlier = by_cause.get(loss.cause, loss)
+        larger = max(earlier, loss, key=lambda each: each.seconds)
+        max_saved_s = max(each.seconds * each.max_ratio for each in (earlier, loss))
+        by_cause[loss.cause] = larger._replace(max_ratio=max_saved_s / larger.seconds)
+    in_order = sorted(by_cause.values(), key=lambda loss: -loss.likely_share)
     slow, idle = by_cause.get("straggler"), by_cause.get("device_idle")
     is_of_host = any(HOST in verdict.differences for verdict in summary.stragglers[:1])
-    if slow is not None and idle is not None and is_of_host and found_losses.index(idle) < found_losses.index(slow):
-        found_losses.remove(idle)  # the GPU of a slow host is idle because of the host
-        found_losses.insert(found_losses.index(slow) + 1, idle)
-    return found_losses
+    if slow is not None and idle is not None and is_of_host and in_order.index(idle) < in_order.index(slow):
+        in_order.remove(idle)  # the GPU of a slow host is idle because of the host
+        in_order.insert(in_order.index(slow) + 1, idle)
+    return in_order
 
 
 def is_reported(loss: Loss, summary: Summary) -> bool:
@@ -118,8 +115,8 @@ def profile_period(iterations: int, ranks: int) -> int:
     >>> profile_period(100_000, 8), profile_period(60, 4), profile_period(60, 1)
     (500, 20, 6)
     """
-    each = max(math.ceil(2 * MIN_PROFILED / max(ranks, 1)), 2)
-    return min(max(iterations // each, 1), USUAL_PERIOD)
+    profiles_per_rank = max(math.ceil(2 * MIN_PROFILED / max(ranks, 1)), 2)
+    return min(max(iterations // profiles_per_rank, 1), USUAL_PERIOD)
 
 
 def is_profiled(summary: Summary) -> bool:
@@ -127,13 +124,14 @@ def is_profiled(summary: Summary) -> bool:
     profile, goodput = summary.profile, summary.goodput
     if profile is None or profile.iterations < MIN_PROFILED or profile.time_s <= 0:
         return False
-    classes = goodput.seconds if goodput else {}
-    steps_s = sum(classes.get(name, 0.0) for name in ("kept", "redone", "straggling", "uneven_ranks"))
-    mean_s = steps_s / summary.iterations if summary.iterations else 0.0
-    return not mean_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_s < UNLIKE
+    classes_s = goodput.seconds if goodput else {}
+    steps_s = sum(classes_s.get(name, 0.0) for name in ("kept", "redone", "straggling", "uneven_ranks"))
+    mean_step_s = steps_s / summary.iterations if summary.iterations else 0.0
+    return not mean_step_s or 1 / UNLIKE < profile.time_s / profile.iterations / mean_step_s < UNLIKE
 
 
 def seconds_of(waterfall: Waterfall, *names: str) -> float:
+    """Return the device-seconds of these parts."""
     return sum(part.device_seconds for part in waterfall.parts if part.name in names)
 
 
@@ -141,14 +139,14 @@ def _source(name: str) -> str:
     return f"summary.json: waterfall.parts, name {name}"
 
 
-def _with_rest_of_job(loss: Loss, waterfall: Waterfall) -> Loss:
+def _with_share_of_job(loss: Loss, waterfall: Waterfall) -> Loss:
     """Return a loss with its share; its removal also shortens repeated steps, and the time of unused GPUs."""
     loss = loss._replace(share=loss.seconds / waterfall.device_seconds)
     used_s, steps_s = _used_device_seconds(waterfall), seconds_of(waterfall, "straggling", "uneven_ranks", *STEP_PARTS)
     if loss.cause == "unused_gpus" or used_s <= 0:
         return loss
-    repeated = 1.0 + seconds_of(waterfall, "redone") / steps_s if loss.cause in _IN_STEPS and steps_s else 1.0
-    return loss._replace(factor=loss.factor * repeated * waterfall.device_seconds / used_s)
+    repeats = 1.0 + seconds_of(waterfall, "redone") / steps_s if loss.cause in _IN_STEPS and steps_s else 1.0
+    return loss._replace(max_ratio=loss.max_ratio * repeats * waterfall.device_seconds / used_s)
 
 
 def _used_device_seconds(waterfall: Waterfall) -> float:
@@ -156,23 +154,24 @@ def _used_device_seconds(waterfall: Waterfall) -> float:
 
 
 def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> Iterator[Loss]:
-    what = "data wait" if framework else "time between iterations"
-    waits, data_s = "the ranks wait for data between steps", seconds_of(waterfall, AVOIDABLE["data_loading"].part)
+    """Yield the losses that are parts of the waterfall: `Cause.part` in `AVOIDABLE`, and the first start-up."""
+    data_text, data_s = "the ranks wait for data between steps", seconds_of(waterfall, AVOIDABLE["data_loading"].part)
     if summary.goodput is not None and summary.iterations:
         # Means over ranks and all iterations, as the loss: the metrics are of the slowest rank, without the warm-up.
-        each = {name: time_s / summary.iterations for name, time_s in summary.goodput.seconds.items()}
-        wait, iteration = each.get("data", 0.0), sum(each.get(name, 0.0) for name in ITERATION_CLASSES)
-        waits = f"{what} {_ms_text(wait)} of {_ms_text(iteration)} ms per iteration"
+        means_s = {name: time_s / summary.iterations for name, time_s in summary.goodput.seconds.items()}
+        wait_s, iteration_s = means_s.get("data", 0.0), sum(means_s.get(name, 0.0) for name in ITERATION_CLASSES)
+        wait_name = "data wait" if framework else "time between iterations"
+        data_text = f"{wait_name} {_ms_text(wait_s)} of {_ms_text(iteration_s)} ms per iteration"
     if summary.rare_waits is not None:
-        waits += f"; {_how_often(summary.rare_waits)}, up to {_ms_text(summary.rare_waits.longest_s)} ms"
+        data_text += f"; {_how_often(summary.rare_waits)}, up to {_ms_text(summary.rare_waits.longest_s)} ms"
     of_few = [verdict for verdict in summary.stragglers if verdict.evidence == DATA_WAIT]
     is_of_few = _devices_per_rank(summary, waterfall) * sum(map(_cost_in_rank_s, of_few)) >= OF_FEW * data_s > 0
     if is_of_few:
-        waits += f"; {_slow_ranks_text(max(of_few, key=_cost_in_rank_s), len(of_few) - 1)}"
+        data_text += f"; {_slow_ranks_text(max(of_few, key=_cost_in_rank_s), len(of_few) - 1)}"
     evidence = {part.name: part.evidence for part in waterfall.parts}
     texts = {
-        "data_loading": waits,
-        "between_iterations": waits,
+        "data_loading": data_text,
+        "between_iterations": data_text,
         "slow_iterations": _slow_text(summary.slow_iterations),
         "warmup": "the first iterations are longer than the median",
         "checkpoint": "the steps stop during checkpoints",
@@ -182,22 +181,26 @@ def _losses_of_parts(summary: Summary, waterfall: Waterfall, framework: str) -> 
         "hang": _hang_text(summary),
         "unused_gpus": evidence.get("unused") or "GPUs of the allocation are used by no rank",
     }
-    not_this = "between_iterations" if framework else "data_loading"
+    other_cause = "between_iterations" if framework else "data_loading"  # both have the same part
     for cause, part in ((cause, row.part) for cause, row in AVOIDABLE.items() if row.part):
-        if cause != not_this:
+        if cause != other_cause:
             seconds, action = seconds_of(waterfall, part), SLOW_DATA.text if part == "data" and is_of_few else ""
-            yield Loss(cause, seconds, texts[cause], _source(part), _factor(summary, waterfall, cause, seconds), action)
+            max_ratio = _max_ratio_of_part(summary, waterfall, cause, seconds)
+            yield Loss(cause, seconds, texts[cause], _source(part), max_ratio, action)
     # The start-ups of later attempts belong to the restarts.
+    seconds = (1.0 - _later_startups_share(summary)) * seconds_of(waterfall, "startup")
+    yield Loss("startup", seconds, "time before the first iteration", _source("startup"))
+
+
+def _later_startups_share(summary: Summary) -> float:
+    """Return the share of the start-ups of all attempts but the first in the device-seconds of all start-ups."""
     attempts = summary.goodput.attempts if summary.goodput is not None else ()
-    total = sum(map(_startup_s, attempts))
-    first = _startup_s(attempts[0]) / total if attempts and total > 0 else 1.0
-    yield Loss(
-        "startup", first * seconds_of(waterfall, "startup"), "time before the first iteration", _source("startup")
-    )
+    startups_s = [attempt.startup_s * attempt.devices for attempt in attempts]
+    return sum(startups_s[1:]) / sum(startups_s) if sum(startups_s) > 0 else 0.0
 
 
-def _factor(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
-    """Return the upper bound of a part over its seconds."""
+def _max_ratio_of_part(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) -> float:
+    """Return `Loss.max_ratio` of a part of the waterfall, from its device-seconds."""
     if cause == "slow_iterations" and summary.slow_iterations is not None and seconds:
         return summary.slow_iterations.max_ratio + seconds_of(waterfall, "warmup") / seconds
     if cause in ("data_loading", "between_iterations") and summary.goodput is not None and seconds:
@@ -207,7 +210,7 @@ def _factor(summary: Summary, waterfall: Waterfall, cause: str, seconds: float) 
 
 
 def _ms_text(seconds: float) -> str:
-    """Return a time in ms, with three digits or as a whole number."""
+    """Return a time in ms with three digits, or as a whole number if it has more digits."""
     return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:,.0f}"
 
 
@@ -228,11 +231,8 @@ def _how_often(slow: SlowIterations) -> str:
     return f"every {slow.every:,}th iteration" if slow.every else f"{slow.count:,} of {slow.of:,} iterations"
 
 
-def _startup_s(attempt: AttemptSummary) -> float:
-    return attempt.startup_s * attempt.devices
-
-
 def _devices_per_rank(summary: Summary, waterfall: Waterfall) -> float:
+    """Return device-seconds over rank-seconds, with which a loss in rank-seconds is multiplied."""
     rank_seconds = sum(summary.goodput.rank_seconds.values()) if summary.goodput is not None else 0.0
     return _used_device_seconds(waterfall) / rank_seconds if rank_seconds else 1.0
 
@@ -243,32 +243,34 @@ def _losses_by_clocks(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     for cause, clock in summary.slow_clocks.items():
         if cause == LOCKED:
             continue
-        factor = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
-        yield Loss(cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", factor)
+        max_ratio = max(clock.max_rank_seconds / clock.rank_seconds, 1.0) if clock.rank_seconds > 0 else 1.0
+        yield Loss(cause, devices * clock.rank_seconds, clock.why, f"summary.json: slow_clocks.{cause}", max_ratio)
 
 
 def _losses_by_stragglers(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
+    """Yield the time that slow ranks cost, divided among the causes in proportion to the costs of their verdicts."""
     named = [verdict for verdict in summary.stragglers if verdict.evidence != DATA_WAIT]
-    seconds, total = seconds_of(waterfall, "straggling"), sum(map(_cost_in_rank_s, named))
+    straggling_s, total_cost_s = seconds_of(waterfall, "straggling"), sum(map(_cost_in_rank_s, named))
     by_cause: dict[str, list[StragglerVerdict]] = {}
-    for verdict in named if total else ():
-        by_cause.setdefault(cause_of(verdict), []).append(verdict)
+    for verdict in named if total_cost_s else ():
+        by_cause.setdefault(_cause_of_straggler(verdict), []).append(verdict)
     for cause, verdicts in by_cause.items():
-        worst, counted_s = max(verdicts, key=_cost_in_rank_s), sum(map(_cost_in_rank_s, verdicts))
-        waits = seconds * counted_s / total
+        worst, cost_s = max(verdicts, key=_cost_in_rank_s), sum(map(_cost_in_rank_s, verdicts))
+        seconds = straggling_s * cost_s / total_cost_s
         # A rank is named only in some windows: in others, the waits for it are waits without a slow rank.
         last_s = sum(summary.last_ranks.max_waits_s.get(rank, 0.0) for verdict in verdicts for rank in verdict.ranks)
-        bound = waits * max(sum(verdict.max_seconds for verdict in verdicts) / counted_s, last_s / counted_s, 1.0)
+        max_ratio = max(sum(verdict.max_seconds for verdict in verdicts) / cost_s, last_s / cost_s, 1.0)
         source = f"{STRAGGLERS}, ranks {','.join(map(str, worst.ranks))}"
-        yield Loss(cause, waits, _slow_ranks_text(worst, len(verdicts) - 1), source, bound / waits if waits else 1.0)
+        yield Loss(cause, seconds, _slow_ranks_text(worst, len(verdicts) - 1), source, max_ratio)
 
 
 def _cost_in_rank_s(verdict: StragglerVerdict) -> float:
+    """Return the rank-seconds that slow ranks cost: the waits of the others for them, and their own time."""
     return verdict.gpu_seconds + verdict.own_seconds
 
 
 def _slow_ranks_text(verdict: StragglerVerdict, more: int = 0) -> str:
-    """Return a verdict on slow ranks as text, with the number of further verdicts."""
+    """Return a verdict on slow ranks as text, with the number of further verdicts (``more``)."""
     why = verdict.why
     if why == UNKNOWN:
         how = "computation takes {} longer than" if verdict.evidence == PROFILE else "{} slower than"
@@ -283,32 +285,31 @@ def _slow_ranks_text(verdict: StragglerVerdict, more: int = 0) -> str:
 def _loss_by_uneven_ranks(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     """Yield the waits of the ranks for each other without a slow rank."""
     seconds, last = seconds_of(waterfall, "uneven_ranks"), summary.last_ranks
+    devices = _devices_per_rank(summary, waterfall)
     if is_profiled(summary):  # at most, a slow rank is as slow after its first wait for others
         for_slow_s = sum(max(verdict.max_seconds - _cost_in_rank_s(verdict), 0.0) for verdict in summary.stragglers)
-        in_communication_s = seconds_of(waterfall, "waits_in_communication")
-        seconds += max(in_communication_s - for_slow_s * _devices_per_rank(summary, waterfall), 0.0)
-    counted_s = seconds / _devices_per_rank(summary, waterfall)
+        seconds += max(seconds_of(waterfall, "waits_in_communication") - for_slow_s * devices, 0.0)
+    rank_seconds = seconds / devices
     text = "the ranks wait for each other, and no rank is named as slow"
     if last.by_rank and last.iterations:
         rank, count = last.dominant_last_rank
         text += f" (most often last: rank {rank}, in {100 * count / last.iterations:.0f} % of the iterations)"
-    factor = max(last.max_uneven_s / counted_s, 1.0) if counted_s else 1.0
-    yield Loss("uneven_ranks", seconds, text, _source("uneven_ranks"), factor)
+    max_ratio = max(last.max_uneven_s / rank_seconds, 1.0) if rank_seconds else 1.0
+    yield Loss("uneven_ranks", seconds, text, _source("uneven_ranks"), max_ratio)
 
 
-def cause_of(verdict: StragglerVerdict) -> str:
+def _cause_of_straggler(verdict: StragglerVerdict) -> str:
     if POWER_LIMIT in verdict.differences:
         return "power_limit"
     return "throttled" if {CLOCK, THROTTLED} & set(verdict.differences) else "straggler"
 
 
 def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
+    """Yield the gaps between attempts, the start-ups of later attempts, and repeated work."""
     if summary.goodput is None or summary.attempts < 2:
         return
     attempts = summary.goodput.attempts
-    total = sum(map(_startup_s, attempts))
-    later = sum(map(_startup_s, attempts[1:])) / total if total > 0 else 0.0
-    seconds = seconds_of(waterfall, "restart_gap") + later * seconds_of(waterfall, "startup")
+    seconds = seconds_of(waterfall, "restart_gap") + _later_startups_share(summary) * seconds_of(waterfall, "startup")
     # Repeated iterations also repeat their data waits, waits for stragglers, evaluations and checkpoints.
     around_s = sum(attempt.redone_around_s * attempt.devices for attempt in attempts)
     hidden_s = sum(attempt.max_redone_around_s * attempt.devices for attempt in attempts) - around_s
@@ -319,8 +320,9 @@ def _loss_by_restarts(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     details += f", gaps {gaps_s:,.0f} s" if gaps_s >= 1 else ""
     details += f", {redone:,} repeated iterations" if redone else ""
     # At most, all of the time after the last iterations belongs to attempts that would not have ended.
-    factor = 1.0 + (seconds_of(waterfall, "shutdown") + hidden_s) / seconds if seconds else 1.0
-    yield Loss("restarts", seconds, f"{summary.attempts} attempts{details}", "summary.json: goodput.attempts", factor)
+    max_ratio = 1.0 + (seconds_of(waterfall, "shutdown") + hidden_s) / seconds if seconds else 1.0
+    why = f"{summary.attempts} attempts{details}"
+    yield Loss("restarts", seconds, why, "summary.json: goodput.attempts", max_ratio)
 
 
 def _losses_by_profile(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
@@ -349,22 +351,22 @@ def _loss_by_idle_gpus(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]
     busy = busy_share(summary, waterfall)
     if busy is None:
         return
-    counted_s = seconds_of(waterfall, "data", "slow_iterations", "warmup")
-    iterations_s = counted_s + seconds_of(waterfall, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
-    counted_s += _retries_cost_s(summary, waterfall)  # during a retry of the allocator, the device has no work
+    other_losses_s = seconds_of(waterfall, "data", "slow_iterations", "warmup")  # idle time in other losses
+    iterations_s = other_losses_s + seconds_of(waterfall, "redone", "straggling", "uneven_ranks", *STEP_PARTS)
+    other_losses_s += _retries_cost_s(summary, waterfall)  # during a retry of the allocator, the device has no work
     text = f"the GPUs run a kernel in {100 * busy:.0f} % of the iterations"
     tag = METRICS["pcu_ratio"].tag("run")
-    yield Loss("device_idle", (1.0 - busy) * iterations_s - counted_s, text, f"summary.json: metrics, {tag}")
+    yield Loss("device_idle", (1.0 - busy) * iterations_s - other_losses_s, text, f"summary.json: metrics, {tag}")
 
 
 def _loss_by_retries(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
     pressure = summary.memory_pressure
-    if pressure is not None and pressure.rank_seconds:
-        why = (
-            f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
-        )
-        factor = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
-        yield Loss("memory_pressure", _retries_cost_s(summary, waterfall), why, "summary.json: memory_pressure", factor)
+    if pressure is None or not pressure.rank_seconds:
+        return
+    why = f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows, which are slower than the others"
+    seconds, source = _retries_cost_s(summary, waterfall), "summary.json: memory_pressure"
+    max_ratio = max((pressure.max_rank_seconds or 0.0) / pressure.rank_seconds, 1.0)
+    yield Loss("memory_pressure", seconds, why, source, max_ratio)
 
 
 def _retries_cost_s(summary: Summary, waterfall: Waterfall) -> float:
@@ -383,5 +385,6 @@ def _loss_by_padding(summary: Summary, waterfall: Waterfall) -> Iterator[Loss]:
 
 
 def _run_value(summary: Summary, name: str) -> float | None:
+    """Return the run-to-date value of a metric; ``None`` if it was not measured."""
     metric = summary.metrics.get(METRICS[name].tag("run"))
     return None if metric is None else metric.value

@@ -47,7 +47,7 @@ class _End(NamedTuple):
     next: str
 
 
-#: What is said of a job that ended so, and the next action.
+#: By status of a job: the reason if no event has one, and the next action.
 _END_TEXTS = {
     "failed": _End("an exception of the script", "the log of this rank has the exception"),
     "killed": _End("no exception: a signal, or the end of the machine", "dmesg, and the log of the scheduler"),
@@ -65,8 +65,8 @@ _MEMORY_GROWTH_KINDS = frozenset(("memory_leak", "memory_forecast"))
 _NAMES = {"unused_gpus": "unused GPUs"}
 #: Without reports for this share of the device time, a job is neither healthy nor is a smaller loss its primary cause.
 MAX_UNREPORTED = 0.1
-MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01
-LARGE_GAIN = 10.0
+MAX_EVIDENCE, MIN_EVIDENCE_SHARE = 5, 0.01  # number of statements; share of the device time of a loss in one
+LARGE_GAIN = 10.0  # from this gain on, the share of a loss has no decimals
 #: Retries of the allocator per iteration of a rank from which on they are the cause, if no loss is above its threshold.
 MIN_RETRIES = 0.1
 MAX_NAMED = 4  # ranks in the text of a verdict
@@ -80,11 +80,11 @@ _CAUSED_BY_CORES = frozenset((
 
 
 def windows_of(loss: Loss, summary: Summary, goodput: Goodput) -> LossWindows | None:
-    """Return the windows of a loss; ``None`` if no window can be named."""
+    """Return the windows with a loss above its threshold; ``None`` if no window can be named."""
     if loss.cause == "memory_pressure":
         return windows_of_retries(summary)
-    name = STRAGGLING if loss.source.startswith(STRAGGLERS) else AVOIDABLE[loss.cause].part
-    return goodput.windows_of(name, AVOIDABLE[loss.cause].share) if name in PARTS else None
+    part = STRAGGLING if loss.source.startswith(STRAGGLERS) else AVOIDABLE[loss.cause].part
+    return goodput.windows_of(part, AVOIDABLE[loss.cause].share) if part in PARTS else None
 
 
 def windows_of_retries(summary: Summary) -> LossWindows | None:
@@ -95,7 +95,7 @@ def windows_of_retries(summary: Summary) -> LossWindows | None:
 
 
 def _worst_iteration_text(windows: LossWindows | None, iterations: int) -> str:
-    """Return where a loss is, if it is in few windows."""
+    """Return a text about the iteration with the largest loss, if the loss is in few iterations; else nothing."""
     if windows is None or windows.worst_iteration is None:
         return ""
     is_rare = windows.last_iteration - windows.first_iteration < MAX_RARE_SHARE * iterations
@@ -122,32 +122,33 @@ def verdict_of(
     reported = [loss for loss in all_losses if is_reported(loss, summary)]
     if summary.status == "stalled":
         reported = [loss for loss in all_losses if loss.cause == "hang"] or reported
-    unit, seen = waterfall.unit, goodput or Goodput()
+    unit, goodput = waterfall.unit, goodput or Goodput()
     shown = [loss for loss in all_losses[:MAX_EVIDENCE] if loss.share >= MIN_EVIDENCE_SHARE]
-    stated = (*_evidence_of_cores(summary), *_evidence_of_locked_clocks(summary))
-    evidence = *(_evidence_of_loss(loss, summary, unit, seen) for loss in shown[: MAX_EVIDENCE - len(stated)]), *stated
+    other_evidence = (*_evidence_of_cores(summary), *_evidence_of_locked_clocks(summary))
+    shown = shown[: MAX_EVIDENCE - len(other_evidence)]
+    evidence = (*(_evidence_of_loss(loss, summary, unit, goodput) for loss in shown), *other_evidence)
     if summary.out_of_memory is not None and summary.status not in ("running", "completed"):
         return _verdict_out_of_memory(summary.out_of_memory, facts, evidence)
     if summary.status in _END_TEXTS and ends.get(summary.status):
         return _verdict_failed(summary, ends[summary.status], evidence, bool(reported))
-    unreported = seconds_of(waterfall, "unreported") / waterfall.device_seconds
-    if reported and reported[0].share >= unreported:
-        return _verdict_on_loss(reported[0], summary, facts, unit, evidence, seen)
-    pressure = _verdict_on_retries(summary, facts, evidence)
-    if unreported < MAX_UNREPORTED and not reported and pressure is not None:
-        return pressure
-    if unreported >= MAX_UNREPORTED or reported:
-        return _verdict_unreported(unreported, summary, unit, evidence)
+    unreported_share = seconds_of(waterfall, "unreported") / waterfall.device_seconds
+    if reported and reported[0].share >= unreported_share:
+        return _verdict_on_loss(reported[0], summary, facts, unit, evidence, goodput)
+    on_retries = _verdict_on_retries(summary, facts, evidence)
+    if unreported_share < MAX_UNREPORTED and not reported and on_retries is not None:
+        return on_retries
+    if unreported_share >= MAX_UNREPORTED or reported:
+        return _verdict_unreported(unreported_share, summary, unit, evidence)
     if summary.iterations < MIN_ITERATIONS:
         text = f"only {summary.iterations:,} iterations"
         action = f"run at least {MIN_ITERATIONS} iterations"
         return _verdict_unknown(text, "single iterations are no evidence", action, evidence)
-    # No loss is reported, so the threshold of such a loss is for longer jobs.
-    short = [loss for loss in all_losses if loss.share >= AVOIDABLE[loss.cause].share][:1]
-    short_text = "".join(f"{_name(loss.cause)} {100 * loss.share:.1f} % (short job); " for loss in short)
+    # No loss is reported, so a loss above its threshold is in a job that is too short for this threshold.
+    in_short_job = [loss for loss in all_losses if loss.share >= AVOIDABLE[loss.cause].share][:1]
+    short_text = "".join(f"{_name(loss.cause)} {100 * loss.share:.1f} % (short job); " for loss in in_short_job)
     if not is_profiled(summary):
-        steps = seconds_of(waterfall, *STEP_PARTS) / waterfall.device_seconds
-        why = f"{short_text}{100 * steps:.1f} % of {unit} time is in steps"
+        step_share = seconds_of(waterfall, *STEP_PARTS) / waterfall.device_seconds
+        why = f"{short_text}{100 * step_share:.1f} % of {unit} time is in steps"
         busy = busy_share(summary, waterfall)
         if busy is None or summary.coverage.ranks_expected > 1:
             text = "no loss found; communication inside steps not split"
@@ -159,6 +160,7 @@ def verdict_of(
 
 
 def _verdict_unreported(share: float, summary: Summary, unit: str, evidence: tuple[Evidence, ...]) -> Verdict:
+    """Return the verdict "unknown" on a job without reports for a share of its time."""
     if summary.coverage.reports_lost or "rank_lost" in summary.events:
         why, action = "ranks or their reports were lost", "events.jsonl: rank_lost and reports_lost"
     elif summary.status == "running":
@@ -196,8 +198,8 @@ def _verdict_failed(
     summary: Summary, ranks: Sequence[int], evidence: tuple[Evidence, ...], has_loss_above_threshold: bool
 ) -> Verdict:
     """Return the verdict on a job that ended with an error or was killed; ``ranks`` are those that ended so."""
-    named = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
-    text = f"{summary.status}: rank {named} after iteration {summary.iterations:,}"
+    ranks_text = ",".join(map(str, ranks[:MAX_NAMED])) + (",..." if len(ranks) > MAX_NAMED else "")
+    text = f"{summary.status}: rank {ranks_text} after iteration {summary.iterations:,}"
     event_reasons = [f"{_EVENT_REASONS[kind]} was reported" for kind in _EVENT_REASONS if summary.events.get(kind)]
     largest = f"largest loss: {evidence[0].claim}" if evidence and has_loss_above_threshold else ""
     why = "; ".join(filter(None, [*event_reasons, largest])) or _END_TEXTS[summary.status].why
@@ -206,6 +208,7 @@ def _verdict_failed(
 
 
 def _profile_action(summary: Summary, profile_every: int) -> str:
+    """Return the next action for enough profiles to split the steps."""
     period = profile_period(summary.iterations, summary.coverage.ranks_expected)
     if 0 < profile_every <= period:  # the job was long enough
         return "few profiles: the log of the ranks has the reason"
@@ -228,15 +231,8 @@ def _verdict_on_memory(
     text: str, why: str, confidence: str, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> Verdict:
     """Return a verdict on memory; the gain is not known, so it has no bound."""
-    return Verdict(
-        cause="memory_pressure",
-        text=f"{_name('memory_pressure')}: {text}",
-        why=why,
-        next=remedy("memory_pressure", facts).text,
-        bound=None,
-        confidence=confidence,
-        evidence=evidence[:MAX_EVIDENCE],
-    )
+    text, action = f"{_name('memory_pressure')}: {text}", remedy("memory_pressure", facts).text
+    return Verdict("memory_pressure", text, why, action, None, confidence, evidence[:MAX_EVIDENCE])
 
 
 def _verdict_on_retries(summary: Summary, facts: Mapping[str, Any], evidence: tuple[Evidence, ...]) -> Verdict | None:
@@ -246,26 +242,26 @@ def _verdict_on_retries(summary: Summary, facts: Mapping[str, Any], evidence: tu
         return None
     if pressure.per_iteration < MIN_RETRIES:
         return None
-    why = (
-        f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; lost time unknown: no window without"
-    )
+    why = f"{pressure.retries:,} allocator retries in {pressure.windows:,} windows; "
+    why += "lost time unknown: no window without"
     first = Evidence(why, "summary.json: memory_pressure", windows=windows_of_retries(summary))
     text = f"{pressure.per_iteration:.2g} allocator retries per iteration"
     return _verdict_on_memory(text, why, MEDIUM, facts, (first, *evidence))
 
 
 def _verdict_on_loss(
-    loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], seen: Goodput
+    loss: Loss, summary: Summary, facts: Mapping[str, Any], unit: str, evidence: tuple[Evidence, ...], goodput: Goodput
 ) -> Verdict:
+    """Return the verdict that a loss is the primary cause; a lack of CPU cores can be behind it."""
     assert summary.waterfall is not None
-    cores = [item.claim for item in _evidence_of_cores(summary)] if loss.cause in _CAUSED_BY_CORES else []
-    is_of_cores = bool(cores) and 2 * _core_wait_share(summary) >= loss.share
-    named = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
-    line = place_text(summary.host, loss.cause, data_wait_share(summary.waterfall))
+    core_texts = [item.claim for item in _evidence_of_cores(summary)] if loss.cause in _CAUSED_BY_CORES else []
+    is_of_cores = bool(core_texts) and 2 * _core_wait_share(summary) >= loss.share
+    slow_ranks = summary.stragglers[0].ranks if loss.cause == "straggler" and summary.stragglers else ()
+    line = place_text(summary.host, loss.cause, data_wait_share(summary.waterfall))  # the line of code with the loss
     if loss.cause == "slow_iterations" and is_of_cores:
         line = ""  # any line is long while its thread waits for a core
-    line_of_slow = place_text_of_slow(summary.host, named) if named else ""
-    why = loss.why + _worst_iteration_text(windows_of(loss, summary, seen), summary.iterations)
+    line_of_slow = place_text_of_slow(summary.host, slow_ranks) if slow_ranks else ""
+    why = loss.why + _worst_iteration_text(windows_of(loss, summary, goodput), summary.iterations)
     action = loss.action or remedy(loss.cause, facts).text
     is_of_line = line and loss.cause == "data_loading"  # such a line is slow with more cores, too
     if is_of_cores and not is_of_line:
@@ -275,7 +271,7 @@ def _verdict_on_loss(
     return Verdict(
         cause=loss.cause,
         text=f"{_name(loss.cause)}: {_lost_text(loss, unit)}",
-        why="; ".join(filter(None, (line, why, line_of_slow, *cores))),  # the console has only the beginning
+        why="; ".join(filter(None, (line, why, line_of_slow, *core_texts))),  # the console has only the beginning
         next=action,
         bound=loss.gain,
         confidence=MEDIUM if is_uncertain else HIGH,
@@ -304,13 +300,13 @@ def _verdict_unknown(text: str, why: str, action: str, evidence: tuple[Evidence,
     return Verdict(NO_VERDICT, f"{NO_VERDICT}: {text}", why, action, None, NO_CONFIDENCE, evidence)
 
 
-def _evidence_of_loss(loss: Loss, summary: Summary, unit: str, seen: Goodput) -> Evidence:
+def _evidence_of_loss(loss: Loss, summary: Summary, unit: str, goodput: Goodput) -> Evidence:
     limit = AVOIDABLE[loss.cause]
-    text = f"threshold {100 * limit.share:g} %"
+    threshold = f"threshold {100 * limit.share:g} %"
     if summary.elapsed_s < limit.min_elapsed_s:
-        text += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
-    claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({text}): {loss.why}"
-    return Evidence(claim, loss.source, loss.share, windows_of(loss, summary, seen))
+        threshold += f" in jobs of {limit.min_elapsed_s / 60:g} min or more"
+    claim = f"{_name(loss.cause)} {100 * loss.share:.1f} % of {unit} time ({threshold}): {loss.why}"
+    return Evidence(claim, loss.source, loss.share, windows_of(loss, summary, goodput))
 
 
 def _name(cause: str) -> str:

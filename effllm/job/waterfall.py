@@ -55,7 +55,7 @@ ONE_ATTEMPT = Sources()
 
 
 class _Steps(NamedTuple):
-    """The device-seconds of kept steps by part, and texts about the unknown parts."""
+    """The device-seconds of kept steps by part, and a sentence for each reason why parts are unknown."""
 
     seconds: dict[str, float]
     unknown: tuple[str, ...]
@@ -72,82 +72,78 @@ def waterfall(
     if not whole.constants.world_size or not sum(goodput.device_seconds.values()):
         return None
     is_of_gpus = goodput.unit == OF_GPUS
-    without_gpus = sum(attempt.gpus == 0 for attempt in goodput.attempts) if is_of_gpus else 0
-    classes = dict(goodput.device_seconds)
-    kept = classes.pop(KEPT, 0.0)
-    inside = _OtherInSteps.of(goodput, whole.health.straggling_gpu_s)
-    profiled = _profiled_parts(kept, whole.profile, inside, uneven_share, classes.get(UNEVEN, 0.0))
-    steps = _split_kept_steps(kept, classes, whole, without_gpus > 0, kept + sum(inside), profiled)
-    seconds = {RENAMED.get(name, name): value for name, value in classes.items()} | steps.seconds
+    attempts_without_gpus = sum(attempt.gpus == 0 for attempt in goodput.attempts) if is_of_gpus else 0
+    classes_s = dict(goodput.device_seconds)  # of all classes but kept
+    kept_s = classes_s.pop(KEPT, 0.0)
+    others = _OtherInSteps.of(goodput, whole.health.straggling_gpu_s)
+    profiled_s = _profiled_parts(kept_s, whole.profile, others, uneven_share, classes_s.get(UNEVEN, 0.0))
+    steps = _split_kept_steps(kept_s, classes_s, whole, attempts_without_gpus > 0, kept_s + sum(others), profiled_s)
+    seconds = dict.fromkeys(PARTS, 0.0) | steps.seconds
+    seconds |= {RENAMED.get(name, name): class_s for name, class_s in classes_s.items()}
     used_s = sum(seconds.values())
     seconds["unused"] = goodput.unused_gpu_seconds
-    joules = _parts_j(goodput.joules, steps.seconds, kept)
-    total = sum(seconds.values())
+    joules = _parts_j(goodput.joules, steps.seconds, kept_s)
+    total_s = sum(seconds.values())
     # The counters and windows from which each part is computed.
-    evidence = _evidence_of_classes(sources, whole) | _evidence_of_clock(whole, _iterations_s(kept, classes))
-    evidence |= _evidence_of_steps(whole, _kept_share(kept, classes))
+    evidence = _evidence_of_classes(sources, whole) | _evidence_of_clock(whole, _iterations_s(kept_s, classes_s))
+    evidence |= _evidence_of_steps(whole, _kept_share(kept_s, classes_s))
     price = whole.constants.price_per_gpu_hour if is_of_gpus else None
     parts = tuple(
         WaterfallPart(
             name=name,
-            device_seconds=seconds.get(name, 0.0),
-            share=seconds.get(name, 0.0) / total,
+            device_seconds=seconds[name],
+            share=seconds[name] / total_s,
             joules=joules.get(name),
             is_split_by_time=name in steps.seconds and len(steps.seconds) > 1 and joules.get(name) is not None,
-            cost=None if price is None else seconds.get(name, 0.0) / 3600.0 * price,
+            cost=None if price is None else seconds[name] / 3600.0 * price,
             # Without another part, the job is shorter, and so is the time of unused GPUs.
-            max_gain=_max_gain(seconds.get(name, 0.0), total if name == "unused" else used_s)
-            if name not in PRODUCTIVE
-            else None,
+            max_gain=None if name in PRODUCTIVE else _max_gain(seconds[name], total_s if name == "unused" else used_s),
             evidence=evidence.get(name, ""),
-            error_share=steps.errors[name] / total if name in steps.errors else None,
+            error_share=steps.errors[name] / total_s if name in steps.errors else None,
         )
         for name in PARTS
-        if seconds.get(name, 0.0) > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_parts_j`
+        if seconds[name] > 0.0 or (joules.get(name) or 0.0) > 0.0  # joules without time: see `_parts_j`
     )
     unknown = [*steps.unknown]
     if any(attempt.unused_gpus is None for attempt in goodput.attempts):
         unknown.append(NOT_STATED)
-    if without_gpus:
-        unknown.append(NO_GPUS.format(without_gpus, len(goodput.attempts)))
-    measured = [part.joules for part in parts if part.joules is not None]
-    return Waterfall(
-        device_seconds=total,
-        joules=sum(measured) if measured else None,
-        parts=parts,
-        unknown=tuple(unknown),
-        unit=goodput.unit,
-    )
+    if attempts_without_gpus:
+        unknown.append(NO_GPUS.format(attempts_without_gpus, len(goodput.attempts)))
+    parts_j = [part.joules for part in parts if part.joules is not None]
+    total_j = sum(parts_j) if parts_j else None
+    return Waterfall(device_seconds=total_s, joules=total_j, parts=parts, unknown=tuple(unknown), unit=goodput.unit)
 
 
 def _split_kept_steps(
-    kept: float,
-    classes: Mapping[str, float],
+    kept_s: float,
+    classes_s: Mapping[str, float],
     whole: ClusterTotals,
-    is_mixed: bool,
-    profiled_steps: float,
-    profiled: Mapping[str, float],
+    has_attempt_without_gpus: bool,
+    all_steps_s: float,
+    profiled_s: Mapping[str, float],
 ) -> _Steps:
-    """Split the device-seconds of kept steps; ``profiled`` are parts of them by profiled iterations."""
-    if not kept:
+    """Split the device-seconds of kept steps, of which profiles show parts; ``all_steps_s`` has other classes too."""
+    if not kept_s:
         return _Steps({}, ())
-    seconds = dict(profiled)
+    seconds = dict(profiled_s)
     period = profile_period(whole.counts.iterations, whole.constants.world_size)
     unknown = () if whole.profile is not None and whole.profile.time_s else (NO_PROFILE.format(period),)
-    computing = kept - sum(seconds.values())
-    clock_s, why_no_clock = _lost_to_clock(computing, kept, classes, whole)
-    flops_s, why_no_flops = ({}, (OTHER_DEVICES,)) if is_mixed else _parts_by_flops(computing, kept, classes, whole)
+    computing_s = kept_s - sum(seconds.values())
+    clock_s, why_no_clock = _lost_to_clock(computing_s, kept_s, classes_s, whole)
+    flops_s, why_no_flops = _parts_by_flops(computing_s, kept_s, classes_s, whole)
+    if has_attempt_without_gpus:
+        flops_s, why_no_flops = {}, (OTHER_DEVICES,)
     # The clock is a mean of samples: it must not take time that the FLOPs need at the peak.
-    clock_s = min(clock_s, max(computing - sum(flops_s.values()), 0.0))
-    rest = max(computing - clock_s - sum(flops_s.values()), 0.0)
+    clock_s = min(clock_s, max(computing_s - sum(flops_s.values()), 0.0))
+    remaining_s = max(computing_s - clock_s - sum(flops_s.values()), 0.0)
     seconds |= {"clock_below_maximum": clock_s} if clock_s else {}
-    seconds |= flops_s | {"below_peak" if flops_s else "steps": rest}
-    errors = errors_of(seconds, whole, profiled_steps, computing)
+    seconds |= flops_s | {"below_peak" if flops_s else "steps": remaining_s}
+    errors = errors_of(seconds, whole, all_steps_s, computing_s)
     return _Steps(seconds, (*unknown, *why_no_flops, *why_no_clock), errors)
 
 
 def _lost_to_clock(
-    computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
+    computing_s: float, kept_s: float, classes_s: Mapping[str, float], whole: ClusterTotals
 ) -> tuple[float, Sequence[str]]:
     """Return the device-seconds that a clock below the reference takes, and the reason for an unknown clock.
 
@@ -159,29 +155,31 @@ def _lost_to_clock(
     if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
         return 0.0, (NO_CLOCK,)
     share = constants.gpus_with_clock / constants.gpus
-    if devices.sm_clock_covered_s < MIN_CLOCK_COVERAGE * share * _iterations_s(kept, classes):
+    if devices.sm_clock_covered_s < MIN_CLOCK_COVERAGE * share * _iterations_s(kept_s, classes_s):
         return 0.0, (LITTLE_CLOCK,)
-    return computing * share * max(1.0 - devices.sm_clock_ratio, 0.0), ()
+    return computing_s * share * max(1.0 - devices.sm_clock_ratio, 0.0), ()
 
 
-def _kept_share(kept: float, classes: Mapping[str, float]) -> float:
-    return kept / (kept + classes.get(REDONE, 0.0)) if kept else 1.0
+def _kept_share(kept_s: float, classes_s: Mapping[str, float]) -> float:
+    """Return the share of kept steps in all kept and redone steps."""
+    return kept_s / (kept_s + classes_s.get(REDONE, 0.0)) if kept_s else 1.0
 
 
-def _iterations_s(kept: float, classes: Mapping[str, float]) -> float:
-    return kept + sum(classes.get(name, 0.0) for name in (REDONE, STRAGGLING, UNEVEN, HANG))
+def _iterations_s(kept_s: float, classes_s: Mapping[str, float]) -> float:
+    """Return the device-seconds of kept and redone steps, with waits for other ranks and hangs in them."""
+    return kept_s + sum(classes_s.get(name, 0.0) for name in (REDONE, STRAGGLING, UNEVEN, HANG))
 
 
 def _parts_by_flops(
-    computing: float, kept: float, classes: Mapping[str, float], whole: ClusterTotals
+    computing_s: float, kept_s: float, classes_s: Mapping[str, float], whole: ClusterTotals
 ) -> tuple[dict[str, float], Sequence[str]]:
     """Return the device-seconds of the FLOPs of kept steps at the peak, and the reason for unknown FLOPs."""
     flops_s = _seconds_at_peak(whole.constants, whole.counts.tokens, whole.counts.tokens_processed)
     if isinstance(flops_s, str):
         return {}, (flops_s,)
     # The counts include redone iterations; tokens are assumed to be as dense in redone steps as in kept steps.
-    flops_s = {name: value * _kept_share(kept, classes) for name, value in flops_s.items()}
-    return ({}, (ABOVE_PEAK,)) if sum(flops_s.values()) > computing else (flops_s, ())
+    flops_s = {name: part_s * _kept_share(kept_s, classes_s) for name, part_s in flops_s.items()}
+    return ({}, (ABOVE_PEAK,)) if sum(flops_s.values()) > computing_s else (flops_s, ())
 
 
 class _OtherInSteps(NamedTuple):
@@ -194,31 +192,32 @@ class _OtherInSteps(NamedTuple):
     @classmethod
     def of(cls, goodput: GoodputSummary, straggling_gpu_s: float) -> _OtherInSteps:
         """Return these seconds; ``straggling_gpu_s`` are the waits for slow ranks, in rank-seconds."""
-        classes, straggling_s = goodput.device_seconds, goodput.rank_seconds.get(STRAGGLING, 0.0)
-        straggling = classes.get(STRAGGLING, 0.0)
-        waiting = straggling * min(straggling_gpu_s / straggling_s, 1.0) if straggling_s else 0.0
-        waits = waiting + classes.get(UNEVEN, 0.0) + goodput.data_in_steps_s
-        return cls(waits, sum(classes.get(name, 0.0) for name in (SLOW, WARMUP)), straggling - waiting)
+        classes_s, straggling_rank_s = goodput.device_seconds, goodput.rank_seconds.get(STRAGGLING, 0.0)
+        straggling_s = classes_s.get(STRAGGLING, 0.0)
+        for_slow_s = straggling_s * min(straggling_gpu_s / straggling_rank_s, 1.0) if straggling_rank_s else 0.0
+        waits_s = for_slow_s + classes_s.get(UNEVEN, 0.0) + goodput.data_in_steps_s
+        return cls(waits_s, sum(classes_s.get(name, 0.0) for name in (SLOW, WARMUP)), straggling_s - for_slow_s)
 
 
 def _profiled_parts(
-    kept: float, profile: Profile | None, inside: _OtherInSteps, uneven_share: float, counted: float
+    kept_s: float, profile: Profile | None, others: _OtherInSteps, uneven_share: float, counted_s: float
 ) -> dict[str, float]:
     """Return waits in communication, exposed communication and idle time, from the shares in profiled iterations.
 
     ``uneven_share`` is the share of waits of the ranks for each other in profiled iterations, without waits for slow
-    ranks; own times show ``counted`` device-seconds of these waits in all iterations.
+    ranks; own times show ``counted_s`` device-seconds of these waits in all iterations.
     """
     if profile is None or not profile.time_s:
         return {}
-    steps = kept + sum(inside)
-    exposed = min(profile.exposed_s / profile.time_s, 1.0) * steps - inside.waits_s
-    idle = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0) * steps - inside.long_s
-    # If a pause of one rank makes an iteration long, the others wait in their communication.
-    exposed = min(max(exposed + min(idle, 0.0), 0.0), kept)
-    waits = min(max(uneven_share * (steps - inside.long_s) - counted, 0.0), exposed)
-    idle = min(max(idle, 0.0), kept - exposed)
-    return {"waits_in_communication": waits, "exposed_communication": exposed - waits, "device_idle": idle}
+    steps_s = kept_s + sum(others)
+    exposed_s = min(profile.exposed_s / profile.time_s, 1.0) * steps_s - others.waits_s
+    idle_share = max(1.0 - (profile.exposed_s + profile.computing_s) / profile.time_s, 0.0)
+    idle_s = idle_share * steps_s - others.long_s
+    # If a pause of one rank makes an iteration long, the others wait in their communication: idle_s is negative.
+    exposed_s = min(max(exposed_s + min(idle_s, 0.0), 0.0), kept_s)
+    waits_s = min(max(uneven_share * (steps_s - others.long_s) - counted_s, 0.0), exposed_s)
+    idle_s = min(max(idle_s, 0.0), kept_s - exposed_s)
+    return {"waits_in_communication": waits_s, "exposed_communication": exposed_s - waits_s, "device_idle": idle_s}
 
 
 def _seconds_at_peak(constants: JobConstants, tokens: int, processed: int) -> dict[str, float] | str:
@@ -238,22 +237,23 @@ def _seconds_at_peak(constants: JobConstants, tokens: int, processed: int) -> di
     }
 
 
-def _parts_j(by_class: Mapping[str, float | None], steps: Mapping[str, float], kept: float) -> dict[str, float | None]:
+def _parts_j(class_j: Mapping[str, float | None], steps_s: dict[str, float], kept_s: float) -> dict[str, float | None]:
     """Return the joules of each part; the joules of kept steps are split in proportion to time.
 
     A class can have joules without device time: its time is a rounding error, or its ranks had no GPU.
     """
-    joules = {RENAMED.get(name, name): value for name, value in by_class.items() if name != KEPT}
-    kept_j = by_class.get(KEPT)
-    if not steps:
+    joules = {RENAMED.get(name, name): value for name, value in class_j.items() if name != KEPT}
+    kept_j = class_j.get(KEPT)
+    if not steps_s:
         joules["steps"] = kept_j
-    for name, seconds in steps.items():
-        joules[name] = None if kept_j is None else kept_j * seconds / kept
+    for name, seconds in steps_s.items():
+        joules[name] = None if kept_j is None else kept_j * seconds / kept_s
     return joules
 
 
-def _max_gain(seconds: float, total: float) -> float | None:
-    return total / (total - seconds) - 1.0 if seconds < total else None
+def _max_gain(seconds: float, total_s: float) -> float | None:
+    """Return how much faster the job were without a part of it; ``None`` if it has no other part."""
+    return total_s / (total_s - seconds) - 1.0 if seconds < total_s else None
 
 
 def _evidence_of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, str]:
@@ -275,15 +275,15 @@ def _evidence_of_classes(sources: Sources, whole: ClusterTotals) -> dict[str, st
     }
 
 
-def _evidence_of_clock(whole: ClusterTotals, iterations: float) -> dict[str, str]:
-    """Return the evidence of the clock; ``iterations`` are device-seconds."""
+def _evidence_of_clock(whole: ClusterTotals, iterations_s: float) -> dict[str, str]:
+    """Return the evidence of the clock; ``iterations_s`` are device-seconds."""
     devices, constants = whole.devices, whole.constants
     if devices.sm_clock_ratio is None or not constants.gpus_with_clock:
         return {}
-    clocked = iterations * constants.gpus_with_clock / max(constants.gpus, 1)
-    covered = min(devices.sm_clock_covered_s / clocked, 1.0) if clocked else 0.0
+    with_clock_s = iterations_s * constants.gpus_with_clock / max(constants.gpus, 1)
+    covered_share = min(devices.sm_clock_covered_s / with_clock_s, 1.0) if with_clock_s else 0.0
     text = f"SM clock {100 * devices.sm_clock_ratio:.1f} % of the peak's"
-    text += f"; {constants.gpus_with_clock:,} of {constants.gpus:,} GPUs, {100 * covered:.0f} % of the time"
+    text += f"; {constants.gpus_with_clock:,} of {constants.gpus:,} GPUs, {100 * covered_share:.0f} % of the time"
     return {"clock_below_maximum": text if whole.profile is not None else f"{text}; communication included"}
 
 
@@ -306,10 +306,10 @@ def _evidence_of_steps(whole: ClusterTotals, kept_share: float) -> dict[str, str
     return texts
 
 
-def errors_of(seconds: Mapping[str, float], whole: ClusterTotals, steps: float, computing: float) -> dict[str, float]:
+def errors_of(seconds: dict[str, float], whole: ClusterTotals, steps_s: float, computing_s: float) -> dict[str, float]:
     """Return the sampling error (half-width, 95 %) of parts in device-seconds; parts without samples are left out.
 
-    The shares in profiled iterations were applied to ``steps`` device-seconds, the clock to ``computing`` ones.
+    The shares in profiled iterations were applied to ``steps_s`` device-seconds, the clock to ``computing_s``.
     """
     errors, profile, devices = {}, whole.profile, whole.devices
     if profile is not None and profile.time_s:
@@ -317,11 +317,11 @@ def errors_of(seconds: Mapping[str, float], whole: ClusterTotals, steps: float, 
         for name, part_s in (("exposed_communication", profile.exposed_s), ("device_idle", idle_s)):
             share = min(max(part_s / profile.time_s, 0.0), 1.0)
             # All ranks do the same work in the same iteration, so they do not increase the number of samples.
-            errors[name] = steps * float(error_of_mean(share, 1.0, profile.iterations / max(ranks, 1)))
+            errors[name] = steps_s * float(error_of_mean(share, 1.0, profile.iterations / max(ranks, 1)))
     if devices.sm_clock_error is not None and "clock_below_maximum" in seconds:
-        clocked = whole.constants.gpus_with_clock / max(whole.constants.gpus, 1)
-        errors["clock_below_maximum"] = computing * clocked * devices.sm_clock_error
-    if errors:
-        rest = math.sqrt(sum(error**2 for error in errors.values()))
-        errors |= {name: rest for name in ("below_peak", "steps") if name in seconds}
+        clock_share = whole.constants.gpus_with_clock / max(whole.constants.gpus, 1)
+        errors["clock_below_maximum"] = computing_s * clock_share * devices.sm_clock_error
+    if errors:  # what remains has the errors of all other parts
+        error_of_rest = math.sqrt(sum(error**2 for error in errors.values()))
+        errors |= {name: error_of_rest for name in ("below_peak", "steps") if name in seconds}
     return {name: error for name, error in errors.items() if name in seconds}
