@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from itertools import compress
 
 import msgspec
 import numpy as np
@@ -12,15 +13,8 @@ from effllm import metrics
 from effllm.job.account import TOKEN_COUNTS, Rows
 from effllm.job.energy_account import ROUNDING
 from effllm.metrics.measurable import dependent_tags
+from effllm.records import framework_figures
 from effllm.records.columns import Table
-from effllm.records.framework_figures import (
-    FIGURES,
-    MFU_RATIO,
-    SAMPLES_PER_S,
-    TFLOPS_PER_GPU,
-    TOKENS_PER_ITERATION,
-    TOKENS_PER_S_PER_GPU,
-)
 from effllm.records.job import ClusterReport, ClusterTotals
 from effllm.records.rank import Event, ValueStatistics
 from effllm.records.verdict import Audit, ComparedFigure
@@ -42,7 +36,7 @@ MFU_EXCESS, MFU_EXCESS_POINTS = 0.15, 0.02
 MIN_READINGS = 20
 #: What is in doubt: inputs of metrics, as in their decorators.
 TOKENS, FLOPS = "tokens", "FLOPs"
-Record = Callable[[Event, str], None]
+Record = Callable[[Event, str], None]  # records an event, but only once for each text, its key
 
 
 class KnownJob(Struct, frozen=True):
@@ -68,7 +62,8 @@ class FigureSums(Struct):
     def add_values(self, name: str, values: ValueStatistics, since: FigureSums) -> None:
         """Add logged values of a figure, with the counts since it was logged before; none if their mean is not sure."""
         mean = values.total / values.count
-        if 0 < mean < MAX_FIGURE and (name == TOKENS_PER_ITERATION or excess_of_mean(values) <= MAX_EXCESS):
+        is_rate = name != framework_figures.TOKENS_PER_ITERATION
+        if 0 < mean < MAX_FIGURE and (not is_rate or excess_of_mean(values) <= MAX_EXCESS):
             self.figure += mean * since.over
             self.count += since.count
             self.over += since.over
@@ -76,27 +71,27 @@ class FigureSums(Struct):
 
 
 def compared_figure(name: str, sums: FigureSums, job: KnownJob) -> ComparedFigure | None:
-    """Return both figures over the same windows; ``None`` if they hardly differ, or too few windows have both.
+    """Return a framework's figure and our own over the same windows; ``None`` if they hardly differ, or have too few.
 
     A framework may count padding or only labels, and its clock may include evaluations or leave out the data wait.  So
     the factor between two figures says how much they differ, and not which of them is wrong.
     """
-    own = sums.count * _figure_per_count(name, job)
-    if sums.windows < MIN_WINDOWS or own <= 0:
+    own_sum = sums.count * _figure_per_count(name, job)
+    if sums.windows < MIN_WINDOWS or own_sum <= 0:
         return None
-    factor = sums.figure / own
+    factor = sums.figure / own_sum
     if abs(factor - 1) <= MIN_DIFFERENCE or not 1 / MAX_FIGURE < factor < MAX_FIGURE:
         return None
-    return ComparedFigure(name, sums.figure / sums.over, own / sums.over, factor, sums.windows)
+    return ComparedFigure(name, sums.figure / sums.over, own_sum / sums.over, factor, sums.windows)
 
 
 def _figure_per_count(name: str, job: KnownJob) -> float:
     """Return the figure of one token or sample in one second or iteration; 0 if a constant is unknown."""
     flops, peak = job.flops_per_token or 0.0, job.peak_flops_per_s or 0.0
     figures = {
-        TOKENS_PER_S_PER_GPU: 1 / job.devices,
-        TFLOPS_PER_GPU: flops / 1e12 / job.devices,
-        MFU_RATIO: flops / peak if peak else 0.0,
+        framework_figures.TOKENS_PER_S_PER_GPU: 1 / job.devices,
+        framework_figures.TFLOPS_PER_GPU: flops / 1e12 / job.devices,
+        framework_figures.MFU_RATIO: flops / peak if peak else 0.0,
     }
     return figures.get(name, 1.0)
 
@@ -108,10 +103,10 @@ def excess_of_mean(rates: ValueStatistics) -> float:
     known, the harmonic mean is lowest for two values, of which one is the smallest.
     """
     mean = rates.total / rates.count
-    above, variance = mean - rates.least, rates.squares / rates.count
-    if rates.least <= 0 or above <= 0 or not variance > 0:
+    above_least, variance = mean - rates.least, rates.squares / rates.count
+    if rates.least <= 0 or above_least <= 0 or not variance > 0:
         return 0.0
-    return variance / (rates.least + variance / above) / mean
+    return variance / (rates.least + variance / above_least) / mean
 
 
 class CountSums(Table):
@@ -122,8 +117,8 @@ class CountSums(Table):
     def add_reports(self, rows: Rows) -> None:
         """Add reports; each report may be added only once."""
         counts = np.array([rows.token_counts[name] for name in TOKEN_COUNTS], np.float64)
-        at = self.find_or_add(rows.ranks)
-        self.values[at] += np.vstack((counts, rows.columns["iterations"])).T
+        positions = self.find_or_add(rows.ranks)
+        self.values[positions] += np.vstack((counts, rows.columns["iterations"])).T
 
 
 class AuditState(Struct):
@@ -136,7 +131,7 @@ class AuditState(Struct):
 
 
 class AuditWatch:
-    """Checks closed windows."""
+    """Checks closed windows; an event about each kind of doubt is recorded once."""
 
     def __init__(self, state: AuditState, record: Record) -> None:
         self._state, self._record_once = state, record
@@ -157,7 +152,7 @@ class AuditWatch:
             self._record_once(Event(report.time_s, kind, text), kind)
         if text := mfu_excess_text(report.run, job):
             self._set_doubt(FLOPS, text, report.time_s)
-        if self._since_last_figure or not FIGURES.keys().isdisjoint(rows.values):
+        if self._since_last_figure or not framework_figures.FIGURES.keys().isdisjoint(rows.values):
             self._compare_figures(rows, report)
 
     def _set_doubt(self, doubted_input: str, text: str, time_s: float) -> None:
@@ -170,10 +165,11 @@ class AuditWatch:
         if report.warming_up or report.iteration_first <= 1 or not is_whole:
             self._since_last_figure.clear()
             return
+        counts, time_s = report.last.counts, report.last.loop.time_s
         for name, since in self._since_last_figure.items():
-            since.count += report.last.counts.samples if name == SAMPLES_PER_S else report.last.counts.tokens
-            since.over += report.last.counts.iterations if name == TOKENS_PER_ITERATION else report.last.loop.time_s
-        for name in FIGURES.keys() & rows.values.keys():
+            since.count += counts.samples if name == framework_figures.SAMPLES_PER_S else counts.tokens
+            since.over += counts.iterations if name == framework_figures.TOKENS_PER_ITERATION else time_s
+        for name in framework_figures.FIGURES.keys() & rows.values.keys():
             if not rows.values[name].count:
                 continue
             if name in self._since_last_figure and not report.final:
@@ -229,9 +225,9 @@ def tensor_utilization(totals: ClusterTotals, job: KnownJob) -> float | None:
     devices = totals.devices
     if not job.peak_clock_hz or devices.tensor_clock_hz is None or _why_not_comparable(totals, job):
         return None
-    read = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
+    read_share = min(devices.tensor_clock_covered_s / (totals.loop.time_s * (totals.constants.gpus or 1)), 1.0)
     unread_hz = devices.tensor_clock_most_hz or devices.tensor_clock_hz
-    return (read * devices.tensor_clock_hz + (1.0 - read) * unread_hz) / job.peak_clock_hz
+    return (read_share * devices.tensor_clock_hz + (1.0 - read_share) * unread_hz) / job.peak_clock_hz
 
 
 def why_mfu_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
@@ -244,6 +240,7 @@ def why_mfu_unchecked(totals: ClusterTotals, job: KnownJob) -> str:
 
 
 def _why_not_comparable(totals: ClusterTotals, job: KnownJob) -> str:
+    """Return why tensor activity says nothing about MFU here; empty if it does."""
     if not job.precision:
         return "the precision is not stated (facts={'precision': 'bf16'})"
     if job.precision not in PRECISIONS:
@@ -269,18 +266,18 @@ def impossible_count_text(sums: CountSums, rows: Rows, job: KnownJob, *, has_gap
     """
     values = sums.values[sums.find_or_add(rows.ranks)]
     column = dict(zip(sums.NAMES, values.T, strict=True))
-    spare = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0
+    lost = np.array(rows.token_counts["tokens_processed"], np.float64) if has_gaps else 0.0  # as many as in the window
     checks = [(column[small], column[large], text) for small, large, text in _ORDERED_COUNTS]
     if job.max_positions:
-        most = column["iterations"] * job.max_positions
-        checks.append((column["tokens_processed"], most, "{:,.0f} positions in batches of {:,.0f}"))
+        max_positions = column["iterations"] * job.max_positions
+        checks.append((column["tokens_processed"], max_positions, "{:,.0f} positions in batches of {:,.0f}"))
     for small, large, text in checks:
-        wrong = small > large + spare
-        if wrong.any() and (wrong := wrong & (large > 0)).any():  # a total of 0 is not counted
-            factor = float((small[wrong] / large[wrong]).max())
-            named = [rank for rank, is_wrong in zip(rows.ranks, wrong, strict=True) if is_wrong]
-            more = f" and {len(named) - MAX_NAMED} more" * (len(named) > MAX_NAMED)
+        is_wrong = small > large + lost
+        if is_wrong.any() and (is_wrong := is_wrong & (large > 0)).any():  # a total of 0 is not counted
+            factor = float((small[is_wrong] / large[is_wrong]).max())
+            named = list(compress(rows.ranks, is_wrong))
+            more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             counted = f"rank {', '.join(map(str, named[:MAX_NAMED]))}{more} counted"
-            totals = text.format(small[wrong].sum(), large[wrong].sum())
+            totals = text.format(small[is_wrong].sum(), large[is_wrong].sum())
             return f"{counted} {totals}: a factor of {factor:.3g}; the counts of tokens are wrong"
     return ""

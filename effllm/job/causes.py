@@ -56,9 +56,8 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
     """
     actions, framework = AVOIDABLE[cause].actions, str(facts.get("framework", "")).lower().split(" ")[0]
     framework, job_kinds = _FRAMEWORK_NAMES.get(framework, framework), list(_job_kinds(facts))
-    model_parallel_keys, other_keys = (
-        [f" {kind}" for kind in job_kinds if (kind in _KINDS.values()) == is_split] for is_split in (True, False)
-    )
+    model_parallel_keys = [f" {kind}" for kind in job_kinds if kind in _KINDS.values()]
+    other_keys = [f" {kind}" for kind in job_kinds if kind not in _KINDS.values()]
     # The order: framework and kind, model-parallel kind, framework, other kind, "".  A framework's action for its
     # replicas of the model is wrong for the parts of one.
     keys = [*(f"{framework} {kind}" for kind in job_kinds), *model_parallel_keys, framework, *other_keys]
@@ -66,7 +65,7 @@ def remedy(cause: str, facts: Mapping[str, Any]) -> Remedy:
 
 
 def _job_kinds(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is special in a job: its kinds of parallelism, and its Trainer."""
+    """Yield a job's kinds of parallelism, its layout, and its Trainer, as in the keys of actions."""
     mesh = dict(axis.partition("=")[::2] for axis in str(facts.get("device_mesh", "")).split())
     for fact, kind in _KINDS.items():
         size = facts.get(fact) or mesh.get(kind.lower(), 1)

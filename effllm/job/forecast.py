@@ -21,7 +21,7 @@ from effllm.records.forecast import CO2_KG, ELECTRICITY, GPUS, JOULES, REMAINING
 from effllm.records.job import ClusterTotals
 
 MAX_MARKS = 128
-PARTS, MIN_PARTS = 16, 4
+PARTS, MIN_PARTS = 16, 4  # number of compared parts; with less than the smallest number, only the mean is foretold
 #: As a share of the rate: with noise alone, the whole uncertainty is several times as large early in a job.
 MAX_SLOPE_ERROR = 0.05
 
@@ -39,7 +39,7 @@ class Progress(Struct):
 
     marks: list[Mark] = field(default_factory=list)
     newest: Mark | None = None
-    every: int = 1  # so many windows have one mark
+    every: int = 1  # number of windows per mark
     windows: int = 0  # since the last mark
 
     def add_mark(self, mark: Mark) -> None:
@@ -68,14 +68,15 @@ class Progress(Struct):
         marks = [*self.marks, *([self.newest] if self.newest != self.marks[-1] else [])]
         if len(marks) < 2:
             return {}
-        left = max(total - self.newest.iteration, 0)
-        remaining = foretold([(mark.iteration, mark.time_s) for mark in marks], left)
+        num_left = max(total - self.newest.iteration, 0)
+        remaining = foretold([(mark.iteration, mark.time_s) for mark in marks], num_left)
         forecast = {REMAINING_S: remaining}
         elapsed_s, joules = whole.loop.time_s, energy.total_joules(whole)
-        unknown = [at for at, mark in enumerate(marks) if mark.joules is None]
-        sums = [(mark.iteration, mark.joules or 0.0) for mark in marks[unknown[-1] + 1 if unknown else 0 :]]
-        if joules and len(sums) > 1:
-            forecast[JOULES] = _scaled_total(foretold(sums, left), 1.0, joules)
+        unknown = [i for i, mark in enumerate(marks) if mark.joules is None]
+        energy_marks = marks[unknown[-1] + 1 if unknown else 0 :]  # since the energy is known
+        if joules and len(energy_marks) > 1:
+            joules_at = [(mark.iteration, mark.joules or 0.0) for mark in energy_marks]
+            forecast[JOULES] = _scaled_total(foretold(joules_at, num_left), 1.0, joules)
             for name, formula in ((CO2_KG, energy.co2_kg), (ELECTRICITY, energy.electricity_cost)):
                 if (so_far := formula(whole)) is not None:
                     forecast[name] = _scaled_total(forecast[JOULES], so_far / joules)
@@ -84,46 +85,46 @@ class Progress(Struct):
         return forecast
 
 
-def foretold(sums: Sequence[tuple[int, float]], left: int) -> Foretold:
-    """Return what ``left`` further iterations will take.
+def foretold(sums: Sequence[tuple[int, float]], num_left: int) -> Foretold:
+    """Return what ``num_left`` further iterations will take.
 
     ``sums`` are at least two ends of windows: iteration, and time or energy so far; both increase.
     """
-    at, so_far = np.array(sums, dtype=float).T
-    goals = np.linspace(at[0], at[-1], min(PARTS, len(at) - 1) + 1)
-    ends = np.unique(np.searchsorted(at, goals - 1e-6))
-    counts, amounts = np.diff(at[ends]), np.diff(so_far[ends])
+    iterations, so_far = np.array(sums, dtype=float).T
+    # The parts of about the same number of iterations: their ends, and the iterations and the amount of each.
+    part_ends = np.linspace(iterations[0], iterations[-1], min(PARTS, len(iterations) - 1) + 1)
+    ends = np.unique(np.searchsorted(iterations, part_ends - 1e-6))
+    counts, amounts = np.diff(iterations[ends]), np.diff(so_far[ends])
     mean = float(amounts.sum() / counts.sum())
-    if len(counts) < MIN_PARTS or not left:
-        return Foretold(left * mean)
-    rates = amounts / counts - mean
-    # The weighted least squares of the rates over the iterations.
-    middles = (at[ends][1:] + at[ends][:-1]) / 2
+    if len(counts) < MIN_PARTS or not num_left:
+        return Foretold(num_left * mean)
+    deviations = amounts / counts - mean  # of the rate of each part
+    # The trend: weighted least squares of the rates over the iterations.
+    middles = (iterations[ends][1:] + iterations[ends][:-1]) / 2
     offsets = middles - np.average(middles, weights=counts)
-    ahead = float(at[-1] + left / 2 - np.average(middles, weights=counts))
-    slope = float(np.average(offsets * rates, weights=counts) / np.average(offsets**2, weights=counts))
-    half = _half_width(counts, rates, 1) * math.sqrt(1 / len(counts) + counts.mean() / left)
-    spread = _half_width(counts, rates - slope * offsets, 2)
-    slope_error = spread / math.sqrt(float((counts / counts.mean() * offsets**2).sum()))
-    of_trend = math.hypot(
-        spread * math.sqrt(1 / len(counts) + counts.mean() / left), min(slope_error * ahead, MAX_SLOPE_ERROR * mean)
-    )
-    trend = mean + slope * ahead
-    low, high = min(mean - half, trend - of_trend), max(mean + half, trend + of_trend)
+    offset_left = float(iterations[-1] + num_left / 2 - np.average(middles, weights=counts))  # of what is left
+    slope = float(np.average(offsets * deviations, weights=counts) / np.average(offsets**2, weights=counts))
+    spread_to_error = math.sqrt(1 / len(counts) + counts.mean() / num_left)
+    mean_error = _half_width(counts, deviations, 1) * spread_to_error
+    trend_spread = _half_width(counts, deviations - slope * offsets, 2)
+    slope_error = trend_spread / math.sqrt(float((counts / counts.mean() * offsets**2).sum()))
+    trend_error = math.hypot(trend_spread * spread_to_error, min(slope_error * offset_left, MAX_SLOPE_ERROR * mean))
+    trend = mean + slope * offset_left
+    low, high = min(mean - mean_error, trend - trend_error), max(mean + mean_error, trend + trend_error)
     value = trend if abs(slope) > slope_error else mean
-    return Foretold(left * max(value, 0.0), left * max(low, 0.0), left * high)
+    return Foretold(num_left * max(value, 0.0), num_left * max(low, 0.0), num_left * high)
 
 
 def _half_width(counts: Array, residuals: Array, num_fitted: int) -> float:
     """Return the standard deviation of the rate of a part, times Student's quantile for 95 %."""
     freedom = len(counts) - num_fitted
     weights = counts / counts.mean()
-    # Abramowitz and Stegun, 26.7.5.
+    # Student's quantile: Abramowitz and Stegun, 26.7.5.
     quantile = 1.960 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
     return quantile * math.sqrt(float((weights * residuals**2).sum()) / freedom)
 
 
-def _scaled_total(more: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
-    """Return `factor` times the sum of what was and what will be, with its bounds."""
-    low, high = (None if bound is None else factor * (so_far + bound) for bound in (more.low, more.high))
-    return Foretold(factor * (so_far + more.value), low, high)
+def _scaled_total(remaining: Foretold, factor: float, so_far: float = 0.0) -> Foretold:
+    """Return ``factor`` times the sum of what was and what will be, with its bounds."""
+    low, high = (None if bound is None else factor * (so_far + bound) for bound in (remaining.low, remaining.high))
+    return Foretold(factor * (so_far + remaining.value), low, high)

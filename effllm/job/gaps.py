@@ -34,8 +34,8 @@ class CountGaps(Struct, frozen=True):
 
     def doubts_by_tag(self, tags: Collection[str]) -> dict[str, str]:
         """Return the tags of run-to-date values that are too low because of a gap, with the reasons."""
-        low = tags_too_low(tags, self.rejected, self.is_uneven, of_window=False)
-        return dict.fromkeys(low, "; ".join(self.reasons))
+        too_low = tags_too_low(tags, self.rejected, self.is_uneven, of_window=False)
+        return dict.fromkeys(too_low, "; ".join(self.reasons))
 
 
 def gaps_in_counts(ledger: Ledger, is_over: bool) -> CountGaps:
@@ -49,14 +49,15 @@ def gaps_in_counts(ledger: Ledger, is_over: bool) -> CountGaps:
     )
 
 
-def _missing_report_texts(lost: int, unfinished: int) -> tuple[str, ...]:
-    reports = [f"{count_text(lost, 'report')} never arrived"] if lost > 0 else []
-    last = [f"the last report of {count_text(unfinished, 'rank')} never arrived"] if unfinished > 0 else []
-    return (*reports, *last)
+def _missing_report_texts(num_lost: int, num_unfinished: int) -> tuple[str, ...]:
+    """Return sentences about lost reports, and about ranks without a last report."""
+    lost = [f"{count_text(num_lost, 'report')} never arrived"] if num_lost > 0 else []
+    last = [f"the last report of {count_text(num_unfinished, 'rank')} never arrived"] if num_unfinished > 0 else []
+    return (*lost, *last)
 
 
 def tags_too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_window: bool) -> list[str]:
-    """Return the tags of values that are too low: counts were rejected, or reports of ranks are missing.
+    """Return the tags of values, of a window or to date, that are too low: counts were rejected, or reports missing.
 
     A missing report changes no energy per token, because its energy and its tokens are of the same windows.
     """
@@ -70,30 +71,29 @@ def tags_too_low(tags: Collection[str], rejected: int, has_missing: bool, *, of_
 def iterations_reached(ledger: Ledger) -> tuple[int, float | None]:
     """Return the iterations of all attempts, up to the last one of a report or a BYE; and their measured share."""
     reached = [(max(attempt.last, attempt.reached), attempt.world_size) for attempt in ledger.goodput.attempts]
-    expected = sum(last * ranks for last, ranks in reached)
+    expected = sum(iterations * num_ranks for iterations, num_ranks in reached)  # of all ranks
     measured = float(ledger.whole.ranks.column("iterations").sum())
-    return sum(last for last, _ in reached), min(measured / expected, 1.0) if expected else None
+    return sum(iterations for iterations, _ in reached), min(measured / expected, 1.0) if expected else None
 
 
 def energy_gaps(ledger: Ledger, is_over: bool) -> list[str]:
     """Return the reasons why the total energy is unknown; empty for a known total."""
-    account = ledger.whole
-    elsewhere, left = account.partial - account.left_windows, count_text(account.left_windows, "window")
-    reasons = [
-        (elsewhere, f"not every device was measured in {count_text(elsewhere, 'window')}"),
-        (account.left_windows, f"devices of ranks that left were missing in {left}"),
-    ]
-    missing = _missing_report_texts(ledger.reports_lost, ledger.num_unfinished(is_over))
-    return [*missing, *(text for count, text in reasons if count > 0)]
+    reasons = list(_missing_report_texts(ledger.reports_lost, ledger.num_unfinished(is_over)))
+    num_left = ledger.whole.left_windows
+    if (num_others := ledger.whole.partial - num_left) > 0:
+        reasons.append(f"not every device was measured in {count_text(num_others, 'window')}")
+    if num_left > 0:
+        reasons.append(f"devices of ranks that left were missing in {count_text(num_left, 'window')}")
+    return reasons
 
 
 def energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
     """Return the measured share of time without restart gaps, and of iterations, as means over devices."""
-    seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
+    running_s = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
     iterations, _ = iterations_reached(ledger)
-    shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
-    time, count = (min(max(above, 0.0) / below, 1.0) if below > 0 else None for above, below in shares)
-    return time, count
+    parts = (ledger.whole.covered_s, running_s), (ledger.whole.covered_iterations, float(iterations))
+    of_time, of_iterations = (min(max(part, 0.0) / total, 1.0) if total > 0 else None for part, total in parts)
+    return of_time, of_iterations
 
 
 def not_measured(
@@ -101,21 +101,22 @@ def not_measured(
     ledger: Ledger,
     roster: Roster,
     gaps: CountGaps,
-    measured: float | None,
-    lacking: Sequence[str],
-    shares: tuple[float | None, float | None],
-    ended: bool,
+    measured_share: float | None,  # of the iterations
+    energy_reasons: Sequence[str],  # `energy_gaps`
+    energy_shares: tuple[float | None, float | None],  # `energy_coverage`
+    is_over: bool,
 ) -> Iterator[str]:
     """Yield a sentence for each quantity that the devices or the loop do not give, or not completely."""
     yield from roster.job.not_measured
     if gaps.reasons and (whole.counts.tokens or whole.counts.samples):
-        part = f"{_percent_text(measured)} of the iterations were measured; " if gaps.missing else ""
+        part = f"{_percent_text(measured_share)} of the iterations were measured; " if gaps.missing else ""
         yield f"total tokens and samples: {part}{'; '.join(gaps.reasons)}"
-    if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
-        parts = f"{_percent_text(shares[0])} of the time and {_percent_text(shares[1])} of the iterations were measured"
-        yield f"total energy: {parts}; {'; '.join(lacking)}"
-    yield from _unmeasured_part_texts(whole, ledger, roster, ended)
-    if ended and (text := why_mfu_unchecked(whole, roster.job.known_job)):
+    if energy_reasons and whole.energy.measured_j is not None and roster.job.measures_energy:
+        of_time, of_iterations = map(_percent_text, energy_shares)
+        parts = f"{of_time} of the time and {of_iterations} of the iterations were measured"
+        yield f"total energy: {parts}; {'; '.join(energy_reasons)}"
+    yield from _unmeasured_part_texts(whole, ledger, roster, is_over)
+    if is_over and (text := why_mfu_unchecked(whole, roster.job.known_job)):
         yield text
     if text := roster.job.unknown_tick_share:
         yield text
@@ -123,12 +124,12 @@ def not_measured(
         yield f"lines of code: {ledger.host_lines.failed}"
 
 
-def _unmeasured_part_texts(whole: ClusterTotals, ledger: Ledger, roster: Roster, ended: bool) -> Iterator[str]:
+def _unmeasured_part_texts(whole: ClusterTotals, ledger: Ledger, roster: Roster, is_over: bool) -> Iterator[str]:
     """Yield a sentence for each part of the job without a measurement."""
-    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
+    if is_over and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: no report before all other ranks had ended"
-    if blind := sum(not hello.devices for hello in roster.hellos.values()):
-        yield f"devices of {count_text(blind, 'rank')}: none is read; events.jsonl, kind agent, has the reason"
+    if without_device := sum(not hello.devices for hello in roster.hellos.values()):
+        yield f"devices of {count_text(without_device, 'rank')}: none is read; events.jsonl, kind agent, has the reason"
     # A hook may measure iterations from step to step, including evaluation between steps.
     has_evaluation = any(hello.evaluation_in_iterations for hello in roster.hellos.values())
     if has_evaluation and whole.counts.iterations and not ledger.time_by_class().get("evaluation"):

@@ -44,21 +44,21 @@ class MemoryPressure(Struct):
     worst_retries: int = 0
     lost_s: float = 0.0  # of all ranks, above the median of the windows without retries
     max_s: float = 0.0  # the same, above their 10th percentile: an upper bound
-    usual: list[float] = []  # seconds per amount of the newest windows without retries
+    usual: list[float] = []  # seconds per amount (`WindowSteps`) of the newest windows without retries
     waiting: list[WindowSteps] = []  # windows with retries, before there is a base of comparison
-    failed: dict[int, dict[str, float]] = {}  # rank -> bytes at an error in its last report
+    failed: dict[int, dict[str, float]] = {}  # rank -> name of a size -> bytes, at an error in its last report
     failed_iteration: int = 0  # shown at the end of the newest window with such a report
 
     def add_window(self, rows: Rows) -> None:
+        """Add the retries of a window and the time that they cost, and keep the memory of ranks that ran out of it."""
         for row in rows:
             if row.final and row.values and ERRORS in row.values and len(self.failed) < MAX_RANKS:
                 sizes = {name: value.most for name, value in row.values.items() if name.endswith(_BYTES)}
-                of_end = asdict(row.allocator) if row.allocator is not None else {}
-                self.failed[row.rank] = {**{_PREFIX + name: size for name, size in of_end.items()}, **sizes}
+                last_sizes = asdict(row.allocator) if row.allocator is not None else {}
+                self.failed[row.rank] = {**{_PREFIX + name: size for name, size in last_sizes.items()}, **sizes}
                 self.failed_iteration = row.iteration_shown
-        allocated = rows.values.get(ALLOCATED)
         busy_s, iterations = float(rows.columns["busy_s"].sum()), int(rows.columns["iterations"].sum())
-        if allocated is None or rows.max_iterations <= 0 or busy_s <= 0:
+        if ALLOCATED not in rows.values or rows.max_iterations <= 0 or busy_s <= 0:
             return
         self.rank_iterations += iterations
         steps = WindowSteps(busy_s, float(rows.counts["tokens_processed"] or iterations))
@@ -73,9 +73,9 @@ class MemoryPressure(Struct):
                 self.worst_retries, self.worst_iteration = int(retries.total), self.last_iteration
             self.waiting = [*self.waiting[-MAX_KEPT + 1 :], steps]
         if len(self.usual) >= MIN_USUAL:
-            waiting, self.waiting = self.waiting, []
-            for window in waiting:
+            for window in self.waiting:
                 self._add_lost_time(window)
+            self.waiting = []
 
     def loss(self) -> MemoryPressureLoss | None:
         """Return the cost of the retries; ``None`` without retries."""
@@ -98,8 +98,8 @@ class MemoryPressure(Struct):
         if not self.failed:
             return None
         peaks = {name: value.most for name, value in values.items() if name.endswith(f"_peak{_BYTES}")}
-        for of_rank in self.failed.values():
-            for name, size in of_rank.items():
+        for sizes_of_rank in self.failed.values():
+            for name, size in sizes_of_rank.items():
                 peaks[name] = max(peaks.get(name, 0.0), size)
         sizes = {
             name.removeprefix(_PREFIX).removesuffix(_BYTES): size
@@ -110,7 +110,8 @@ class MemoryPressure(Struct):
         return OutOfMemory(tuple(sorted(self.failed)), sizes, retries, self.failed_iteration)
 
     def _add_lost_time(self, window: WindowSteps) -> None:
-        each_s, tenths = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
-        self.max_s += max(each_s - tenths[0], 0.0) * window.amount
-        if each_s > tenths[-1]:
+        """Add what a window with retries took above the usual windows."""
+        each_s, deciles_s = window.busy_s / window.amount, statistics.quantiles(self.usual, n=10)
+        self.max_s += max(each_s - deciles_s[0], 0.0) * window.amount
+        if each_s > deciles_s[-1]:
             self.lost_s += (each_s - statistics.median(self.usual)) * window.amount

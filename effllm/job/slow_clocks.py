@@ -31,7 +31,7 @@ MIN_REASON_SHARE = 0.2
 FREE_SHARE = 0.01
 #: A power limit is lowered below this share of the default limit.
 LOWERED_BELOW = 0.98
-#: Maximum number of GPUs without a reason that are compared.
+#: In jobs of more than this number of ranks, every nth one is read for GPUs without a reason: less than twice as many.
 MAX_OTHERS = 64
 #: What times show is an estimate: its upper bound is this factor.
 UNSURE = 1.25
@@ -53,14 +53,15 @@ class _SlowGpu(NamedTuple):
 class SlowClocks(Struct):
     """The losses of all windows so far, by reason."""
 
-    by_cause: dict[str, ClockLoss] = {}
+    by_cause: dict[str, ClockLoss] = {}  # THROTTLED or POWER_LIMIT -> loss
     free_clock: float = 0.0  # highest clock of a GPU without a reason so far, as a share of the maximum clock
     min_clock: float = 1.0  # lowest clock of such GPUs
     usual_s: list[float] = []  # iteration times of windows without a reason
 
     def add_window(self, rows: Rows, devices: Mapping[str, Device], hellos: Mapping[int, Hello]) -> None:
-        slow: dict[str, _SlowGpu] = {}
-        named: set[int] = set()
+        """Add the loss of a window for each reason, by the slowest GPU with this reason."""
+        slowest: dict[str, _SlowGpu] = {}
+        slow_ranks: set[int] = set()  # with a reason
         for row in rows:
             for window in row.devices:
                 if not window.throttled_s or row.iterations <= 0:
@@ -69,18 +70,19 @@ class SlowClocks(Struct):
                 cause = _cause(window, device) if device is not None else ""
                 clock = _clock_share(window, device) if cause and device is not None else None
                 if clock is not None and device is not None:
-                    named.add(row.rank)
-                    if cause not in slow or clock < slow[cause].clock:
-                        slow[cause] = _SlowGpu(row, window, device, clock)
-        free = list(_free_clocks(rows, devices, named))
-        others = max(free, default=0.0)
-        self.free_clock, self.min_clock = max(self.free_clock, others), min([self.min_clock, *free])
-        if not slow and rows.max_iterations:
+                    slow_ranks.add(row.rank)
+                    if cause not in slowest or clock < slowest[cause].clock:
+                        slowest[cause] = _SlowGpu(row, window, device, clock)
+        free_clocks = list(_free_clocks(rows, devices, slow_ranks))
+        max_clock = max(free_clocks, default=0.0)
+        self.free_clock, self.min_clock = max(self.free_clock, max_clock), min([self.min_clock, *free_clocks])
+        if not slowest and rows.max_iterations:
             self.usual_s = [*self.usual_s[1 - MAX_USUAL :], _iteration_s(rows[0])]
-        for cause, gpu in slow.items():
+        for cause, gpu in slowest.items():
             hello = hellos.get(gpu.row.rank)
             text = _reason_text(cause, gpu, hello.host if hello is not None else "")
-            self._add(cause, gpu, others or self.free_clock, len(rows), text, self._longer_s(gpu, rows, named))
+            longer_s = self._longer_s(gpu, rows, slow_ranks)
+            self._add_loss(cause, gpu, max_clock or self.free_clock, len(rows), text, longer_s)
 
     def summary(self) -> dict[str, ClockLoss]:
         """Return the losses by reason; clocks that are always low and equal, without a reason, as `LOCKED`."""
@@ -90,32 +92,36 @@ class SlowClocks(Struct):
         why = f"the SM clocks of all GPUs are locked at {100 * self.free_clock:.0f} % of the maximum"
         return {LOCKED: ClockLoss(0.0, -1, 0.0, f"{why}: nvidia-smi -q -d CLOCK")}
 
-    def _longer_s(self, gpu: _SlowGpu, rows: Rows, named: Collection[int]) -> float | None:
-        """Return how much longer times are in an iteration with a reason than without; ``None`` if it is not known."""
-        own = [own_s for row in rows if row.rank not in named and (own_s := _own_s(row)) is not None]
-        slow_s = _own_s(gpu.row)
-        if own and slow_s is not None:
-            return slow_s - statistics.median(own)
-        own_share = slow_s * gpu.row.iterations / gpu.row.busy_s if slow_s is not None and gpu.row.busy_s else 1.0
-        longer_s = _iteration_s(gpu.row) - statistics.median(self.usual_s) if len(self.usual_s) >= MIN_USUAL else None
-        return None if longer_s is None else own_share * longer_s
+    def _longer_s(self, gpu: _SlowGpu, rows: Rows, slow_ranks: Collection[int]) -> float | None:
+        """Return how much longer an iteration is for the slow GPU than without a reason; ``None`` if it is unknown."""
+        others_s = [own_s for row in rows if row.rank not in slow_ranks and (own_s := _own_s(row)) is not None]
+        own_s = _own_s(gpu.row)
+        if others_s and own_s is not None:
+            return own_s - statistics.median(others_s)
+        if len(self.usual_s) < MIN_USUAL:
+            return None
+        own_share = own_s * gpu.row.iterations / gpu.row.busy_s if own_s is not None and gpu.row.busy_s else 1.0
+        return own_share * (_iteration_s(gpu.row) - statistics.median(self.usual_s))
 
-    def _add(self, cause: str, gpu: _SlowGpu, reference: float, ranks: int, why: str, longer_s: float | None) -> None:
+    def _add_loss(
+        self, cause: str, gpu: _SlowGpu, free_clock: float, num_ranks: int, why: str, longer_s: float | None
+    ) -> None:
+        """Add what the slowest GPU costs all ranks, beside a clock without a reason (0 if no GPU has one)."""
         # Without a GPU that has no reason, the clock is at least that of the peak, and at most the maximum.
-        peak = (gpu.device.sm_clock_reference_hz or 0.0) / (gpu.device.sm_clock_max_hz or 1.0) or 1.0
+        peak_clock = (gpu.device.sm_clock_reference_hz or 0.0) / (gpu.device.sm_clock_max_hz or 1.0) or 1.0
         max_clock = 1.0
         if cause == POWER_LIMIT:  # the clock rises at most in proportion to the power
             max_clock = gpu.clock * (gpu.device.power_limit_default_w or 0.0) / _limit_w(gpu)
         row = gpu.row
         own_s = row.own_step_s if row.own_steps == row.iterations else row.busy_s
-        lost, max_lost = (  # shares of the time
-            max(1.0 - gpu.clock / min(clock or 1.0, max_clock), 0.0) for clock in (reference or peak, reference)
+        lost_share, max_lost_share = (
+            max(1.0 - gpu.clock / min(clock, max_clock), 0.0) for clock in (free_clock or peak_clock, free_clock or 1.0)
         )
-        max_seconds = ranks * row.busy_s * max_lost
-        seconds = _kernel_share(row.profile) * ranks * row.busy_s * lost
+        max_seconds = num_ranks * row.busy_s * max_lost_share
+        seconds = _kernel_share(row.profile) * num_ranks * row.busy_s * lost_share
         if longer_s is not None:
             # A rank that is slow before its first wait for other ranks is slow after it too.
-            by_times_s = max(ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
+            by_times_s = max(num_ranks * longer_s * row.iterations, 0.0) * row.busy_s / own_s
             seconds, max_seconds = min(seconds, by_times_s), min(max_seconds, UNSURE * by_times_s)
         if seconds <= 0:
             return
@@ -123,13 +129,13 @@ class SlowClocks(Struct):
         added = ClockLoss(seconds, row.rank, seconds, why, max_seconds)
         if earlier is not None:
             worst = added if seconds > earlier.worst_rank_seconds else earlier
-            sums = earlier.rank_seconds + seconds, earlier.max_rank_seconds + max_seconds
-            added = replace(worst, rank_seconds=sums[0], max_rank_seconds=sums[1])
+            sum_s, max_sum_s = earlier.rank_seconds + seconds, earlier.max_rank_seconds + max_seconds
+            added = replace(worst, rank_seconds=sum_s, max_rank_seconds=max_sum_s)
         self.by_cause[cause] = added
 
 
 def _own_s(row: RankReport) -> float | None:
-    """Return the own time of a rank in an iteration, on the device if it is known there."""
+    """Return the time of an iteration until a rank waits for others, on the device if it is known there."""
     if row.device_own_steps:
         return row.device_own_step_s / row.device_own_steps
     return row.own_step_s / row.own_steps if row.own_steps else None
@@ -140,11 +146,11 @@ def _iteration_s(row: RankReport) -> float:
 
 
 def _cause(window: DeviceWindow, device: Device, min_share: float = MIN_REASON_SHARE) -> str:
-    """Return the reason of a low clock that holds for this share of the time, or an empty string."""
-    least_s = min_share * window.throttle_covered_s
-    if window.throttled_s.get("any", 0.0) >= least_s > 0:
+    """Return the reason of a low clock that holds for at least this share of the time, or an empty string."""
+    min_s = min_share * window.throttle_covered_s
+    if window.throttled_s.get("any", 0.0) >= min_s > 0:
         return THROTTLED
-    if window.throttled_s.get("power_cap", 0.0) < least_s or not device.power_limit_default_w:
+    if window.throttled_s.get("power_cap", 0.0) < min_s or not device.power_limit_default_w:
         return ""
     limit_w = mean_gauge(window, "power_limit_w") or device.power_limit_w
     return POWER_LIMIT if limit_w and limit_w < LOWERED_BELOW * device.power_limit_default_w else ""
@@ -158,10 +164,10 @@ def _clock_share(window: DeviceWindow, device: Device) -> float | None:
     return min(ratio * device.sm_clock_reference_hz / device.sm_clock_max_hz, 1.0)
 
 
-def _free_clocks(rows: Sequence[RankReport], devices: Mapping[str, Device], named: set[int]) -> Iterator[float]:
-    """Yield the clocks of GPUs without a reason."""
+def _free_clocks(rows: Sequence[RankReport], devices: Mapping[str, Device], slow_ranks: set[int]) -> Iterator[float]:
+    """Yield the clocks of GPUs without a reason, in large jobs of every nth rank."""
     for row in rows[:: max(len(rows) // MAX_OTHERS, 1)]:
-        for window in row.devices if row.rank not in named and row.iterations > 0 else ():
+        for window in row.devices if row.rank not in slow_ranks and row.iterations > 0 else ():
             device = devices.get(window.device)
             if device is None or not device.is_gpu or (window.throttled_s and _cause(window, device, FREE_SHARE)):
                 continue
@@ -170,7 +176,7 @@ def _free_clocks(rows: Sequence[RankReport], devices: Mapping[str, Device], name
 
 
 def _kernel_share(profile: Profile | None) -> float:
-    """Return the share of own time with kernels in profiled iterations; 1, an upper bound, without a profile."""
+    """Return the share of kernels in the time without waits in profiled iterations; 1, its bound, without a profile."""
     if profile is None or profile.time_s <= profile.exposed_s:
         return 1.0
     return min(profile.computing_s / (profile.time_s - profile.exposed_s), 1.0)
