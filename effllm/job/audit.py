@@ -160,6 +160,7 @@ class AuditWatch:
         self._record_once(Event(time_s, "audit", text), doubted_input)
 
     def _compare_figures(self, rows: Rows, report: ClusterReport) -> None:
+        """Add the figures that the framework logged in a window, with the counts since it logged each before."""
         # The framework's figure includes the ranks whose reports are missing.
         is_whole = report.coverage.ranks_reporting >= report.coverage.ranks_expected
         if report.warming_up or report.iteration_first <= 1 or not is_whole:
