@@ -625,7 +625,7 @@ def test_later_byes_of_a_rank_do_not_change_its_end():
     tiles.note_bye(3, 12.0)  # an agent repeats its bye until it receives an answer
 
     assert list(tiles.keys) == [3, 5]
-    assert tiles.column("left_s").tolist() == [10.0, 11.0]
+    assert tiles.column("left_axis_s").tolist() == [10.0, 11.0]
 
 
 def test_all_parts_of_a_summary_have_the_same_elapsed_time():
