@@ -9,6 +9,7 @@ See docs/calibration.md.
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import re
 import statistics
@@ -23,13 +24,11 @@ from msgspec.structs import replace
 
 from effllm.devices.known import hardware
 from effllm.devices.known.hardware import KnownSensor
-from effllm.energy.tick_clock import MAX_POWER_TICK_S, TickClock, is_held, tick_of, tick_of_means
+from effllm.energy.tick_clock import MAX_POWER_TICK_S, USUAL_TICK_S, TickClock, hold_time_s, is_held, tick_and_error_s
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.store import own_files
 
 MAX_S = 2.0
-#: The period assumed for a counter that was not measured: 100 ms on all GPUs since Turing (docs/hardware.md).
-USUAL_TICK_S = 0.1
 #: Maximal age of a held power reading, in ticks: half a tick of averaging, and one tick in which the value is held.
 MAX_AGE_TICKS = 1.5
 #: In a calibration: minimal time between two reads, and maximal share of time in calls of the driver, which may hold a
@@ -42,6 +41,7 @@ SPARSE_S, BURST_APART_S, BURST_S, SPREAD_S, SPREAD_FOR_S = 0.008, 0.004, 0.08, 0
 SAME_TICK = 0.02
 #: A measured tick with a larger relative error, caused by delayed reads, is not compared with the cached tick.
 LOOSE_TICK = 0.05
+_UNKNOWN_TICK = 0.0, math.inf  # a period with an error above every limit
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class SensorMeasurement(msgspec.Struct, frozen=True):
     """The results of the reads of a device without a load."""
 
     call_s: float
-    tick: tuple[float, float] | None  # the tick and the half-width of the tick's error
+    tick_and_error_s: tuple[float, float] | None  # the tick and the half-width of the tick's error
     is_held: bool | None
 
 
@@ -102,10 +102,9 @@ def calibrate(
             with suppress(OSError):
                 own_files.remove_file(_cache_path(folder, _model_without_slice(device.name), device.driver))
         if report is not None:
-            report(
-                f"the calibration of {cached.date} was removed from the cache, and the sensor was measured again: {why}"
-            )
-    elif cached is not None and (cached.measured_lag or measured.tick is None):
+            removed = f"the calibration of {cached.date} was removed from the cache"
+            report(f"{removed}, and the sensor was measured again: {why}")
+    elif cached is not None and (cached.measured_lag or measured.tick_and_error_s is None):
         return with_measured_tick(cached.sensor_with_source(), measured)
     sensor = with_measurement(assumed_sensor(device), measured)
     if folder and keep and sensor.source.startswith("measured"):
@@ -139,12 +138,12 @@ def assumed_sensor(device: Device) -> Sensor:
     if device.energy_method != COUNTER:
         return device.sensor
     row = hardware.find_by_driver_name(device.name)
-    sensor = _with_row(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
+    sensor = _with_table_row(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
     tick_s = sensor.tick_s or USUAL_TICK_S
     return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)
 
 
-def _with_row(row: KnownSensor, sensor: Sensor) -> Sensor:
+def _with_table_row(row: KnownSensor, sensor: Sensor) -> Sensor:
     tick_s = row.update_s or sensor.tick_s
     return replace(
         sensor,
@@ -164,21 +163,21 @@ def _with_row(row: KnownSensor, sensor: Sensor) -> Sensor:
 
 def _measure_counter(read: Callable[[], Sample], wait: Callable[[float], None]) -> SensorMeasurement:
     samples, call_s = _read_often(read, wait)
-    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    return SensorMeasurement(call_s, tick, is_held(samples))
+    readings = [(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None]
+    return SensorMeasurement(call_s, tick_and_error_s(readings), is_held(samples))
 
 
 def with_measurement(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
-    if measured.tick is None:
+    if measured.tick_and_error_s is None:
         return replace(sensor, call_s=measured.call_s, source=f"{sensor.source}: the reads found no tick")
-    tick_s, tick_error_s = measured.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # the lag is between 0 and a tick
+    tick_s, tick_error_s = measured.tick_and_error_s
+    is_lag_unknown = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # then it is between 0 and a tick
     return replace(
         sensor,
         tick_s=tick_s,
         tick_error_s=tick_error_s,
         is_held=sensor.is_held if measured.is_held is None else measured.is_held,
-        lag_error_s=tick_s if lag_is_open else sensor.lag_error_s,
+        lag_error_s=tick_s if is_lag_unknown else sensor.lag_error_s,
         call_s=measured.call_s,
         source="measured here",
     )
@@ -186,20 +185,19 @@ def with_measurement(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
 
 def with_measured_tick(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
     """Return a sensor of the cache with the tick that was measured now, if reads were frequent enough to measure it."""
-    if measured.tick is None or measured.tick[1] > SAME_TICK * measured.tick[0]:
-        return sensor
-    return replace(sensor, tick_s=measured.tick[0], tick_error_s=measured.tick[1])
+    tick_s, tick_error_s = measured.tick_and_error_s or _UNKNOWN_TICK
+    return replace(sensor, tick_s=tick_s, tick_error_s=tick_error_s) if tick_error_s <= SAME_TICK * tick_s else sensor
 
 
 def with_power_measurement(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     """Return the sensor of a device without a counter; its lag is measured if the readings changed often enough."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
-    tick = tick_of(readings)
-    if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
+    tick_s, tick_error_s = tick_and_error_s(readings) or _UNKNOWN_TICK
+    if tick_error_s <= SAME_TICK * tick_s and tick_s <= MAX_POWER_TICK_S:
         # A reading is instant power, or a mean over one tick that is held for the next tick.
-        lag_s = error_s = MAX_AGE_TICKS / 2 * tick[0]
-    elif (tick_s := tick_of_means(readings)) is not None:
-        lag_s, error_s = tick_s, tick_s / 2
+        lag_s = error_s = MAX_AGE_TICKS / 2 * tick_s
+    elif (held_s := hold_time_s(readings)) is not None:
+        lag_s, error_s = held_s, held_s / 2
     else:
         return sensor
     return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, MIN_APART_S), source="measured here")
@@ -207,9 +205,9 @@ def with_power_measurement(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 def _contradiction(sensor: Sensor, measured: SensorMeasurement) -> str:
     """Return the contradiction between measurements and a cached sensor as text; empty if they agree."""
-    if measured.tick is None or measured.tick[1] > LOOSE_TICK * measured.tick[0]:
+    tick_s, error_s = measured.tick_and_error_s or _UNKNOWN_TICK
+    if error_s > LOOSE_TICK * tick_s:
         return ""
-    tick_s, error_s = measured.tick
     if abs(tick_s - sensor.tick_s) > SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s:
         return f"the counter changes {_period_text(tick_s)}, not {_period_text(sensor.tick_s)}"
     if sensor.is_held and measured.is_held is False:
@@ -222,33 +220,33 @@ def _period_text(tick_s: float) -> str:
 
 
 def _read_often(read: Callable[[], Sample], wait: Callable[[float], None]) -> tuple[list[Sample], float]:
-    """Read at short intervals; return the samples and the median time of a read.
+    """Read at short intervals; return the samples and the median duration of a read.
 
     If calls are slow, the reads are few.  Then each is made where it helps most: at the bounds and in the middle of the
     time in which the counter's next change is expected.
     """
     samples: list[Sample] = []
-    calls_s: list[float] = []
-    planned_s: list[float] = []
-    began_s = time.monotonic()
-    end_s = began_s + MAX_S
+    calls_s: list[float] = []  # durations
+    planned_s: list[float] = []  # times of the next reads
+    start_s = time.monotonic()
+    end_s = start_s + MAX_S
     while (now_s := time.monotonic()) < end_s:
         samples.append(read())
         calls_s.append(time.monotonic() - now_s)
         call_s = statistics.median(calls_s)
-        even_s = call_s / MAX_BUSY
-        if even_s <= SPARSE_S or samples[-1].energy_j is None:
-            next_s = now_s + max(MIN_APART_S, even_s)
+        even_gap_s = call_s / MAX_BUSY  # time between even reads that take the allowed share of time
+        if even_gap_s <= SPARSE_S or samples[-1].energy_j is None:
+            next_s = now_s + max(MIN_APART_S, even_gap_s)
         else:
-            paid_s = began_s + 2 * sum(calls_s) / MAX_BUSY - MAX_S  # half of the time may be spent at once
+            allowed_s = start_s + 2 * sum(calls_s) / MAX_BUSY - MAX_S  # half of the calls' time may be spent at once
             readings = [(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None]
-            tick = tick_of(readings) if not planned_s else None
-            if tick is not None and not tick[0] and now_s - began_s > BURST_S:
+            tick = tick_and_error_s(readings) if not planned_s else None
+            if tick is not None and tick[0] == 0 and now_s - start_s > BURST_S:
                 break  # the counter is continuous
-            if tick is not None and tick[0]:
-                planned_s = _times_near_next_tick(readings, TickClock(*tick), max(now_s, paid_s + 4 * even_s))
-            apart_s = _first_reads_apart_s(call_s, now_s - began_s)
-            next_s = planned_s.pop(0) if planned_s else max(now_s + apart_s, paid_s)
+            if tick is not None and tick[0] > 0:
+                planned_s = _times_near_next_tick(readings, TickClock(*tick), max(now_s, allowed_s + 4 * even_gap_s))
+            gap_s = _first_reads_gap_s(call_s, now_s - start_s)
+            next_s = planned_s.pop(0) if planned_s else max(now_s + gap_s, allowed_s)
         wait(min(next_s, end_s))
     return samples, statistics.median(calls_s) if calls_s else 0.0
 
@@ -257,23 +255,23 @@ def _sleep_until(until_s: float) -> None:
     time.sleep(max(until_s - time.monotonic(), 0.0))
 
 
-def _first_reads_apart_s(call_s: float, since_s: float) -> float:
-    """Return the seconds between the first reads: dense reads, for which there may be no time, find short ticks."""
-    total_s = MAX_BUSY * MAX_S
-    if since_s < BURST_S and call_s * BURST_S / BURST_APART_S <= total_s / 4:
+def _first_reads_gap_s(call_s: float, elapsed_s: float) -> float:
+    """Return the seconds to the next read while the tick is unknown: dense reads find short ticks if calls are fast."""
+    allowed_calls_s = MAX_BUSY * MAX_S
+    if elapsed_s < BURST_S and call_s * BURST_S / BURST_APART_S <= allowed_calls_s / 4:
         return BURST_APART_S
-    return max(SPREAD_S, call_s * SPREAD_FOR_S / (total_s / 2))
+    return max(SPREAD_S, call_s * SPREAD_FOR_S / (allowed_calls_s / 2))
 
 
 def _times_near_next_tick(readings: Sequence[tuple[int, float]], clock: TickClock, from_s: float) -> list[float]:
-    """Return times before, in and after the expected time of the counter's first change after ``from_s``."""
+    """Return the times at both bounds and in the middle of the expected time of the first tick after ``from_s``."""
     for (after_ns, before_j), (until_ns, joules) in pairwise(readings):
         (clock.add_no_change if before_j == joules else clock.add_change)(after_ns, until_ns)
     due = clock.last_tick_before(from_s * 1e9 + clock.tick_ns)
     if due is None:
         return []
-    middle_s, reach_s = due[0] / 1e9, max((due[1] + clock.spread_ns) / 1e9, MIN_APART_S)
-    return [middle_s - reach_s, middle_s, middle_s + reach_s]
+    middle_s, half_s = due[0] / 1e9, max((due[1] + clock.spread_ns) / 1e9, MIN_APART_S)
+    return [middle_s - half_s, middle_s, middle_s + half_s]
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -298,9 +296,8 @@ def store(folder: Path, calibration: Calibration) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         own_files.make_folder(folder)
-        own_files.replace_file(
-            draft, msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n", durable=False
-        )
+        content = msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n"
+        own_files.replace_file(draft, content, durable=False)
         own_files.rename_file(draft, path.name)
 
 

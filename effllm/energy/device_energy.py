@@ -53,17 +53,17 @@ class EnergyLedger:
         self.readings = Readings()
         self._powers = PowerSpread()
         self.timing = SensorTiming(device, self.readings)
-        self._levels = EdgeLevels(self.readings, self.timing, self._powers)
+        self._edge_levels = EdgeLevels(self.readings, self.timing, self._powers)
         self.aliasing = Aliasing(self.timing, self._powers)
         self._max_gap_ns = round(max_gap_s / NS)
-        self._limit_w = (device.power_limit_w or 0.0) * OVERSHOOT or UNLIMITED_W
-        self._last_counter: tuple[int, float] | None = None
+        self._max_power_w = (device.power_limit_w or 0.0) * OVERSHOOT or UNLIMITED_W
+        self._last_counter: tuple[int, float] | None = None  # time in ns, and joules
         self._doubted_base: _Base | None = None  # the last plausible reading, while the counter is not used
         self._before_jump: _Base | None = None  # the last reading before a jump, because the counter may jump back
         self._last_change: _Base | None = None  # the last change of the counter
         self._integrated_j = 0.0  # running total of integrated power
         self._is_doubt_reported = False
-        self._events: list[str] = []
+        self._events: list[str] = []  # texts
 
     def allow_gap(self, max_gap_s: float) -> None:
         """Raise the maximal time between power readings; a longer time is a hole."""
@@ -72,7 +72,7 @@ class EnergyLedger:
     def add(self, sample: Sample) -> None:
         """Add a reading, which must be newer than the last reading."""
         # The power limit may be raised during a run.
-        self._limit_w = max(self._limit_w, sample.gauges.get("power_limit_w", 0.0) * OVERSHOOT)
+        self._max_power_w = max(self._max_power_w, sample.gauges.get("power_limit_w", 0.0) * OVERSHOOT)
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
         if power_w is not None and power_w > UNLIMITED_W:
             power_w = None
@@ -111,7 +111,7 @@ class EnergyLedger:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_until_ns(to_ns) - readings.holes_until_ns(from_ns))) * NS
         # Both levels are also computed for a hole, so that no joule is reported twice.
-        start, end = self._levels.fixed_level_at(from_ns), self._levels.fixed_level_at(to_ns)
+        start, end = self._edge_levels.fixed_level_at(from_ns), self._edge_levels.fixed_level_at(to_ns)
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
@@ -147,15 +147,15 @@ class EnergyLedger:
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that are not needed for spans after ``time_ns``."""
         self.readings.forget_before(time_ns - round(3 * self.timing.sensor.tick_s / NS))
-        self._levels.forget_before(time_ns)
+        self._edge_levels.forget_before(time_ns)
 
-    def compact(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+    def compact(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:  # see `Readings.compact`
         # The levels at other times are of spans that were answered before; there may be many spans in one window.
-        self._levels.keep_only(edges_ns)
+        self._edge_levels.keep_only(edges_ns)
         # A later step may be computed from these readings.
         bases = (self._doubted_base, self._before_jump, self._last_change)
         bases_ns = [base.time_ns for base in bases if base is not None]
-        self.readings.compact([*edges_ns, *self._levels.edges_ns, *bases_ns], until_ns, margin_ns)
+        self.readings.compact([*edges_ns, *self._edge_levels.edges_ns, *bases_ns], until_ns, margin_ns)
 
     # --- steps ---
 
@@ -193,11 +193,11 @@ class EnergyLedger:
         if self._before_jump is not None:
             # The counter may jump back.  Of the step from the last value and the step from the value before the jump,
             # the step nearer to the expected energy is right.
-            as_if_j = counter_j - self._before_jump.counter_j - (last.total_j - self._before_jump.total_j)
-            has_jumped_back = 0.0 <= as_if_j <= self._max_step_j(time_ns - before_ns)
+            back_j = counter_j - self._before_jump.counter_j - (last.total_j - self._before_jump.total_j)
+            is_back_possible = 0.0 <= back_j <= self._max_step_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
-            if has_jumped_back and (not is_possible or _is_nearer(as_if_j, step_j, expected_j or usual_j)):
-                return Step(COUNTER, as_if_j, 0.0, False)
+            if is_back_possible and (not is_possible or _is_nearer(back_j, step_j, expected_j or usual_j)):
+                return Step(COUNTER, back_j, 0.0, False)
         if not is_possible:
             why = f"a decrease of {-step_j:.0f} J" if step_j < 0 else f"a jump of {step_j:.0f} J"
             self._stop_using_counter(self._base_at(before_ns, before_j), why)
@@ -208,7 +208,7 @@ class EnergyLedger:
             self._stop_using_counter(self._last_change, "no change while the device draws power")
             variance_j2 = self._powers.sampling_j2((time_ns - self._last_change.time_ns) * NS)
             return self._replace_steps(time_ns, self._last_change, integrated_j, variance_j2, INSTANT)
-        self.timing.add_tick_bounds(before_ns, time_ns, has_moved=step_j > 0.0)
+        self.timing.add_tick_bounds(before_ns, time_ns, has_changed=step_j > 0.0)
         return Step(COUNTER, step_j, 0.0, False)
 
     def _step_of_doubted_counter(
@@ -217,12 +217,11 @@ class EnergyLedger:
         """Return the step of a counter that is not used, if it has jumped back or now counts from a new value."""
         assert self._doubted_base is not None and self._last_counter is not None
         base, (before_ns, before_j) = self._doubted_base, self._last_counter
-        since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
+        since_j, added_j = counter_j - base.counter_j, last.total_j - base.total_j  # added: from power, since the base
         counter_resumed = counter_j != before_j and 0.0 <= since_j <= self._max_step_j(time_ns - base.time_ns)
         counter_continues = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
-        if counter_resumed and not (
-            counter_continues and _is_nearer(counter_j - before_j, since_j - entered_j, expected_j)
-        ):
+        is_new_value = counter_continues and _is_nearer(counter_j - before_j, since_j - added_j, expected_j)
+        if counter_resumed and not is_new_value:
             self._use_counter_again()
             # Windows that were reported in the meantime keep the variance of integrated power.
             return self._replace_steps(time_ns, base, since_j, last.total_variance_j2 - base.total_variance_j2, COUNTER)
@@ -233,12 +232,12 @@ class EnergyLedger:
         return None
 
     def _replace_steps(self, time_ns: int, since: _Base, joules: float, variance_j2: float, method: str) -> Step:
-        """Replace the steps since `since` by one corrected step; steps already reported in a window are kept."""
-        last = self.readings.remove_steps_after(max([since.time_ns, *self._levels.edges_ns]))
-        left_j = since.total_j + joules - last.total_j
+        """Replace the steps since a reading by one corrected step; steps already reported in a window are kept."""
+        last = self.readings.remove_steps_after(max([since.time_ns, *self._edge_levels.edges_ns]))
+        missing_j = since.total_j + joules - last.total_j
         max_j = self._max_step_j(time_ns - last.time_ns)
         is_reported = last.time_ns > since.time_ns or method != COUNTER
-        return Step(method, min(max(left_j, 0.0), max_j), variance_j2 if is_reported else 0.0, method != COUNTER)
+        return Step(method, min(max(missing_j, 0.0), max_j), variance_j2 if is_reported else 0.0, method != COUNTER)
 
     def _base_at(self, time_ns: int, counter_j: float) -> _Base:
         last = self.readings[-1]
@@ -246,7 +245,7 @@ class EnergyLedger:
 
     def _max_step_j(self, span_ns: int) -> float:
         sensor = self.timing.sensor
-        return self._limit_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
+        return self._max_power_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
 
     def _is_frozen(self, time_ns: int) -> bool:
         """Whether the counter stayed constant for longer than its ticks explain, while the device drew power."""

@@ -31,12 +31,12 @@ class Level(NamedTuple):
 
 
 class EdgeLevels:
-    """The energy at each edge, computed once and shared by adjacent windows."""
+    """The energy at each edge of a window, computed once and shared by adjacent windows."""
 
     def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
         self._readings, self._timing, self._powers = readings, timing, powers
-        self._levels: dict[int, Level] = {}
-        self.edges_ns: list[int] = []  # times of the known levels, sorted
+        self._levels: dict[int, Level] = {}  # by time in ns
+        self.edges_ns: list[int] = []  # the times in `_levels`, sorted
 
     def forget_before(self, time_ns: int) -> None:
         self._keep_levels(self.edges_ns[bisect.bisect_left(self.edges_ns, time_ns) :])
@@ -54,8 +54,8 @@ class EdgeLevels:
         """Return the level at a time; the first call fixes it, between those of the edges before and after."""
         if time_ns not in self._levels:
             self._timing.update_lag(time_ns)
-            anchors = self._levels_at_ticks(time_ns)
-            level = self._level_between_ticks(time_ns, anchors) if anchors else self._level_between_readings(time_ns)
+            levels_j = self._levels_at_ticks(time_ns)
+            level = self._level_between_ticks(time_ns, levels_j) if levels_j else self._level_between_readings(time_ns)
             # A later reading may contradict a level that was reported, but no window may have negative energy.
             index = bisect.bisect_left(self.edges_ns, time_ns)
             min_j = self._levels[self.edges_ns[index - 1]].joules if index else -math.inf
@@ -63,57 +63,56 @@ class EdgeLevels:
             joules = min(max(level.joules, min_j), max_j)
             self._levels[time_ns] = level._replace(
                 joules=joules,
-                estimated_j=self._readings.estimated_until_j(joules),
+                estimated_j=self._readings.estimated_part_j(joules),
                 shift_s2=self._timing.shift_s2(time_ns),
             )
             self.edges_ns.insert(index, time_ns)
         return self._levels[time_ns]
 
     def _levels_at_ticks(self, time_ns: int) -> dict[int, float] | None:
-        """Return the counter's levels at the ticks around a time; the key 0 is the last tick up to the time.
+        """Return the counter's joules at the ticks around a time; the key 0 is the last tick up to the time.
 
-        The result is ``None`` if the times of ticks are unknown, or the level of one of the two nearest ticks.
+        The result is ``None`` if the times of ticks are unknown, or the joules at one of the two nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.last_tick_before(time_ns + sensor.lag_s / NS) if clock is not None else None
         if clock is None or last is None:
             return None
-        tick_ns, anchors = clock.tick_ns, {}
-        implied: dict[int, float] = {}
+        tick_ns, read = clock.tick_ns, {}  # joules by tick, from reads of the counter
+        implied: dict[int, float] = {}  # joules by tick, from the power in the tick after it
         low = self._readings.index_at_or_after(round(last[0] - 2 * tick_ns))
         for index, point in enumerate(self._readings.starting_at(low), low):
             if point.time_ns > last[0] + 4 * tick_ns:
                 break
-            at = clock.certain_tick_before(point.time_ns)
-            if at is None or (point.method != COUNTER and index > 0):
+            before = clock.certain_tick_before(point.time_ns)
+            if before is None or (point.method != COUNTER and index > 0):
                 continue
-            tick = round((at[0] - last[0]) / tick_ns)
-            anchors[tick] = point.total_j
+            tick = round((before[0] - last[0]) / tick_ns)
+            read[tick] = point.total_j
             # A held power reading is the mean of the last tick, while a counter with a lag still shows the tick before.
-            is_of_tick = sensor.is_held and point.time_ns - at[0] < tick_ns - sensor.lag_s / NS
-            if is_of_tick and point.power_w is not None:
+            is_power_of_tick = sensor.is_held and point.time_ns - before[0] < tick_ns - sensor.lag_s / NS
+            if is_power_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
-        anchors = {**implied, **anchors}
-        return anchors if 0 in anchors and 1 in anchors else None
+        levels_j = {**implied, **read}
+        return levels_j if 0 in levels_j and 1 in levels_j else None
 
-    def _level_between_ticks(self, time_ns: int, anchors: dict[int, float]) -> Level:
+    def _level_between_ticks(self, time_ns: int, levels_j: dict[int, float]) -> Level:
+        """Return the level between two ticks, with the joules by tick, as in `_levels_at_ticks`."""
         clock, lag_s = self._timing.clock, self._timing.sensor.lag_s
         assert clock is not None
         tick_s = clock.tick_ns * NS
         last = clock.last_tick_before(time_ns + lag_s / NS)
         assert last is not None
         since_s = (time_ns + lag_s / NS - last[0]) * NS
-        before_w = _mean_power_w(anchors, -1, 0, tick_s)
-        after_w = _mean_power_w(anchors, 1, 2, tick_s)
-        joules, variance_j2, power_w = energy_within_tick(
-            since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
-        )
-        return Level(anchors[0] + joules, variance_j2, power_w)
+        before_w, after_w = _mean_power_w(levels_j, -1, 0, tick_s), _mean_power_w(levels_j, 1, 2, tick_s)
+        tick_j = levels_j[1] - levels_j[0]
+        joules, variance_j2, power_w = energy_within_tick(since_s, tick_s, tick_j, before_w, after_w, self._powers)
+        return Level(levels_j[0] + joules, variance_j2, power_w)
 
     def _level_between_readings(self, time_ns: int) -> Level:
         """Return the level between two readings: for continuous counters, unknown ticks and integrated power."""
         readings, tick_s = self._readings, self._timing.sensor.tick_s
-        shown_ns = time_ns + self._timing.mean_age_ns()
+        shown_ns = time_ns + self._timing.mean_age_ns()  # a reading at this time would show the energy at the time
         index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
         first, second = readings[index - 1], readings[index]
         span_s = (second.time_ns - first.time_ns) * NS
@@ -130,22 +129,21 @@ class EdgeLevels:
                 tick_j2 + self._powers.jump_j2(min(abs(since_s), abs(since_s - span_s))),
                 first_w if since_s < 0 else second_w,
             )
-        if second.method is None:
+        if second.method is None:  # a hole
             return Level(first.total_j, 0.0, 0.0)
-        rest_s = span_s - since_s
-        local_w = first_w + (second_w - first_w) * since_s / span_s
-        share_j = (first_w + local_w) / 2 * since_s
-        total_j = (first_w + second_w) / 2 * span_s
+        power_w = first_w + (second_w - first_w) * since_s / span_s
+        since_j = (first_w + power_w) / 2 * since_s
+        integrated_j = (first_w + second_w) / 2 * span_s
         # The counter's step is exact; its difference from integrated power is distributed evenly over the time.
-        share_j += (joules - total_j) * since_s / span_s
-        variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
-        return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
+        since_j += (joules - integrated_j) * since_s / span_s
+        variance_j2 = self._powers.bridge_j2(since_s, span_s - since_s, second_w - first_w)
+        return Level(first.total_j + min(max(since_j, 0.0), joules), tick_j2 + variance_j2, power_w)
 
 
 def energy_within_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
-    """Return the part of a tick's energy before a time in this tick, its variance, and the power at the time.
+    """Return the energy of a tick up to ``since_s`` after its start, the variance of it, and the power at this time.
 
     Training power changes abruptly.  The time of a single change follows from the tick's energy and from the power of
     the ticks before and after.  If a single change does not explain the tick's energy, or if power varies smoothly,
@@ -159,17 +157,17 @@ def energy_within_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # Smooth power is approximated by the parabola that has the mean powers of all three ticks.
+    # Smooth power is approximated by the parabola that has the mean powers of all three ticks; x is time in ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
     smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
     change_w = max(abs(mean_w - before_w), abs(after_w - mean_w))
-    unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)
+    unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)  # 0 at both ticks, the most in the middle
     if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > ABRUPT_FACTOR * noise_w:
-        step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
-        step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
-        return step_j, unseen_j2, before_w if since_s < step_s else after_w
+        change_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)  # time of the change
+        abrupt_j = before_w * min(since_s, change_s) + after_w * max(since_s - change_s, 0.0)
+        return abrupt_j, unseen_j2, before_w if since_s < change_s else after_w
     outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
     if outside_w > 3 * noise_w:  # a short peak, at an unknown time within the tick
         excess_j = joules - (before_w + after_w) / 2 * tick_s
@@ -177,7 +175,7 @@ def energy_within_tick(
     return smooth_j, unseen_j2, mean_w
 
 
-def _mean_power_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
-    if first in anchors and second in anchors:
-        return (anchors[second] - anchors[first]) / ((second - first) * tick_s)
+def _mean_power_w(levels_j: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
+    if first in levels_j and second in levels_j:
+        return (levels_j[second] - levels_j[first]) / ((second - first) * tick_s)
     return None

@@ -10,6 +10,7 @@ from operator import mul
 
 from effllm.energy.readings import NS
 from effllm.energy.sensor_timing import SensorTiming
+from effllm.energy.tick_clock import USUAL_TICK_S
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
@@ -45,9 +46,10 @@ class PowerSpread:
         self._mean_change_w2 = 0.0  # mean square of the changes in `_changes_w`
         self._change_products: deque[float] = deque(maxlen=96)  # products of two consecutive changes
         self._last_change_w: float | None = None
-        self._last: tuple[int, float] | None = None
+        self._last_power: tuple[int, float] | None = None  # time in ns, and watts
+        # Sums with a decay of a minute: of the time between readings, and of their squared and fourth-power changes.
         self._decayed_s = self._decayed_w2 = self._decayed_w4 = 0.0
-        self._tick_s = 0.1
+        self._tick_s = USUAL_TICK_S
         self.min_w, self.max_w = math.inf, 0.0
 
     def add_power(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
@@ -61,33 +63,33 @@ class PowerSpread:
         self.mean_w += weight * difference
         self.variance_w2 = (1 - weight) * (self.variance_w2 + weight * difference * difference)
         self.min_w, self.max_w = min(self.min_w, power_w), max(self.max_w, power_w)
-        tick_s = tick_s or 0.1
-        if self._last is None:
-            self._last = (time_ns, power_w)
+        tick_s = tick_s or USUAL_TICK_S
+        if self._last_power is None:
+            self._last_power = (time_ns, power_w)
             return
-        apart_s = (time_ns - self._last[0]) * NS
+        gap_s, difference_w = (time_ns - self._last_power[0]) * NS, power_w - self._last_power[1]
         # These sums give a lower bound of the changes from tick to tick, even if power is read only once per second.
-        keep = math.exp(-apart_s / 60)
-        self._decayed_s = keep * self._decayed_s + apart_s
-        self._decayed_w2 = keep * self._decayed_w2 + (power_w - self._last[1]) ** 2
-        self._decayed_w4 = keep * self._decayed_w4 + (power_w - self._last[1]) ** 4
+        decay = math.exp(-gap_s / 60)
+        self._decayed_s = decay * self._decayed_s + gap_s
+        self._decayed_w2 = decay * self._decayed_w2 + difference_w**2
+        self._decayed_w4 = decay * self._decayed_w4 + difference_w**4
         self._tick_s = tick_s
-        if apart_s <= 0.6 * tick_s or is_repeated:
+        if gap_s <= 0.6 * tick_s or is_repeated:  # less than a tick since the last reading
             return
-        change_w = power_w - self._last[1] if apart_s < 1.5 * tick_s else None
+        change_w = difference_w if gap_s < 1.5 * tick_s else None  # of one tick
         if change_w is not None:
             self._changes_w.append(abs(change_w))
             self._mean_change_w2 = sum(map(mul, self._changes_w, self._changes_w)) / len(self._changes_w)
             if self._last_change_w is not None:
                 self._change_products.append(change_w * self._last_change_w)
-        self._last, self._last_change_w = (time_ns, power_w), change_w
+        self._last_power, self._last_change_w = (time_ns, power_w), change_w
 
-    def _change_w2(self) -> float:
-        seen_w2 = self._decayed_w2 / self._decayed_s * self._tick_s if self._decayed_s > 0 else 0.0
-        return max(self._mean_change_w2, seen_w2)
+    def _change_w2(self) -> float:  # mean square of the changes from tick to tick
+        min_change_w2 = self._decayed_w2 / self._decayed_s * self._tick_s if self._decayed_s > 0 else 0.0
+        return max(self._mean_change_w2, min_change_w2)
 
     def noise_w(self) -> float:
-        """Return the usual change of power from one tick to the next; large changes are left out."""
+        """Return the lower quartile of the changes from one tick to the next: power is noise if it changes less."""
         return sorted(self._changes_w)[len(self._changes_w) // 4] + 0.05 if self._changes_w else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
@@ -99,10 +101,10 @@ class PowerSpread:
         if not self._changes_w:
             return self.variance_w2 * 0.02
         noise_w = self.noise_w()
-        changing = sum(change > 4 * noise_w for change in self._changes_w) / len(self._changes_w)
+        large_share = sum(change > 4 * noise_w for change in self._changes_w) / len(self._changes_w)
         alternation = self._alternation()
         fast = self.fastness() * (FAST_HIDDEN + ALTERNATING_HIDDEN * alternation)
-        return 0.055 * max(changing**3, alternation, fast) * min(change_w**2, self._change_w2())
+        return 0.055 * max(large_share**3, alternation, fast) * min(change_w**2, self._change_w2())
 
     def _alternation(self) -> float:
         """Return 0 if power keeps rising or falling, 1 if its changes alternate in sign from tick to tick.
@@ -112,8 +114,8 @@ class PowerSpread:
         """
         if not self._change_products or self._mean_change_w2 <= 0:
             return 0.0
-        against = -sum(self._change_products) / len(self._change_products) / self._mean_change_w2
-        return min(max((against - 0.1) / 0.9, 0.0), 1.0)
+        opposition = -sum(self._change_products) / len(self._change_products) / self._mean_change_w2  # -correlation
+        return min(max((opposition - 0.1) / 0.9, 0.0), 1.0)
 
     def _independence(self) -> float:
         """Return 0 if adjacent readings are equal, 1 if they are independent."""
@@ -136,8 +138,8 @@ class PowerSpread:
 
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of the energy between two readings of power, computed as a trapezoid."""
-        fast = self._independence()
-        return self.variance_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
+        independence = self._independence()
+        return self.variance_w2 * span_s**2 * (1 / 6 + 5 / 6 * independence) * min(1.0, independence + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
         """Return the variance of the energy of a span next to a reading, if power is assumed to be constant."""
@@ -153,8 +155,8 @@ class Aliasing:
 
     def __init__(self, timing: SensorTiming, powers: PowerSpread) -> None:
         self._timing, self._powers = timing, powers
-        self._durations_s: Sequence[float] = ()
-        self._run_iterations = 0
+        self._durations_s: Sequence[float] = ()  # of the last iterations
+        self._run_iterations = 0  # of all windows
         self._run_j = 0.0  # energy of all windows
 
     def set_durations(self, durations_s: Sequence[float]) -> None:
@@ -162,6 +164,7 @@ class Aliasing:
         self._durations_s = durations_s
 
     def variance_j2(self, span_s: float) -> float:
+        """Return the variance of a span's energy from aliasing: the sensor measures only a part of each tick."""
         if not self._measures_part:
             return 0.0
         sensor = self._timing.sensor
@@ -201,15 +204,15 @@ def rhythm_inflation(durations_s: Sequence[float], tick_s: float, count: float) 
 
     If the duration of iterations is a multiple of the tick, all iterations have the same phase, and their errors add
     up instead of averaging out.  The variance is the squared Fourier sum of the iterations' phases, over the first
-    harmonics of the tick, with the weights of a step function.  ``durations_s`` is of at least one of consecutive
-    iterations; ``count`` is the number of iterations in the period that the error is for.
+    harmonics of the tick, with the weights of a step function.  ``durations_s`` is not empty, and its iterations are
+    consecutive; ``count`` is the number of iterations in the period that the error is for.
     """
     if count < 1.5:
         return 1.0
     total = weights = 0.0
     for harmonic in HARMONICS:
-        turn = 2j * math.pi * harmonic / tick_s
-        z = sum(cmath.exp(turn * duration_s) for duration_s in durations_s) / len(durations_s)
+        turn_per_s = 2j * math.pi * harmonic / tick_s
+        z = sum(cmath.exp(turn_per_s * duration_s) for duration_s in durations_s) / len(durations_s)
         if abs(1 - z) < 1e-6:
             power = count
         else:

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     is_estimated: bool
 
 
-HOLE = Step(None, 0.0, 0.0, False)
+HOLE = Step(None, 0.0, 0.0, False)  # a time without a measurement: its energy is unknown
 
 
 class Point(NamedTuple):
@@ -34,11 +34,11 @@ class Point(NamedTuple):
     total_j: float
     power_w: float | None
     method: str | None  # method of the step; None for a hole
-    is_estimated: bool
+    is_estimated: bool  # whether the step is
     variance_j2: float  # variance of the step
     holes_ns: int  # running total of time in holes
-    estimated_j: float  # running total
-    total_variance_j2: float  # running total
+    estimated_j: float  # running total of the joules of estimated steps
+    total_variance_j2: float  # running total of the variances
     min_w: float | None = None  # minimum of the power readings of this point and, after `compact`, of its step
     max_w: float | None = None  # maximum of these power readings
     num_powers: int = 0  # number of these power readings
@@ -98,12 +98,12 @@ class Readings(deque[Point]):
             until_ns: any later time is also a possible edge.
             margin_ns: readings within this distance of an edge are kept.
         """
-        times = [point.time_ns for point in self]
-        for run in runs_between(times, edges_ns, until_ns, margin_ns):
+        times_ns = [point.time_ns for point in self]
+        for run in runs_between(times_ns, edges_ns, until_ns, margin_ns):
             points = list(self)
             first, last = points[run.start], points[run.stop - 1]
             methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
-            step = last._replace(
+            merged = last._replace(
                 method=max(methods, key=METHODS.index) if methods else None,
                 is_estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
                 variance_j2=last.total_variance_j2 - first.total_variance_j2,
@@ -112,7 +112,7 @@ class Readings(deque[Point]):
                 num_powers=sum(point.num_powers for point in points[run.start + 1 : run.stop]),
             )
             self.clear()
-            self.extend([*points[: run.start + 1], step, *points[run.stop :]])
+            self.extend([*points[: run.start + 1], merged, *points[run.stop :]])
 
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""
@@ -136,7 +136,7 @@ class Readings(deque[Point]):
         point = self[min(self.index_at_or_after(time_ns), len(self) - 1)]
         return point.holes_ns - (0 if point.method else max(point.time_ns - time_ns, 0))
 
-    def estimated_until_j(self, total_j: float) -> float:
+    def estimated_part_j(self, total_j: float) -> float:  # of the first `total_j` joules
         index = bisect.bisect_left(self, total_j, key=lambda point: point.total_j)
         point = self[min(index, len(self) - 1)]
         return point.estimated_j - (max(point.total_j - total_j, 0.0) if point.is_estimated else 0.0)
@@ -149,8 +149,8 @@ class Readings(deque[Point]):
         if index == 0:
             return point.total_variance_j2
         before = self[index - 1]
-        rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
-        return point.total_variance_j2 - rest * point.variance_j2
+        share_after = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
+        return point.total_variance_j2 - share_after * point.variance_j2
 
     def coarsest_method(self, from_ns: int, to_ns: int) -> str | None:
         used = {
@@ -175,5 +175,5 @@ def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: i
             yield range(start, stop)
 
 
-def _extreme(of: Callable[..., float | None], values: Iterable[float | None]) -> float | None:
-    return of((value for value in values if value is not None), default=None)
+def _extreme(min_or_max: Callable[..., float | None], values: Iterable[float | None]) -> float | None:
+    return min_or_max((value for value in values if value is not None), default=None)

@@ -48,56 +48,57 @@ class CounterLag:
     """
 
     def __init__(self) -> None:
-        self._low, self._high = 0.0, MAX_TICKS
-        self._num_changes, self._num_needed = 0, MIN_CHANGES
-        self._num_probes = 0
+        self._min_ticks, self._max_ticks = 0.0, MAX_TICKS  # bounds of the lag
+        self._num_changes, self._num_needed = 0, MIN_CHANGES  # edges with a change of power: number, and minimum
+        self._num_probes = 0  # calls of `next_probe_ticks`
 
     @property
     def lag_ticks(self) -> tuple[float, float] | None:
         """The lag and the half-width of its error, in ticks; ``None`` after too few changes of power."""
         if self._num_changes < self._num_needed:
             return None
-        if self._low <= 0:
-            return 0.0, self._high  # most counters are not late
-        return (self._low + self._high) / 2, (self._high - self._low) / 2
+        if self._min_ticks <= 0:
+            return 0.0, self._max_ticks  # most counters are not late
+        return (self._min_ticks + self._max_ticks) / 2, (self._max_ticks - self._min_ticks) / 2
 
-    def add_points(self, points: Iterable[Point], last_ns: float, tick_ns: float, open_ns: float) -> None:
-        """Narrow the bounds by the reads around one edge; ``last_ns`` is the time of a tick, ``open_ns`` the half-width
-        of the error of such times.
-        """
-        tick_s, error = tick_ns * NS, open_ns / tick_ns
+    def add_points(self, points: Iterable[Point], last_ns: float, tick_ns: float, error_ns: float) -> None:
+        """Narrow the bounds by the reads around an edge; ``last_ns`` is a tick's time, ``error_ns`` its half-width."""
+        tick_s, error = tick_ns * NS, error_ns / tick_ns  # times are in ticks from here on, 0 at the given tick
         reads = [
             ((point.time_ns - last_ns) / tick_ns, point.total_j, point.power_w)
             for point in points
             if point.method == COUNTER and point.power_w is not None
         ]
-        levels = {math.floor(at): total_j for at, total_j, _ in reads if error < at % 1 < 1 - error}
-        means_w = {tick: (levels[tick] - levels[tick - 1]) / tick_s for tick in levels if tick - 1 in levels}
-        starts = [
-            tick - at  # with a lag from here to one tick more, the power reading would be of this tick
-            for at, _, power_w in reads
+        levels_j = {math.floor(time): total_j for time, total_j, _ in reads if error < time % 1 < 1 - error}
+        means_w = {tick: (levels_j[tick] - levels_j[tick - 1]) / tick_s for tick in levels_j if tick - 1 in levels_j}
+        impossible_lags = [
+            tick - time  # with a lag from here to one tick more, the power reading would be of this tick
+            for time, _, power_w in reads
             for tick, mean_w in means_w.items()
             if abs(power_w - mean_w) > DIFFERENT * power_w
         ]
-        for start in starts:
-            self._exclude(start + error, start + 1 - error)
-        self._num_changes += bool(starts)
+        for lag in impossible_lags:
+            self._exclude(lag + error, lag + 1 - error)
+        self._num_changes += bool(impossible_lags)
 
-    def _exclude(self, low: float, high: float) -> None:
-        if low <= self._low and self._high <= high:
-            self._low, self._high = 0.0, MAX_TICKS
+    def _exclude(self, from_ticks: float, to_ticks: float) -> None:
+        """Remove a range of lags; if no lag is left, begin again."""
+        if from_ticks <= self._min_ticks and self._max_ticks <= to_ticks:
+            self._min_ticks, self._max_ticks = 0.0, MAX_TICKS
             self._num_changes, self._num_needed = 0, 2 * self._num_needed
-        elif low <= self._low < high:
-            self._low = high
-        elif low < self._high <= high:
-            self._high = low
+        elif from_ticks <= self._min_ticks < to_ticks:
+            self._min_ticks = to_ticks
+        elif from_ticks < self._max_ticks <= to_ticks:
+            self._max_ticks = from_ticks
 
-    def next_probe(self, tick_s: float, error_s: float) -> float | None:
+    def next_probe_ticks(self, tick_s: float, error_s: float) -> float | None:
         """Return the time of the next read to narrow the bounds, in ticks after a tick; ``None`` after `MAX_PROBES`."""
         self._num_probes += 1
         if self._num_probes > MAX_PROBES:
             return None
-        return -(self._low + self._high) / 2 % 1 if self._low > 0 else 1 - (NEAR_S + error_s) / tick_s
+        if self._min_ticks > 0:
+            return -(self._min_ticks + self._max_ticks) / 2 % 1  # a counter with the middle lag changes at this time
+        return 1 - (NEAR_S + error_s) / tick_s
 
 
 class SensorTiming:
@@ -106,15 +107,15 @@ class SensorTiming:
     def __init__(self, device: Device, readings: Readings) -> None:
         self._device, self._readings = device, readings
         self.method = device.energy_method
-        self._fresh_ns = 0  # time of the last reading of power that was not repeated
-        self._held_ns: float | None = None  # the time of the tick of that reading, if known
+        self._new_power_ns = 0  # time of the last reading of power that was not repeated
+        self._new_power_tick_ns: float | None = None  # the time of the tick of that reading, if known
         self._set_sensor(device.sensor)
 
     def _set_sensor(self, sensor: Sensor) -> None:
         self.sensor = self._calibrated = sensor  # `sensor` is replaced when a lag is found
-        is_alike = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
-        is_open = is_alike and not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
-        self._lag_bounds = CounterLag() if is_open else None  # readings may improve a lag that is only assumed
+        is_power_mean_of_tick = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
+        is_lag_assumed = not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
+        self._counter_lag = CounterLag() if is_power_mean_of_tick and is_lag_assumed else None
         has_clock = sensor.tick_s >= MIN_TICK_S and sensor.tick_error_s <= MAX_TICK_ERROR * sensor.tick_s
         self.clock = TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s)) if has_clock else None
 
@@ -124,41 +125,41 @@ class SensorTiming:
         previous = None
         for point in self._readings:
             if previous is not None and point.method == COUNTER:
-                self.add_tick_bounds(previous.time_ns, point.time_ns, has_moved=point.total_j > previous.total_j)
+                self.add_tick_bounds(previous.time_ns, point.time_ns, has_changed=point.total_j > previous.total_j)
             previous = point
 
-    def add_tick_bounds(self, before_ns: int, time_ns: int, *, has_moved: bool) -> None:
+    def add_tick_bounds(self, before_ns: int, time_ns: int, *, has_changed: bool) -> None:
+        """Narrow the times of ticks by two consecutive reads of the counter."""
         if self.clock is not None:
-            add = self.clock.add_change if has_moved else self.clock.add_no_change
-            add(before_ns, time_ns)
+            (self.clock.add_change if has_changed else self.clock.add_no_change)(before_ns, time_ns)
 
     def note_power_reading(self, time_ns: int) -> bool:
         """Note a reading of power; return whether its held value was, or may have been, read before."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
-        open_ns = self.sensor.lag_error_s / NS if self._lag_bounds is not None else 0.0
+        error_ns = self.sensor.lag_error_s / NS if self._counter_lag is not None else 0.0
         last = self.clock.certain_tick_before(shown_ns)
-        tick = last[0] if last is not None and open_ns < shown_ns - last[0] < tick_ns - open_ns else None
-        if tick is None or self._held_ns is None:
-            is_repeated = time_ns - self._fresh_ns < SURE_TICK * tick_ns
+        last_ns = last[0] if last is not None and error_ns < shown_ns - last[0] < tick_ns - error_ns else None
+        if last_ns is None or self._new_power_tick_ns is None:
+            is_repeated = time_ns - self._new_power_ns < SURE_TICK * tick_ns
         else:
-            is_repeated = abs(tick - self._held_ns) < tick_ns / 2
+            is_repeated = abs(last_ns - self._new_power_tick_ns) < tick_ns / 2  # both are of the same tick
         if not is_repeated:
-            self._fresh_ns, self._held_ns = time_ns, tick
+            self._new_power_ns, self._new_power_tick_ns = time_ns, last_ns
         return is_repeated
 
     def update_lag(self, time_ns: int) -> None:
         """Update the counter's lag from the readings around a time; new readings may also contradict it."""
         last = self.clock.last_tick_before(time_ns) if self.clock is not None else None
-        if self._lag_bounds is None or self.clock is None or last is None:
+        if self._counter_lag is None or self.clock is None or last is None:
             return
         tick_ns = self.clock.tick_ns
         first = max(self._readings.index_at_or_after(round(last[0] - tick_ns)), 1)
-        open_ns = last[1] + self.clock.spread_ns + self._calibrated.call_s / 2 / NS
-        self._lag_bounds.add_points(self._readings.starting_at(first), last[0], tick_ns, open_ns)
+        error_ns = last[1] + self.clock.spread_ns + self._calibrated.call_s / 2 / NS
+        self._counter_lag.add_points(self._readings.starting_at(first), last[0], tick_ns, error_ns)
         self.sensor = self._calibrated
-        if (lag := self._lag_bounds.lag_ticks) is not None:
+        if (lag := self._counter_lag.lag_ticks) is not None:
             lag_s, error_s = lag[0] * tick_ns * NS, max(lag[1] * tick_ns * NS, MIN_LAG_ERROR_S)
             if error_s < self._calibrated.lag_error_s:
                 self.sensor = replace(self._calibrated, lag_s=lag_s, lag_error_s=error_s)
@@ -175,14 +176,14 @@ class SensorTiming:
         """Return the variance of the times of readings, from the current errors of lag and phase."""
         last = self.clock.last_tick_before(time_ns) if self.clock is not None else None
         phase_s = last[1] * NS if last is not None else 0.0
-        return (self.sensor.lag_error_s**2 + phase_s**2) / 3
+        return (self.sensor.lag_error_s**2 + phase_s**2) / 3  # uniform distributions, from their half-widths
 
     def valid_ns(self, max_gap_ns: int) -> int:
         """Return for how long a power reading is valid: until the sensor's next update or the next reading."""
         if self.method == COUNTER:
             return 0
-        next_ns = max_gap_ns // 5 if self._device.only_power else 0
-        return max(round(self.sensor.tick_s / NS), next_ns)
+        interval_ns = max_gap_ns // 5 if self._device.only_power else 0  # a gap is five intervals between readings
+        return max(round(self.sensor.tick_s / NS), interval_ns)
 
     @property
     def margin_ns(self) -> int:
@@ -199,16 +200,16 @@ class SensorTiming:
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # the counter then shows the energy at the edge
         last = self.clock.last_tick_before(shown_ns)
         tick_ns = self.clock.tick_ns
-        if last is None:  # the ticks' times are unknown: dense reads find them
+        if last is None:  # the ticks' times are unknown: dense reads in more than two ticks find them
             return [shown_ns + round(tick_ns * part / 8) for part in range(18)]
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
             reads.append(round(next_ns))  # this read halves the error of the phase
-        if self._lag_bounds is not None:
-            probe = self._lag_bounds.next_probe(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
-            if probe is not None:
-                reads.append(round(next_ns + probe * tick_ns))
+        if self._counter_lag is not None:
+            probe_ticks = self._counter_lag.next_probe_ticks(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
+            if probe_ticks is not None:
+                reads.append(round(next_ns + probe_ticks * tick_ns))
         if shown_ns > edge_ns:  # add a read in the tick before
             reads.append(max(edge_ns, shown_ns - round(tick_ns)))
         return sorted(reads)

@@ -16,7 +16,7 @@ from nvml_library import Gpu, square
 from effllm.devices import Site
 from effllm.energy import calibration
 from effllm.energy.calibration import Calibration, calibrate, calibration_delay_s, load, store
-from effllm.energy.tick_clock import is_held, tick_of
+from effllm.energy.tick_clock import is_held, tick_and_error_s
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 
 H100 = Device("GPU-1", "nvml", "NVIDIA H100 80GB HBM3", energy_method=COUNTER, driver="570.1")
@@ -98,9 +98,9 @@ def test_tick_is_never_outside_its_stated_error(board, tick_s, call_s):
     for step in range(20):
         watched = board(tick_s=tick_s, call_s=call_s)
         watched.now_s += 0.0137 * step
-        seen = calibration._measure_counter(watched.read, calibration._sleep_until)
+        measured = calibration._measure_counter(watched.read, calibration._sleep_until).tick_and_error_s
 
-        assert seen.tick is None or abs(seen.tick[0] - (tick_s if tick_s > 0.005 else 0.0)) <= seen.tick[1]
+        assert measured is None or abs(measured[0] - (tick_s if tick_s > 0.005 else 0.0)) <= measured[1]
 
 
 def test_slow_reads_do_not_show_that_a_power_reading_is_held(board):
@@ -136,7 +136,7 @@ def test_tick_of_the_hardware_table_is_kept_if_reads_are_too_sparse(board):
 
 
 def test_counter_that_changes_at_every_read_is_continuous():
-    assert tick_of([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
+    assert tick_and_error_s([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
 
 
 def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
@@ -160,7 +160,7 @@ def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
 def test_tick_is_found_within_its_error_for_every_read_period(tick_s, part, delay_s):
     for seed in range(10):
-        found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, delay_s=delay_s))
+        found_s, error_s = tick_and_error_s(readings(tick_s, part * tick_s, seed, delay_s=delay_s))
 
         assert abs(found_s - tick_s) <= error_s
         assert error_s < 0.1 * tick_s
@@ -172,7 +172,7 @@ def test_varying_call_times_do_not_reduce_the_precision_of_a_tick():
         reads.append((round(now_s * NS), 30.0 * math.floor(now_s / 0.1)))
         now_s += chance.choice([0.002, 0.002, 0.002, 0.004, 0.009])
 
-    tick_s, error_s = tick_of(reads)
+    tick_s, error_s = tick_and_error_s(reads)
 
     # The times of the first and the last of nineteen ticks are known with an error of some milliseconds.
     assert abs(tick_s - 0.1) <= error_s < 5e-4
@@ -181,17 +181,17 @@ def test_varying_call_times_do_not_reduce_the_precision_of_a_tick():
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
 def test_jitter_increases_the_error_of_a_tick(tick_s):
     for seed in range(10):
-        jittering = tick_of(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
-        steady = tick_of(readings(tick_s, 0.002, seed))
+        jittering = tick_and_error_s(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
+        steady = tick_and_error_s(readings(tick_s, 0.002, seed))
 
         assert abs(jittering[0] - tick_s) <= jittering[1] + 1e-3 * tick_s
         assert jittering[1] > 2 * steady[1]
 
 
 def test_tick_of_a_constant_counter_is_unknown():
-    assert tick_of([]) is None
-    assert tick_of([(step * 2_000_000, 7.0) for step in range(1000)]) is None
-    assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
+    assert tick_and_error_s([]) is None
+    assert tick_and_error_s([(step * 2_000_000, 7.0) for step in range(1000)]) is None
+    assert tick_and_error_s([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
 
 
 def test_calibration_keeps_duty_and_gain_of_the_hardware_table(board, tmp_path):

@@ -680,7 +680,7 @@ def lag_after(edges, lag_s, power_w, seed=0):
     sensor = BoardSensor(square(100.0, 500.0, 0.1731), lag_s=lag_s)
     for edge in range(edges):
         tick_s = BEGIN_S + lag_s + edge  # the counter changes at this time
-        planned_s = [chance.uniform(0.0, 0.1), 0.125, 0.1 + 0.1 * lag.next_probe(0.1, OPEN_S), 0.225]
+        planned_s = [chance.uniform(0.0, 0.1), 0.125, 0.1 + 0.1 * lag.next_probe_ticks(0.1, OPEN_S), 0.225]
         reads_s = [tick_s + after_s + chance.uniform(5e-5, OPEN_S) for after_s in planned_s]
         points = [
             Point(round(s * NS), sensor.counter_j(s), power_w(sensor, s), COUNTER, False, 0.0, 0, 0.0, 0.0)
@@ -917,7 +917,7 @@ def test_memory_and_precision_stay_constant_for_a_week_of_samples():
                 estimated_j += window.estimated_j
                 one.forget_before(at(second))
                 one.take_events(0.0)
-                held.append(len(one.readings) + len(one._levels.edges_ns) + len(one.timing.clock._references))
+                held.append(len(one.readings) + len(one._edge_levels.edges_ns) + len(one.timing.clock._references))
             second += pause_s
 
     assert max(held) < 20
