@@ -31,9 +31,9 @@ from effllm.network.listening import DiscoveryError
 from effllm.records.facts import FoundAddress
 from effllm.store import own_files
 
-PROBE_S = 0.5
-STORE_S = 5.0
-GIVE_UP_S = 300.0
+PROBE_S = 0.5  # timeout of a connection to torchrun's store
+STORE_S = 5.0  # timeout of a request to this store
+GIVE_UP_S = 300.0  # then a rank stops its search, or its attempts to publish
 MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # time between two checks for a newer record of rank 0
 MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - a folder in these is used after a check
@@ -189,7 +189,7 @@ def record_source(place: Place, config: Config, generation: int) -> RecordSource
 
 
 def publish_record(source: RecordSource, record: dict[str, str], write: Callable[[FoundAddress], None]) -> None:
-    """Publish rank 0's record at once; if this fails, retry in a thread, which writes the reason of a failure."""
+    """Publish rank 0's record at once; if this fails, retry in a thread, which calls ``write`` only after a failure."""
     if source.connect() and source.publish(record):
         return
 
@@ -204,7 +204,7 @@ def publish_record(source: RecordSource, record: dict[str, str], write: Callable
 class Search:
     """A rank's search for rank 0's record, until the aggregator at its endpoint has sent a welcome to the rank's agent.
 
-    ``write`` is called with each new address, or with the reason of a failure, a line for the user.
+    ``write`` gets each new address or reason of a failure; ``is_welcome`` returns whether an endpoint sent the welcome.
     """
 
     def __init__(
@@ -217,9 +217,10 @@ class Search:
     ) -> None:
         self._source, self._config, self._is_secured = source, config, is_secured
         self._write, self._is_welcome = write, is_welcome
-        self._is_connected = self._is_refused = False
-        self._record: dict[str, str] = {}
-        self._read_at_s, self._pause_s = 0.0, MIN_RECHECK_S
+        self._is_connected = False  # to the source of the record
+        self._has_rank0_failed = False  # whether rank 0 has published a reason in place of an endpoint
+        self._record: dict[str, str] = {}  # the newest valid record
+        self._next_check_s, self._pause_s = 0.0, MIN_RECHECK_S  # monotonic time, and its distance to the check after it
         self._reported_reasons: set[str] = set()
 
     def start(self) -> None:
@@ -227,33 +228,34 @@ class Search:
 
         The daemon thread is the only thread of effllm in a trainer, and ends after start-up.
         """
-        self._read_record()
+        self._check_record()
         _start_thread(self._run)
 
     def _run(self) -> None:
-        if not _retry_until_deadline(self._is_over) and not self._record and not self._is_refused:
+        if not _retry_until_deadline(self._is_welcome_else_check) and not self._record and not self._has_rank0_failed:
             why = f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics"
             self._write(FoundAddress(failed=why))
 
-    def _is_over(self) -> bool:
-        """Return whether the aggregator has sent its welcome; if not, read the record again when its pause is over."""
+    def _is_welcome_else_check(self) -> bool:
+        """Return whether the aggregator has sent its welcome; if not, check the record again when its pause is over."""
         if self._record and self._is_welcome(self._record["endpoint"]):
             return True
-        if time.monotonic() >= self._read_at_s:
-            self._read_record()
+        if time.monotonic() >= self._next_check_s:
+            self._check_record()
         return False
 
-    def _read_record(self) -> None:
+    def _check_record(self) -> None:
+        """Connect if necessary, read the record, and call ``write`` for a new address or the reason of a failure."""
         self._is_connected = self._is_connected or self._source.connect()
         record = self._source.read_record() if self._is_connected else None
         if self._record:  # the record is read less often, because ten thousand ranks may wait for a welcome
-            self._read_at_s = time.monotonic() + self._pause_s
+            self._next_check_s = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 1.5, MAX_RECHECK_S)
         if record is None or record == self._record:
             return
         if "endpoint" not in record:
-            if not self._is_refused and "refused" in record:
-                self._is_refused = True
+            if not self._has_rank0_failed and "refused" in record:
+                self._has_rank0_failed = True
                 self._write(FoundAddress(refused=record["refused"]))  # once, because rank 0 has logged the reason
             return
         reason = self._why_invalid(record)
@@ -273,10 +275,10 @@ class Search:
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote this address"
         try:
-            current = secret.read(secret_path(self._config))  # read each time: a new file may appear late
+            user_secret = secret.read(secret_path(self._config))  # read each time: a new file may appear late
         except secret.SecretError as error:
             return f"no metrics of this rank: {error}"
-        if secret.is_signed(current, record, self._source.key):
+        if secret.is_signed(user_secret, record, self._source.key):
             return ""
         return (
             f"no metrics of this rank: rank 0's address is not signed with the secret {secret_path(self._config)}: "

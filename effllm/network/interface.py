@@ -100,9 +100,9 @@ def is_on_this_host(name: str) -> bool:
     return True
 
 
-def _source_address(family: int, address: tuple[object, ...]) -> str:
+def _source_address(family: int, remote: tuple[object, ...]) -> str:  # this host's address on the route to `remote`
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(remote)  # sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -115,8 +115,8 @@ def _usable_addresses(name: str) -> Iterator[str]:
     """Yield the addresses of an interface, IPv4 first, without link-local addresses: other hosts cannot use these."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            yield socket.inet_ntoa(answer[20:24])
+            ifreq = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            yield socket.inet_ntoa(ifreq[20:24])  # see netdevice(7): the name, then a sockaddr_in with the address
         except OSError:
             pass
     try:

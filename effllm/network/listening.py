@@ -16,7 +16,7 @@ from effllm.network import interface
 BACKLOG = 4096  # 4000 agents reconnect at once when an aggregator is replaced
 _PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
 _UNLIMITED = resource.RLIM_INFINITY
-_OWN = 256  # open files for sinks, ZeroMQ, and connections before their handshake
+_MAX_OWN = 256  # open files for sinks, ZeroMQ, and connections before their handshake
 _MIN_OWN = 96  # an aggregator of two ranks has 21 open files
 
 
@@ -110,7 +110,7 @@ def num_open_files_needed(peers: int) -> int:
 
     Each peer needs one file, reconnections need a fifth more, and the aggregator has up to 256 other files.
     """
-    return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
+    return peers + -(-peers // 5) + min(_MAX_OWN, _MIN_OWN + peers)
 
 
 def open_files_remedy(peers: int) -> str:
@@ -118,29 +118,29 @@ def open_files_remedy(peers: int) -> str:
 
     A higher hard limit is tried and set back, because the caller is a trainer; the aggregator raises its own limits.
     """
-    least = num_open_files_needed(peers)
+    needed = num_open_files_needed(peers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == _UNLIMITED or hard >= least:
+    if hard == _UNLIMITED or hard >= needed:
         return ""
-    remedy = raise_open_files_limit(least)
+    remedy = raise_open_files_limit(needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return remedy
 
 
-def raise_open_files_limit(least: int = 0) -> str:
-    """Raise the soft and, if permitted, the hard limit; return the remedy if it stays below ``least``, else ""."""
+def raise_open_files_limit(needed: int = 0) -> str:
+    """Raise the soft and, if permitted, the hard limit; return the remedy if it stays below ``needed``, else ""."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != _UNLIMITED and hard < least:
+    if hard != _UNLIMITED and hard < needed:
         with contextlib.suppress(ValueError, OSError):  # not permitted, or beyond the kernel's own limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (least, least))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, needed))
             return ""
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    if soft == _UNLIMITED or soft >= least:
+    if soft == _UNLIMITED or soft >= needed:
         return ""
     return (
-        f"{least} open files are needed and {soft} are allowed: raise the hard limit, by ulimit -Hn {least} in the "
-        f"shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={least} of the systemd service"
+        f"{needed} open files are needed and {soft} are allowed: raise the hard limit, by ulimit -Hn {needed} in "
+        f"the shell of root, nofile in /etc/security/limits.conf, or LimitNOFILE={needed} of the systemd service"
     )

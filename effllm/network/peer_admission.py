@@ -29,10 +29,10 @@ _MAX_EVENTS = 1000  # limit for one call of `admit_waiting_peers`; this many eve
 _RETRY_EVERY_S = 1.0
 
 
-class _Entry(NamedTuple):
-    epoll: int
-    descriptor: int
-    events: int
+class _Entry(NamedTuple):  # of a socket in an epoll of libzmq
+    epoll: int  # descriptor of the epoll
+    descriptor: int  # of the socket
+    events: int  # for which the epoll waits
     data: int  # data of libzmq
 
 
@@ -47,12 +47,12 @@ class Intake:
     """
 
     def __init__(self, port: int) -> None:
-        self._reserved: list[int] = []
-        self._control = ctypes.CDLL(None, use_errno=True).epoll_ctl
+        self._reserved: list[int] = []  # descriptors
+        self._epoll_ctl = ctypes.CDLL(None, use_errno=True).epoll_ctl
         self.is_paused = False
-        until_s = time.monotonic() + _FIND_TIMEOUT_S
+        deadline_s = time.monotonic() + _FIND_TIMEOUT_S
         # ZeroMQ's own thread makes the entry shortly after the bind.
-        while (entry := _epoll_entry_of(port)) is None and time.monotonic() < until_s:
+        while (entry := _epoll_entry_of(port)) is None and time.monotonic() < deadline_s:
             time.sleep(0.001)
         self._entry = entry
         self._reserve_descriptors()
@@ -79,7 +79,7 @@ class Intake:
             return True
         try:
             self._reserved.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            while len(self._reserved) <= RESERVED:
+            while len(self._reserved) <= RESERVED:  # one more, which is closed again, so that it is free
                 self._reserved.append(os.dup(self._reserved[0]))
         except OSError:
             self.close()
@@ -91,7 +91,7 @@ class Intake:
         if self._entry is None:
             return False
         event = ctypes.create_string_buffer(struct.pack(_EVENT, events, self._entry.data))
-        return bool(self._control(self._entry.epoll, _MODIFY, self._entry.descriptor, event) == 0)
+        return bool(self._epoll_ctl(self._entry.epoll, _MODIFY, self._entry.descriptor, event) == 0)
 
 
 def _epoll_entry_of(port: int) -> _Entry | None:
@@ -105,7 +105,7 @@ def _epoll_entry_of(port: int) -> _Entry | None:
     return entries[0] if len(entries) == 1 else None
 
 
-def _listens(descriptor: int, port: int) -> bool:
+def _listens(descriptor: int, port: int) -> bool:  # whether this is a socket that listens on the port
     try:
         listener = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # the descriptor is closed, or is no socket
@@ -118,7 +118,7 @@ def _listens(descriptor: int, port: int) -> bool:
 
 
 class PeerAdmission:
-    """Admission of the connections of one listening socket, made after this object; without keys, of every peer."""
+    """Admission of the peers of a listening socket, which is made after this object; without keys, all are admitted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
         self._gate = Gate(context, keys) if keys else None
@@ -126,18 +126,18 @@ class PeerAdmission:
         self._monitor.set(zmq.LINGER, 0)
         self._monitor.set(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's own thread
         self.sockets = [self._monitor, *([self._gate.socket] if self._gate else [])]  # read by `admit_waiting_peers`
-        self._monitored: zmq.Socket[bytes] | None = None
+        self._monitored: zmq.Socket[bytes] | None = None  # the listening socket
         self._intake: Intake | None = None
-        self._retry_at_s = 0.0
+        self._retry_at_s = 0.0  # when a paused intake resumes
         self._accept_error = 0  # errno of the first connection that could not be accepted
         self._num_rejected = 0
 
     def monitor_socket(self, listening: zmq.Socket[bytes]) -> None:
         """Monitor a socket, which already listens on a port."""
         # The protocol of a handshake fails if the peer has no key, or another server's; the gate rejects other keys.
-        failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._gate else 0
+        handshake_failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._gate else 0
         address = f"inproc://peer-admission-{id(self):x}"
-        listening.monitor(address, zmq.EVENT_ACCEPT_FAILED | failed)
+        listening.monitor(address, zmq.EVENT_ACCEPT_FAILED | handshake_failed)
         self._monitor.connect(address)
         endpoint = listening.get(zmq.LAST_ENDPOINT)
         port = bytes(endpoint).rstrip(b"\0").rpartition(b":")[2] if isinstance(endpoint, bytes) else b""
@@ -161,9 +161,8 @@ class PeerAdmission:
                     lines.append(f"no further rank can connect: {reason}")
                 self._pause_intake(now_s)
         if rejected and not self._num_rejected:
-            lines.append(
-                f"a peer at {rejected[0]} was rejected: it does not have the job's key; further peers are counted"
-            )
+            reason = "it does not have the job's key; further peers are counted"
+            lines.append(f"a peer at {rejected[0]} was rejected: {reason}")
         self._num_rejected += len(rejected)
         if self._intake is not None and self._intake.is_paused and now_s >= self._retry_at_s:
             self._retry_at_s = now_s + _RETRY_EVERY_S
@@ -175,7 +174,7 @@ class PeerAdmission:
         return {"unauthenticated": self._num_rejected} if self._num_rejected else {}
 
     def close(self) -> None:
-        """Close the sockets of authentication and monitoring; the watched socket stays open."""
+        """Close the sockets of authentication and monitoring; the listening socket stays open."""
         if self._monitored is not None:
             self._monitored.disable_monitor()
         if self._intake is not None:

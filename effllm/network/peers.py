@@ -36,12 +36,12 @@ class _Peer:
     """A connection: its rank and agent, and its remaining allowance."""
 
     refilled_s: float  # time of the last refill
-    requested_again_s: float
+    resend_requested_s: float  # time of the last request to send dropped frames again
     agent: str = ""  # empty before the HELLO
     rank: int = -1
     host: str = ""
-    left_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
-    is_held: bool = False  # whether only a HELLO is accepted, because a frame was dropped
+    allowance_bytes: float = NO_HELLO_FRAMES * FRAME_BYTES
+    needs_hello: bool = False  # whether only a HELLO is accepted, because a frame was dropped
     rejected: Counter[str] = field(default_factory=Counter)  # by kind
 
     @property
@@ -54,7 +54,7 @@ class Peers:
 
     def __init__(self, history_size: int) -> None:
         self._burst_bytes = BURST_BYTES + history_size * REPORT_BYTES
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, _Peer] = {}  # by ZeroMQ's routing id of the connection, as all arguments `peer`
         self.peer_by_rank: dict[int, bytes] = {}  # connections with a HELLO
         self._events: list[Event] = []
         self.rejected: Counter[str] = Counter()  # rejected messages and dropped frames, by kind
@@ -65,25 +65,25 @@ class Peers:
     def admit_frame(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
         """Count a frame against its peer's allowance; return whether it may be decoded, when throttled only a HELLO."""
         sender = self._peers.get(peer) or self._add_peer(peer, now_s)
-        if sender.is_held and not is_hello:
+        if sender.needs_hello and not is_hello:
             self._count_rejection(sender, THROTTLED, NOT_RESENT)
             return False
         cost_bytes = max(num_bytes, FRAME_BYTES)
-        if sender.left_bytes < cost_bytes:
+        if sender.allowance_bytes < cost_bytes:
             max_bytes = self._burst_bytes if sender.agent else NO_HELLO_FRAMES * FRAME_BYTES
-            sender.left_bytes = min(sender.left_bytes + max(now_s - sender.refilled_s, 0.0) * BYTES_PER_S, max_bytes)
-            sender.refilled_s = now_s
-            if sender.left_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
-                sender.is_held = sender.is_held or bool(sender.agent)
+            refill_bytes = max(now_s - sender.refilled_s, 0.0) * BYTES_PER_S
+            sender.allowance_bytes, sender.refilled_s = min(sender.allowance_bytes + refill_bytes, max_bytes), now_s
+            if sender.allowance_bytes < cost_bytes:  # a dropped frame does not reduce the allowance
+                sender.needs_hello = sender.needs_hello or bool(sender.agent)
                 self._count_rejection(sender, THROTTLED, "exceeds its rate limit; its frames are now dropped")
                 return False
-        sender.left_bytes -= cost_bytes
+        sender.allowance_bytes -= cost_bytes
         return True
 
     def check_sender(self, peer: bytes, message: FromAgent) -> str:
         """Return an error text if a peer may not send a message, which then counts as rejected; else an empty text."""
         sender = self._peers.get(peer)
-        if isinstance(message, Reports) and sender is not None and sender.agent and not sender.is_held:
+        if isinstance(message, Reports) and sender is not None and sender.agent and not sender.needs_hello:
             rank, agent = sender.rank, sender.agent  # local names are faster: there are ten thousand calls a second
             for row in message.rows:
                 if row.rank != rank or row.agent != agent:
@@ -92,14 +92,13 @@ class Peers:
         if isinstance(message, Hello):
             if sender is None or not sender.agent or (sender.rank == message.rank and sender.agent == message.agent):
                 return ""
-            return self._count_rejection(
-                sender, WRONG_RANK, f"also sent a HELLO of rank {message.rank} on {message.host}"
-            )
+            what = f"also sent a HELLO of rank {message.rank} on {message.host}"
+            return self._count_rejection(sender, WRONG_RANK, what)
         if isinstance(message, Supersede):  # the sender is another aggregator and has no rank
             return ""
         if sender is None or not sender.agent:
             return self._count_rejection(sender, NO_HELLO, "sent another message first")
-        if sender.is_held:
+        if sender.needs_hello:
             return self._count_rejection(sender, THROTTLED, NOT_RESENT)
         if isinstance(message, Reports) or (message.rank == sender.rank and message.agent == sender.agent):
             return ""
@@ -111,21 +110,21 @@ class Peers:
 
     def register_hello(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Set the rank and agent of a connection from its HELLO; replace an earlier connection of the rank."""
-        earlier = self.peer_by_rank.get(message.rank)
-        before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
+        earlier_id = self.peer_by_rank.get(message.rank)
+        earlier = self._peers.pop(earlier_id, None) if earlier_id is not None and earlier_id != peer else None
         sender = self._peers.get(peer) or self._add_peer(peer, now_s)
         if not sender.agent:
-            sender.left_bytes, sender.refilled_s = self._burst_bytes, now_s
-            if before is not None:  # a reconnection keeps the earlier allowance
-                sender.left_bytes, sender.refilled_s = before.left_bytes, before.refilled_s
+            sender.allowance_bytes, sender.refilled_s = self._burst_bytes, now_s
+            if earlier is not None:  # a reconnection keeps the earlier allowance
+                sender.allowance_bytes, sender.refilled_s = earlier.allowance_bytes, earlier.refilled_s
         sender.agent, sender.rank, sender.host = message.agent, message.rank, message.host
-        sender.is_held = False
+        sender.needs_hello = False
         self.peer_by_rank[message.rank] = peer
 
-    def hold(self, peer: bytes) -> None:
+    def require_hello(self, peer: bytes) -> None:
         """Accept only a HELLO from a connection; after the HELLO the agent sends the dropped reports again."""
         if (sender := self._peers.get(peer)) is not None:
-            sender.is_held = True
+            sender.needs_hello = True
             self._count_rejection(sender, THROTTLED, "has more waiting reports than an agent keeps")
 
     def count_undecodable(self, peer: bytes, reason: str) -> str:
@@ -139,12 +138,12 @@ class Peers:
     def claim_resend_request(self, peer: bytes, now_s: float) -> bool:
         """Whether to request the dropped frames of a peer, or its HELLO, again now; ``True`` at most once a second."""
         sender = self._peers.get(peer)
-        if sender is None or now_s - sender.requested_again_s < AGAIN_EVERY_S:
+        if sender is None or now_s - sender.resend_requested_s < AGAIN_EVERY_S:
             return False
-        is_refilled = sender.left_bytes + (now_s - sender.refilled_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
-        if sender.agent and not (sender.is_held and is_refilled):
+        is_refilled = sender.allowance_bytes + (now_s - sender.refilled_s) * BYTES_PER_S >= AGAIN_FRAMES * FRAME_BYTES
+        if sender.agent and not (sender.needs_hello and is_refilled):
             return False
-        sender.requested_again_s = now_s
+        sender.resend_requested_s = now_s
         return True
 
     def take_events(self) -> list[Event]:
@@ -156,8 +155,8 @@ class Peers:
         if len(self._peers) - len(self.peer_by_rank) >= MAX_PEERS_WITHOUT_HELLO:
             # Half of these peers are removed at once: in a flood, a scan of all peers per connection takes too long.
             without_hello = [other for other, sender in self._peers.items() if not sender.agent]
-            for silent in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
-                del self._peers[silent]
+            for removed in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
+                del self._peers[removed]
         sender = self._peers[peer] = _Peer(now_s, now_s - AGAIN_EVERY_S)
         return sender
 

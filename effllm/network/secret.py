@@ -18,8 +18,8 @@ from pathlib import Path
 
 from effllm.store import own_files
 
-_BYTES = 32
-_MAX_BYTES = 4096
+_BYTES = 32  # of randomness in a new secret, and the minimal length of a secret
+_MAX_BYTES = 4096  # of the file that are read
 _SIGNATURE = "signature"
 
 
@@ -103,9 +103,9 @@ def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]
 
 
 def is_signed(secret: bytes, record: Mapping[str, str], place: str) -> bool:
-    rest = {name: value for name, value in record.items() if name != _SIGNATURE}
-    given = str(record.get(_SIGNATURE, ""))
-    return hmac.compare_digest(given.encode(), _signature(secret, rest, place).encode())
+    signed = {name: value for name, value in record.items() if name != _SIGNATURE}
+    signature = str(record.get(_SIGNATURE, ""))
+    return hmac.compare_digest(signature.encode(), _signature(secret, signed, place).encode())
 
 
 def _signature(secret: bytes, record: Mapping[str, str], place: str) -> str:

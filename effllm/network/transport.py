@@ -25,13 +25,13 @@ from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Repo
 MAGIC = b"EFL1"  # the version of the messages
 MAX_BYTES = 256 * 1024
 MAX_ROWS_BYTES = MAX_BYTES // 2  # a report with all gauges, phases and a wide histogram has 10 kB
-KINDS_KNOWN = frozenset(KINDS)
+KNOWN_KINDS = frozenset(KINDS)
 
 # These are plain numbers, because pyzmq's enumerations are slow.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS_OPTION, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
-_EVENT = struct.Struct("=hi")  # first frame of an event of zmq_socket_monitor(3); the second frame is the endpoint
+_EVENT_FRAME = struct.Struct("=hi")  # first frame of an event of zmq_socket_monitor(3); the second is the endpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
@@ -73,7 +73,7 @@ def decode_from_agent(frame: bytes | memoryview) -> FromAgent:
         for row in message.rows:
             if row.iteration_last - row.iteration_first < -2:
                 raise FrameError("the count of iterations in a report is negative")
-            if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
+            if row.profile is not None and not KNOWN_KINDS.issuperset(row.profile.kinds):
                 raise FrameError("a kind of communication is unknown")
     elif isinstance(message, Hello) and not _is_printable(message):
         raise FrameError("a name in a HELLO has control characters")
@@ -195,13 +195,13 @@ def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
     pyzmq's own reader imports asyncio, which takes a third of the time of an agent's imports.
     """
-    event, value = _EVENT.unpack(monitor.recv_multipart()[0])
+    event, value = _EVENT_FRAME.unpack(monitor.recv_multipart()[0])
     return event, value
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message waits; without one, a receive would raise an exception, which takes three times as long."""
-    return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
+    return bool(socket.getsockopt(_EVENTS_OPTION) & _POLLIN)  # type: ignore[operator]
 
 
 class Link:
@@ -273,12 +273,12 @@ class Link:
 
     def has_new_connection(self) -> bool:
         """Read the waiting events of the connection; return whether a connection was made since the last call."""
-        new = False
+        is_new = False
         while self.monitor is not None and _has_message(self.monitor):
             event, _ = receive_event(self.monitor)
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            new = new or self.connected
-        return new
+            is_new = is_new or self.connected
+        return is_new
 
     def close(self) -> None:
         """Close the socket; unsent messages are still sent for half a second."""
@@ -334,7 +334,7 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Send a message, or drop it: ``False`` if the peer is disconnected, ``True`` if it does not read."""
+        """Send a message; drop it if the peer does not read; return ``False`` only if the peer is disconnected."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:

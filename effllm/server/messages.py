@@ -115,7 +115,7 @@ class Messages:
         objection = self._peers.check_sender(peer, message)
         if isinstance(message, wire.Reports) and not objection:  # checked first: ten thousand reports arrive per second
             if not aggregator.reports(message, now, num_bytes):
-                self._peers.hold(peer)  # the agent will send the rejected reports again
+                self._peers.require_hello(peer)  # the agent will send the rejected reports again
             return
         if isinstance(message, wire.Supersede):
             self.is_superseded = self.is_superseded or self._end.must_end_for(message)

@@ -191,14 +191,14 @@ def test_search_continues_until_the_agent_is_admitted(monkeypatch):
 def test_rejection_by_rank_0_is_returned_to_the_agent_once():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
-    rank.search._read_record()
-    rank.search._read_record()
+    rank.search._check_record()
+    rank.search._check_record()
     assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), (
         "the rejection is returned once, and only to the agent"
     )
 
     source.record = FIRST
-    rank.search._read_record()
+    rank.search._check_record()
     assert rank.records[1:] == [FIRST], "the record of the next start is used"
 
 
@@ -206,20 +206,20 @@ def test_only_address_records_signed_for_this_run_are_valid(tmp_path):
     config = Config(secret_file=str(tmp_path / "secret"))
     source = Source(FIRST)
     rank = Found(source, True, config)
-    rank.search._read_record()
-    rank.search._read_record()
+    rank.search._check_record()
+    rank.search._check_record()
     assert (rank.records, len(rank.lines)) == ([], 1)
     assert "there is no secret" in rank.lines[0]
 
     known = secret.read_or_create(secret_path(config))
     for forged in (FIRST, secret.sign(b"x" * 64, FIRST, source.key), secret.sign(known, FIRST, "run/2")):
         source.record = forged
-        rank.search._read_record()
+        rank.search._check_record()
     assert (rank.records, len(rank.lines)) == ([], 2)
     assert "is not signed with the secret" in rank.lines[1]
 
     source.record = secret.sign(known, SECOND, source.key)
-    rank.search._read_record()
+    rank.search._check_record()
     assert rank.records == [SECOND]
 
 
@@ -315,8 +315,8 @@ class PublicRecord:
 def looked(record, security="auto"):
     written = []
     search = Search(PublicRecord(record), Config(security=security), False, written.append, lambda _: False)
-    search._read_record()
-    search._read_record()
+    search._check_record()
+    search._check_record()
     found = [{"endpoint": one.endpoint, "job": one.job} for one in written if one.endpoint]
     return found, [one.failed for one in written if one.failed]
 
