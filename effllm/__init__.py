@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES = {  # public name -> module that defines it
     "EfficientLLMCallback": "effllm.hooks.transformers",
     "EfficientLLMCollector": "effllm.trainer.collector",
     "EfficientLLMMetrics": "effllm.trainer.values",
@@ -39,12 +39,12 @@ __all__ = ["__version__", *sorted(set(_HOMES) - set(_OPTIONAL))]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _HOMES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -11,14 +11,14 @@ from contextlib import suppress
 from typing import Any
 
 #: Module with the setting ``report_to: efficientllm``, which enables metrics without an environment variable.
-_NAMED_IN = "transformers.integrations.integration_utils"
+_REPORT_TO_MODULE = "transformers.integrations.integration_utils"
 
 
-def autoload(asked: bool = False) -> None:
+def autoload(is_run_command: bool = False) -> None:
     """Hook every imported framework now, and every other framework at its import. Torch calls this function last.
 
     Args:
-        asked: True for ``effllm run``; False if the environment decides.
+        is_run_command: True in ``effllm run``, which hooks unless metrics are off; else the switch ATTACH decides.
     """
     try:
         from effllm.config.switches import (
@@ -31,21 +31,21 @@ def autoload(asked: bool = False) -> None:
             process_environ,
         )
 
-        switches = (METRICS_ENABLED,) if asked else (METRICS_ENABLED, ATTACH)
-        if not is_off(process_environ()) and (wrong := invalid_switch_error(process_environ(), *switches)):
-            _report_wrong(wrong)
-        if is_attached(process_environ()) or (asked and is_enabled(process_environ())):
+        switches = (METRICS_ENABLED,) if is_run_command else (METRICS_ENABLED, ATTACH)
+        if not is_off(process_environ()) and (switch_error := invalid_switch_error(process_environ(), *switches)):
+            _report_switch_error(switch_error)
+        if is_attached(process_environ()) or (is_run_command and is_enabled(process_environ())):
             from effllm.hooks import attach_all
 
             attach_all()
         elif is_enabled(process_environ()):
-            _register_name()
+            _register_report_to_name()
     except Exception as error:  # noqa: BLE001 - torch must be importable despite any error in effllm
-        _say(error)
+        _print_error(error)
 
 
-def _report_wrong(line: str) -> None:
-    """Print at the end of rank 0 that a switch has an invalid value, unless the training loop starts metrics."""
+def _report_switch_error(line: str) -> None:
+    """Print the error of a switch when rank 0 exits, unless the training loop starts metrics."""
     from effllm.config.place import read_place
     from effllm.config.switches import process_environ
     from effllm.trainer.without_metrics import repeat_at_exit
@@ -54,9 +54,9 @@ def _report_wrong(line: str) -> None:
         repeat_at_exit(line)
 
 
-def _register_name() -> None:
-    """Register effllm's name when transformers is imported; until that import, only one import finder is added."""
-    if _NAMED_IN in sys.modules:
+def _register_report_to_name() -> None:
+    """Register the name ``efficientllm`` now, or, with an import finder, when transformers is imported."""
+    if _REPORT_TO_MODULE in sys.modules:
         from effllm.hooks import attach_names
 
         attach_names()
@@ -65,13 +65,13 @@ def _register_name() -> None:
 
 
 class _NameFinder:
-    """Registers effllm's name at the first import of `_NAMED_IN`, and passes this import to the finder of the hooks."""
+    """Registers the name at the first import of `_REPORT_TO_MODULE`, and passes this import to the hooks' finder."""
 
     def __init__(self) -> None:
         self._has_registered = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _NAMED_IN or self._has_registered:
+        if name != _REPORT_TO_MODULE or self._has_registered:
             return None
         self._has_registered = True  # a removal of this finder here would make the import system skip the next finder
         try:
@@ -81,10 +81,10 @@ class _NameFinder:
             attach_names()
             return FINDER.find_spec(name, path, target)
         except Exception as error:  # noqa: BLE001 - transformers must be importable despite any error in effllm
-            _say(error)
+            _print_error(error)
             return None
 
 
-def _say(error: Any) -> None:
+def _print_error(error: Any) -> None:
     with suppress(Exception):  # stderr may be closed
         print(f"[EfficientLLM] no metrics, training goes on: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201

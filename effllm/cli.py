@@ -12,12 +12,12 @@ import sys
 from importlib import import_module
 
 _LIGHT = ("env", "run", "top")
-#: Commands that print and end: if the reader of a pipe has enough, they end without a word, as others do.
+#: Commands that print and end: if the reader of a pipe closes it, SIGPIPE ends them silently, like other programs.
 _PRINTING = ("check", "env", "inspect", "report", "runs", "compare", "fit", "explain")
 
 
 def program() -> None:
-    """Run the command in ``sys.argv`` as a program of its own, and exit with its status."""
+    """Run the command in ``sys.argv`` as the only work of this process, and exit with its status."""
     if sys.argv[1:2] and sys.argv[1] in _PRINTING:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of the whole process
     main()

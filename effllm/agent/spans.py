@@ -64,9 +64,9 @@ class Spans:
     def _write_answer(self, request: Slot, devices: RankDevices) -> None:
         self._write_devices(devices)
         for series in devices.series:
-            self._board.spans.write_parts(self._span_part(request, series, len(devices.series)))
+            self._board.spans.write_part(self._span_part(request, series, len(devices.series)))
         if not devices.series:
-            self._board.spans.write_parts(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
+            self._board.spans.write_part(SpanPart(request.number, -1, 0, request.start_ns, request.end_ns))
 
     def _span_part(self, request: Slot, series: Series, num_devices: int) -> SpanPart:
         span_ns = (request.start_ns, request.end_ns)

@@ -49,7 +49,7 @@ def _run_measured(name: str, arguments: Sequence[str], *, is_module: bool) -> in
     usual_hook = sys.excepthook
     sys.excepthook = lambda kind, error, trace: usual_hook(kind, error, _without_own_frames(error, trace))
     status = "failed"
-    autoload(asked=True)
+    autoload(is_run_command=True)
     try:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ from effllm.config.spawn import module_command
 from effllm.config.switches import process_environ
 
 MAX_MEMORY_BYTES = 8 * 2**30  # of the data of the process; a model on the meta device has no weights
-_ISOLATED = {
+_ISOLATED_ENVIRON = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -32,12 +32,12 @@ class NoAnswer(ValueError):
 
 
 def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Run ``module.main``, which calls `answer`, in a process of its own, and return its reply to a document.
+    """Run ``module.main``, which calls `answer`, in a process of its own; send it a document, and return its reply.
 
     Raises:
         NoAnswer: with the reason of the process, or the limit that ended it; ``verb`` names the work.
     """
-    limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_memory = partial(resource.setrlimit, resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     try:
         done = subprocess.run(
             module_command(module),
@@ -45,8 +45,8 @@ def ask(module: str, verb: str, document: Mapping[str, Any], deadline_s: float) 
             capture_output=True,
             text=True,
             timeout=deadline_s,
-            env={**process_environ(), **_ISOLATED},
-            preexec_fn=limit,
+            env={**process_environ(), **_ISOLATED_ENVIRON},
+            preexec_fn=limit_memory,
             check=False,
         )
     except subprocess.TimeoutExpired:

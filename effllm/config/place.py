@@ -94,7 +94,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
 
 
 #: Lists of the GPUs that a process may use.
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: Slurm sets these if parts of GPUs are allocated (gres/shard and gres/mps): other jobs may use the other parts.
 _SHARES = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 MAX_NODE_GPUS = 64
@@ -107,21 +107,21 @@ def stated_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
     other values of its variable may be from an image or a user. GPUs that a list hides from the rank are left out,
     because another program may use them. The number is 0 without a statement, and for slices and shared GPUs.
     """
-    step, node, plugin = "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES"
-    texts = {name: environ.get(name, "").strip() for name in (step, node, plugin, *_SHARES)}
+    of_step, of_node, of_plugin = "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES"
+    texts = {name: environ.get(name, "").strip() for name in (of_step, of_node, of_plugin, *_SHARES)}
     source, count = "", 0
     if environ.get("SLURM_JOB_ID", "").strip():
-        source = step if texts[step] else node
-        numbers = texts[source].split(",")
+        source = of_step if texts[of_step] else of_node
+        numbers = texts[source].split(",")  # the GPUs of the step, or the number of GPUs on the node
         if all(number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS for number in numbers):
-            count = len(set(numbers)) if source == step else int(numbers[0])
+            count = len(set(numbers)) if source == of_step else int(numbers[0])
     elif "KUBERNETES_SERVICE_HOST" in environ:
-        source, uuids = plugin, texts[plugin].split(",")
+        source, uuids = of_plugin, texts[of_plugin].split(",")
         count = len(set(uuids)) if all(uuid.startswith("GPU-") for uuid in uuids) else 0
-    lists = [environ[name] for name in _VISIBLE if name in environ]
-    if any(texts[name] for name in _SHARES) or any("MIG-" in devices for devices in lists) or count > MAX_NODE_GPUS:
+    visible = [environ[name] for name in _VISIBLE_GPUS if name in environ]
+    if any(texts[name] for name in _SHARES) or any("MIG-" in devices for devices in visible) or count > MAX_NODE_GPUS:
         return 0, ""
-    count = min([count, *(len(devices.split(",")) if devices.strip() else 0 for devices in lists)])
+    count = min([count, *(len(devices.split(",")) if devices.strip() else 0 for devices in visible)])
     return (count, source) if count else (0, "")
 
 

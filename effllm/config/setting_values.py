@@ -71,7 +71,7 @@ def parse_sinks(entries: Iterable[str]) -> dict[str, dict[str, str]]:
     """
     sinks: dict[str, dict[str, str]] = {}
     for entry in entries:
-        name, *options = re.split(r":(?=[a-z][a-z0-9_]*=)", entry)
+        name, *options = re.split(r":(?=[a-z][a-z0-9_]*=)", entry)  # at colons before `name=`
         if not _NAME.fullmatch(name) or name in sinks:
             raise ValueError
         sinks[name] = dict(option.split("=", 1) for option in options)
@@ -93,7 +93,7 @@ def _read_positive(text: str) -> float:
 
 def _read_warmup(text: str) -> str:
     seconds = text.removesuffix("s")
-    (whole(0).read if seconds == text else number(0.0).read)(seconds)
+    (whole(0).read if seconds == text else number(0.0).read)(seconds)  # raises an error if it is not allowed
     return text
 
 

@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 MIN_WINDOW_S = 1.0
 
 # Groups of settings in `effllm env` and docs/configuration.md, the most common first.
-MOST = "Common settings"
+COMMON = "Common settings"
 COST = "Cost and CO2"
 MEASURED = "Measurement"
 POWER = "Power sensors"
@@ -60,9 +60,9 @@ class Variable(NamedTuple):
         """The default as text for a shell; empty without a default."""
         return self.default_word or _shell_text(getattr(Config(), self.field))
 
-    def text_in(self, config: Config) -> str:
-        is_default_word = self.default_word and config.min_window_s  # above 0 only if LOG_INTERVAL has its word
-        return self.default_word if is_default_word else _shell_text(getattr(config, self.field))
+    def text_in(self, config: Config) -> str:  # the text of the field's value, for a shell
+        has_default_word = self.default_word and config.min_window_s  # above 0 only if LOG_INTERVAL has its word
+        return self.default_word if has_default_word else _shell_text(getattr(config, self.field))
 
 
 def _setting(default: Any, group: str, value_type: ValueType, meaning: str, name: str = "", word: str = "") -> Any:
@@ -76,39 +76,39 @@ class Config:
 
     metrics_enabled: bool = _setting(
         True,
-        MOST,
+        COMMON,
         values.SWITCH,
         "Whether jobs are measured. If off, no process is started and no file is written.",
     )
     log_interval: int = _setting(
         10,
-        MOST,
+        COMMON,
         whole(1)._replace(allowed="a whole number of at least 1, or auto"),
         "Number of iterations per window. With auto: ten, or more if ten iterations take less than a second.",
         word="auto",
     )
     sinks: tuple[str, ...] = _setting(
         ("console", "tensorboard"),
-        MOST,
+        COMMON,
         values.SINKS,
         "Outputs of the reports. The run folder is always written.",
     )
-    run_dir: str = _setting("efficientllm_runs", MOST, values.FOLDER, "Parent folder of the run folders.")
+    run_dir: str = _setting("efficientllm_runs", COMMON, values.FOLDER, "Parent folder of the run folders.")
     run_name: str = _setting(
         "",
-        MOST,
+        COMMON,
         values.FOLDER_NAME,
         "Name of the run folder. The default is the id of the job, or the start time and eight hexadecimal digits.",
     )
     tags: str = _setting(
         "",
-        MOST,
+        COMMON,
         values.TAGS,
         "Tags of the run, in run.json, summary.json and the sink prometheus, such as team=vision,ablation=3.",
     )
     peak_tflops: float | None = _setting(
         None,
-        MOST,
+        COMMON,
         values.TFLOPS,
         "Peak FLOP/s of one device, for MFU. The default is the peak of the GPU in docs/hardware.md.",
     )
@@ -301,7 +301,7 @@ ATTACH_SWITCH = Variable(
     ATTACH.removeprefix(PREFIX),
     values.SWITCH,
     "Whether known training loops are hooked when torch is imported.",
-    MOST,
+    COMMON,
 )
 #: All known variables, in display order.
 ALL_VARIABLES = (VARIABLES[0], ATTACH_SWITCH, *VARIABLES[1:])
@@ -316,13 +316,13 @@ def read_config(environ: Mapping[str, str]) -> Config:
     Raises:
         ConfigError: a value is not allowed.
     """
-    values: dict[str, Any] = {}
+    given: dict[str, Any] = {}  # field -> value
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
         if text and text != variable.default_word:
-            values[variable.field] = variable.parse(text)
+            given[variable.field] = variable.parse(text)
     # Windows are joined only if LOG_INTERVAL is not set; then there is at most one window per second.
-    return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
+    return Config(**given, min_window_s=0.0 if "log_interval" in given else MIN_WINDOW_S)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -331,9 +331,9 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     lines = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in (PREFIX, *_WRONG_PREFIXES) if name.startswith(prefix)), None)
-        short = name.removeprefix(prefix or "")
-        if prefix is not None and short not in (names if prefix == PREFIX else ()):
-            near = difflib.get_close_matches(short, names, n=1)
+        bare_name = name.removeprefix(prefix or "")
+        if prefix is not None and bare_name not in (names if prefix == PREFIX else ()):
+            near = difflib.get_close_matches(bare_name, names, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
 

@@ -47,7 +47,7 @@ class PowerSpread:
         self._change_products: deque[float] = deque(maxlen=96)  # products of two consecutive changes
         self._last_change_w: float | None = None
         self._last_power: tuple[int, float] | None = None  # time in ns, and watts
-        # Sums with a decay of a minute: of the time between readings, and of their squared and fourth-power changes.
+        # Sums that decay within a minute: times between readings, and their changes to the powers of two and four.
         self._decayed_s = self._decayed_w2 = self._decayed_w4 = 0.0
         self._tick_s = USUAL_TICK_S
         self.min_w, self.max_w = math.inf, 0.0
@@ -59,24 +59,24 @@ class PowerSpread:
         """
         self._num_readings += 1
         weight = max(1 / self._num_readings, 1 / 64)
-        difference = power_w - self.mean_w
-        self.mean_w += weight * difference
-        self.variance_w2 = (1 - weight) * (self.variance_w2 + weight * difference * difference)
+        deviation_w = power_w - self.mean_w
+        self.mean_w += weight * deviation_w
+        self.variance_w2 = (1 - weight) * (self.variance_w2 + weight * deviation_w * deviation_w)
         self.min_w, self.max_w = min(self.min_w, power_w), max(self.max_w, power_w)
         tick_s = tick_s or USUAL_TICK_S
         if self._last_power is None:
             self._last_power = (time_ns, power_w)
             return
-        gap_s, difference_w = (time_ns - self._last_power[0]) * NS, power_w - self._last_power[1]
+        gap_s, step_w = (time_ns - self._last_power[0]) * NS, power_w - self._last_power[1]
         # These sums give a lower bound of the changes from tick to tick, even if power is read only once per second.
         decay = math.exp(-gap_s / 60)
         self._decayed_s = decay * self._decayed_s + gap_s
-        self._decayed_w2 = decay * self._decayed_w2 + difference_w**2
-        self._decayed_w4 = decay * self._decayed_w4 + difference_w**4
+        self._decayed_w2 = decay * self._decayed_w2 + step_w**2
+        self._decayed_w4 = decay * self._decayed_w4 + step_w**4
         self._tick_s = tick_s
         if gap_s <= 0.6 * tick_s or is_repeated:  # less than a tick since the last reading
             return
-        change_w = difference_w if gap_s < 1.5 * tick_s else None  # of one tick
+        change_w = step_w if gap_s < 1.5 * tick_s else None  # of one tick
         if change_w is not None:
             self._changes_w.append(abs(change_w))
             self._mean_change_w2 = sum(map(mul, self._changes_w, self._changes_w)) / len(self._changes_w)

@@ -42,14 +42,14 @@ def tick_and_error_s(readings: Sequence[tuple[int, float]]) -> tuple[float, floa
     if len(changes) < MIN_PERIOD_CHANGES:
         return None
     read_gap_ns = statistics.median(until - after for after, until, _ in reads)
-    if len(changes) > 0.6 * len(reads):
+    if len(changes) > 0.6 * len(reads):  # almost all
         return (0.0, 0.0) if read_gap_ns <= DENSE_S * 1e9 else None
     change_gap_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(changes))
     runs = _runs_of_changes(reads, max(min(1.5 * read_gap_ns, 0.9 * change_gap_ns), 0.5 * change_gap_ns))
     steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
     if not steps:
         return None
-    period_ns = statistics.fmean(steps)
+    period_ns = statistics.fmean(steps)  # from the middle of a change's bounds to the middle of the next ones
     min_ns, max_ns = 0.5 * period_ns, 1.5 * period_ns  # bounds of the period, narrowed by each pair of changes
     numbered: list[tuple[int, int, int]] = []  # number of each change, in ticks, and its bounds
     for run in runs:

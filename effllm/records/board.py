@@ -78,12 +78,12 @@ class Board:
         if os.fstat(self.descriptor).st_size < BOARD_BYTES:
             raise RingError("the shared memory is too short for a board of effllm")
         memory = map_memory(self.descriptor, BOARD_BYTES)
-        self._document = SharedDocument(memory, 0, _STATE_BYTES)
+        self._document = SharedDocument(memory, 0, _STATE_BYTES)  # the `JobState`
         self.devices = SharedDocument(memory, _STATE_BYTES, _DEVICES_BYTES)  # `SpanPart.device` -> facts
         self.spans = SpanAnswers(memory, _STATE_BYTES + _DEVICES_BYTES)
         # Name of an instrument's value -> number of values of this rank so far, and their `values.PERCENTILES`.
         self.values = SharedDocument(memory, _VALUES_AT, _VALUES_BYTES)
-        self._state = JobState()
+        self._state = JobState()  # the newest that was read
 
     def write_state(self, state: JobState) -> bool:
         """Replace the state; ``False`` if it is too large."""

@@ -26,7 +26,7 @@ _STORED = np.dtype("<f8")
 
 def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
     """Return attributes of objects as an array, one row per object; ``None`` becomes nan."""
-    if len(names) == 1:
+    if len(names) == 1:  # attrgetter returns no tuple
         return np.array(list(map(attrgetter(*names), items)), np.float64).reshape(-1, 1)
     return _to_array(map(attrgetter(*names), items), len(items), len(names))
 
@@ -47,9 +47,9 @@ def _to_array(rows: Iterable[tuple[Any, ...]], num_rows: int, num_columns: int) 
 
 def means(sums: Array, covered_s: Array) -> Array:
     """Return the means over time; rows that cover no time are left out."""
-    there = covered_s > 0
-    averages: Array = sums[there] / covered_s[there]
-    return averages
+    is_covered = covered_s > 0
+    covered_means: Array = sums[is_covered] / covered_s[is_covered]
+    return covered_means
 
 
 class Table:
@@ -59,9 +59,9 @@ class Table:
     NEW_ROW: ClassVar[tuple[float, ...]] = ()  # values of a new row; zeros if empty
 
     def __init__(self) -> None:
-        self._positions: dict[Key, int] = {}
-        self._values: Array = np.zeros((0, len(self.NAMES)))
-        self._last_found: tuple[Sequence[Key], Positions] = (), np.zeros(0, np.intp)
+        self._positions: dict[Key, int] = {}  # row of each key
+        self._values: Array = np.zeros((0, len(self.NAMES)))  # with unused rows at the end
+        self._last_lookup: tuple[Sequence[Key], Positions] = (), np.zeros(0, np.intp)  # keys, and their rows
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -81,8 +81,8 @@ class Table:
 
     def find_or_add(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; a new key gets a row."""
-        asked, positions = self._last_found  # the keys are usually the same in every window
-        if asked is keys or asked == keys:
+        last_keys, positions = self._last_lookup  # the keys are usually the same in every window
+        if last_keys is keys or last_keys == keys:
             return positions
         try:
             positions = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
@@ -91,23 +91,23 @@ class Table:
                 self._positions.setdefault(key, len(self._positions))
             self._grow(len(self._positions))
             positions = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
-        self._last_found = keys, positions
+        self._last_lookup = keys, positions
         return positions
 
     def find_or_add_one(self, key: Key) -> int:
         """Return the row of one key; a new key gets a row.  No row moves, so the cache of `find_or_add` stays valid."""
-        at = self._positions.get(key)
-        if at is None:
-            at = self._positions[key] = len(self._positions)
-            self._grow(at + 1)
-        return at
+        position = self._positions.get(key)
+        if position is None:
+            position = self._positions[key] = len(self._positions)
+            self._grow(position + 1)
+        return position
 
-    def _grow(self, count: int) -> None:
-        if count > len(self._values):
-            more = np.zeros((max(count, 2 * len(self._values)) - len(self._values), len(self.NAMES)))
+    def _grow(self, num_rows: int) -> None:  # doubles the array if it is too short
+        if num_rows > len(self._values):
+            new_rows = np.zeros((max(num_rows, 2 * len(self._values)) - len(self._values), len(self.NAMES)))
             if self.NEW_ROW:
-                more[:] = self.NEW_ROW
-            self._values = np.concatenate((self._values, more))
+                new_rows[:] = self.NEW_ROW
+            self._values = np.concatenate((self._values, new_rows))
 
     def packed(self) -> dict[str, Any]:
         """Return the table as plain values for JSON."""

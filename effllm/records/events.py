@@ -123,25 +123,25 @@ class EventLimit:
 
     def __init__(self) -> None:
         self._minute_start_s: float | None = None
-        self._lines_this_minute: dict[tuple[str, int | None], int] = {}
-        self._lines_left: dict[str, int] = {}  # of a kind, for the whole job
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # the total of the events without a line
+        self._lines_this_minute: dict[tuple[str, int | None], int] = {}  # by kind and rank
+        self._lines_left: dict[str, int] = {}  # by kind, for all ranks; grows every minute
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # kind and rank -> total of the events without a line
 
     def admit(self, event: Event) -> bool:
         """Return whether an event becomes a line; count an event without a line."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
-        used, left = self._lines_this_minute.get(key, 0), self._lines_left.get(event.kind, MAX_OF_KIND)
-        if used + 1 > MAX_PER_MINUTE or left < 1:  # a long text may exceed a limit by its own lines
-            self.leave_out(event, of_all_ranks=left < 1)
+        lines_used, lines_left = self._lines_this_minute.get(key, 0), self._lines_left.get(event.kind, MAX_OF_KIND)
+        if lines_used + 1 > MAX_PER_MINUTE or lines_left < 1:  # a long text may exceed a limit by its own lines
+            self.leave_out(event, of_all_ranks=lines_left < 1)
             return False
-        self._lines_this_minute[key] = used + lines
-        self._lines_left[event.kind] = left - lines
+        self._lines_this_minute[key] = lines_used + lines
+        self._lines_left[event.kind] = lines_left - lines
         return True
 
-    def leave_out(self, event: Event, *, of_all_ranks: bool = False) -> None:
+    def leave_out(self, event: Event, *, of_all_ranks: bool = False) -> None:  # counts an event without a line
         key = (event.kind, None if of_all_ranks else event.rank)
-        before = self._left_out.get(key)
-        count = event.count + (before.count if before is not None else 0)
+        earlier = self._left_out.get(key)
+        count = event.count + (earlier.count if earlier is not None else 0)
         text = f"too many events of kind {event.kind}: these events were only counted"
         if key[1] is not None:
             text = f"rank {key[1]}: {text}"

@@ -29,8 +29,8 @@ class Foretold(Struct, frozen=True):
 Forecast = dict[str, Foretold]
 
 
-def foretold_values(forecast: Mapping[str, Foretold], before: str = "") -> dict[str, float]:
-    """Return the known values with the ends of their intervals, as flat names that begin with ``before``."""
+def foretold_values(forecast: Mapping[str, Foretold], prefix: str = "") -> dict[str, float]:
+    """Return the known values with the ends of their intervals, as flat names that begin with ``prefix``."""
     ends = (("", "value"), ("_low", "low"), ("_high", "high"))
-    values = {f"{before}{name}{end}": getattr(value, field) for name, value in forecast.items() for end, field in ends}
+    values = {f"{prefix}{name}{end}": getattr(value, field) for name, value in forecast.items() for end, field in ends}
     return {name: value for name, value in values.items() if value is not None}

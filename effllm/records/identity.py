@@ -65,7 +65,7 @@ _DECLARABLE = ("user", "account", "job_id", "job_name", "partition", "model", "g
 
 
 def read_submission(environ: Mapping[str, str], tags: str) -> Submission:
-    """Return the facts in the environment of a job; also in a shell or under torchrun inside the scheduler's job."""
+    """Return the scheduler's facts in the environment, and the tags; in a shell inside the scheduler's job, too."""
     names = next((names for names in _SCHEDULERS.values() if environ.get(names["job_id"], "").strip()), {})
     texts = {field: _line(environ.get(name)) for field, name in names.items()}
     if texts.get("user") is None:
@@ -95,10 +95,9 @@ def with_facts(
     if not submitted.get("tags"):
         submitted.pop("tags", None)  # an attempt without tags keeps the tags of the earlier attempt
     declared = {name: text for name in _DECLARABLE if not submitted.get(name) and (text := _line(facts.get(name)))}
-    hosts = _sorted_names(about["host"] for about in ranks.values())
-    models = _sorted_names(
-        device["name"] for about in ranks.values() for device in about["devices"] if device["is_gpu"]
-    )
+    hosts = _sorted_names(rank_facts["host"] for rank_facts in ranks.values())
+    devices = [device for rank_facts in ranks.values() for device in rank_facts["devices"]]
+    models = _sorted_names(device["name"] for device in devices if device["is_gpu"])
     if hosts:
         submitted |= {"hosts": tuple(hosts[:MAX_HOSTS]), "host_count": len(hosts)}
         submitted |= {"gpu_models": tuple(models[:MAX_GPU_MODELS]), "gpu_model_count": len(models)}

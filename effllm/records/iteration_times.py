@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 
 MAX_ITERATIONS = 4096
 MAX_JOINED = 16 * MAX_ITERATIONS  # joined reports of more iterations have no times
-_MIN_S, _MAX_S, _CODES = 1e-6, 1e6, 65535
-_CODES_PER_E_FOLD = (_CODES - 1) / math.log(_MAX_S / _MIN_S)
+_MIN_S, _MAX_S, _MAX_CODE = 1e-6, 1e6, 65535
+_CODES_PER_E_FOLD = (_MAX_CODE - 1) / math.log(_MAX_S / _MIN_S)  # a code is a logarithm of seconds
 MAX_ERROR = 0.5 / _CODES_PER_E_FOLD
 
 #: An iteration is long if it takes more than this multiple of the median.  Iterations of a healthy job differ by a
@@ -51,15 +51,15 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
 
     def is_complete_for(self, iterations: int) -> bool:
         """Whether there is a step for each iteration, and a wait and an own time for each or for no iteration."""
-        size = 2 * -(-iterations // self.each)
-        return len(self.steps) == size and len(self.waits) in (0, size) and len(self.own) in (0, size)
+        num_bytes = 2 * -(-iterations // self.each)  # the division is rounded up
+        return len(self.steps) == num_bytes and len(self.waits) in (0, num_bytes) and len(self.own) in (0, num_bytes)
 
     @classmethod
     def of(cls, steps_s: Sequence[float], waits_s: Sequence[float], own_s: Sequence[float]) -> IterationTimes | None:
         """Return the times; ``None`` without iterations.  Own times of some iterations are left out."""
         if not steps_s:
             return None
-        each = -(-len(steps_s) // MAX_ITERATIONS)
+        each = -(-len(steps_s) // MAX_ITERATIONS)  # rounded up
         steps, waits, own = (
             codes_of(_means(seconds, each))
             for seconds in (steps_s, waits_s, own_s if len(own_s) == len(steps_s) else ())
@@ -88,9 +88,10 @@ class IterationTimes(Struct, frozen=True, array_like=True, gc=False):
 
 
 def _means(seconds: Sequence[float], each: int) -> Sequence[float]:
+    """Return the means of every ``each`` consecutive times; the last mean may be of fewer."""
     if each == 1:
         return seconds
-    parts = (seconds[at : at + each] for at in range(0, len(seconds), each))
+    parts = (seconds[start : start + each] for start in range(0, len(seconds), each))
     return [math.fsum(part) / len(part) for part in parts]
 
 
@@ -102,7 +103,7 @@ def _times_of(codes: bytes, iterations: int, each: int) -> Sequence[float]:
     if not values:
         return [0.0] * iterations
     seconds = list(map(seconds_of_code, values))
-    return [seconds[at // each] for at in range(iterations)]
+    return [seconds[iteration // each] for iteration in range(iterations)]
 
 
 def codes_of(seconds: Iterable[float]) -> bytes:

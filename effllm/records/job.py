@@ -35,8 +35,8 @@ SCHEMA_VERSION = 5
 
 def version_error(version: object) -> str:
     """Return why a file with this ``schema_version`` is not read; empty if it can be read."""
-    reads = f"this version of effllm reads only {SCHEMA_VERSION}: use the version of effllm that wrote it"
-    return "" if version == SCHEMA_VERSION else f"it has schema_version {version}, and {reads}"
+    remedy = f"this version of effllm reads only {SCHEMA_VERSION}: use the version of effllm that wrote it"
+    return "" if version == SCHEMA_VERSION else f"it has schema_version {version}, and {remedy}"
 
 
 if TYPE_CHECKING:

@@ -220,7 +220,7 @@ def _sum_of_measured(value: float | None, other: float | None) -> float | None:
 def _rest(whole: float | None, whole_s: float, part: float | None, part_s: float) -> tuple[float | None, float]:
     if whole is None or part is None:
         return whole, whole_s
-    covered_s = whole_s - part_s
+    covered_s = whole_s - part_s  # by the integral without the part
     return (max(whole - part, 0.0), covered_s) if covered_s > MIN_COVERED_S else (None, 0.0)
 
 

@@ -42,7 +42,7 @@ MEMORY_FIELDS = (
 #: `Slot.number` of a MEMORY record: what has run since the record before: a marked phase, or one of these.
 AFTER_STEPS, AFTER_STARTUP = _PHASES, _PHASES + 1
 #: Kind -> range of `Slot.what`: the first value, and the last value plus 1.
-_WHAT = {
+_WHAT_RANGES = {
     ITERATION: (0, 1),
     PHASE: (0, _PHASES),
     LOSS: (0, 2),
@@ -141,18 +141,18 @@ class RingWriter:
         "_address",
         "_facts",
         "_map",
+        "_num_slots",
         "_plain_checksum",
         "_rare",
         "_rare_checksum",
         "_sequence",
-        "_slots",
         "descriptor",
     )
 
     def __init__(self, slots: int) -> None:
         self.descriptor = make_memory("effllm-ring", ring_bytes(slots))
         self._map = map_memory(self.descriptor, ring_bytes(slots))
-        self._slots = slots
+        self._num_slots = slots
         self._sequence = 0
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
@@ -160,7 +160,7 @@ class RingWriter:
         self.replace_totals((0,) * _PHASES, 0, Counters())
 
     def replace_totals(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
-        """Replace the totals that rarely change, also in ``counters``; every later record contains these totals."""
+        """Replace the totals that rarely change, also those in ``counters``; every later record contains them."""
         self._rare = _RARE.pack(*phases_ns, generation_ns, *_rare_counts(counters))
         self._rare_checksum = zlib.crc32(self._rare)
         self._plain_checksum = zlib.crc32(_PLAIN, self._rare_checksum)
@@ -186,7 +186,7 @@ class RingWriter:
             checksum = _crc32(often, _crc32(about, self._rare_checksum))
         else:
             about, checksum = _PLAIN, _crc32(often, self._plain_checksum)
-        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
+        _seal(self._map, _SLOTS_AT + sequence % self._num_slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _publish(self._map, _STATUS_AT, BETWEEN, ordinal, end_ns, 0, sequence)
 
     def write_record(
@@ -202,6 +202,7 @@ class RingWriter:
         wait_ns: int,
         counters: Counters,
     ) -> None:
+        """Write a record of a kind without values; the arguments are as in `Slot`."""
         self._sequence = sequence = self._sequence + 1
         often = _pack_often(
             sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
@@ -209,7 +210,7 @@ class RingWriter:
         )  # fmt: skip
         about = _pack_about(kind, what, number, value)
         checksum = _crc32(often, _crc32(about, self._rare_checksum))
-        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
+        _seal(self._map, _SLOTS_AT + sequence % self._num_slots * _SLOT_BYTES, often, about, self._rare, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
     def write_values(
@@ -217,17 +218,17 @@ class RingWriter:
     ) -> None:
         """Write a record, VALUES or MEMORY, of at most `MAX_VALUES` values, with the index of each value's name."""
         self._sequence = sequence = self._sequence + 1
-        num = len(values)
-        empty = (0,) * (MAX_VALUES - num)
-        packed = _VALUES.pack(*values, *empty, *indices, *empty)
+        count = len(values)
+        unused = (0,) * (MAX_VALUES - count)
+        packed = _VALUES.pack(*values, *unused, *indices, *unused)  # lies in the place of the first and the third part
         often = _VALUES_OFTEN.pack(sequence, ordinal, packed[:_VALUES_SPLIT])
-        about, rest = _pack_about(kind, num, number, 0.0), packed[_VALUES_SPLIT:]
-        checksum = _crc32(often, _crc32(about, _crc32(rest)))
-        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, rest, checksum)
+        about, rare = _pack_about(kind, count, number, 0.0), packed[_VALUES_SPLIT:]
+        checksum = _crc32(often, _crc32(about, _crc32(rare)))
+        _seal(self._map, _SLOTS_AT + sequence % self._num_slots * _SLOT_BYTES, often, about, rare, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
     def write_state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
-        """Publish the position of the training loop; the agent detects stalls from this position."""
+        """Publish the position of the training loop as a `RingState`; the agent detects stalls from this position."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: RankFacts) -> bool:
@@ -249,15 +250,15 @@ class RingReader:
     """Reads the ring, in the agent."""
 
     def __init__(self, descriptor: int) -> None:
-        self._room = os.fstat(descriptor).st_size - _SLOTS_AT
-        if self._room < 0:
+        room_bytes = os.fstat(descriptor).st_size - _SLOTS_AT
+        if room_bytes < 0:
             raise RingError("the shared memory is too short for a ring of effllm")
         self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
-        if magic != MAGIC or slot_bytes != _SLOT_BYTES or not 0 < ring_bytes(self._slots) - _SLOTS_AT <= self._room:
+        magic, self._num_slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
+        if magic != MAGIC or slot_bytes != _SLOT_BYTES or not 0 < ring_bytes(self._num_slots) - _SLOTS_AT <= room_bytes:
             self._map.close()
             raise RingError("this is not a ring of this version of effllm")
-        self._next = 1
+        self._next_sequence = 1  # of the record to read next
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         self._valid_state = RingState(STARTUP, 0, 0, 0)
@@ -269,37 +270,37 @@ class RingReader:
         Records that were overwritten before this call are counted in `num_overrun`; later records include their totals.
         """
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
-        if newest - self._next >= self._slots:
-            self.num_overrun += newest - self._slots + 1 - self._next
-            self._next = newest - self._slots + 1
+        if newest - self._next_sequence >= self._num_slots:
+            self.num_overrun += newest - self._num_slots + 1 - self._next_sequence
+            self._next_sequence = newest - self._num_slots + 1
         records = []
-        while self._next <= newest:
-            slot = self._read_slot(self._next)
-            if slot is None or slot.sequence < self._next:
+        while self._next_sequence <= newest:
+            slot = self._read_slot(self._next_sequence)
+            if slot is None or slot.sequence < self._next_sequence:
                 break  # not complete yet: read it at the next call
-            if slot.sequence > self._next or not _is_valid(slot):  # overwritten meanwhile, or not valid
+            if slot.sequence > self._next_sequence or not _is_valid(slot):  # overwritten meanwhile, or not valid
                 self.num_overrun += 1
             else:
                 records.append(slot)
-            self._next += 1
+            self._next_sequence += 1
         return records
 
     def skip_torn(self) -> None:
         """Skip a record that will never be complete, because the training process died during the write."""
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
-        if self._next <= newest and self._read_slot(self._next) is None:
+        if self._next_sequence <= newest and self._read_slot(self._next_sequence) is None:
             self.num_overrun += 1
-            self._next += 1
+            self._next_sequence += 1
 
     def _read_slot(self, sequence: int) -> Slot | None:
-        at = _SLOTS_AT + sequence % self._slots * _SLOT_BYTES
-        often, about, rare, checksum = _SEALED.unpack_from(self._map, at)
+        offset = _SLOTS_AT + sequence % self._num_slots * _SLOT_BYTES
+        often, about, rare, checksum = _SEALED.unpack_from(self._map, offset)
         if zlib.crc32(often, zlib.crc32(about, zlib.crc32(rare))) != checksum:
-            return None
+            return None  # half-written
         sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = _OFTEN.unpack(often)
         kind, what, number, value = _ABOUT.unpack(about)
         if kind in (VALUES, MEMORY):
-            numbers = _VALUES.unpack(often[16:] + rare)
+            numbers = _VALUES.unpack(often[16:] + rare)  # `MAX_VALUES` values, and then their indices
             values = tuple(zip(numbers[MAX_VALUES:], numbers, strict=False))[:what]
             return Slot(sequence, kind, what, ordinal, number, 0, 0, 0.0, 0, 0, (), 0, (), values)
         totals = _RARE.unpack(rare)
@@ -316,8 +317,8 @@ class RingReader:
             if again == state:
                 break
             state = again
-        is_state = 0 <= state.state < len(STATE_NAMES) and 0 <= state.phase < _PHASES
-        if is_state and state.ordinal >= 0 and state.since_ns >= 0:
+        is_valid = 0 <= state.state < len(STATE_NAMES) and 0 <= state.phase < _PHASES
+        if is_valid and state.ordinal >= 0 and state.since_ns >= 0:
             self._valid_state = state
         return self._valid_state
 
@@ -336,12 +337,11 @@ class RingReader:
 
 def _is_valid(slot: Slot) -> bool:
     """Whether a recorder could have written the record: the kind and the indices exist, and no count is negative."""
-    first, end = _WHAT.get(slot.kind, (0, 0))
-    if not first <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
+    first_what, end_what = _WHAT_RANGES.get(slot.kind, (0, 0))
+    if not first_what <= slot.what < end_what or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
         return False
-    if slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME) and not (
-        slot.number >= 0 and 0 <= slot.value < math.inf
-    ):
+    is_amount = slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME)
+    if is_amount and not (slot.number >= 0 and 0 <= slot.value < math.inf):
         return False
     if not all(0 <= index < MAX_VALUE_NAMES for index, _ in slot.values):
         return False

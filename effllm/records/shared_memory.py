@@ -59,31 +59,31 @@ def map_memory(descriptor: int, size: int) -> memoryview:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype, library.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    at = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-    if at == ctypes.c_void_p(-1).value:
+    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
         raise RingError(f"no shared memory for metrics: {os.strerror(ctypes.get_errno())}")
-    mapped = (ctypes.c_char * size).from_address(at)
+    mapped = (ctypes.c_char * size).from_address(address)
     # Not at the end of the interpreter: a later function of atexit may still write.
-    weakref.finalize(mapped, library.munmap, at, size).atexit = False
+    weakref.finalize(mapped, library.munmap, address, size).atexit = False
     return memoryview(mapped).cast("B")
 
 
 class SharedDocument:
-    """A JSON object in a part of a map: in ``room`` bytes, from the offset ``at`` on."""
+    """A JSON object in a part of a map: in at most ``max_bytes`` bytes with its header, from ``offset`` on."""
 
-    def __init__(self, memory: memoryview | mmap.mmap, at: int, room: int) -> None:
-        self._memory, self._at, self._room = memory, at, room
+    def __init__(self, memory: memoryview | mmap.mmap, offset: int, max_bytes: int) -> None:
+        self._memory, self._offset, self._max_bytes = memory, offset, max_bytes
         self._version = 0  # version of the newest document that `take_new` has returned
 
     def write_document(self, document: Mapping[str, Any]) -> bool:
         """Replace the document; if the new document is too large, keep the old document and return ``False``."""
         payload = json.dumps(document, separators=(",", ":")).encode()
-        if len(payload) > self._room - DOCUMENT_HEADER.size:
+        if len(payload) > self._max_bytes - DOCUMENT_HEADER.size:
             return False
-        version = int(DOCUMENT_HEADER.unpack_from(self._memory, self._at)[0]) + 1
-        start = self._at + DOCUMENT_HEADER.size
+        version = int(DOCUMENT_HEADER.unpack_from(self._memory, self._offset)[0]) + 1
+        start = self._offset + DOCUMENT_HEADER.size
         self._memory[start : start + len(payload)] = payload
-        DOCUMENT_HEADER.pack_into(self._memory, self._at, version, len(payload), checksum(version, payload))
+        DOCUMENT_HEADER.pack_into(self._memory, self._offset, version, len(payload), checksum(version, payload))
         return True
 
     def take_new(self) -> dict[str, Any] | None:
@@ -97,19 +97,19 @@ class SharedDocument:
         """Return the document if it is complete, even if it has not changed; any thread may call this method."""
         return self._read(0)[1]
 
-    def _read(self, seen: int) -> tuple[int, dict[str, Any] | None]:
-        version, length, expected = DOCUMENT_HEADER.unpack_from(self._memory, self._at)
-        if version == seen or length > self._room - DOCUMENT_HEADER.size:
-            return seen, None
-        start = self._at + DOCUMENT_HEADER.size
+    def _read(self, last_version: int) -> tuple[int, dict[str, Any] | None]:  # None also for the last version itself
+        version, length, expected = DOCUMENT_HEADER.unpack_from(self._memory, self._offset)
+        if version == last_version or length > self._max_bytes - DOCUMENT_HEADER.size:
+            return last_version, None
+        start = self._offset + DOCUMENT_HEADER.size
         payload = bytes(self._memory[start : start + length])  # a copy: the other process may write
         if checksum(version, payload) != expected:
-            return seen, None  # half-written: the caller reads again
+            return last_version, None  # half-written: the caller reads again
         try:
             document = json.loads(payload, parse_int=_whole_number)
         except (ValueError, RecursionError):
-            return seen, None
-        return (version, document) if isinstance(document, dict) else (seen, None)
+            return last_version, None
+        return (version, document) if isinstance(document, dict) else (last_version, None)
 
 
 def _whole_number(digits: str) -> int:

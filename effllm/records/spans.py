@@ -58,10 +58,10 @@ class SpanPart(NamedTuple):
 
         The rules of `effllm.records.energy.EnergyAmount.then` apply; its module needs more than the standard library.
         """
-        is_shared = self.joules == self.joules and later.joules == later.joules and self.end_ns == later.start_ns
+        is_shared = not math.isnan(self.joules + later.joules) and self.end_ns == later.start_ns
         merged: dict[str, Any] = {}
         for names, combine in ((_SUMS, sum), (_MIN, min), (_MAX, max)):
-            merged |= {name: _combine_known(combine, getattr(self, name), getattr(later, name)) for name in names}
+            merged |= {name: _combine_measured(combine, getattr(self, name), getattr(later, name)) for name in names}
         merged["inside_j2"] += 0.0 if is_shared else self.end_j2 + later.start_j2
         return later._replace(start_ns=self.start_ns, start_j2=self.start_j2, **merged)
 
@@ -74,10 +74,10 @@ _MIN, _MAX = ("power_min_w",), ("power_max_w", "temperature_max_c", "memory_max_
 NORMAL_95 = 1.96  # half-width of a 95 % interval of a normal distribution, in standard deviations
 
 
-def _combine_known(combine: Callable[..., float], *values: float) -> float:
+def _combine_measured(combine: Callable[..., float], *values: float) -> float:
     """Combine the values that are not nan; return nan if all values are nan."""
-    numbers = [value for value in values if value == value]
-    return combine(numbers) if numbers else NAN
+    measured = [value for value in values if not math.isnan(value)]
+    return combine(measured) if measured else NAN
 
 
 _NEWEST = struct.Struct("<Q")
@@ -91,24 +91,24 @@ if _BODY.size + _CHECKSUM.size > _SLOT_BYTES:  # pragma: no cover - a mistake in
 
 
 class SpanAnswers:
-    """The newest answers, in `ANSWERS_BYTES` of a shared map, from the offset ``at`` on."""
+    """The newest answers, in `ANSWERS_BYTES` of a shared map, from ``offset`` on."""
 
-    def __init__(self, memory: memoryview, at: int) -> None:
-        self._memory, self._at = memory, at
+    def __init__(self, memory: memoryview, offset: int) -> None:
+        self._memory, self._offset = memory, offset
 
     @property
     def newest(self) -> int:
         """Running number of the newest answer, 0 before the first."""
-        return int(_NEWEST.unpack_from(self._memory, self._at)[0])
+        return int(_NEWEST.unpack_from(self._memory, self._offset)[0])
 
-    def write_parts(self, part: SpanPart) -> None:
+    def write_part(self, part: SpanPart) -> None:
         """Add an answer; only the agent calls this method."""
         sequence = self.newest + 1
         body = _BODY.pack(sequence, *part)
-        at = self._slot_at(sequence)
-        self._memory[at : at + len(body)] = body
-        _CHECKSUM.pack_into(self._memory, at + len(body), zlib.crc32(body))
-        _NEWEST.pack_into(self._memory, self._at, sequence)
+        offset = self._slot_offset(sequence)
+        self._memory[offset : offset + len(body)] = body
+        _CHECKSUM.pack_into(self._memory, offset + len(body), zlib.crc32(body))
+        _NEWEST.pack_into(self._memory, self._offset, sequence)
 
     def read_parts(self, after: int) -> tuple[list[SpanPart], int]:
         """Return the complete answers after a running number, without waiting, and the running number of the last one.
@@ -119,16 +119,16 @@ class SpanAnswers:
         first = max(after + 1, newest - NUM_ANSWERS + 1)
         after = first - 1
         for sequence in range(first, newest + 1):
-            at = self._slot_at(sequence)
-            body = bytes(self._memory[at : at + _BODY.size])
-            written, *fields = _BODY.unpack(body)
-            is_whole = zlib.crc32(body) == _CHECKSUM.unpack_from(self._memory, at + len(body))[0]
-            if not is_whole or written < sequence:
+            offset = self._slot_offset(sequence)
+            body = bytes(self._memory[offset : offset + _BODY.size])
+            written_sequence, *fields = _BODY.unpack(body)
+            is_complete = zlib.crc32(body) == _CHECKSUM.unpack_from(self._memory, offset + len(body))[0]
+            if not is_complete or written_sequence < sequence:
                 break  # half-written: read it at the next call
             after = sequence
-            if written == sequence:  # not overwritten meanwhile
+            if written_sequence == sequence:  # not overwritten meanwhile
                 parts.append(SpanPart(*fields))
         return parts, after
 
-    def _slot_at(self, sequence: int) -> int:
-        return self._at + _SLOTS_AT + sequence % NUM_ANSWERS * _SLOT_BYTES
+    def _slot_offset(self, sequence: int) -> int:
+        return self._offset + _SLOTS_AT + sequence % NUM_ANSWERS * _SLOT_BYTES

@@ -104,13 +104,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     """
     merged: list[Interval] = []
     begin = end = 0
-    for one_begin, one_end in sorted(intervals):
-        if merged and one_begin <= end:
-            if one_end > end:
-                end = one_end
+    for next_begin, next_end in sorted(intervals):
+        if merged and next_begin <= end:
+            if next_end > end:
+                end = next_end
                 merged[-1] = (begin, end)
         else:
-            begin, end = one_begin, one_end
+            begin, end = next_begin, next_end
             merged.append((begin, end))
     return merged
 
@@ -122,14 +122,14 @@ def total_ns(merged: Sequence[Interval]) -> int:
 
 def overlap_ns(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     """Return the length of the intersection of two unions."""
-    total_ns, i, j = 0, 0, 0
+    shared_ns, i, j = 0, 0, 0
     while i < len(first) and j < len(second):
-        total_ns += max(min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]), 0)
+        shared_ns += max(min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]), 0)
         if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return total_ns
+    return shared_ns
 
 
 def device_kind(name: str) -> str:

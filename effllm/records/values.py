@@ -46,6 +46,7 @@ def digest_type() -> Any:
 
 
 def centroids_of(digest: Any) -> tuple[tuple[float, int], ...]:
+    """Return the centroids of a digest as (mean, number of values)."""
     return tuple((mean, round(weight)) for mean, weight in digest.centroids)
 
 
@@ -57,18 +58,17 @@ def merge_statistics(parts: Sequence[ValueStatistics]) -> ValueStatistics:
     count, total, squares = 0, 0.0, 0.0
     for part in filled:
         if count:
-            difference = part.total / part.count - total / count
+            difference = part.total / part.count - total / count  # of the means: Chan's sum of squared differences
             squares += difference * difference * count * (part.count / (count + part.count))
         squares, total, count = squares + part.squares, total + part.total, count + part.count
+    counts_by_kind = zip(*(part.not_finite for part in parts), strict=True)  # of NaN, and of both infinities
     return ValueStatistics(
         count=min(count, MAX_COUNT),
         total=_clamped(total),
         squares=_clamped(squares),
         least=min((part.least for part in filled), default=0.0),
         most=max((part.most for part in filled), default=0.0),
-        not_finite=tuple(
-            min(sum(counts), MAX_COUNT) for counts in zip(*(part.not_finite for part in parts), strict=True)
-        ),
+        not_finite=tuple(min(sum(counts), MAX_COUNT) for counts in counts_by_kind),
         centroids=_merged_centroids(filled),
     )
 
@@ -95,12 +95,12 @@ def merge_by_name(parts: Iterable[Mapping[str, ValueStatistics]]) -> dict[str, V
     """Return the statistics of all values by name, for the first `MAX_NAMES` names."""
     by_name: dict[str, list[ValueStatistics]] = {}
     for part in parts:
-        for name, statistics in part.items():
+        for name, added in part.items():
             if name in by_name:
-                by_name[name].append(statistics)
+                by_name[name].append(added)
             elif len(by_name) < MAX_NAMES:
-                by_name[name] = [statistics]
-    return {name: merge_statistics(ones) for name, ones in by_name.items()}
+                by_name[name] = [added]
+    return {name: merge_statistics(statistics) for name, statistics in by_name.items()}
 
 
 def summaries(values: Mapping[str, ValueStatistics]) -> dict[str, ValueSummary]:

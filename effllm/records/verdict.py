@@ -124,7 +124,7 @@ class LastRanks(Struct, frozen=True):
 
     @property
     def profiled_uneven_share(self) -> float:
-        """The share of these waits in iterations that are not long; 0 without profiles."""
+        """Waits without a slow rank over the time of profiled iterations that are not long; 0 without profiles."""
         return self.profiled_uneven_s / self.profiled_s if self.profiled_s else 0.0
 
     @property
@@ -136,8 +136,8 @@ class LastRanks(Struct, frozen=True):
         """Return the counts with those of further iterations, for the ranks that were last most often."""
         counts = {rank: self.by_rank.get(rank, 0.0) + by_rank.get(rank, 0.0) for rank in {**self.by_rank, **by_rank}}
         counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LAST])
-        seconds = {rank: self.max_waits_s.get(rank, 0.0) + waits_s.get(rank, 0.0) for rank in counts}
-        return replace(self, iterations=self.iterations + iterations, by_rank=counts, max_waits_s=seconds)
+        max_waits_s = {rank: self.max_waits_s.get(rank, 0.0) + waits_s.get(rank, 0.0) for rank in counts}
+        return replace(self, iterations=self.iterations + iterations, by_rank=counts, max_waits_s=max_waits_s)
 
 
 class Straggler(Struct, frozen=True):

@@ -10,8 +10,8 @@ from cases import cases
 
 from effllm.config.settings import (
     ALL_VARIABLES,
+    COMMON,
     MIN_WINDOW_S,
-    MOST,
     VARIABLES,
     Config,
     ConfigError,
@@ -168,7 +168,7 @@ def test_settings_are_grouped_and_described_in_sentences():
     fields = {field.name for field in dataclasses.fields(Config)}
 
     assert fields - {variable.field for variable in VARIABLES} == {"min_window_s"}
-    assert [variable.group for variable in ALL_VARIABLES[:9]].count(MOST) == 8
+    assert [variable.group for variable in ALL_VARIABLES[:9]].count(COMMON) == 8
     assert all(variable.meaning.endswith(".") for variable in ALL_VARIABLES)
     groups = [group for group, _ in itertools.groupby(ALL_VARIABLES, key=lambda variable: variable.group)]
     assert len(groups) == len(set(groups)), "each group is in one piece"

@@ -27,7 +27,7 @@ def test_answers_are_read_once_and_in_order(memory):
     answers = SpanAnswers(memory, 0)
     written = [SpanPart(number, 0, 1, number * 10, number * 10 + 5, joules=number / 3) for number in (1, 2, 3)]
     for part in written:
-        answers.write_parts(part)
+        answers.write_part(part)
 
     assert repr(answers.read_parts(0)) == repr((written, 3))  # nan is not equal to nan
     assert answers.read_parts(3) == ([], 3)
@@ -36,7 +36,7 @@ def test_answers_are_read_once_and_in_order(memory):
 def test_overwritten_answers_are_left_out(memory):
     answers = SpanAnswers(memory, 0)
     for number in range(1, NUM_ANSWERS + 8):
-        answers.write_parts(SpanPart(number, 0, 1, number, number + 1))
+        answers.write_part(SpanPart(number, 0, 1, number, number + 1))
     parts, newest = answers.read_parts(0)
 
     assert (len(parts), newest) == (NUM_ANSWERS, NUM_ANSWERS + 7)
@@ -46,7 +46,7 @@ def test_overwritten_answers_are_left_out(memory):
 def test_half_written_answer_is_read_again(memory):
     answers = SpanAnswers(memory, 0)
     for number in (1, 2):
-        answers.write_parts(SpanPart(number, 0, 1, number, number + 1))
+        answers.write_part(SpanPart(number, 0, 1, number, number + 1))
     at = answers._slot_at(2) + 20
     whole = memory[at]
     memory[at] = whole ^ 1
