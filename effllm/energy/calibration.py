@@ -144,6 +144,7 @@ def assumed_sensor(device: Device) -> Sensor:
 
 
 def _with_table_row(row: KnownSensor, sensor: Sensor) -> Sensor:
+    """Return a sensor with the values of its model in the hardware table."""
     tick_s = row.update_s or sensor.tick_s
     return replace(
         sensor,
@@ -168,6 +169,7 @@ def _measure_counter(read: Callable[[], Sample], wait: Callable[[float], None]) 
 
 
 def with_measurement(sensor: Sensor, measured: SensorMeasurement) -> Sensor:
+    """Return a sensor with the measured values; without a measured tick, only with the duration of a call."""
     if measured.tick_and_error_s is None:
         return replace(sensor, call_s=measured.call_s, source=f"{sensor.source}: the reads found no tick")
     tick_s, tick_error_s = measured.tick_and_error_s

@@ -79,7 +79,7 @@ class EdgeLevels:
         if clock is None or last is None:
             return None
         tick_ns, read = clock.tick_ns, {}  # joules by tick, from reads of the counter
-        implied: dict[int, float] = {}  # joules by tick, from the power in the tick after it
+        implied: dict[int, float] = {}  # joules by tick, from the joules one tick later and the power between
         low = self._readings.index_at_or_after(round(last[0] - 2 * tick_ns))
         for index, point in enumerate(self._readings.starting_at(low), low):
             if point.time_ns > last[0] + 4 * tick_ns:
@@ -112,7 +112,7 @@ class EdgeLevels:
     def _level_between_readings(self, time_ns: int) -> Level:
         """Return the level between two readings: for continuous counters, unknown ticks and integrated power."""
         readings, tick_s = self._readings, self._timing.sensor.tick_s
-        shown_ns = time_ns + self._timing.mean_age_ns()  # a reading at this time would show the energy at the time
+        shown_ns = time_ns + self._timing.mean_age_ns()  # a reading at this time shows the energy at `time_ns`
         index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
         first, second = readings[index - 1], readings[index]
         span_s = (second.time_ns - first.time_ns) * NS
@@ -123,12 +123,10 @@ class EdgeLevels:
         second_w = second.power_w if second.power_w is not None else mean_w
         tick_j2 = (mean_w * tick_s) ** 2 / 12 if self._timing.method == COUNTER else 0.0
         if not 0.0 <= since_s <= span_s:  # the time plus the lag is outside of both readings
-            return Level(
-                (first.total_j if since_s < 0 else second.total_j)
-                + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
-                tick_j2 + self._powers.jump_j2(min(abs(since_s), abs(since_s - span_s))),
-                first_w if since_s < 0 else second_w,
-            )
+            nearest_j, nearest_w = (first.total_j, first_w) if since_s < 0 else (second.total_j, second_w)
+            outside_s = since_s if since_s < 0 else since_s - span_s
+            outside_j2 = self._powers.jump_j2(abs(outside_s))
+            return Level(nearest_j + nearest_w * outside_s, tick_j2 + outside_j2, nearest_w)
         if second.method is None:  # a hole
             return Level(first.total_j, 0.0, 0.0)
         power_w = first_w + (second_w - first_w) * since_s / span_s

@@ -115,7 +115,7 @@ class SensorTiming:
         self.sensor = self._calibrated = sensor  # `sensor` is replaced when a lag is found
         is_power_mean_of_tick = _measures_whole_tick(self._device) and sensor.is_held and sensor.duty == 1.0
         is_lag_assumed = not sensor.lag_s and sensor.lag_error_s >= MIN_LAG_ERROR_S
-        self._counter_lag = CounterLag() if is_power_mean_of_tick and is_lag_assumed else None
+        self._counter_lag = CounterLag() if is_power_mean_of_tick and is_lag_assumed else None  # readings give a lag
         has_clock = sensor.tick_s >= MIN_TICK_S and sensor.tick_error_s <= MAX_TICK_ERROR * sensor.tick_s
         self.clock = TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s)) if has_clock else None
 

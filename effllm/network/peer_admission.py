@@ -87,7 +87,7 @@ class Intake:
         os.close(self._reserved.pop())
         return True
 
-    def _set_events(self, events: int) -> bool:
+    def _set_events(self, events: int) -> bool:  # with 0, libzmq's epoll ignores the listening socket
         if self._entry is None:
             return False
         event = ctypes.create_string_buffer(struct.pack(_EVENT, events, self._entry.data))
