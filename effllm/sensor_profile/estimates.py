@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from effllm.energy.readings import NS
-from effllm.energy.tick_clock import DENSE_S, MIN_MOVES
+from effllm.energy.tick_clock import DENSE_S, MIN_PERIOD_CHANGES
 from effllm.sensor_profile.record import LoadEdge, Response, Rhythm
 
 #: If more than this share of the reads shows a new value, the reading is continuous.
@@ -83,7 +83,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     The time of a change is a time of a regular grid, limited to the time between the two reads that show the change.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
-    if len(moves) < MIN_MOVES:
+    if len(moves) < MIN_PERIOD_CHANGES:
         return None
     apart_s = statistics.median(after[0] - before[0] for before, after in pairwise(readings))
     if len(moves) > CONTINUOUS * (len(readings) - 1):

@@ -146,7 +146,7 @@ def test_memory_is_constant_if_spans_end_and_no_window_ends(agent):
         agent.run_to(end_s + 1, has_windows=False)
         ((part,), _) = agent.board.spans.read_parts(number - 1)
         joules += part.joules
-        held.append(len(agent.series[0].samples) + len(energy.readings) + len(energy._levels.edges_ns))
+        held.append(len(agent.series[0].samples) + len(energy.readings) + len(energy._edge_levels.edges_ns))
 
     assert max(held) < 200
     assert joules == pytest.approx(HOUR_S**2 / 2, rel=1e-9)
