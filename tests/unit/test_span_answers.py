@@ -47,7 +47,7 @@ def test_half_written_answer_is_read_again(memory):
     answers = SpanAnswers(memory, 0)
     for number in (1, 2):
         answers.write_part(SpanPart(number, 0, 1, number, number + 1))
-    at = answers._slot_at(2) + 20
+    at = answers._slot_offset(2) + 20
     whole = memory[at]
     memory[at] = whole ^ 1
 
