@@ -39,12 +39,12 @@ def attach(module: ModuleType) -> None:
 
 
 def _process_step(optimizer: Any) -> None:
-    if not GRAPHS.keep_if_captured(optimizer):
+    if not GRAPHS.keep_if_captured(optimizer):  # a captured step has not run
         _rounds().process_step(optimizer)
 
 
 @functools.lru_cache(maxsize=2)
-def _rounds(name: str = "torch") -> Any:
+def _rounds(name: str = "torch") -> Any:  # one object each for loops of torch and of accelerate
     from effllm.hooks._rounds import Rounds
     from effllm.trainer import ownership
 
@@ -75,7 +75,7 @@ def _end_step(optimizer: Any, *_: Any) -> None:
 def attach_graphs(module: ModuleType) -> None:
     """Watch CUDA graphs, in ``torch.cuda.graphs``; a replay of a captured step is a step."""
     GRAPHS.on_replay = _process_replay
-    GRAPHS.watch(getattr(module, "CUDAGraph", None))
+    GRAPHS.watch_class(getattr(module, "CUDAGraph", None))
 
 
 def _process_replay(optimizers: Sequence[Any]) -> None:
@@ -91,24 +91,24 @@ def attach_loader(module: ModuleType) -> None:
     """Measure the waits for batches, in ``torch.utils.data.dataloader``."""
     iterator = getattr(module, "_BaseDataLoaderIter", None)
     loader = getattr(module, "DataLoader", None)
-    fetch = _Fetch()
+    calls = _LoaderCalls()
     if not (
-        around(iterator, "__next__", _guard, before=fetch.begin, after=fetch.end_with_batch, failed=fetch.end_at_last)
-        and around(loader, "__iter__", _guard, before=fetch.begin, after=fetch.end_of_iter, failed=fetch.end_of_iter)
+        around(iterator, "__next__", _guard, before=calls.begin, after=calls.end_with_batch, failed=calls.end_no_batch)
+        and around(loader, "__iter__", _guard, before=calls.begin, after=calls.end_of_iter, failed=calls.end_of_iter)
     ):
         raise Unknown("torch.utils.data.dataloader has no _BaseDataLoaderIter: iterations include data waits")
 
 
-class _Fetch:
-    """One call of a DataLoader; a nested call is a part of the outer call."""
+class _LoaderCalls:
+    """Times the calls of DataLoaders, and passes on their batches; a nested call is a part of the outer call."""
 
     def __init__(self) -> None:
-        self._start_ns = 0
+        self._start_ns = 0  # of the outer call; 0 if no call runs
         self._num_early = 0  # batches before the first step, counted up to MIN_BATCHES
         self._early_batch: Any = None  # the newest of these batches, which a loop may train after the first step
         self._early_loader: Any = None  # the loader that returned it
 
-    def begin(self, _call: Any) -> bool:
+    def begin(self, _call: Any) -> bool:  # whether this is an outer call
         if self._start_ns:
             return False
         self._start_ns = time.monotonic_ns()
@@ -118,8 +118,8 @@ class _Fetch:
         if is_outer:
             self._end_and_pass_wait()
 
-    def end_at_last(self, is_outer: bool | None) -> None:
-        """End a call without a batch: there are no more."""
+    def end_no_batch(self, is_outer: bool | None) -> None:
+        """End a call that raised ``StopIteration``, because there are no more batches, or another exception."""
         if is_outer and (steps := self._end_and_pass_wait()) is not None:
             steps.pass_batch(None, None)
 

@@ -62,7 +62,7 @@ class PerformanceMonitor:
         if self._started_s is not None:
             return
         was_collecting = get_metrics_collector().is_collecting
-        DECLARED.start_if_needed(
+        DECLARED.start_metrics(
             lambda: InferenceProcess({"framework": "PerformanceMonitor"}, self._parameters, self._gpus())
         )
         self._has_started_metrics = not was_collecting and get_metrics_collector().is_collecting

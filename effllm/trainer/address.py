@@ -29,7 +29,7 @@ class AggregatorAddress:
     method ``welcome`` returns the endpoint that has admitted the agent.
     """
 
-    _generation = 0
+    _generation = 0  # number of addresses that this process has opened or searched; a part of their records' key
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AggregatorAddress:
         self._config, self._place, self._declared = config, place, declared
         self._write, self._board = write, board
         self.listener: socket.socket | None = None  #: rank 0's listening socket for the aggregator
-        self.is_session_over = False  #: ends the search
+        self.is_session_over = False  #: whether the search must end
 
     def open_or_search(self) -> Callable[[], None]:
         """On rank 0, listen and publish the address; return the start of a search, to be called when the agent runs.
@@ -51,7 +51,7 @@ class AggregatorAddress:
             DiscoveryError: rank 0 has no address, or the limit of open files is too low for the number of ranks.
             OSError: rank 0 cannot listen, or the secret cannot be read.
         """
-        is_secured = discovery.is_secured(self._config) and self._has_secret()
+        is_secured = discovery.is_secured(self._config) and self._make_secret()
         config = self._config
         self._declared.set(secured=is_secured)
         if config.endpoint:
@@ -92,12 +92,12 @@ class AggregatorAddress:
         return interface.endpoint(address, listener.getsockname()[1])
 
     def _own_address(self) -> str:
-        if self._place.world_size > 1 and (trouble := listening.open_files_remedy(self._place.world_size)):
-            raise listening.DiscoveryError(trouble)
+        if self._place.world_size > 1 and (remedy := listening.open_files_remedy(self._place.world_size)):
+            raise listening.DiscoveryError(remedy)
         return listening.own_address(self._place, self._config)
 
-    def _has_secret(self) -> bool:
-        """Make the secret of a job on one host, and return whether it has one; ``True`` for any other job."""
+    def _make_secret(self) -> bool:
+        """Make the secret of a job on one host; return whether this succeeded, and ``True`` for any other job."""
         config, place = self._config, self._place
         if config.security != "auto" or config.endpoint or not place.one_host:
             return True
@@ -110,7 +110,7 @@ class AggregatorAddress:
         self._declared.set(config=self._config)
         return True
 
-    def _warn_of_openness(self) -> None:
+    def _warn_of_openness(self) -> None:  # others than the job's ranks may connect
         facts = self._declared.facts
         if self._place.rank == 0 and not facts.secured and (line := discovery.openness_warning(facts.endpoint)):
             print_line(line)

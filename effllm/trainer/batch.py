@@ -17,6 +17,7 @@ MASK, PACKED, LABELS, UNKNOWN = (
 )
 
 _IDS = "input_ids"
+# A batch with one of these, and without a mask, has rows of packed sequences.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_lengths", "seq_idx", "position_ids")
 _IGNORED = -100  # the label of positions without loss
 
@@ -25,10 +26,10 @@ _IGNORED = -100  # the label of positions without loss
 class Batch:
     """The counts of one micro-batch; each count is a number, or a tensor on a device."""
 
-    tokens_processed: int = 0
-    samples: Any = 0
-    tokens: Any = 0
-    tokens_loss: Any = 0
+    tokens_processed: int = 0  # all positions
+    samples: Any = 0  # sequences
+    tokens: Any = 0  # positions without padding
+    tokens_loss: Any = 0  # positions with a label
     source: str = ""  # the source of the count `tokens`, such as the mask; empty for a batch without text
     width: int | None = None  # number of positions of a row, if every row is one sequence
 
@@ -73,8 +74,9 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
     if mask is not None and mask.shape == ids.shape:
         tokens, source = (mask != 0).sum(), MASK  # the mask of a packed row may contain sequence numbers
     elif mask is not None and mask.dim() == 4 and mask.shape[-2:] == (ids.shape[-1], ids.shape[-1]):
-        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position without padding attends to itself
-        tokens, source = (seen == 0 if seen.is_floating_point() else seen != 0).sum(), MASK
+        itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position without padding attends to itself
+        # A mask of numbers is added to the scores: 0 lets a position attend.
+        tokens, source = (itself == 0 if itself.is_floating_point() else itself != 0).sum(), MASK
     elif name == "decoder_input_ids" and labels is not None and labels.shape == ids.shape:
         tokens, source = (labels != _IGNORED).sum(), LABELS
     elif any(name in inputs for name in _PACKED):
@@ -83,11 +85,11 @@ def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str
         source = UNKNOWN
     batch.tokens_processed += times * ids.numel()
     batch.tokens = batch.tokens + times * tokens
-    if batch.source != UNKNOWN and source != LABELS:
+    if batch.source != UNKNOWN and source != LABELS:  # ids with unknown padding make the source of the batch unknown
         batch.source = source
 
 
-def _labels_by_name(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:
+def _labels_by_name(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:  # labels of positions
     shapes = [tensor.shape for name, tensor in tensors.items() if isinstance(name, str) and name.endswith(_IDS)]
     labels = {
         name: tensor
@@ -96,7 +98,7 @@ def _labels_by_name(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dic
         if tensor.shape in shapes or is_encoder_decoder
     }
     if "labels" in labels:
-        labels.pop("shift_labels", None)
+        labels.pop("shift_labels", None)  # the same labels
     return labels
 
 
@@ -111,10 +113,10 @@ def _num_with_label(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> An
 def _num_samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
     if _IDS in tensors:
         rows = len(tensors[_IDS]) if tensors[_IDS].dim() > 1 else 1
-        starts: Any = tensors.get("cu_seq_lens_q")
-        positions: Any = tensors.get("position_ids")
-        if rows == 1 and starts is not None:
-            return starts.numel() - 1
+        boundaries: Any = tensors.get("cu_seq_lens_q")  # of packed sequences: the start of the first, and all ends
+        positions: Any = tensors.get("position_ids")  # 0 at the start of each packed sequence
+        if rows == 1 and boundaries is not None:
+            return boundaries.numel() - 1
         is_packed = positions is not None and positions.shape == tensors[_IDS].shape and "attention_mask" not in inputs
         return (positions == 0).sum() if rows == 1 and is_packed else rows
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]

@@ -20,11 +20,7 @@ from effllm.trainer.recorder import Recorder
 from effllm.trainer.values import JobValues, OriginalMetrics
 
 #: A stop releases these owners of the iterations, because another training may follow in this process.
-_OWN_LEVELS = (
-    (ownership.EXPLICIT, "calls"),
-    (ownership.EXPLICIT, "requests"),
-    (ownership.GENERATION, "generation"),
-)
+_OWN_LEVELS = ((ownership.EXPLICIT, "calls"), (ownership.EXPLICIT, "requests"), (ownership.GENERATION, "generation"))
 
 
 class MetricsCollector(OriginalMetrics):
@@ -38,7 +34,7 @@ class MetricsCollector(OriginalMetrics):
     def __init__(self, collection_interval: float | None = None, history_size: int | None = None) -> None:
         self.lifecycle = Lifecycle(collection_interval_s=collection_interval, history_size=history_size)
         self.declared = self.lifecycle.declared
-        self._counted = CallCounts()
+        self._counted = CallCounts()  # the counts of `count` in the running iteration
         self._is_owner = False  # whether the loop's own calls, not those of a hook, count the iterations
         self._batch = (0, 0)  # tokens and samples of a step, from set_batch_config
 
@@ -153,12 +149,12 @@ class MetricsCollector(OriginalMetrics):
         """
         if (recorder := self.lifecycle.recorder) is not None:
             counts, loss = self._counted.take_counts()
-            counts[1] = counts[1] or samples
+            counts[1] = counts[1] or samples  # the order is that of `Recorder.end`: the second count is the samples
             recorder.end(*counts)
             if loss is not None:
                 recorder.record_loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
-    def _claim(self) -> None:
+    def _claim(self) -> None:  # the iterations, for the loop's own calls
         self._is_owner = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:

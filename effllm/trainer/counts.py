@@ -19,7 +19,7 @@ class RunningCounts(Counters):
     def add_counts(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
         """Add the counts of an iteration; ``False`` if a count is invalid: then no count is added."""
         if not type(tokens_processed) is type(samples) is type(tokens) is type(tokens_loss) is int or (
-            (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # or negative
+            (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # not 0 if a count is large or negative
         ):
             counts = counts_of(tokens_processed, samples, tokens, tokens_loss)
             totals = self.tokens_processed, self.samples, self.tokens, self.tokens_loss
@@ -43,9 +43,9 @@ class CallCounts:
 
     def add_counts(self, tokens: Any, samples: Any, tokens_processed: Any, tokens_loss: Any, loss: Any) -> bool:
         """Add the arguments of `effllm.count`; ``False`` if a count is invalid: then nothing is added."""
-        all_tokens = tokens if tokens_processed is None else tokens_processed
-        own_tokens = tokens_processed if tokens is None else tokens
-        given = counts_of(*(0 if count is None else count for count in (all_tokens, samples, own_tokens, tokens_loss)))
+        positions = tokens if tokens_processed is None else tokens_processed
+        unpadded = tokens_processed if tokens is None else tokens
+        given = counts_of(*(0 if count is None else count for count in (positions, samples, unpadded, tokens_loss)))
         if given is None:
             return False
         self._counts = [before + now for before, now in zip(self._counts, given, strict=True)]
@@ -66,7 +66,7 @@ class WarnOnce:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._kinds: set[str] = set()
+        self._kinds: set[str] = set()  # the first letters of the lines so far
         self.is_on = True
 
     def __call__(self, line: str) -> None:
@@ -80,7 +80,7 @@ class Losses:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._last_number = 0
+        self._last_number = 0  # the newest iteration number
 
     def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
         """Return number and loss (nan for a loss of ``None``), or ``None`` if an argument is invalid."""
@@ -128,12 +128,12 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self.total_ns = [0] * len(PHASES)
-        self.depth = 0
-        self.open_index = -1  # index of the open phase in `PHASES`
+        self.total_ns = [0] * len(PHASES)  # time of each phase of `PHASES`
+        self.depth = 0  # number of open phases
+        self.open_index = -1  # index of the outermost open phase in `PHASES`
         self.between_ns = 0  # time of phases between the last iteration and the next
         self.inside_ns = 0  # time of phases in the running iteration
-        self._start_ns = 0
+        self._start_ns = 0  # of the part of the open phase that is not in the totals
 
     def begin(self, name: Any, now_ns: int) -> bool:
         """Begin a phase (an unknown name counts as ``other``); return whether it is not inside another phase."""
@@ -168,9 +168,9 @@ class Phases:
 
     def end_iteration(self) -> tuple[int, int]:
         """Return the times of phases in the data wait and in the step of the iteration that ends."""
-        paused_ns = self.between_ns, self.inside_ns
+        between_and_inside_ns = self.between_ns, self.inside_ns
         self.between_ns = self.inside_ns = 0
-        return paused_ns
+        return between_and_inside_ns
 
 
 class Generations:
@@ -191,9 +191,10 @@ class Generations:
         self._counters = counters
         self._phase_start, self._phase_end = phase_start, phase_end
         self._changed, self._warn = changed, warn
-        self._open: list[tuple[int, int]] = []  # generated tokens and prompt tokens of each open generation
-        self._start_ns = 0
-        self._is_phase = False
+        # For each open generation, outermost first: generated tokens and prompt tokens of the generations inside it.
+        self._open: list[tuple[int, int]] = []
+        self._start_ns = 0  # of the outermost open generation
+        self._is_phase = False  # whether it is a phase
         self.total_ns = 0  #: time of all generations, also of those that are not in the phase ``generation``
 
     @property
@@ -211,16 +212,16 @@ class Generations:
         self._start_ns = time.monotonic_ns()
 
     def end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
-        """End the generation that the last `start` began.
+        """End the generation that the last `begin` began.
 
         By default, ``tokens`` is the sum of the nested generations, and ``prompt_tokens`` is ignored.
         """
         if not self._open:
             self._warn("a generation ended without a start; this end is ignored")
             return
-        inside = self._open.pop()
+        nested_counts = self._open.pop()
         if tokens is None:
-            tokens, prompt_tokens = inside
+            tokens, prompt_tokens = nested_counts
         if not self._open:
             self.add_generation(tokens, time.monotonic_ns() - self._start_ns, prompt_tokens)
             if self._is_phase:
@@ -234,7 +235,7 @@ class Generations:
     def add_generation(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
         """Count a completed generation; its time, prompts included, stays in the step or phase that includes it.
 
-        If another hook may count the same generation, call `start` and `end` around it instead.
+        If another hook may count the same generation, call `begin` and `end` around it instead.
         """
         counters = self._counters
         counts = counts_of(tokens, time_ns, prompt_tokens)

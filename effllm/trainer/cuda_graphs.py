@@ -14,14 +14,14 @@ class CudaGraphs:
     """Watches the captures and the replays of ``torch.cuda.CUDAGraph``."""
 
     def __init__(self) -> None:
-        self.num_captured = 0
+        self.num_captured = 0  #: number of captures that have begun
         #: Called after a replay, with the optimizers whose steps the graph has.
         self.on_replay: Callable[[Sequence[Any]], None] | None = None
-        self._capturing: Any = None
+        self._capturing: Any = None  # the graph that is being captured
         self._optimizers_by_graph: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
-    def watch(self, graph_class: Any) -> None:
-        """Wrap the methods of ``CUDAGraph`` in a class; a second call does nothing."""
+    def watch_class(self, graph_class: Any) -> None:
+        """Wrap the methods of the class ``CUDAGraph``; a second call does nothing, and so does ``None``."""
         if graph_class is None or hasattr(graph_class.replay, "is_watched"):
             return
         capture, end, replay = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
@@ -48,7 +48,7 @@ class CudaGraphs:
         graph_class.capture_begin, graph_class.capture_end, graph_class.replay = capture_begin, capture_end, replayed
 
     def keep_if_captured(self, optimizer: Any) -> bool:
-        """Return whether a step that has just run was only captured; then each replay of this graph makes the step."""
+        """Return whether a step was captured, and so not run; its optimizer is kept, and each replay makes the step."""
         if self._capturing is None:
             return False
         if not sys.modules["torch"].cuda.is_current_stream_capturing():  # the capture has failed without its end

@@ -9,7 +9,7 @@ from typing import Any
 
 from effllm.records.facts import DeclaredParameters, RankFacts
 from effllm.records.ring import MAX_VALUE_NAMES
-from effllm.trainer.counts import counts_of
+from effllm.trainer.counts import MAX_TOTAL, counts_of
 
 #: Maximum letters in one name of values, and in all names together, because the memory of the facts has 64 kB.
 MAX_NAME_LETTERS, MAX_NAMES_LETTERS = 100, 5000
@@ -79,7 +79,7 @@ class Declared:
         """Replace this rank's parameter counts; the model's counts are the sums over all ranks."""
         pairs = _given_pairs(share)
         given = {text(kind): 0 if counts_of(number) == [0] else positive_count(number) for kind, number in pairs}
-        self.declare(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARES}, is_share=True))
+        self.declare(parameters=DeclaredParameters(**{kind: given.get(kind) for kind in _SHARE_KINDS}, is_share=True))
 
     def declare_first_iteration(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
         """Set the number of iterations completed by earlier attempts of the job; it is known or assumed.
@@ -92,16 +92,16 @@ class Declared:
 
     def value_index(self, name: Any) -> int:
         """Return the index of a name of values, or -1 if there are too many names; a new name is added and sent."""
-        names, new = self.facts.value_names, text(name)[:MAX_NAME_LETTERS]
-        if new in names:
-            return names.index(new)
-        if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(new) > MAX_NAMES_LETTERS:
+        names, shown = self.facts.value_names, text(name)[:MAX_NAME_LETTERS]
+        if shown in names:
+            return names.index(shown)
+        if len(names) >= MAX_VALUE_NAMES or sum(map(len, names)) + len(shown) > MAX_NAMES_LETTERS:
             self.warn_once(
-                f"instruments: the run folder has no values of {new} and later names: at most {MAX_VALUE_NAMES} names "
-                f"with {MAX_NAMES_LETTERS:,} characters are stored"
+                f"instruments: the run folder has no values of {shown} and later names: at most {MAX_VALUE_NAMES} "
+                f"names with {MAX_NAMES_LETTERS:,} characters are stored"
             )
             return -1
-        self.declare(value_names=(*names, new))
+        self.declare(value_names=(*names, shown))
         return len(names)
 
     def set_parameter_devices(self, devices: Iterable[Any]) -> None:
@@ -135,7 +135,7 @@ def _given_pairs(facts: Any) -> list[tuple[Any, Any]]:
         return []
 
 
-_SHARES = ("total", "trainable", "active")
+_SHARE_KINDS = ("total", "trainable", "active")  # counts of a share, as in `DeclaredParameters`
 
 
 def positive_count(value: Any) -> int | None:
@@ -144,7 +144,7 @@ def positive_count(value: Any) -> int | None:
         number = int(value)
     except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         return None
-    return number if 0 < number < 2**62 else None
+    return number if 0 < number < MAX_TOTAL else None
 
 
 def positive_number(value: Any) -> float | None:
@@ -161,7 +161,7 @@ def plain_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, int):
-        return value if abs(value) < 2**63 else str(value)
+        return value if abs(value) < 2**63 else str(value)  # messages have integers of 64 bits
     return [text(item) for item in value] if isinstance(value, (list, tuple)) else text(value)
 
 

@@ -40,8 +40,8 @@ class Requests:
         """Whether these requests count as iterations."""
         return ownership.holds(self.level, self.name)
 
-    def start_if_needed(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
-        """Return the recorder, after a start of the metrics if needed; ``None`` if they cannot start.
+    def start_metrics(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
+        """Start the metrics if they do not run, and return their recorder; ``None`` if they cannot start.
 
         In a job of several ranks, a hook's request does not start the metrics, because perhaps some ranks generate
         nothing.  ``describe`` is called only before the metrics are started.
@@ -73,7 +73,7 @@ class Requests:
 
     def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _OpenRequest | None:
         """Begin a request; a nested request is a part of the outer request."""
-        recorder = self.start_if_needed(describe)
+        recorder = self.start_metrics(describe)
         if recorder is None:
             return None
         is_iteration = self.is_owner and not recorder.generations.depth
@@ -85,19 +85,19 @@ class Requests:
         return _OpenRequest(recorder, is_iteration)
 
     def end(
-        self, begun: _OpenRequest | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
+        self, opened: _OpenRequest | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
     ) -> None:
         """End a request; by default with the tokens of the generations inside it."""
-        if begun is None:
+        if opened is None:
             return
-        begun.recorder.generations.end(generated_tokens, prompt_tokens)
-        if begun.is_iteration:
-            begun.recorder.end(0, samples)
+        opened.recorder.generations.end(generated_tokens, prompt_tokens)
+        if opened.is_iteration:
+            opened.recorder.end(0, samples)
 
 
 class _OpenRequest(NamedTuple):
     recorder: Recorder
-    is_iteration: bool
+    is_iteration: bool  # whether the request counts as an iteration
 
 
 #: The requests that the program itself declares; requests of hooks are separate.
@@ -112,27 +112,27 @@ class Request:
 
     def __init__(self, samples: int = 1) -> None:
         self._samples = samples
-        self._generated: int | None = None
-        self._prompt = 0
-        self._begun: _OpenRequest | None = None
+        self._generated_tokens: int | None = None  # None: the program has passed no count
+        self._prompt_tokens = 0
+        self._open_request: _OpenRequest | None = None  # in the ``with`` block, if metrics are collected
 
     def generated(self, tokens: int) -> None:
         """Add tokens that the model generated."""
-        self._generated = _sum_of_counts(self._generated or 0, tokens)
+        self._generated_tokens = _sum_of_counts(self._generated_tokens or 0, tokens)
 
     def prompt(self, tokens: int) -> None:
         """Add tokens of the prompt."""
-        self._prompt = _sum_of_counts(self._prompt, tokens)
+        self._prompt_tokens = _sum_of_counts(self._prompt_tokens, tokens)
 
     def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
-        self._begun = DECLARED.begin()
+        self._open_request = DECLARED.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        begun, self._begun = self._begun, None
-        DECLARED.end(begun, self._generated, self._prompt, self._samples)
+        open_request, self._open_request = self._open_request, None
+        DECLARED.end(open_request, self._generated_tokens, self._prompt_tokens, self._samples)
 
 
 def _sum_of_counts(total: int, more: Any) -> int:
@@ -173,7 +173,7 @@ def record_request(
         samples: number of requests in a batch.
     """
     is_first = not get_metrics_collector().is_collecting
-    recorder = DECLARED.start_if_needed()
+    recorder = DECLARED.start_metrics()
     if recorder is None:
         return
     if is_first:
@@ -183,9 +183,9 @@ def record_request(
         )
         return
     now_ns = time.monotonic_ns()
-    took_s, *parts = map(_valid_seconds, (time_s, computation_time_s, communication_time_s))
-    if took_s is None and (measured := [part for part in parts if part is not None]):
-        took_s = sum(measured)
+    took_s, *parts_s = map(_valid_seconds, (time_s, computation_time_s, communication_time_s))
+    if took_s is None and (measured_s := [part_s for part_s in parts_s if part_s is not None]):
+        took_s = sum(measured_s)
     earliest_start_ns = recorder.earliest_start_ns
     start_ns = earliest_start_ns if took_s is None else max(now_ns - int(took_s * 1e9), earliest_start_ns)
     if DECLARED.is_owner:

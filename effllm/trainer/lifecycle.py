@@ -69,11 +69,11 @@ class Lifecycle:
         self.recorder: Recorder | None = None  #: recorder of the running session
         self.is_for_requests = False  #: whether a request, and not a training, started the session
         self.overrides = overrides
-        self._place = Place()
-        self._given_place: Place | None = None
-        self._session: Session | None = None
-        self._values = JobValues()
-        self._percentiles: dict[str, Any] = {}
+        self._place = Place()  # place of this rank in the last session
+        self._given_place: Place | None = None  # from `configure`; replaces the place in the environment
+        self._session: Session | None = None  # while it runs
+        self._values = JobValues()  # of the last session
+        self._percentiles: dict[str, Any] = {}  # name of a value -> number of values, and the six of `percentiles`
         self._lock = threading.RLock()  # a signal handler may stop what its thread is starting
         self.span_chains: weakref.WeakSet[Any] = weakref.WeakSet()  #: `SpanChain`s, which also read the last answers
 
@@ -104,7 +104,7 @@ class Lifecycle:
             self._values = JobValues()  # the reports of a new run are numbered from 1 again
             self._percentiles = {}
             self.declared.declare_run_facts(facts_of_open_mlflow_run(self.config.sink_options()))
-            with standard_descriptors() as closed:
+            with standard_descriptors() as closed:  # numbers of the standard descriptors that were closed
                 self._session = Session(self.config, self._place, self.declared)
                 self.recorder = self._session.recorder
                 self._session.start()
@@ -133,7 +133,7 @@ class Lifecycle:
         session = self._session
         if session is None:
             return
-        began_s = time.time()
+        began_unix_s = time.time()
         for chain in list(self.span_chains):
             chain.end_span()
         trackers.end(self)
@@ -141,7 +141,7 @@ class Lifecycle:
         for chain in list(self.span_chains):
             chain.read_answers(session.board)
         self._read_percentiles()  # of the whole run
-        self.values().use_summary(session.final_values(began_s))
+        self.values().use_summary(session.final_values(began_unix_s))
         self._session = self.recorder = None
         session.close()
         self.is_for_requests = False

@@ -91,13 +91,13 @@ class Monitor:
 
     def __init__(self, collector: MetricsCollector) -> None:
         self._collector = collector
-        self._done = 0
+        self._num_iterations = 0  # that have ended
 
     def iteration(self, tokens: int = 0, samples: int = 0, loss: float | None = None) -> dict[str, float]:
         """End an iteration and begin the next iteration; return the newest values of the whole job."""
         self._collector.record_iteration_end(tokens, samples)
-        self._done += 1
-        values = self._collector.log_own(self._collector.declared.facts.first_iteration + self._done, loss)
+        self._num_iterations += 1
+        values = self._collector.log_own(self._collector.declared.facts.first_iteration + self._num_iterations, loss)
         self._collector.record_iteration_start()
         return values
 

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from effllm.config.place import read_place
-from effllm.config.settings import (
-    VARIABLES,
-    Config,
-    ConfigError,
-    read_config,
-    secret_path,
-    unknown_variables,
-)
+from effllm.config.settings import VARIABLES, Config, ConfigError, read_config, secret_path, unknown_variables
 from effllm.config.switches import ATTACH, PREFIX, invalid_switch_error
 from effllm.devices import device_names
 from effllm.devices.node import missing_package

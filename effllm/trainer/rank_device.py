@@ -23,10 +23,10 @@ class RankDevice:
 
     def __init__(self, torch: Any, declared: Declared) -> None:
         self._cuda, self._declared = torch.cuda, declared
-        self._has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        self._has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # of a GPU, in this process
         self.index: int | None = None  #: the GPU on which this process may record events; ``None``: none yet
         self.is_due = True  #: whether to find the GPUs at the start of the next iteration
-        self._last_found: Any = None
+        self._last_state: Any = None  # the GPUs at the last search; without any, the number of contexts
         declared.on_devices_change = self._request_find
 
     def _request_find(self) -> None:
@@ -44,13 +44,13 @@ class RankDevice:
             return False
         contexts = [gpu for gpu in range(cuda.device_count()) if self._has_context is None or self._has_context(gpu)]
         facts = self._declared.facts
-        stated = facts.gpus if facts.serves_requests else ()
+        stated = facts.gpus if facts.serves_requests else ()  # by the hook or program that answers requests
         used = self._declared.parameter_devices or stated or self._gpus_in_use(contexts)
         self.index = used[0] if used and used[0] in contexts else None
         state = used, len(contexts) if not used else 0
-        if state == self._last_found:
+        if state == self._last_state:
             return False
-        self._last_found = state
+        self._last_state = state
         self._declared.set(**self._device_facts(used, contexts))
         return True
 

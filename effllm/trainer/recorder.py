@@ -19,7 +19,7 @@ from effllm.records.shared_memory import RingError
 from effllm.trainer.counts import FEW_BITS, PHASES, Generations, Losses, Phases, RunningCounts, WarnOnce
 from effllm.trainer.value_buffer import MAX_TOGETHER, ValueBuffer
 
-_NO_TOKENS = 0
+_NO_TOKENS = 0  # default of `Recorder.end`, compared by identity: a caller's value may have its own `==`
 
 _live_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -31,9 +31,10 @@ class LoopRecords:
 
     def __init__(self, writer: ring.RingWriter, log_interval: int, offset: int, warn: Callable[[str], None]) -> None:
         self._writer, self._warn, self._warn_once = writer, warn, WarnOnce(warn)
-        self._offset, self.is_on, self.ordinal = offset, True, 0
+        self._offset, self.is_on = offset, True
+        self.ordinal = 0  # number of iterations that have ended
         self._boundary_ordinal = log_interval - offset % log_interval  # ordinal of the iteration that ends the window
-        self._step_ns = self._wait_ns = 0
+        self._step_ns = self._wait_ns = 0  # totals of the steps and of the data waits
         self._counters, self._phases = RunningCounts(), Phases()
         self._losses = Losses(self._warn_once)
         self.has_loss = False  # whether the loop or a hook has given a loss
@@ -59,7 +60,7 @@ class LoopRecords:
 
         ``number`` is the displayed number of its iteration.
         """
-        if self.is_on:
+        if self.is_on:  # the ordinal of a running iteration is one more than the number of ended iterations
             self.put(ring.LOSS, 0, number, (now_ns := time.monotonic_ns()), now_ns, loss, self.ordinal + (not is_over))
 
     def reset(self) -> None:
@@ -84,7 +85,7 @@ class LoopRecords:
     def put(
         self, kind: int, what: int, number: int, start_ns: int, end_ns: int, value: float, ordinal: int = 0
     ) -> None:
-        """Write a record with the totals so far; by default, the record is of the last completed iteration."""
+        """Write a record (`ring.Slot`) with the totals so far; by default, it is of the last completed iteration."""
         if self.is_on:
             totals = (self._step_ns, self._wait_ns, self._counters)
             self._writer.write_record(kind, what, ordinal or self.ordinal, number, start_ns, end_ns, value, *totals)
@@ -131,17 +132,18 @@ class Recorder(LoopRecords):
         """Stamp the start of an iteration; a second start before the end replaces the first."""
         start_ns = _now()
         if self._is_special:
-            self._start_specially(start_ns)
+            self._start_special_iteration(start_ns)
             return
         self._start_ns, self._own_ns = start_ns, 0
         self._values.limit = MAX_TOGETHER
         self._writer.write_state(ring.STEP, self.ordinal + 1, start_ns)
 
-    def _start_specially(self, start_ns: int) -> None:
+    def _start_special_iteration(self, start_ns: int) -> None:
+        """Start an iteration while `_is_special`: split an open phase there, and wake the agent after a window."""
         if not self.is_on:
             return
         phases = self._phases
-        if phases.depth:
+        if phases.depth:  # the part of an open phase before this time belongs to the data wait
             self._record_phase_until(start_ns)
         self._start_ns, self._own_ns = start_ns, 0
         self._values.begin_iteration()
@@ -176,7 +178,7 @@ class Recorder(LoopRecords):
             tokens is None
             and tokens_loss is _NO_TOKENS
             and type(tokens_processed) is type(samples) is int
-            and not (tokens_processed | samples) >> FEW_BITS  # nor negative
+            and not (tokens_processed | samples) >> FEW_BITS  # not 0 if a count is large or negative
         ):
             counters.tokens += tokens_processed
             counters.tokens_processed += tokens_processed
@@ -208,7 +210,7 @@ class Recorder(LoopRecords):
             self._warn_once("an iteration ended without a start; it counts from the end of the previous iteration")
             start_ns = self.earliest_start_ns
         between_ns, inside_ns = phases.end_iteration()
-        if self._end_ns:
+        if self._end_ns:  # `end` adds the whole time since the last end
             self._wait_ns -= between_ns
         else:
             self._end_ns = start_ns  # the first iteration has no data wait
@@ -263,7 +265,7 @@ class Recorder(LoopRecords):
         else:
             self._writer.write_state(ring.BETWEEN, self.ordinal, end_ns)
 
-    def _record_phase_until(self, at_ns: int) -> None:
+    def _record_phase_until(self, at_ns: int) -> None:  # the part of the open phase since its last record
         start_ns = self._phases.add_open_until(at_ns, is_inside=self._start_ns > 0)
         self._write_totals()
         self.put(ring.PHASE, self._phases.open_index, 0, start_ns, at_ns, 0.0)
@@ -288,7 +290,7 @@ class Recorder(LoopRecords):
     def publish_evaluation(self) -> None:
         """Publish that this rank may be in an evaluation; `count_as_phase` confirms it after its end."""
         if self.is_on and not self._phases.depth:
-            self._writer.write_state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
+            self._writer.write_state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)  # 0: PHASES[0]
 
     def count_as_phase(self, start_ns: int, end_ns: int, index: int = 0) -> None:
         """Count a past part of the running iteration, without phases and data waits, as a phase.
@@ -338,13 +340,13 @@ def measured_pair_s() -> float | None:
 
     The result is a median, measured within 1 ms.  It is a lower bound, because a real loop has colder caches.
     """
-    batches, pairs = 5, 40
+    batches, pairs = 5, 40  # pairs of calls in a batch
     try:
         writer = ring.RingWriter(16)
     except RingError:
         return None
     recorder = Recorder(writer, pairs + 1)
-    took_ns = []
+    took_ns = []  # of each batch, in time of this thread
     for _ in range(batches):
         begin_ns = time.thread_time_ns()
         for _ in range(pairs):

@@ -40,13 +40,13 @@ from effllm.trainer.waking import Waker
 
 PR_SET_PTRACER = 0x59616D61  # "Yama", linux/prctl.h
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-RESTRICTED = "1"
-READY_S = 2.0  # the agent's first sample takes about 0.3 s, or longer with a busy file system
+RESTRICTED = "1"  # the value of PTRACE_SCOPE with which only a parent may read a process
+READY_S = 2.0  # limit for the agent's first sample, which takes about 0.3 s, or longer with a busy file system
 FIRST_RANK_ENDS_S = 5.0  # rank 0 waits for the summary: in a container, the launcher's end would kill the aggregator
 OTHER_RANKS_END_S = 1.0
 WAIT_STEP_S = 0.02
 MAX_WARNINGS = 20
-MAX_COMMAND_LETTERS = 8_000
+MAX_COMMAND_LETTERS = 8_000  # of the command in run.json
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -92,8 +92,8 @@ class Session:
     def __init__(self, config: Config, place: Place, declared: Declared) -> None:
         self._config, self._place = config, place
         self._declared = declared
-        self._pid = os.getpid()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()  # not that of a forked child
+        self._process: subprocess.Popen[bytes] | None = None  # the agent
         self._waker: Waker | None = None
         self._is_closed = False
         self._ring = RingWriter(config.history_size)
@@ -109,11 +109,11 @@ class Session:
         config, torch = self._config, sys.modules.get("torch")
         first = self._declared.facts.first_iteration
         values = PENDING, self._declared.value_index
-        about = (self._ring, config.log_interval, first, self._wake_agent, self.warn, *values)
+        arguments = (self._ring, config.log_interval, first, self._wake_agent, self.warn, *values)
         version = getattr(torch, "version", None)
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:
-            return Recorder(*about)
+            return Recorder(*arguments)
         from effllm.trainer.rank_device import RankDevice  # imported only if needed
         from effllm.trainer.watched_recorder import WatchedRecorder
 
@@ -127,7 +127,7 @@ class Session:
             with contextlib.suppress(Exception):
                 device.find_gpus()
         return WatchedRecorder(
-            *about, profile_every=config.profile_every, torch=torch, rank_device=device, send_facts=self.send_facts
+            *arguments, profile_every=config.profile_every, torch=torch, rank_device=device, send_facts=self.send_facts
         )
 
     def start(self) -> None:
@@ -135,22 +135,22 @@ class Session:
         self._declared.set(**self._own_facts())
         if self._place.rank == 0 and not self._config.endpoint:
             self._choose_run_folder()
-        find = self._address.open_or_search()
+        start_search = self._address.open_or_search()
         self._waker = waker = Waker()
         self._process = self._start_agent(waker.agents_end)
         _allow_inspection(self._process.pid)
-        find()
-        if waker.is_agent_ending(READY_S):
+        start_search()
+        if waker.wait_for_agent_end(READY_S):  # its socket is closed shortly before its process ends
             wait_until(1.0, lambda: self._process is None or self._process.poll() is not None)
         if (code := self._process.poll()) is not None:
             raise AgentError(f"the agent of rank {self._place.rank} {_death_text(code)} at start ({sys.executable})")
         self._register_at_exit()
         self._stay_idle(self._config.baseline_seconds)
 
-    def _start_agent(self, wake: int) -> subprocess.Popen[bytes]:
+    def _start_agent(self, wake_descriptor: int) -> subprocess.Popen[bytes]:
         """Start the agent with its descriptors; afterwards, this process has only the waker's own end."""
-        given = {"ring": self._ring.descriptor, "board": self.board.descriptor}
-        given |= {"trainer": pidfd(os.getpid()), "wake": wake}
+        descriptors = {"ring": self._ring.descriptor, "board": self.board.descriptor}
+        descriptors |= {"trainer": pidfd(os.getpid()), "wake": wake_descriptor}
         listener, stdout = self._address.listener, -1
         if listener is not None:
             # Without stdout at the start of Python, a file of the script may have its number.
@@ -158,11 +158,11 @@ class Session:
             self._declared.set(listen_descriptor=listener.fileno(), stdout_descriptor=stdout)
         self.send_facts()
         try:
-            arguments = [f"--{name}={descriptor}" for name, descriptor in given.items()]
-            inherited = [*given.values(), stdout, listener.fileno() if listener else -1]
+            arguments = [f"--{name}={descriptor}" for name, descriptor in descriptors.items()]
+            inherited = [*descriptors.values(), stdout, listener.fileno() if listener else -1]
             return spawn("effllm.agent.agent", arguments, inherited, ends_first=True)
         finally:
-            for descriptor in (given["trainer"], stdout):
+            for descriptor in (descriptors["trainer"], stdout):
                 if descriptor >= 0:
                     os.close(descriptor)
             if listener is not None:
@@ -225,7 +225,7 @@ class Session:
         self._ring.write_address(address)
         self._wake_agent()
 
-    def send_facts(self) -> None:
+    def send_facts(self) -> None:  # all facts of this rank, to the agent
         if not self._is_closed and not self._ring.write_facts(self._declared.facts):
             self._declared.set(run={})  # the caller's facts do not fit into the ring
             self._ring.write_facts(self._declared.facts)
@@ -259,8 +259,8 @@ class Session:
         if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
             wait_until(limit_s, lambda: not _is_locked(Path(folder) / "lock"))
 
-    def final_values(self, since_s: float) -> dict[str, float]:
-        """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_s``.
+    def final_values(self, since_unix_s: float) -> dict[str, float]:
+        """Return the values of the run's summary on rank 0; empty if the summary is older than ``since_unix_s``.
 
         The summary is read because the aggregator's last message may be lost while agent and aggregator end.
         """
@@ -269,7 +269,7 @@ class Session:
             return {}
         try:
             summary = json.loads((Path(folder) / "summary.json").read_bytes())
-            if summary["status"] == "running" or summary["updated_time_s"] < since_s:
+            if summary["status"] == "running" or summary["updated_time_s"] < since_unix_s:
                 return {}  # the summary of an earlier run: this run has another folder
             return {tag: float(metric["value"]) for tag, metric in summary["metrics"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -300,7 +300,7 @@ class Session:
             util.Finalize(None, self._at_exit, exitpriority=0)
 
     def _at_exit(self) -> None:
-        if self._is_closed or os.getpid() != self._pid:  # the second in a forked child
+        if self._is_closed or os.getpid() != self._pid:  # a forked child has another process id
             return
         # The interpreter stores an uncaught exception, but in a child of multiprocessing it is still being handled.
         self.finish(status_after(getattr(sys, "last_value", None) or sys.exc_info()[1]))
@@ -322,8 +322,8 @@ def wait_until(limit_s: float, is_over: Callable[[], bool]) -> float:
 def _death_text(code: int) -> str:  # the end of a sentence about the agent
     if code >= 0:
         return f"ended with status {code}" + (f", because {WHY_NO_RESOURCES}" if code == NO_RESOURCES else "")
-    killed = -code == signal.SIGKILL
-    return f"was killed by signal {-code}" + (", maybe because memory ran out" if killed else "")
+    is_sigkill = -code == signal.SIGKILL  # the kernel sends it if memory runs out
+    return f"was killed by signal {-code}" + (", maybe because memory ran out" if is_sigkill else "")
 
 
 def _is_locked(path: Path) -> bool:
@@ -360,9 +360,9 @@ def _wanted_folder(config: Config, place: Place) -> Path:
         return parent / restart_id
     # Without an id from the user, torchrun's run id is random.  The folder's name ends with the first letters of this
     # id, so the folder is found after a restart.
-    end = restart_id[:8] or secrets.token_hex(4)
-    earlier = sorted(parent.glob(f"????????-??????-{end}")) if restart_id else []
-    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
+    suffix = restart_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{suffix}")) if restart_id else []
+    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
 
 
 def _safe_name(name: str) -> str:
@@ -371,9 +371,9 @@ def _safe_name(name: str) -> str:
 
 def _command() -> list[str]:
     """Return the command line; of a long one the beginning, because the ring has room for 64 KiB of facts."""
-    words, room = [text(word) for word in redacted(sys.argv)], MAX_COMMAND_LETTERS
-    for at, word in enumerate(words):
-        room -= len(word) + 1
-        if room < 0:
-            return [*words[:at], f"... {len(words) - at:,} more words"]
+    words, letters_left = [text(word) for word in redacted(sys.argv)], MAX_COMMAND_LETTERS
+    for index, word in enumerate(words):
+        letters_left -= len(word) + 1
+        if letters_left < 0:
+            return [*words[:index], f"... {len(words) - index:,} more words"]
     return words

@@ -18,14 +18,15 @@ from effllm.trainer.recorder import Recorder
 #: If this many requests have no answer, the agent has ended or hangs; then spans do not end until an answer arrives.
 MAX_WAITING = 1024
 NEAR_NS = 10_000_000  # an iteration that ended within this time ends a span
-_next_chain = _newest_request = 0  # common to all chains of this process, whose answers are in one memory
+# Numbers common to all chains of this process, whose answers are in one memory: chains, and requests so far.
+_next_chain = _newest_request = 0
 
 
 @dataclass(frozen=True)
 class AnsweredSpan:
     """The readings in one span, with a part for each device; without parts, the rank has no device."""
 
-    number: int
+    number: int  # of the request
     start_ns: int
     end_ns: int
     parts: tuple[SpanPart, ...]
@@ -36,15 +37,15 @@ class SpanChain:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         global _next_chain
-        self._number = 1 + _next_chain % (MAX_CHAINS - 1)
+        self._chain = 1 + _next_chain % (MAX_CHAINS - 1)  # its number; 0 (`ALONE`) is for other spans
         _next_chain += 1
         self._lifecycle = lifecycle
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | None = None  # the one that ran at the last `begin`
         self.last_end_ns = 0  #: end of the last span, on the monotonic clock
         self._last_read = 0  # running number of the last answer that was read
         self._unanswered: set[int] = set()  # numbers of the requests without an answer
-        self._parts_by_request: dict[int, list[SpanPart]] = {}
-        self._spans: list[AnsweredSpan] = []
+        self._parts_by_request: dict[int, list[SpanPart]] = {}  # of the requests with some answers
+        self._spans: list[AnsweredSpan] = []  # answered, and not yet taken
         self.devices: list[dict[str, Any]] = []  #: facts of the devices, by `SpanPart.device`
         self.unavailable: list[str] = []  #: reasons why the agent has not opened a device
         self.num_lost = 0  #: number of lost requests: the request or its answer was overwritten before it was read
@@ -62,13 +63,13 @@ class SpanChain:
         self._last_read = board.spans.newest
         self._unanswered.clear()
         self._parts_by_request.clear()
-        self.last_end_ns = _put_request(recorder, self._number, 0, None)
+        self.last_end_ns = _put_request(recorder, self._chain, 0, None)
         self._lifecycle.span_chains.add(self)
         return self.last_end_ns > 0
 
     def end_span(self) -> int:
         """End the span, and begin the next span; return the number of the request, 0 without an agent."""
-        return self._request(self._number, self.last_end_ns)
+        return self._request(self._chain, self.last_end_ns)
 
     def request_past_span(self, start_ns: int, end_ns: int) -> int:
         """Request a span of past time that is not a part of the chain; return the number, 0 without an agent."""
@@ -106,10 +107,10 @@ class SpanChain:
                 AnsweredSpan(part.number, part.start_ns, part.end_ns, tuple(self._parts_by_request.pop(part.number)))
             )
 
-    def _running_recorder(self) -> Recorder | None:
+    def _running_recorder(self) -> Recorder | None:  # None if the run of the last `begin` has ended
         return self._recorder if self._recorder is not None and self._recorder is self._lifecycle.recorder else None
 
-    def _request(self, chain: int, start_ns: int, end_ns: int | None = None) -> int:
+    def _request(self, chain: int, start_ns: int, end_ns: int | None = None) -> int:  # its number; 0 if it is not sent
         global _newest_request
         recorder = self._running_recorder()
         if len(self._unanswered) >= MAX_WAITING:

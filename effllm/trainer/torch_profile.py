@@ -33,8 +33,9 @@ MAX_FAILURES = 2
 #: Before this version of CUDA, CUPTI crashes beside CUDA graphs (pytorch#112507, #150957).
 FIXED_CUPTI = "12.6"
 
-#: Set before the first start of Kineto: otherwise, from PyTorch 2.13 on, it logs two lines at each start and stop.
-QUIET = ("KINETO_LOG_LEVEL", "6")
+#: A variable and its value, set before the first profile: otherwise Kineto, torch's profiler, logs lines at each start
+#: and stop from PyTorch 2.13 on.
+QUIET_KINETO = ("KINETO_LOG_LEVEL", "6")
 
 
 _profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # the profilers to stop before a fork
@@ -57,16 +58,17 @@ class TorchProfile:
     def __init__(self, every: int, warn: Callable[[str], None], torch: Any = None) -> None:
         self._every, self._warn = every, warn
         self._torch = torch
-        self._others: OtherProfilers | None = None
+        self._others: OtherProfilers | None = None  # from the first iteration on
         self._profiler: Any = None  # while it runs
-        self._is_of_device = False
+        self._is_of_device = False  # whether the last started profiler records the device, not the host
         self.thread_id = 0  # of the training loop
-        self._start_ns = self._cost_ns = 0
-        self._failures = 0
+        self._start_ns = 0  # start of the profile on the wall clock, which the profiler uses
+        self._cost_ns = 0  # time to start the profiler
+        self._num_failures = 0  # number of consecutive profiles without records
         self._is_off = every <= 0
         if not self._is_off:
-            switches.set_default(*QUIET)
-            GRAPHS.watch(getattr(getattr(torch, "cuda", None), "CUDAGraph", None))
+            switches.set_default(*QUIET_KINETO)
+            GRAPHS.watch_class(getattr(getattr(torch, "cuda", None), "CUDAGraph", None))
 
     def start_if_due(self, number: int) -> None:
         """Start profiling if this iteration is to be profiled; called before the iteration's start is stamped."""
@@ -93,7 +95,7 @@ class TorchProfile:
         if profiler is None:
             return None
         began_ns = time.monotonic_ns()
-        end_ns = time.time_ns() - max(began_ns - ended_ns, 0)
+        end_ns = time.time_ns() - max(began_ns - ended_ns, 0)  # on the wall clock, as the profiler's records
         try:
             with self._ignoring_own_calls():
                 profiler.__exit__(None, None, None)
@@ -101,10 +103,10 @@ class TorchProfile:
             # Free the records now (10 MB for 8,000 records); a reference cycle would keep them in memory for longer.
             profiler.kineto_results = None
             if split is not None:
-                self._failures = 0
+                self._num_failures = 0
                 return Profiled(split, self._is_of_device, self._cost_ns + time.monotonic_ns() - began_ns)
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
                 what = "no kernel" if self._is_of_device else "no operator"
                 self._give_up(f"the profile had {what}; another profiler may use CUPTI")
         except Exception as error:  # noqa: BLE001 - as above
@@ -137,9 +139,9 @@ class TorchProfile:
         torch = self._torch = self._torch or sys.modules.get("torch")
         if torch is None:
             return False
-        holder = next((name for name in CUPTI_VARIABLES if switches.process_environ().get(name)), None)
-        if holder is not None:
-            self._give_up(f"{holder} is set, so another profiler uses CUPTI")
+        variable = next((name for name in CUPTI_VARIABLES if switches.process_environ().get(name)), None)
+        if variable is not None:
+            self._give_up(f"{variable} is set, so another profiler uses CUPTI")
             return False
         self._others = OtherProfilers(torch.autograd.profiler, self.abandon)
         return True
@@ -162,14 +164,14 @@ class TorchProfile:
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._is_of_device}
         if self._is_of_device:
-            is_newer = "use_device" in inspect.signature(profile).parameters
-            named |= {"use_device": "cuda"} if is_newer else {"use_cuda": True}  # from PyTorch 2.1 on
+            has_use_device = "use_device" in inspect.signature(profile).parameters  # from PyTorch 2.1 on
+            named |= {"use_device": "cuda"} if has_use_device else {"use_cuda": True}
         profiler = profile(**named)
         self._profiler, self.thread_id = profiler, threading.get_ident()
         _profiling.add(self)
         with self._ignoring_own_calls():
             profiler.__enter__()
-        self._start_ns = time.time_ns()  # the profiler's clock
+        self._start_ns = time.time_ns()
 
     def _ignoring_own_calls(self) -> contextlib.AbstractContextManager[None]:
         assert self._others is not None
@@ -204,8 +206,8 @@ class TorchProfile:
 
 def _is_before(version: str | None, other: str) -> bool:
     """Whether a version of CUDA is older than another; ``None``: torch is built for other devices."""
-    numbers = [[int(part) for part in text.split(".")[:2]] for text in (version or other, other)]
-    return numbers[0] < numbers[1]
+    numbers, other_numbers = ([int(part) for part in text.split(".")[:2]] for text in (version or other, other))
+    return numbers < other_numbers
 
 
 class OtherProfilers:
@@ -216,9 +218,9 @@ class OtherProfilers:
 
     def __init__(self, module: Any, make_room: Callable[[], None]) -> None:
         self._module, self._make_room = module, make_room
-        self.are_profiling = False
-        self._is_ignoring = False
-        self._replaced: dict[str, tuple[Any, Any]] = {}
+        self.are_profiling = False  #: whether another profiler is prepared or runs
+        self._is_ignoring = False  # whether the running call is effllm's own
+        self._replaced: dict[str, tuple[Any, Any]] = {}  # name of a function -> the original, and its replacement
         for name, begins in (("_prepare_profiler", True), ("_enable_profiler", True), ("_disable_profiler", False)):
             original = getattr(module, name)  # raises in a version of torch without this function
             self._replaced[name] = original, self._watched(original, begins)
@@ -265,6 +267,7 @@ def device_split(events: Any) -> Split | None:
 
 
 def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
+    """Return the split of an iteration; ``kind_of`` is `device_kind` or `host_kind`, of `records.timeline`."""
     kinds: dict[str, str | None] = {}  # kinds by name: there are few names, but many records of each
     computing: list[Interval] = []
     communicating: list[tuple[str, int, int]] = []
@@ -273,11 +276,11 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
         kind = kinds[name] if name in kinds else kinds.setdefault(name, kind_of(name))
         if kind is None:
             continue
-        begin, end = _start_and_end_ns(event)
+        interval = _start_and_end_ns(event)
         if kind:
-            communicating.append((_group_kind(event) or kind, begin, end))
+            communicating.append((_group_kind(event) or kind, *interval))
         else:
-            computing.append((begin, end))
+            computing.append(interval)
     if not computing and not communicating:
         return None
     return split_iteration(start_ns, end_ns, computing, communicating)
@@ -285,10 +288,10 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
 
 def _start_and_end_ns(event: Any) -> Interval:
     if hasattr(event, "start_ns"):
-        begin = event.start_ns()
-        return begin, begin + event.duration_ns()
-    begin = event.start_us() * 1000  # PyTorch before 2.3
-    return begin, begin + event.duration_us() * 1000
+        start_ns = event.start_ns()
+        return start_ns, start_ns + event.duration_ns()
+    start_ns = event.start_us() * 1000  # PyTorch before 2.3
+    return start_ns, start_ns + event.duration_us() * 1000
 
 
 def _is_no_device_work(event: Any) -> bool:

@@ -24,7 +24,7 @@ MODULES = {"wandb": "wandb.sdk.wandb_run", "trackio": "trackio.run"}
 _PARAMETERS = {"wandb": "data", "trackio": "metrics"}
 #: Frameworks whose tracker is on another rank than rank 0.
 _OTHER_RANK = ("megatron", "torchtitan")
-_MARK = "__effllm_joins__"
+_MARK = "__effllm_joins__"  # attribute of the wrapper
 
 
 class ValueSource(Protocol):
@@ -41,8 +41,8 @@ class _Joining:
     """The session of this process, and the reports that its trackers have."""
 
     def __init__(self) -> None:
-        self.source: ValueSource | None = None
-        self.rank = self.pid = 0
+        self.source: ValueSource | None = None  # while a session runs
+        self.rank = self.pid = 0  # of the process that began the session
         self.newest_reports: dict[str, int] = {}  # name of a tracker -> newest report in one of its calls
 
     def with_new_values(self, name: str, data: Any) -> Any:

@@ -36,8 +36,8 @@ class ValueBuffer:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[str, float]] = []
-        self._due: Callable[[], None] | None = None
+        self._pending: list[tuple[str, float]] = []  # names and values
+        self._due: Callable[[], None] | None = None  # see `connect`; None while no recorder is connected
         self.limit = 1  #: at this number of values, `add_value` calls the recorder
 
     def connect(
@@ -55,10 +55,10 @@ class ValueBuffer:
         """
         self._pending, self.limit, self._due = [], 1, due
         self._writer, self._wake, self._index_of, self._warn = writer, wake, index_of, warn
-        self._indices: dict[str, int] = {}
-        self._thread = get_ident()
+        self._index_by_name: dict[str, int] = {}  # -1: the name has no index, so its values are ignored
+        self._loop_thread = get_ident()
         self._is_writing = False  # a signal handler may call `write_values` during a call
-        self._num_values = self._num_records = 0
+        self._num_values = self._num_records = 0  # written so far
         self._num_dropped = 0  # only a second thread changes this number
 
     def disconnect(self, due: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class ValueBuffer:
 
     def begin_iteration(self) -> None:
         """Begin an iteration; the calling thread is the thread of the training loop."""
-        self._thread = get_ident()
+        self._loop_thread = get_ident()
         self.limit = MAX_TOGETHER
 
     def write_values(self, ordinal: int, now_ns: int = 0) -> int:
@@ -91,29 +91,29 @@ class ValueBuffer:
         Between two iterations, ``ordinal`` is the number of the last iteration.
         """
         pending = self._pending
-        if pending and get_ident() != self._thread:
+        if pending and get_ident() != self._loop_thread:
             if len(pending) > MAX_PENDING:
-                del pending[-1:]
+                del pending[-1:]  # the newest value
                 self._num_dropped += 1
         elif pending and not self._is_writing:
             self._is_writing = True
             try:
                 pairs = pending[:]
                 del pending[: len(pairs)]  # another thread may have appended a value meanwhile
-                for at in range(0, len(pairs), MAX_VALUES):
-                    self._write_record(ordinal, pairs[at : at + MAX_VALUES])
+                for start in range(0, len(pairs), MAX_VALUES):
+                    self._write_record(ordinal, pairs[start : start + MAX_VALUES])
             finally:
                 self._is_writing = False
         return now_ns + WRITE_EVERY_NS
 
     def _write_record(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:
-        index_of, indices, values = self._indices, [], []
+        index_by_name, indices, values = self._index_by_name, [], []
         for name, value in pairs:
-            index = index_of.get(name)
+            index = index_by_name.get(name)
             if index is None:
                 index = -1
-                if len(index_of) < MAX_KNOWN_NAMES:
-                    index = index_of[name] = self._index_of(name)
+                if len(index_by_name) < MAX_KNOWN_NAMES:
+                    index = index_by_name[name] = self._index_of(name)
             if index < 0:
                 continue
             if type(value) is float:

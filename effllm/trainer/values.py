@@ -40,10 +40,10 @@ class JobValues:
     """The values of the newest report that this rank has read."""
 
     def __init__(self) -> None:
-        self._by_tag: Mapping[str, float] = {}
+        self._by_tag: Mapping[str, float] = {}  # tag of a metric, as in summary.json -> value
         self.report = 0  #: number of the newest report; 0 before the first
-        self._iteration = 0
-        self._written = 0  # number of the newest report that was passed to a writer
+        self._iteration = 0  # the last one of the report
+        self._written_report = 0  # number of the newest report that was passed to a writer
 
     def update_from(self, board: Board) -> None:
         """Read the newest report, if there is one."""
@@ -67,7 +67,7 @@ class JobValues:
         """Return the measured values for the logs of Hugging Face's Trainer, with four digits."""
         return {key: float(f"{value:.4g}") for key, value in self._by_key(LOGGED).items()}
 
-    def _by_key(self, keys: Mapping[str, tuple[str, float]]) -> dict[str, float]:
+    def _by_key(self, keys: Mapping[str, tuple[str, float]]) -> dict[str, float]:  # keys: by tag, a key and a factor
         values = {key: self._by_tag[tag] * factor for tag, (key, factor) in keys.items() if tag in self._by_tag}
         return {key: value for key, value in values.items() if math.isfinite(value)}
 
@@ -85,8 +85,8 @@ class JobValues:
 
     def write_once(self, writer: Any) -> None:
         """Pass the measured values of a new report to a writer, each report once; its exceptions are not caught."""
-        if self.report > self._written:
-            self._written = self.report
+        if self.report > self._written_report:
+            self._written_report = self.report
             for tag in HEADLINE.values():
                 if tag in self._by_tag:
                     writer.add_scalar(f"efficientllm/{tag}", self._by_tag[tag], self._iteration)

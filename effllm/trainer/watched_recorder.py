@@ -38,10 +38,10 @@ class _Events:
         self.num_marks = 0  # marks of this iteration
 
     def own_ms(self) -> float:
-        """Return the time up to the first mark, and from each second mark to the next."""
+        """Return the own time: up to the first sync point, and from each end of a wait to the next sync point."""
         marks = self.marks[: self.num_marks]
-        ends = zip(marks[1::2], marks[2::2], strict=False)
-        return float(self.start.elapsed_time(marks[0]) + sum(again.elapsed_time(sync) for again, sync in ends))
+        pairs = zip(marks[1::2], marks[2::2], strict=False)
+        return float(self.start.elapsed_time(marks[0]) + sum(wait_end.elapsed_time(sync) for wait_end, sync in pairs))
 
 
 class DeviceTime:
@@ -53,10 +53,10 @@ class DeviceTime:
 
     def __init__(self, cuda: Any, device: RankDevice) -> None:
         self._cuda, self._device = cuda, device
-        self._free: list[_Events] = []
-        self._num_made = 0
-        self._open: _Events | None = None
-        self._pending: deque[_Events] = deque()
+        self._free: list[_Events] = []  # to be used again
+        self._num_made = 0  # number of `_Events` that exist
+        self._open: _Events | None = None  # of the running iteration; None if it is not measured
+        self._pending: deque[_Events] = deque()  # of ended iterations, oldest first
         self.total_ns = 0  # time of the measured iterations
         self.num_iterations = 0  # number of measured iterations
         self.own_ns = 0  # own time of the iterations with a sync point
@@ -74,7 +74,8 @@ class DeviceTime:
 
     def mark(self, is_sync: bool) -> None:
         """Mark a sync point, or the end of a wait for other ranks; a second mark of the same kind has no effect."""
-        events = self._open  # its marks are sync points and ends of waits in turn, beginning with a sync point
+        events = self._open
+        # Marks are in turn sync points and ends of waits; above MAX_MARKS, one more mark shows that there were more.
         if events is not None and (events.num_marks % 2 == 0) == is_sync and events.num_marks <= MAX_MARKS:
             self._device.call_on_gpu(self._mark)
 
@@ -131,13 +132,13 @@ class DeviceMemory:
 
     def __init__(self, cuda: Any, device: RankDevice) -> None:
         self._cuda, self._device = cuda, device
-        self._phases: set[int] = set()  # marked phases that were read in this window
+        self._phases: set[int] = set()  # indices in `PHASES` of the phases that were read in this window
         self.is_off = False  #: whether readings have ended after an error
         self.open_phase = -1  #: index of the open phase whose start was read
         self.positions = 0  #: largest number of positions of a micro-batch in this window; 0 if it is not known
 
-    def add_if_first(self, phase: int) -> bool:
-        """Remember a phase of this window; return whether it is the first of its kind, so that its memory is read."""
+    def remember_phase(self, phase: int) -> bool:
+        """Remember the kind of a phase; return whether it is the first in this window, so that its memory is read."""
         if phase in self._phases:
             return False
         self._phases.add(phase)
@@ -242,7 +243,7 @@ class WatchedRecorder(Recorder):
         if self._own_ns and not self._phases.depth:
             self._time_on_device(DeviceTime.mark, is_sync)
 
-    def _time_on_device(self, act: Callable[..., None], *arguments: bool) -> None:
+    def _time_on_device(self, act: Callable[..., None], *arguments: bool) -> None:  # act: a method of DeviceTime
         if self._device_times is not None:
             try:
                 act(self._device_times, *arguments)
@@ -254,7 +255,7 @@ class WatchedRecorder(Recorder):
         """Begin a phase, as `Recorder.phase_start`; the memory so far is the memory of the steps."""
         if self._memory is not None and self.is_on and not self._phases.depth:
             index = PHASES.index(name) if isinstance(name, str) and name in PHASES else PHASES.index("other")
-            if self._memory.add_if_first(index):
+            if self._memory.remember_phase(index):
                 self._put_memory(ring.AFTER_STEPS if self._end_ns or self._start_ns else ring.AFTER_STARTUP)
                 self._memory.open_phase = index
         super().phase_start(name)
@@ -284,17 +285,17 @@ class WatchedRecorder(Recorder):
 
     def _find_gpus(self) -> None:
         assert self._rank_device is not None
-        index = self._rank_device.index
+        last_index = self._rank_device.index
         try:
             if self._rank_device.find_gpus():
                 self._send_facts()
         except Exception as error:  # noqa: BLE001 - no exception from CUDA may end a training step
             self._warn(f"it is not known which GPU this process uses: {type(error).__name__}: {error}")
-        if self._device_times is not None and self._rank_device.index != index:
+        if self._device_times is not None and self._rank_device.index != last_index:
             self._device_times.forget_events()
 
     def _put_memory(self, after: int, ordinal: int = 0) -> None:
-        """Write a record of the allocator's state; ``after`` is `Slot.number`."""
+        """Write a record of the allocator's state; ``after`` is what has run since the last one, as `Slot.number`."""
         assert self._memory is not None
         if self._rank_device is not None and self._rank_device.index is None:  # perhaps no iteration has begun
             self._find_gpus()
@@ -310,7 +311,7 @@ class WatchedRecorder(Recorder):
         if not profiled.is_of_device:  # AL excludes phases and data waits inside the iteration
             duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
         begin_ns, end_ns = self._end_ns - duration_ns, self._end_ns
-        for what, communication_ns, exposed_ns in (
+        for what, communication_ns, exposed_ns in (  # `Slot.what`
             (ring.WHOLE, split.communication_ns, split.exposed_ns),
             *((KINDS.index(kind), *times) for kind, times in split.kinds.items()),
         ):

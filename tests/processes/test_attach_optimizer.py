@@ -66,7 +66,7 @@ class Graph:
         time.sleep(0.01)
 
 torch.cuda.is_current_stream_capturing = lambda: Graph.is_capturing
-GRAPHS.watch(Graph)
+GRAPHS.watch_class(Graph)
 """
 
 

@@ -38,7 +38,7 @@ def torch(monkeypatch):
 @pytest.fixture
 def graphs(torch):
     found = CudaGraphs()
-    found.watch(torch.Graph)
+    found.watch_class(torch.Graph)
     return found
 
 
@@ -75,7 +75,7 @@ def test_step_after_a_capture_that_failed_is_a_step(torch, graphs):
 
 def test_class_is_watched_once(torch, graphs):
     replay = torch.Graph.replay
-    graphs.watch(torch.Graph)
+    graphs.watch_class(torch.Graph)
     CudaGraphs().watch(torch.Graph)
 
     assert torch.Graph.replay is replay
