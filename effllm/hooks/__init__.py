@@ -56,7 +56,7 @@ TARGETS: dict[str, str] = {
 #: Modules of `TARGETS` in which effllm's name is registered, so that users can select effllm in a framework's settings.
 NAMES = ("transformers.integrations.integration_utils",)
 
-_is_attached = False
+_is_attached = False  # whether `attach_all` was called
 
 
 class Unknown(Exception):
@@ -80,12 +80,12 @@ def attach_names() -> None:
 
 
 def _hook_module(target: str, module: ModuleType) -> None:
-    """Call the function of `TARGETS`, whose file is imported only now: the hooked module was imported."""
+    """Import the hook file of a target, only now that the framework's module is there, and call its function."""
     from importlib import import_module
 
-    file, function = TARGETS[target].split(":")
+    hook_file, function = TARGETS[target].split(":")
     try:
-        getattr(import_module(f"effllm.hooks.{file}"), function)(module)
+        getattr(import_module(f"effllm.hooks.{hook_file}"), function)(module)
     except Unknown as error:
         print_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
         explain_at_exit(f"this version of {module.__name__} is unknown: {error}")

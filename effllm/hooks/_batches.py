@@ -18,10 +18,10 @@ from effllm.trainer.batch import MASK, PACKED, UNKNOWN, Batch, read_batch
 from effllm.trainer.collector import get_metrics_collector
 
 _DEPTH = 4  # maximal depth of the search for a tensor in a batch of unknown type
-_IDS = "input_ids"
+_IDS = "input_ids"  # transformers' name of token ids
 _OTHER_NAMES_OF_IDS = ("idx", "tokens")  # litgpt and nanoGPT, torchtune
 
-_COUNTING = Guard("the number of FLOPs")
+_FLOPS_GUARD = Guard("the number of FLOPs")
 
 
 def pinned_memory(num_values: int) -> Any:
@@ -31,10 +31,7 @@ def pinned_memory(num_values: int) -> Any:
 
 
 def recorded_event(device: Any) -> Any:
-    """Return an event that happens after all work that is already queued on the current stream of a GPU.
-
-    Its ``query()`` does not wait.
-    """
+    """Return an event after all work already queued on a GPU's current stream; its ``query()`` does not wait."""
     torch: Any = sys.modules["torch"]
     with torch.cuda.device(device):
         event = torch.cuda.Event()
@@ -52,54 +49,54 @@ class LateSums:
 
     def __init__(self, num_sums: int) -> None:
         self._num_sums = num_sums
-        self._arrived = [0] * num_sums  # sums of the numbers that have arrived since the last call of `take_sums`
-        self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
-        self._free_buffers: list[Any] = []  # pinned_memory memory of finished copies, used again
+        self._arrived_sums = [0] * num_sums  # of the numbers that have arrived since the last call of `take_sums`
+        self._copies: deque[tuple[Any, Any]] = deque()  # event and buffer of each copy, oldest first
+        self._free_buffers: list[Any] = []  # pinned memory of finished copies, used again
 
     def add_numbers(self, values: Sequence[Any]) -> bool:
-        """Add numbers, or tensors of one number each, without a wait for a GPU.
+        """Add a number to each sum, without a wait for a GPU; a number may be a tensor of one element.
 
         ``False``: nothing is counted, because the tensors are on an accelerator without CUDA's interface.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", "cuda"}:
             return False
-        on_devices: dict[Any, dict[int, Any]] = {}
-        for place, (value, kind) in enumerate(zip(values, types, strict=True)):
-            if kind == "cpu":
-                self._arrived[place] += int(value)
+        tensors_by_device: dict[Any, dict[int, Any]] = {}  # device -> index of a sum -> tensor
+        for index, (value, device_type) in enumerate(zip(values, types, strict=True)):
+            if device_type == "cpu":
+                self._arrived_sums[index] += int(value)
             else:
-                on_devices.setdefault(value.device, {})[place] = value
-        for device, on_device in on_devices.items():
-            self._copy_from_device(device, on_device)
+                tensors_by_device.setdefault(value.device, {})[index] = value
+        for device, tensors in tensors_by_device.items():
+            self._copy_from_device(device, tensors)
         return True
 
-    def _copy_from_device(self, device: Any, on_device: dict[int, Any]) -> None:
+    def _copy_from_device(self, device: Any, tensors: dict[int, Any]) -> None:
         torch: Any = sys.modules["torch"]
-        zero = torch.zeros_like(next(iter(on_device.values())))
-        row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
+        zero = torch.zeros_like(next(iter(tensors.values())))  # for sums whose number is on another device
+        row = torch.stack([tensors.get(index, zero) for index in range(self._num_sums)])
         buffer = self._free_buffers.pop() if self._free_buffers else pinned_memory(self._num_sums)
         buffer.copy_(row, non_blocking=True)
-        self._coming.append((recorded_event(device), buffer))
+        self._copies.append((recorded_event(device), buffer))
 
     def take_sums(self) -> list[int]:
         """Return the sums of the numbers that have arrived since the last call."""
-        while self._coming and self._coming[0][0].query():
+        while self._copies and self._copies[0][0].query():
             self._add_oldest_copy()
-        sums, self._arrived = self._arrived, [0] * self._num_sums
+        sums, self._arrived_sums = self._arrived_sums, [0] * self._num_sums
         return sums
 
-    def take_rest(self) -> list[int]:
-        """Wait for all numbers, and return the remaining sums; after training, this wait costs nothing."""
-        while self._coming:
-            self._coming[0][0].synchronize()
+    def wait_and_take_sums(self) -> list[int]:
+        """Wait for all numbers, and return their sums since the last call; after training, the wait costs nothing."""
+        while self._copies:
+            self._copies[0][0].synchronize()
             self._add_oldest_copy()
         return self.take_sums()
 
     def _add_oldest_copy(self) -> None:
-        _, buffer = self._coming.popleft()
-        for place, value in enumerate(buffer.tolist()):
-            self._arrived[place] += value
+        _, buffer = self._copies.popleft()
+        for index, value in enumerate(buffer.tolist()):
+            self._arrived_sums[index] += value
         self._free_buffers.append(buffer)
 
 
@@ -108,9 +105,9 @@ class LazyNumber:
 
     def __init__(self, iteration: int, tensor: Any) -> None:
         self.iteration = iteration
-        self._value: float | None = None
-        self._copy: Any = None
-        self._event: Any = None
+        self._value: float | None = None  # the number, after it has arrived
+        self._copy: Any = None  # pinned memory, to which the GPU writes the number
+        self._event: Any = None  # after the write; None if no write is pending
         if getattr(tensor, "is_cuda", False):
             torch: Any = sys.modules["torch"]
             self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
@@ -132,9 +129,9 @@ class Batches:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._late = LateSums(3)  # samples, tokens, tokens with a label
-        self._tokens_processed = 0
-        self._source = ""
-        self._batch_of_new_source: Batch | None = None
+        self._tokens_processed = 0  # all positions in the micro-batches of this iteration
+        self._source = ""  # the newest `Batch.source` among the facts of the run; "" before the first batch with text
+        self._batch_of_new_source: Batch | None = None  # the newest batch with another source
         self.has_packed = False  # whether the last batch had rows of packed sequences, which are samples
         self._model: Any = None  # a weak reference: the training may delete the model
         self._parameters: Parameters | None = None
@@ -144,7 +141,7 @@ class Batches:
     def set_model(self, model: Any, parameters: Parameters | None) -> None:
         """Set the model whose FLOPs are computed at the first batch with text; called after the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
-        self.vocabulary_size = _COUNTING(vocabulary_size_of, model)
+        self.vocabulary_size = _FLOPS_GUARD(vocabulary_size_of, model)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # handlers run in reverse order: this one runs before the session's handler
 
@@ -167,20 +164,20 @@ class Batches:
         For ``at_ns`` see `Steps.end_step`.
         """
         samples, tokens, tokens_loss = self._late.take_sums()
-        processed, self._tokens_processed = self._tokens_processed, 0
+        tokens_processed, self._tokens_processed = self._tokens_processed, 0
         is_counted_here = not get_metrics_collector().has_counted
         if self._batch_of_new_source is not None and is_counted_here:
             self._declare_batch_facts(self._batch_of_new_source)
             self._batch_of_new_source = None
         if self._source and is_counted_here:
-            self._steps.end_step(processed, samples, tokens, tokens_loss, at_ns=at_ns)
+            self._steps.end_step(tokens_processed, samples, tokens, tokens_loss, at_ns=at_ns)
         else:
             self._steps.end_counted(samples)
 
     def finish(self) -> None:
         """Add the remaining counts at the end of training, when a wait for a GPU costs nothing."""
         atexit.unregister(self._at_exit)
-        samples, tokens, tokens_loss = self._late.take_rest()
+        samples, tokens, tokens_loss = self._late.wait_and_take_sums()
         if self._source:
             self._steps.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
@@ -196,7 +193,7 @@ class Batches:
         flops = None
         if is_first and counts.width and self._parameters is not None:
             facts["sequence_length"] = counts.width
-            if flops_of_token := _COUNTING(flops_per_token, self._model(), self._parameters, counts.width):
+            if flops_of_token := _FLOPS_GUARD(flops_per_token, self._model(), self._parameters, counts.width):
                 convention = convention_of(self._model())
                 facts["flops_convention"] = f"{convention}; sequence length: width of the first batch"
                 flops = flops_of_token[0]
@@ -256,16 +253,16 @@ def _are_labels(ids: Any, labels: Any) -> bool:  # a label below 0 marks a posit
     if ids.device.type != "cpu" or labels.device.type != "cpu":
         return False
     ignored = labels < 0
-    pairs = ((labels == ids, ignored), (labels[:, :-1] == ids[:, 1:], ignored[:, :-1]))
-    return any(bool(same.any()) and bool((same | left_out).all()) for same, left_out in pairs)
+    same_and_ignored = ((labels == ids, ignored), (labels[:, :-1] == ids[:, 1:], ignored[:, :-1]))  # ids, or next ids
+    return any(bool(same.any()) and bool((same | without_loss).all()) for same, without_loss in same_and_ignored)
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the arguments of a model's call by parameter name; token ids always have the name ``input_ids``."""
     if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
         return args[0]  # the whole batch
-    kind: Any = type(module)
-    inputs = {**dict(zip(_parameter_names(kind), args, strict=False)), **kwargs}
+    model_class: Any = type(module)
+    inputs = {**dict(zip(_parameter_names(model_class), args, strict=False)), **kwargs}
     if not any(isinstance(name, str) and name.endswith(_IDS) for name in inputs):
         for name in _OTHER_NAMES_OF_IDS:
             ids: Any = inputs.get(name)
@@ -276,12 +273,12 @@ def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 @functools.lru_cache(maxsize=16)
-def _parameter_names(kind: Any) -> tuple[str, ...]:
+def _parameter_names(model_class: Any) -> tuple[str, ...]:
     try:
-        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+        parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]  # without self
     except (AttributeError, TypeError, ValueError):
         parameters = []
-    return tuple(own.name for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD))
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Any]:

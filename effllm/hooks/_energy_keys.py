@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 _PREFIX = "train/"
-_GROUPS = tuple(f"{_PREFIX}{group}/" for group in ("energy_step", "energy_interval", "final_energy"))
-_MARK = "__effllm_keeps_energy_keys__"
+_PREFIXED_GROUPS = tuple(f"{_PREFIX}{group}/" for group in ("energy_step", "energy_interval", "final_energy"))
+_MARK = "__effllm_keeps_energy_keys__"  # attribute of the wrapper
 
 
 def wrap_rewrite_logs(module: ModuleType) -> None:
@@ -23,16 +23,16 @@ def wrap_rewrite_logs(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def rewrite_logs(*args: Any, **kwargs: Any) -> Any:
-        return _without_train(original(*args, **kwargs))
+        return _without_train_prefix(original(*args, **kwargs))
 
     setattr(rewrite_logs, _MARK, True)
     module.rewrite_logs = rewrite_logs  # type: ignore[attr-defined]
 
 
-def _without_train(logs: Any) -> Any:
+def _without_train_prefix(logs: Any) -> Any:
     if not isinstance(logs, dict):
         return logs
     return {
-        key.removeprefix(_PREFIX) if isinstance(key, str) and key.startswith(_GROUPS) else key: value
+        key.removeprefix(_PREFIX) if isinstance(key, str) and key.startswith(_PREFIXED_GROUPS) else key: value
         for key, value in logs.items()
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 Hook = Callable[[ModuleType], None]
 
-_waiting_hooks: dict[str, list[Hook]] = {}
+_waiting_hooks: dict[str, list[Hook]] = {}  # name of a module that is not yet imported -> its hooks
 
 
 def when_imported(name: str, hook: Hook) -> None:
@@ -66,7 +66,7 @@ def _wrap_loader(spec: ModuleSpec) -> None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        if module.__name__ == spec.name:
+        if module.__name__ == spec.name:  # a loader may load several modules
             del loader.exec_module
         run(module)
         if module.__name__ == spec.name:
@@ -91,5 +91,5 @@ class _WatchedSpec(ModuleSpec):
 
 
 def _watch_import(spec: ModuleSpec) -> None:
-    if type(spec) is ModuleSpec:
+    if type(spec) is ModuleSpec:  # the class of another spec cannot be replaced
         spec.__class__ = _WatchedSpec

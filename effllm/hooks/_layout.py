@@ -30,7 +30,7 @@ def precision_of(name: Any) -> str:
 
 
 def strategy_facts(strategy: Any) -> dict[str, str]:
-    """Return the layout of a strategy of Lightning; its name if it is another one."""
+    """Return the layout of a strategy of Lightning; of a strategy that is not in the table, its name."""
     name = type(strategy).__name__
     return {"parallel_layout": _STRATEGIES.get(name, name)}
 
@@ -46,26 +46,26 @@ def is_sharded_over_all_ranks(model: Any) -> bool:
     """Whether FSDP has sharded a model, over all ranks of the job, and each rank is known to have its own batches."""
     if any(name in sys.modules for name in _DIVIDING):
         return False
-    world = sys.modules["torch"].distributed.get_world_size()
+    world_size = sys.modules["torch"].distributed.get_world_size()
     wrappers = [module for module in model.modules() if hasattr(module, "_fsdp_wrapped_module")]  # of FSDP1
     is_sharded = bool(wrappers) or any(hasattr(module, "_get_fsdp_state") for module in model.modules())
     meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
     meshes += [wrapper._device_mesh for wrapper in wrappers if getattr(wrapper, "_device_mesh", None) is not None]
     sizes = {_num_sharing_ranks(wrapper) for wrapper in wrappers} | {mesh.size() for mesh in meshes}
-    return is_sharded and sizes == {world} and all(map(divides_only_data, meshes))
+    return is_sharded and sizes == {world_size} and all(map(divides_only_data, meshes))
 
 
 def _num_sharing_ranks(wrapper: Any) -> int:
-    """Return the number of ranks that share a module of FSDP1; a hybrid one has two groups."""
-    between = getattr(wrapper, "_inter_node_pg", None)
-    return int(wrapper.process_group.size()) * (int(between.size()) if between is not None else 1)
+    """Return the number of ranks that train a module of FSDP1; hybrid sharding has a second group, between hosts."""
+    host_group = getattr(wrapper, "_inter_node_pg", None)
+    return int(wrapper.process_group.size()) * (int(host_group.size()) if host_group is not None else 1)
 
 
 def divides_only_data(mesh: Any) -> bool:
-    """Whether a mesh, and the one from which it was made, divides only the data; that of FSDP itself has no names."""
+    """Whether a mesh, and the mesh of which it is a part, divide only the data; FSDP's own mesh has no names."""
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    named = [
+    names = [
         *(mesh.mesh_dim_names or ()),
         *(name for i, name in enumerate(root.mesh_dim_names or ()) if root.size(i) > 1),
     ]
-    return all(_DATA_DIMENSION.fullmatch(name) for name in named)
+    return all(_DATA_DIMENSION.fullmatch(name) for name in names)

@@ -36,7 +36,7 @@ class Parameters:
     active_trainable: int
 
     def share_of_rank(self, counts_them: bool) -> dict[str, int]:
-        """Return the share of a rank: all parameters if the rank counts them, else 0."""
+        """Return a rank's part of the sum over all ranks: all parameters if the rank counts them, else 0."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
         counts = {"total": self.total, "trainable": self.trainable}
@@ -59,21 +59,21 @@ def parameters_of(model: Any) -> Parameters:
 def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield each parameter of the whole model once, as (name, number of elements, is_trained)."""
     flats = _flat_parameters(model)
-    views = {id(view) for flat in flats.values() for view in getattr(flat, "_params", None) or ()}
+    original_ids = {id(original) for flat in flats.values() for original in getattr(flat, "_params", None) or ()}
     for name, parameter in model.named_parameters():  # tied parameters are listed once
-        if id(parameter) not in views and id(parameter) not in flats:
-            yield name, size_of(parameter), bool(parameter.requires_grad)
+        if id(parameter) not in original_ids and id(parameter) not in flats:  # those of FSDP1 follow, with whole shapes
+            yield name, num_elements_of(parameter), bool(parameter.requires_grad)
     for flat in flats.values():
         originals = getattr(flat, "_params", None) or [flat] * len(flat._shapes)
         for name, shape, original in zip(flat._fqns, flat._shapes, originals, strict=True):
             yield f".{name}", shape.numel(), bool(original.requires_grad)
 
 
-def size_of(parameter: Any) -> int:
+def num_elements_of(parameter: Any) -> int:
     """Return the number of elements of a whole parameter, even if this rank has only a shard."""
-    whole = getattr(parameter, "ds_numel", None)  # under ZeRO-3 the parameter itself is an empty tensor
-    if whole is not None:
-        return int(whole)
+    num_whole = getattr(parameter, "ds_numel", None)  # under ZeRO-3 the parameter itself is an empty tensor
+    if num_whole is not None:
+        return int(num_whole)
     if type(parameter).__name__ == "Params4bit":
         shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
         if shape is not None:
@@ -102,29 +102,28 @@ def config_of(model: Any) -> Any:  # of a multimodal model, the config of its te
 def model_of(parameters: Sequence[Any]) -> Any:
     """Return the innermost module with all of these parameters, of all modules in memory; ``None`` without one.
 
-    For a module that FSDP1 has wrapped, this is the wrapper, which has the shapes of the whole parameters.
-
-    A process with a million Python objects needs about 0.1 s, so this is called once in a training.
+    For a module that FSDP1 has wrapped, this is the wrapper, which has the shapes of the whole parameters.  A process
+    with a million Python objects needs about 0.1 s, so this is called once in a training.
     """
-    kind, wanted = sys.modules["torch"].nn.Module, {id(parameter) for parameter in parameters}
-    modules = [own for own in gc.get_objects() if issubclass(type(own), kind)]  # isinstance could run a proxy's code
-    owned = (module for module in modules if wanted & {id(own) for own in vars(module).get("_parameters", {}).values()})
-    owner = next(owned, None)
-    while owner is not None and not wanted <= {id(own) for own in owner.parameters()}:
-        owner = next((module for module in modules if any(child is owner for child in module.children())), None)
-    wrapped = ((module, vars(module).get("_modules", {}).get("_fsdp_wrapped_module")) for module in modules)
-    return next((wrapper for wrapper, inner in wrapped if inner is not None and inner is owner), owner)
+    module_class, ids = sys.modules["torch"].nn.Module, {id(parameter) for parameter in parameters}
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), module_class)]  # isinstance runs a proxy's code
+    layers = (module for module in modules if ids & {id(own) for own in vars(module).get("_parameters", {}).values()})
+    model = next(layers, None)  # the search goes from a layer with some of the parameters to the modules around it
+    while model is not None and not ids <= {id(parameter) for parameter in model.parameters()}:
+        model = next((module for module in modules if any(child is model for child in module.children())), None)
+    inner_modules = ((module, vars(module).get("_modules", {}).get("_fsdp_wrapped_module")) for module in modules)
+    return next((wrapper for wrapper, inner in inner_modules if inner is not None and inner is model), model)
 
 
 def vocabulary_size_of(model: Any) -> int | None:
     """Return the number of ids in the vocabulary of a language model; ``None`` for other models.
 
-    One of few embeddings has the size that the config states, or as many rows as the last layer has outputs.
+    A language model has few embeddings; one has as many rows as the config states, or as the last layer has outputs.
     """
-    tables = [module.num_embeddings for module in model.modules() if _is_lookup_table(module)]
-    outputs = [size for module in model.modules() if isinstance(size := getattr(module, "out_features", None), int)]
-    sizes = {_first_count(config_of(model), _VOCABULARIES), *outputs[-1:]}
-    return max((size for size in tables if size in sizes), default=None) if len(tables) <= _MAX_TABLES else None
+    rows = [module.num_embeddings for module in model.modules() if _is_lookup_table(module)]
+    outputs = [width for module in model.modules() if isinstance(width := getattr(module, "out_features", None), int)]
+    num_ids = {_first_count(config_of(model), _VOCABULARIES), *outputs[-1:]}
+    return max((count for count in rows if count in num_ids), default=None) if len(rows) <= _MAX_TABLES else None
 
 
 def convention_of(model: Any) -> str:
@@ -158,7 +157,7 @@ def model_name(model: Any) -> str:
 
 def unwrapped(model: Any) -> Any:
     """Return the model inside of DDP, FSDP, DeepSpeed and torch.compile."""
-    for _ in range(8):
+    for _ in range(8):  # at most so many wrappers
         inner = getattr(model, "_orig_mod", None) or getattr(model, "_fsdp_wrapped_module", None)
         if inner is None and not hasattr(model, "config"):
             inner = getattr(model, "module", None)
@@ -171,16 +170,16 @@ def unwrapped(model: Any) -> Any:
 def _active_share_of_experts(config: Any) -> float | None:
     """Return the share of the experts that a token uses; ``None`` if it uses all, or without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(config, name, None))), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return chosen / experts if experts and chosen and chosen < experts else None
+    num_experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    num_active = getattr(config, "num_experts_per_tok", None)
+    return num_active / num_experts if num_experts and num_active and num_active < num_experts else None
 
 
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
     """Return the FLOPs of a token, in total and of the forward pass; ``None`` if unknown.
 
-    They follow `convention_of`, for a model with layers of one width. A token attends to ``sequence_length`` positions;
-    without a sequence length, attention is not counted.
+    They follow `convention_of`, for a model with layers of one width.  Without ``sequence_length``, the number of
+    positions to which a token attends, attention is not counted.
     """
     config = config_of(model)
     layers, width = _first_count(config, _LAYERS) or 0, _attention_width(config) or 0
@@ -189,7 +188,8 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
     looked_up, looked_up_trainable = _num_looked_up(model, config)
     active = (counted.total if counted.active is None else counted.active) - looked_up
     trained = counted.active_trainable - looked_up_trainable
-    attention = 4 * layers * width * (sequence_length or 0)
+    attention = 4 * layers * width * (sequence_length or 0)  # forward; backward is twice as much
+    # Per weight: 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own gradient if it is trained.
     return float(4 * active + 2 * trained + 3 * attention), float(2 * active + attention)
 
 
@@ -207,10 +207,10 @@ class FlopsByWidth:
     ) -> None:
         self._at_zero = at_zero
         self._width: float = width  # the last reported width
-        self._slopes: tuple[float, ...] = (
-            tuple((there - here) / width for here, there in zip(at_zero, at_width, strict=True)) if width else ()
+        self._slopes: tuple[float, ...] = (  # of a token, for each position of width, in total and forward
+            tuple((flops - zero) / width for zero, flops in zip(at_zero, at_width, strict=True)) if width else ()
         )
-        self._tokens = self._tokens_times_width = 0
+        self._tokens = self._tokens_times_width = 0  # sums over the batches
 
     def add_tokens(self, tokens: int, tokens_times_width: int) -> None:
         self._tokens += tokens
@@ -218,7 +218,7 @@ class FlopsByWidth:
 
     @property
     def mean_width(self) -> float:
-        """The mean width of the batches, tokens_times_width by their tokens."""
+        """The mean width of the batches, weighted by their tokens."""
         return self._tokens_times_width / self._tokens if self._tokens else 0.0
 
     def has_changed(self, tolerance: float) -> bool:
@@ -231,10 +231,10 @@ class FlopsByWidth:
         return self._at_zero[0] + self._slopes[0] * width, self._at_zero[1] + self._slopes[1] * width
 
 
-def _attention_width(config: Any) -> int | None:
-    heads, head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-    if heads and head:
-        return int(heads) * int(head)
+def _attention_width(config: Any) -> int | None:  # of all heads, which may differ from the model's width
+    num_heads, head_width = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    if num_heads and head_width:
+        return int(num_heads) * int(head_width)
     return _first_count(config, _WIDTHS)
 
 
@@ -243,12 +243,12 @@ def _num_looked_up(model: Any, config: Any) -> tuple[int, int]:
     inner = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
-    entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
+    tied = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
     total = trainable = 0
     layers = [module for module in model.modules() if hasattr(module, "out_features") and hasattr(module, "weight")]
-    multiplied = {id(layer.weight) for layer in layers}  # weights of a tied table are no lookup alone
+    multiplied = {id(layer.weight) for layer in layers}  # the output layer multiplies the weights of a tied table
     for module in model.modules():
-        if _is_lookup_table(module) and module is not entry and id(getattr(module, "weight", None)) not in multiplied:
+        if _is_lookup_table(module) and module is not tied and id(getattr(module, "weight", None)) not in multiplied:
             count = int(module.num_embeddings) * int(module.embedding_dim)
             total += count
             weight = getattr(module, "weight", None)

@@ -25,7 +25,7 @@ from typing import Any
 
 from effllm.hooks._batches import Batches, counts_of_batch
 from effllm.hooks._layout import DDP, FSDP, SINGLE, is_sharded_over_all_ranks
-from effllm.hooks._parameters import model_of, parameters_of, size_of
+from effllm.hooks._parameters import model_of, num_elements_of, parameters_of
 from effllm.hooks._steps import Steps, listen_to_batches, listen_to_waits, rank
 from effllm.hooks._wrap import Guard, explain_at_exit
 from effllm.trainer import ownership
@@ -35,11 +35,11 @@ from effllm.trainer.collector import get_metrics_collector
 MAX_MODULES = 64  # maximal number of remembered modules; a loop sets only a few modules to eval mode
 
 _GUARD = Guard("evaluation by the model's eval()")
-_COUNTING = Guard("the parameter count of the model")
+_COUNT_GUARD = Guard("the parameter count of the model")
 _eval_modes: list[EvalMode] = []
 MIN_STEPS = 3  # with fewer steps, an optimizer of plain tensors does not count as training
 IDLE_WINDOWS = 100  # an optimizer that has not stepped for more windows than this has no say in which GPUs are measured
-MAX_AHEAD = 64  # batches that are kept for later backward passes
+MAX_AHEAD = 64  # maximal number of batches that wait for their backward passes
 PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 MAX_COUNTED_ITERATION = 16  # parameters of an optimizer that steps first in a later iteration are not counted
 
@@ -56,36 +56,36 @@ class EvalMode:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._trained: frozenset[int] = frozenset()  # ids of the trained parameters
-        # module id -> module, and whether the module has all trained parameters
-        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._trained_ids: frozenset[int] = frozenset()  # ids of the trained parameters
+        # id of a module -> the module, and whether it is a model: whether it has all trained parameters
+        self._checked_modules: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self._since_ns = 0  # start of the eval mode; 0 while the model is not in eval mode
         self._waited_ns = 0  # data wait while the model is in eval mode
-        self._marks: tuple[int, ...] = ()
+        self._marks_at_start: tuple[int, ...] = ()  # `_phase_marks` at the start of the eval mode
         self._was_on_in_this = False  # whether this iteration had a period in eval mode
         self._was_on_in_last = True  # whether the last iteration had one; True before the first
 
-    def set_parameters(self, parameters: Iterable[Any]) -> None:
-        """Set the trained parameters; a module with all these parameters is a model."""
-        self._trained = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
-        self._known.clear()
+    def watch_model_with(self, parameters: Iterable[Any]) -> None:
+        """Watch the eval mode of the model that has these parameters; the first call wraps ``Module.train``."""
+        self._trained_ids = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+        self._checked_modules.clear()
         self._since_ns = 0
         if self not in _eval_modes:
             _eval_modes.append(self)
         _wrap_module_train(sys.modules["torch"])
 
-    def set_mode(self, module: Any, is_training: bool) -> None:  # of any module; only the model's mode counts
+    def process_mode(self, module: Any, is_training: bool) -> None:  # of any module; changes of the model's mode count
         recorder = self._steps.recorder
-        if recorder is None or is_training != bool(self._since_ns) or not self._has_trained_parameters(module):
+        if recorder is None or is_training != bool(self._since_ns) or not self._is_model(module):
             return
         now_ns = time.monotonic_ns()
         if not is_training:
-            self._since_ns, self._waited_ns, self._marks = now_ns, 0, _phase_marks()
+            self._since_ns, self._waited_ns, self._marks_at_start = now_ns, 0, _phase_marks()
             if not self._was_on_in_last:
                 recorder.publish_evaluation()
             return
         self._was_on_in_this = True
-        if not self._was_on_in_last and self._marks == _phase_marks():
+        if not self._was_on_in_last and self._marks_at_start == _phase_marks():
             recorder.count_as_phase(self._since_ns, now_ns)
             self._since_ns = 0  # waits inside the evaluation are no data waits
         self._drop_evaluation()
@@ -96,7 +96,7 @@ class EvalMode:
         return bool(self._since_ns)
 
     def drop_at_step(self, is_end: bool) -> None:
-        """Drop a possible evaluation at an optimizer's step: the model is trained in eval mode."""
+        """Drop a possible evaluation: the model trains in eval mode.  ``is_end``: this step ends the iteration."""
         self._drop_evaluation()
         if is_end:
             self._was_on_in_last, self._was_on_in_this = self._was_on_in_this, False
@@ -112,13 +112,13 @@ class EvalMode:
             self._since_ns = 0
             self._steps.add_data_wait(self._waited_ns)  # these waits belong to the iteration
 
-    def _has_trained_parameters(self, module: Any) -> bool:
-        entry = self._known.get(id(module))
-        if entry is None or entry[0]() is not module:
-            if len(self._known) >= MAX_MODULES:
-                self._known.clear()
-            owns = self._trained <= {id(parameter) for parameter in module.parameters()}
-            entry = self._known[id(module)] = weakref.ref(module), owns
+    def _is_model(self, module: Any) -> bool:
+        entry = self._checked_modules.get(id(module))
+        if entry is None or entry[0]() is not module:  # a deleted module may have had this id
+            if len(self._checked_modules) >= MAX_MODULES:
+                self._checked_modules.clear()
+            is_model = self._trained_ids <= {id(parameter) for parameter in module.parameters()}
+            entry = self._checked_modules[id(module)] = weakref.ref(module), is_model
         return entry[1]
 
 
@@ -128,36 +128,36 @@ def _phase_marks() -> tuple[int, ...]:
     return (id(recorder), *recorder.phase_marks) if recorder is not None else ()
 
 
-def _pass_mode(module: Any, is_training: bool) -> None:
-    for listener in _eval_modes:
-        listener.set_mode(module, is_training)
+def _process_mode(module: Any, is_training: bool) -> None:
+    for eval_mode in _eval_modes:
+        eval_mode.process_mode(module, is_training)
 
 
 @functools.lru_cache(maxsize=1)
 def _wrap_module_train(torch: Any) -> None:
-    """Wrap ``torch.nn.Module.train``; nested calls, for submodules, are passed through."""
-    kind = torch.nn.Module
-    train = kind.train
+    """Wrap ``torch.nn.Module.train``, once; its nested calls, for submodules, are not processed."""
+    module_class = torch.nn.Module
+    train = module_class.train
     is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
     is_inside = False
 
     @functools.wraps(train)
-    def seen(self: Any, mode: bool = True) -> Any:
+    def watched_train(self: Any, mode: bool = True) -> Any:
         nonlocal is_inside
         if is_inside or is_compiling():  # compiled code must not depend on effllm
             return train(self, mode)
-        _GUARD(_pass_mode, self, mode)
+        _GUARD(_process_mode, self, mode)
         is_inside = True
         try:
             return train(self, mode)
         finally:
             is_inside = False
 
-    kind.train = seen
+    module_class.train = watched_train
 
 
 class OptimizerGpus:
-    """Shows once in a window where the parameters of each optimizer are, also if the loop itself counts iterations.
+    """Declares the devices of the parameters that optimizers update, also if the loop itself counts iterations.
 
     A model may move, and a small model of a warm-up may be gone: only the optimizers count that exist and step.
     """
@@ -165,72 +165,75 @@ class OptimizerGpus:
     def __init__(self) -> None:
         self._recorder: Any = None  # of this run
         # Optimizer -> the window of its newest step, and the devices of its parameters.
-        self._known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Any]]] = weakref.WeakKeyDictionary()
+        self._newest_steps: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Any]]] = weakref.WeakKeyDictionary()
 
-    def declare_devices(self, optimizer: Any) -> None:  # at its step
+    def declare_devices(self, optimizer: Any) -> None:  # at each step; only its first step in a window has an effect
         collector = get_metrics_collector()
         if collector.recorder is not self._recorder:
-            self._known, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
-        window, last_seen = collector.declared.num_windows, self._known.get(optimizer)
-        if last_seen is not None and last_seen[0] == window:
+            self._newest_steps, self._recorder = weakref.WeakKeyDictionary(), collector.recorder
+        window, newest_step = collector.declared.num_windows, self._newest_steps.get(optimizer)
+        if newest_step is not None and newest_step[0] == window:
             return
-        devices = last_seen[1] if last_seen is not None else frozenset()
+        devices = newest_step[1] if newest_step is not None else frozenset()
+        # All parameters are read only if they were on several devices, or if the first parameter has moved.
         if len(devices) != 1 or next(_parameters_in(optimizer)).device not in devices:
-            devices = frozenset(weight.device for weight in _parameters_in(optimizer))
-        self._known[optimizer] = window, devices
-        newest = [devices_of_one for last, devices_of_one in self._known.values() if window - last <= IDLE_WINDOWS]
-        collector.declared.set_parameter_devices(frozenset().union(*newest))
+            devices = frozenset(parameter.device for parameter in _parameters_in(optimizer))
+        self._newest_steps[optimizer] = window, devices
+        in_use = [devices for last, devices in self._newest_steps.values() if window - last <= IDLE_WINDOWS]
+        collector.declared.set_parameter_devices(frozenset().union(*in_use))
 
 
 class BatchCounter:
     """Counts the batches of torch's DataLoader that are followed by a backward pass, and not those of evaluations.
 
-    A backward pass takes the newest batch of each loader that has returned one since the backward pass before.  Other
-    batches were skipped, or are trained by the next backward passes (all micro-batches are fetched at first), or after
-    the last batch of the loader (which fetches some ahead): then there are as many backward passes without a batch.
+    A backward pass takes the newest batch of each loader that no pass has taken; a loop may fetch all micro-batches
+    first.  If a loader returns a batch after a backward pass, the batches that none has taken are put aside: a loop
+    skips them or fetches ahead.  If it fetches ahead, backward passes follow the loader's end: these take the others.
     """
 
     def __init__(self, steps: Steps, evaluation: EvalMode) -> None:
         self._steps, self._evaluation, self.batches = steps, evaluation, Batches(steps)
-        self._fetched: dict[int, list[Batch]] = {}  # by loader: its batches since a backward pass, newest last
-        self._ahead: list[Batch] = []  # earlier batches without a backward pass
-        self._has_backward = self._is_at_end = self._counts_batches = False
+        self._untaken: dict[int, list[Batch]] = {}  # id of a loader -> its batches since a backward pass, newest last
+        self._put_aside: list[Batch] = []  # earlier batches that no backward pass has taken, newest last
+        self._has_backward = False  # whether a backward pass has followed the newest batch
+        self._is_at_end = False  # whether the last call of a loader returned no batch, because there are no more
+        self._counts_batches = False  # whether each batch is trained on one rank only
 
     def begin_training(self, parameters: Sequence[Any]) -> None:
-        """Begin a training; batches are counted if the ranks are known to have different batches.
+        """Begin a training; its batches are counted on one rank, under DDP, and under FSDP over all ranks.
 
-        This is so under DDP and FSDP over all ranks, and not with tensor, context or pipeline parallelism.
+        With tensor, context or pipeline parallelism, ranks may have the same batches, so none are counted.
         """
         layout, model = _layout_and_model(parameters)
-        self._counts_batches = bool(layout)
+        self._counts_batches = layout != ""
         self.batches = Batches(self._steps)
         if layout:
             self._steps.add_late_facts(facts={"parallel_layout": layout})
         if model is not None:
-            self.batches.set_model(model, _COUNTING(parameters_of, model))
+            self.batches.set_model(model, _COUNT_GUARD(parameters_of, model))
 
     def batch_fetched(self, batch: Any, loader: Any) -> None:
         """Keep the counts of a batch, or the end of the loader (``None``)."""
         if not self._steps.is_owner and get_metrics_collector().recorder is not None:
-            return
+            return  # another system counts; without a recorder, this may be the first batch of a training
         if self._evaluation.is_on or not sys.modules["torch"].is_grad_enabled():
-            return
+            return  # a batch of an evaluation
         self._is_at_end = batch is None
         if batch is None:
             return
         if self._has_backward:
             self._has_backward = False
-            self._ahead = [*self._ahead, *chain(*self._fetched.values())][-MAX_AHEAD:]
-            self._fetched = {}
-        kept = self._fetched.setdefault(id(loader), [])
-        kept.append(counts_of_batch(batch, self.batches.vocabulary_size is not None))  # the batch itself is not kept
-        del kept[:-MAX_AHEAD]
+            self._put_aside = [*self._put_aside, *chain(*self._untaken.values())][-MAX_AHEAD:]
+            self._untaken = {}
+        untaken = self._untaken.setdefault(id(loader), [])
+        untaken.append(counts_of_batch(batch, self.batches.vocabulary_size is not None))  # the batch itself is not kept
+        del untaken[:-MAX_AHEAD]
 
     def backward_begins(self) -> None:
         self._has_backward = True
-        trained = [batches.pop() for batches in self._fetched.values() if batches]
-        if not trained and self._is_at_end and self._ahead:
-            trained = [self._ahead.pop()]
+        trained = [untaken.pop() for untaken in self._untaken.values() if untaken]
+        if not trained and self._is_at_end and self._put_aside:
+            trained = [self._put_aside.pop()]
         if self._counts_batches and self._steps.recorder is not None:
             for batch in trained:
                 self.batches.add_batch(batch)
@@ -244,17 +247,17 @@ class Rounds:
         self._eval_mode = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: dict[int, weakref.ref[Any]] = {}  # by id, which a later parameter may have, too
-        self._steps_of_others = 0
+        self._steps_of_others = 0  # steps of other optimizers since the leader's last step
         self._plain_steps = 0  # number of steps on plain tensors; counted up to MIN_STEPS
         self._counted_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._counted_parameters: set[int] = set()  # ids of parameters, because two optimizers may share parameters
-        self._share = {"total": 0, "trainable": 0}
+        self._counted_ids: set[int] = set()  # ids of parameters, because two optimizers may share parameters
+        self._share = {"total": 0, "trainable": 0}  # numbers of parameters that this rank declares
         self._gpus = OptimizerGpus()
-        self._counter = BatchCounter(self._steps, self._eval_mode)
-        self._watches_cells = False
+        self._batch_counter = BatchCounter(self._steps, self._eval_mode)
+        self._watches_cells = False  # of a notebook
         self._between_cells: Any = None  # the recorder that was running when a notebook cell ended
         listen_to_waits(self)
-        listen_to_batches(self._counter)
+        listen_to_batches(self._batch_counter)
 
     def claim(self, optimizer: Any) -> bool:
         """Return whether these steps are counted; the first counted step starts the metrics."""
@@ -264,7 +267,7 @@ class Rounds:
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._steps.level, self._steps.name)
-            if self._plain_steps < MIN_STEPS and any(weight.grad is not None for weight in _parameters_in(optimizer)):
+            if self._plain_steps < MIN_STEPS and any(tensor.grad is not None for tensor in _parameters_in(optimizer)):
                 self._plain_steps += 1
                 if self._plain_steps == MIN_STEPS:
                     explain_at_exit("the optimizer updates plain tensors, which are not the parameters of a model")
@@ -274,7 +277,7 @@ class Rounds:
 
     def _begin_metrics(self) -> None:
         collector = get_metrics_collector()
-        self._leader, self._counted_parameters, self._counted_optimizers = None, set(), weakref.WeakSet()
+        self._leader, self._counted_ids, self._counted_optimizers = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the previous optimizer step; the time of torch's DataLoader is excluded",
@@ -283,7 +286,7 @@ class Rounds:
         # An earlier call of the loop may have set the number of the first iteration; without such a call, 1 is assumed.
         first = None if collector.is_collecting else 1
         declared = {"iterations_not_measured": 1, "evaluation_in_iterations": True}
-        if self._steps.begin_training(first_iteration=first, facts=facts, is_numbered=first is None, declared=declared):
+        if self._steps.begin_training(first_iteration=first, facts=facts, is_numbered=False, declared=declared):
             self._watch_cells()
 
     def _watch_cells(self) -> None:
@@ -315,7 +318,7 @@ class Rounds:
         self._eval_mode.drop_at_step(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
-            self._counter.batches.end_iteration()
+            self._batch_counter.batches.end_iteration()
             self._steps.start_step()
             return
         if optimizer not in self._counted_optimizers and recorder.ordinal < MAX_COUNTED_ITERATION:
@@ -327,26 +330,27 @@ class Rounds:
             self._leader = weakref.ref(optimizer)
             parameters = list(_parameters_in(optimizer))
             self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
-            self._eval_mode.set_parameters(parameters)
+            self._eval_mode.watch_model_with(parameters)
             self._steps_of_others = 0
             if is_first or (replaces_deleted and recorder.count_as_other_phase()):
-                self._counter.begin_training(parameters)
+                self._batch_counter.begin_training(parameters)
             else:
-                self._counter.batches.end_iteration()
+                self._batch_counter.batches.end_iteration()
             self._steps.start_step()
 
     def _has_leaders_parameters(self, optimizer: Any) -> bool:
         leaders = self._leaders_parameters
-        return any(id(own) in leaders and leaders[id(own)]() is own for own in _parameters_in(optimizer))
+        own = _parameters_in(optimizer)
+        return any(id(parameter) in leaders and leaders[id(parameter)]() is parameter for parameter in own)
 
     def _count_parameters(self, optimizer: Any) -> None:
         self._counted_optimizers.add(optimizer)
-        is_first = rank() == 0
+        is_first_rank = rank() == 0  # of FSDP1, each rank counts its shards
         for parameter in _parameters_in(optimizer):
-            if id(parameter) not in self._counted_parameters:
-                self._counted_parameters.add(id(parameter))
-                self._share["total"] += _whole_size(parameter) if is_first or _has_only_shard(parameter) else 0
-        self._share["trainable"] = self._share["total"]
+            if id(parameter) not in self._counted_ids:
+                self._counted_ids.add(id(parameter))
+                self._share["total"] += _num_elements(parameter) if is_first_rank or _has_only_shard(parameter) else 0
+        self._share["trainable"] = self._share["total"]  # an optimizer updates all its parameters
         self._steps.declare_parameters(self._share)
 
     def add_data_wait(self, spent_ns: int) -> None:
@@ -355,15 +359,15 @@ class Rounds:
 
 
 def _layout_and_model(parameters: Sequence[Any]) -> tuple[str, Any]:
-    """Return the layout of a training whose ranks have batches of their own, and its model; "" if they may not."""
+    """Return the layout and the model of a training; ("", None) if several ranks may have the same batches."""
     torch: Any = sys.modules["torch"]
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not is_distributed or torch.distributed.get_world_size() == 1:
-        return SINGLE, _COUNTING(model_of, parameters)
+        return SINGLE, _COUNT_GUARD(model_of, parameters)
     if (model := sys.modules["effllm.hooks.backward"].ddp_model_with(parameters[0])) is not None:
         return DDP, model
-    model = _COUNTING(model_of, parameters)
-    return (FSDP, model) if model is not None and _COUNTING(is_sharded_over_all_ranks, model) else ("", None)
+    model = _COUNT_GUARD(model_of, parameters)
+    return (FSDP, model) if model is not None and _COUNT_GUARD(is_sharded_over_all_ranks, model) else ("", None)
 
 
 def _parameters_in(optimizer: Any) -> Iterator[Any]:
@@ -374,13 +378,13 @@ def _parameters_in(optimizer: Any) -> Iterator[Any]:
 def _trains_a_model(optimizer: Any) -> bool:
     """Whether a model's parameter has a gradient; to avoid a scheduler's warning, some loops step without gradients."""
     parameter_type = sys.modules["torch"].nn.Parameter
-    return any(isinstance(weight, parameter_type) and weight.grad is not None for weight in _parameters_in(optimizer))
+    return any(isinstance(own, parameter_type) and own.grad is not None for own in _parameters_in(optimizer))
 
 
-def _whole_size(parameter: Any) -> int:
+def _num_elements(parameter: Any) -> int:
     """Return the number of elements of a whole parameter; a flat parameter of FSDP1 contains the original shapes."""
     shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
-    return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
+    return sum(shape.numel() for shape in shapes) if shapes else num_elements_of(parameter)
 
 
 def _has_only_shard(parameter: Any) -> bool:

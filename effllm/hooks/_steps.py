@@ -26,7 +26,7 @@ class Steps:
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self.num_open_phases = 0  # number of functions wrapped by `wrap_as_phase` that run now
+        self.num_open_phases = 0  # number of running calls that `wrap_as_phase` counts as phases
 
     @property
     def is_owner(self) -> bool:
@@ -43,7 +43,7 @@ class Steps:
         return get_metrics_collector().recorder if self.is_owner or ownership.is_explicit() else None
 
     def claim(self) -> bool:
-        """Become the owner, unless the owner is nearer to the user; return whether these steps are counted."""
+        """Become the owner, if no other is as near to the user or nearer; return whether these steps are counted."""
         return ownership.claim(self.level, self.name)
 
     @property
@@ -84,8 +84,9 @@ class Steps:
             collector.declared.forget_training()
         collector.declared.set(style=self.style, **(declared or {}))
         run = collector.declared.facts.run
+        # Whether the model's name is from a hook: of an earlier training, or of requests.
         is_from_hook = "model" in run and (collector.declared.facts.serves_requests or run["model"] == Steps._model)
-        if is_from_hook:  # of an earlier training, or of requests
+        if is_from_hook:
             collector.declared.set(run={name: value for name, value in run.items() if name != "model"})
         model = None if is_from_hook else run.get("model")  # a name from the training script has priority
         Steps._model = None if model else (facts or {}).get("model")
@@ -173,26 +174,26 @@ class Steps:
             recorder.phase_end()
 
     def wrap_as_phase(
-        self, holder: Any, name: str, phase: str, guard: Guard, begins: Callable[[Call], Any] = lambda _call: True
+        self, holder: Any, name: str, phase: str, guard: Guard, is_phase: Callable[[Call], Any] = lambda _call: True
     ) -> bool:
         """Wrap a function as `around` does, so that each call is a phase; ``False`` if ``holder`` has no such function.
 
-        ``begins`` returns whether a `Call` is a phase.
+        ``is_phase`` is called at the start of each `Call`, and returns whether it is a phase.
         """
 
-        def start(call: Call) -> tuple[Recorder | None] | None:
-            if not begins(call):
+        def start(call: Call) -> tuple[Recorder | None] | None:  # None: no phase; else the recorder, None without one
+            if not is_phase(call):
                 return None
             self.num_open_phases += 1
             if (recorder := self._phase_recorder) is not None:
                 recorder.phase_start(phase)
             return (recorder,)
 
-        def end(begun: tuple[Recorder | None] | None, *_: Any) -> None:
-            if begun is not None:
+        def end(started: tuple[Recorder | None] | None, *_: Any) -> None:
+            if started is not None:
                 self.num_open_phases -= 1
-                if begun[0] is not None:
-                    begun[0].phase_end()  # without effect if the metrics of this recorder have ended
+                if started[0] is not None:
+                    started[0].phase_end()  # without effect if the metrics of this recorder have ended
 
         return around(holder, name, guard, before=start, after=end, failed=end)
 
@@ -205,10 +206,7 @@ class Steps:
         return get_metrics_collector().values_for_logs() if self.is_owner else {}
 
     def record_figures(self, figures: Mapping[str, Any]) -> None:
-        """Record figures that the framework has logged, by names in `FIGURES`; only rank 0 records them.
-
-        A figure that is not a number above 0 is ignored.
-        """
+        """Record numbers above 0 that the framework has logged, by names in `framework_figures`; only on rank 0."""
         if not self.is_owner or rank() != 0:
             return
         for name, value in figures.items():
@@ -258,7 +256,7 @@ def pass_backward() -> None:
 
 
 def version(package: str) -> str:
-    """Return the version of a package; ``package`` may also name a module in it."""
+    """Return the version of an imported package, or "unknown"; ``package`` may also be the name of a module in it."""
     return getattr(sys.modules.get(package.split(".")[0]), "__version__", None) or "unknown"
 
 
@@ -273,16 +271,16 @@ def place() -> Place | None:
     """
     environ = process_environ()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    launched = read_place(environ)
+    stated = read_place(environ)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        is_launched = (
-            launched.launcher != "torchrun"
+        has_launcher = (  # a container may set the variables of torchrun, but not these two
+            stated.launcher != "torchrun"
             or "TORCHELASTIC_RUN_ID" in environ
             or "TORCHELASTIC_USE_AGENT_STORE" in environ
         )
-        return None if launched.world_size == 1 or is_launched else Place(restart_id=launched.restart_id)
+        return None if stated.world_size == 1 or has_launcher else Place(restart_id=stated.restart_id)
     own_rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if (own_rank, world_size) == (launched.rank, launched.world_size) and (launched.master_addr or world_size == 1):
+    if (own_rank, world_size) == (stated.rank, stated.world_size) and (stated.master_addr or world_size == 1):
         return None
     address, port = _store_address(distributed)
     address = address or environ.get("MASTER_ADDR", "")
@@ -295,7 +293,7 @@ def place() -> Place | None:
         master_addr=address,
         master_port=port or int(environ.get("MASTER_PORT", "") or 0),
         launcher="torch.distributed",
-        restart_id=launched.restart_id,
+        restart_id=stated.restart_id,
     )
 
 

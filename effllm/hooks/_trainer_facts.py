@@ -10,7 +10,7 @@ from effllm.hooks._layout import DDP, FSDP, SINGLE, precision_of, zero_facts
 from effllm.hooks._parameters import unwrapped
 from effllm.records.framework_figures import TOKENS_PER_ITERATION, TOKENS_PER_S, TOKENS_PER_S_PER_GPU
 
-_DEPTH = 5  # of samplers inside samplers
+_DEPTH = 5  # maximal depth of samplers inside samplers
 #: TRL's trainers that cut or leave out longer sequences while they prepare the dataset, and its collators that cut
 #: sequences; each with the number of sequences of a sample.  Older versions of the collators have no ``max_length``.
 _TRAINERS = {"SFTTrainer": 1, "RewardTrainer": 2}
@@ -30,16 +30,16 @@ def counts_positions_and_samples(trainer: Any) -> tuple[bool, bool]:
     Sequence parallel peers of DeepSpeed get parts of the same sequences, so only the first rank counts the samples.
     """
     sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
-    own, named = True, set()
+    counts, dimensions = True, set()
     for mesh in meshes(trainer):
         for name in mesh.mesh_dim_names:
-            named.add(name)
-            own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
-    size = tensor_parallel_size(trainer)
-    if "tp" not in named and size > 1:
-        own = own and _torch_rank() % size == 0  # the ranks of a tensor parallel group are consecutive
-    split = getattr(sizes, "sp_size", 1) or 1
-    return own, own and (split <= 1 or _torch_rank() % split == 0)
+            dimensions.add(name)
+            counts = counts and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
+    tensor_size = tensor_parallel_size(trainer)
+    if "tp" not in dimensions and tensor_size > 1:
+        counts = counts and _torch_rank() % tensor_size == 0  # the ranks of a tensor parallel group are consecutive
+    sequence_size = getattr(sizes, "sp_size", 1) or 1
+    return counts, counts and (sequence_size <= 1 or _torch_rank() % sequence_size == 0)
 
 
 def meshes(trainer: Any) -> list[Any]:
@@ -78,8 +78,8 @@ def mesh_text(trainer: Any) -> str | None:
 
 
 def tensor_parallel_size(trainer: Any) -> int:
-    ask = getattr(trainer, "get_tp_size", None)
-    return int(ask()) if ask is not None else 1
+    get_size = getattr(trainer, "get_tp_size", None)
+    return int(get_size()) if get_size is not None else 1
 
 
 def _torch_rank() -> int:
@@ -92,24 +92,24 @@ class TrainerFigures:
     """Converts the totals and means of a Trainer's logs to means since its last log."""
 
     def __init__(self) -> None:
-        self._total: tuple[float, int] | None = None  # tokens and steps at the last log with more tokens
-        self._to_date = (0.0, 0.0)  # tokens and seconds since the start of the training
+        self._last_total: tuple[float, int] | None = None  # tokens and steps at the last log with more tokens
+        self._to_date = (0.0, 0.0)  # at the last log: tokens and seconds since the start of the training
 
     def take_figures(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Return the figures of a log after this step, by names in `FIGURES`."""
+        """Return the figures of a log after this step, by names in `records.framework_figures`."""
         figures: dict[str, Any] = {TOKENS_PER_S_PER_GPU: logs.get(AXOLOTL)}
         total = next(filter(None, (_logged_number(logs, name) for name in TOTALS)), None)
-        tokens, last = self._total or (0.0, step)
-        if total is not None and (self._total is None or (step > last and total > tokens)):
-            self._total = (total, step)
-            if step > last:
-                figures[TOKENS_PER_ITERATION] = (total - tokens) / (step - last)
+        last_total, last_step = self._last_total or (0.0, step)
+        if total is not None and (self._last_total is None or (step > last_step and total > last_total)):
+            self._last_total = (total, step)
+            if step > last_step:
+                figures[TOKENS_PER_ITERATION] = (total - last_total) / (step - last_step)
         # transformers logs the mean rate since the start of the training, and the seconds since then.
         rate, seconds = _logged_number(logs, "train_tokens_per_second"), _logged_number(logs, "train_runtime")
         if rate is not None and seconds is not None:
-            (tokens, start_s), self._to_date = self._to_date, (rate * seconds, seconds)
-            if 0 < start_s < seconds:
-                figures[TOKENS_PER_S] = (self._to_date[0] - tokens) / (seconds - start_s)
+            (last_tokens, last_seconds), self._to_date = self._to_date, (rate * seconds, seconds)
+            if 0 < last_seconds < seconds:
+                figures[TOKENS_PER_S] = (self._to_date[0] - last_tokens) / (seconds - last_seconds)
         return figures
 
 
@@ -126,13 +126,14 @@ def max_positions(trainer: Any, args: Any) -> int | None:
     """
     collator = getattr(trainer, "data_collator", None)
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-    limits = [(most, of) for most, of in _length_limits(trainer, args, collator) if type(most) is int and most > 0]
-    rows = args.per_device_train_batch_size
-    return min((of * rows * -(-most // multiple) * multiple for most, of in limits), default=None)
+    limits = [limit for limit in _length_limits(trainer, args, collator) if type(limit[0]) is int and limit[0] > 0]
+    samples = args.per_device_train_batch_size
+    # Lengths are rounded up to the multiple.
+    return min((num * samples * -(-length // multiple) * multiple for length, num in limits), default=None)
 
 
 def _length_limits(trainer: Any, args: Any, collator: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the lengths at which sequences end, each with the number of sequences of a sample."""
+    """Yield limits: a maximal length (also ``None`` or invalid), and the number of sequences of a sample."""
     is_prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     for kind in type(trainer).__mro__:
         if is_prepared and kind.__name__ in _TRAINERS:
@@ -159,5 +160,5 @@ def precision(args: Any, model: Any) -> str | None:
     """Return the precision of a Trainer's autocast; without autocast, the type of the model's weights."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    kinds = (weight.dtype for weight in model.parameters() if weight.is_floating_point()) if model is not None else ()
-    return next(map(precision_of, kinds), None)
+    types = (weight.dtype for weight in model.parameters() if weight.is_floating_point()) if model is not None else ()
+    return next(map(precision_of, types), None)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MARK = "__effllm_wraps__"
-_printed: set[str] = set()
+_MARK = "__effllm_wraps__"  # attribute of a wrapper
+_printed: set[str] = set()  # lines
 
 
 def print_once(line: str) -> None:
@@ -81,7 +81,7 @@ def around(
         after: called with the result of ``before``, the `Call`, and the function's result.
         failed: called with the result of ``before`` if the function raises; the exception is raised again.
     """
-    static = inspect.getattr_static(holder, name, None)
+    static = inspect.getattr_static(holder, name, None)  # without binding: a staticmethod or classmethod is visible
     original = getattr(holder, name, None)
     if not callable(original):
         return False
@@ -92,13 +92,13 @@ def around(
     @functools.wraps(plain)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         call = Call(plain, args, kwargs)
-        token = guard(before, call)
+        before_result = guard(before, call)
         try:
             result = plain(*args, **kwargs)
         except BaseException:
-            guard(failed, token)
+            guard(failed, before_result)
             raise
-        guard(after, token, call, result)
+        guard(after, before_result, call, result)
         return result
 
     setattr(wrapper, _MARK, True)
@@ -120,13 +120,13 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call:
-    """The arguments of one call by name, because their positions differ between versions."""
+    """The arguments of a call of a wrapped function; `get` finds them by name, as positions differ between versions."""
 
     __slots__ = ("_bound", "_function", "args", "kwargs")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._function, self.args, self.kwargs = function, args, kwargs
-        self._bound: dict[str, Any] | None = None
+        self._bound: dict[str, Any] | None = None  # all arguments by name, after the first `get` that needs them
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the argument of this name, else the parameter's default; ``default`` for an unknown parameter."""

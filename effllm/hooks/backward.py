@@ -1,5 +1,6 @@
 """What backward passes show in any torch loop: the own time of ranks under DistributedDataParallel (DDP), and the loss.
 
+The own time of a rank is the time of an iteration without waits for other ranks; a sync point is where a wait begins.
 ``torch.autograd.backward``, which ``Tensor.backward`` calls, is the place at which DDP sums gradients.  Each call with
 synchronisation is a sync point, and so is the broadcast of buffers in a forward pass.  Only the outermost call in the
 thread of the loop counts: checkpointing calls it inside of a backward pass, and other threads may train other models.
@@ -32,7 +33,7 @@ _BATCH_GUARD = Guard("the number of tokens in the batches")
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()  # all models in DDP
 _is_inside = False  # whether a marked call of the loop runs
-_scaled: tuple[Any, Any] = (lambda: None, None)  # the newest scaled loss (weak), and the loss without the scale
+_scaled: tuple[Any, Any] = (lambda: None, None)  # the newest loss with a scale (weak), and the same loss without it
 
 
 def attach(module: ModuleType) -> None:
@@ -44,18 +45,18 @@ def attach(module: ModuleType) -> None:
 
 
 def attach_ddp(module: ModuleType) -> None:
-    """See each model, and its broadcast of buffers, in ``torch.nn.parallel.distributed``."""
-    kind: Any = getattr(module, "DistributedDataParallel", None)
-    plain = getattr(kind, "_sync_buffers", None)
-    if not callable(plain) or not around(kind, "__init__", _GUARD, after=_keep_model):
+    """Hook the creation of each model, and its broadcast of buffers, in ``torch.nn.parallel.distributed``."""
+    ddp: Any = getattr(module, "DistributedDataParallel", None)
+    plain = getattr(ddp, "_sync_buffers", None)
+    if not callable(plain) or not around(ddp, "__init__", _GUARD, after=_keep_model):
         raise Unknown("DistributedDataParallel has no _sync_buffers: the own time of ranks under DDP is not measured")
-    kind._sync_buffers = _with_own_time_marks(plain, _broadcast_begins)
+    ddp._sync_buffers = _with_own_time_marks(plain, _broadcast_begins)
 
 
 def attach_scaler(module: ModuleType) -> None:
-    """See the scaled losses, in ``torch.amp.grad_scaler`` and FSDP's; torch's compiler breaks its graph at both."""
-    kind: Any = getattr(module, "ShardedGradScaler", None) or getattr(module, "GradScaler", None)
-    plain = getattr(kind, "scale", None)
+    """Hook the scaling of losses, in ``torch.amp.grad_scaler`` and FSDP's; torch's compiler breaks graphs there."""
+    scaler: Any = getattr(module, "ShardedGradScaler", None) or getattr(module, "GradScaler", None)
+    plain = getattr(scaler, "scale", None)
     if plain is None:
         return
 
@@ -65,13 +66,13 @@ def attach_scaler(module: ModuleType) -> None:
         _LOSS_GUARD(_keep_scaled_loss, outputs, result)
         return result
 
-    kind.scale = never_compiled(scale)  # not `around`: its wrappers share their code, and others may be compiled
+    scaler.scale = never_compiled(scale)  # not `around`: its wrappers share their code, and others may be compiled
 
 
 def _with_own_time_marks(plain: Callable[..., Any], begins: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
-    """Return a function that calls ``begins``, and stamps the end of a wait for other ranks after the call.
+    """Wrap a function: ``begins`` is called before it, and the end of a wait for other ranks is stamped after it.
 
-    ``begins`` returns the recorder of the loop; ``None`` if the call does not belong to it.
+    ``begins`` returns the recorder of the loop; ``None`` if the call is not of the loop: then nothing is stamped.
     """
 
     @functools.wraps(plain)
@@ -140,10 +141,10 @@ def _keep_scaled_loss(loss: Any, result: Any) -> None:
 
 
 def ddp_model_with(parameter: Any) -> Any:
-    """Return the model in DDP with this parameter and the process group of all ranks; ``None`` without one."""
-    world = sys.modules["torch"].distributed.get_world_size()
+    """Return the model that DDP wraps, with this parameter and the process group of all ranks; ``None`` without one."""
+    world_size = sys.modules["torch"].distributed.get_world_size()
     for model in _models:
-        if model.process_group.size() == world and any(parameter is own for own in model.module.parameters()):
+        if model.process_group.size() == world_size and any(parameter is own for own in model.module.parameters()):
             return model.module
     return None
 
@@ -153,7 +154,8 @@ class _Loss:
 
     def __init__(self) -> None:
         self._recorder: Any = None
-        self._ordinal = self._calls = self._calls_before = 0  # number of calls in this iteration and the one before
+        self._ordinal = 0  # number of iterations that had ended at the last call of ``backward``
+        self._calls = self._calls_before = 0  # calls of ``backward`` in this iteration, and in the iteration before
         self._coming: Any = None  # the newest loss of a window, which may not have arrived yet
         self._newest: Any = None  # the loss of this iteration: a number, or a tensor on a GPU
         self._has_scale = False  # whether the scale of losses is known
@@ -191,8 +193,8 @@ class _Loss:
             return  # the iteration of this loss has not ended
         self._record_arrived()
         if loss is not None and not isinstance(loss, float):
-            is_there = sys.modules["torch"].cuda.current_stream(loss.device).query()
-            loss = float(loss) if is_there else None
+            has_arrived = sys.modules["torch"].cuda.current_stream(loss.device).query()
+            loss = float(loss) if has_arrived else None
         if loss is not None:
             self._record(recorder.displayed_iteration - 1, loss, is_over=True)
 
@@ -202,8 +204,8 @@ class _Loss:
             self._record(self._coming.iteration, value)
             self._coming = None
 
-    def _record(self, iteration: int, value: float, is_over: bool = False) -> None:
-        # A loop or a framework that gives its loss sees NaN itself: it is counted once.
+    def _record(self, iteration: int, value: float, is_over: bool = False) -> None:  # is_over: after the last iteration
+        # If the loop or a framework gives its loss, also NaN is in that loss, and must not be counted twice.
         has_use = self._has_scale or not math.isfinite(value)
         if iteration > self._last_recorded and has_use and not self._recorder.has_loss:
             self._last_recorded = iteration

@@ -31,7 +31,7 @@ from effllm.trainer.collector import get_metrics_collector
 _GUARD = Guard("DeepSpeed")
 _SYNC_GUARD = Guard("DeepSpeed's own time of ranks")
 _TIMER_GUARD = Guard("DeepSpeed's throughput timer")
-_COUNTING = Guard("the parameter count of DeepSpeed's model")
+_COUNT_GUARD = Guard("the parameter count of DeepSpeed's model")
 
 
 def attach(module: ModuleType) -> None:
@@ -48,10 +48,8 @@ def attach(module: ModuleType) -> None:
 
 def attach_pipeline(module: ModuleType) -> None:
     """Hook the engine of a pipeline, in ``deepspeed.runtime.pipe.engine``."""
-    engine = getattr(module, "PipelineEngine", None)
-    if engine is None or not around(
-        engine, "train_batch", _GUARD, before=_LOOP.pipeline_begins, after=_LOOP.pipeline_ended
-    ):
+    engine, begins, ends = getattr(module, "PipelineEngine", None), _LOOP.pipeline_begins, _LOOP.pipeline_ended
+    if engine is None or not around(engine, "train_batch", _GUARD, before=begins, after=ends):
         raise Unknown("deepspeed.runtime.pipe.engine has no PipelineEngine.train_batch")
     around(engine, "eval_batch", _GUARD, before=_LOOP.pipeline_evaluates)
 
@@ -61,10 +59,10 @@ class _DeepSpeedLoop:
         self._steps = Steps(ownership.CORE, "deepspeed", "Step")
         self._batches = Batches(self._steps)
         self._leader: Any = None  # a weak reference
-        self._is_running = self._is_evaluating = False
+        self._is_running = self._is_evaluating = False  # whether an iteration or an evaluation has begun and not ended
         self._idle_since_ns = 0  # end of the last micro-batch if no optimizer step followed; 0 during a micro-batch
-        self._counts_data = self._counts_samples = True
-        self._at_last_log = (0, 0.0)  # steps and their time in DeepSpeed's timer, at its last log
+        self._counts_data = self._counts_samples = True  # whether this rank counts its batches, and their samples
+        self._at_last_log = (0, 0.0)  # steps and their time in s, in DeepSpeed's timer at its last log
 
     # --- the engine ---
 
@@ -89,15 +87,15 @@ class _DeepSpeedLoop:
             get_metrics_collector().sync_point()
 
     def step_begins(self, call: Call) -> Any:
-        """Return the leading engine's count of steps; the count increases with an optimizer step."""
+        """Return the leader's number of optimizer steps so far, for `step_ended`; ``None`` for other engines."""
         engine = call.args[0]
         return engine.global_steps if self._is_leader(engine) else None
 
-    def step_ended(self, steps: int | None, call: Call, _result: Any) -> None:
+    def step_ended(self, steps_before: int | None, call: Call, _result: Any) -> None:
         """End the iteration if the optimizer stepped; a step skipped after an overflow counts too."""
-        if steps is None:
+        if steps_before is None:
             return
-        if call.args[0].global_steps == steps:
+        if call.args[0].global_steps == steps_before:
             self._idle_since_ns = time.monotonic_ns()
             return
         self._idle_since_ns, self._is_running = 0, False
@@ -112,9 +110,9 @@ class _DeepSpeedLoop:
         timer = engine.tput_timer
         if not timer.steps_per_output or timer.global_step_count % timer.steps_per_output:
             return
-        (steps, time_s), self._at_last_log = self._at_last_log, (timer.global_step_count, timer.total_elapsed_time)
-        if 0 < time_s < self._at_last_log[1] and not self._batches.has_packed:
-            rate = timer.batch_size * (self._at_last_log[0] - steps) / (self._at_last_log[1] - time_s)
+        (last_steps, last_s), self._at_last_log = self._at_last_log, (timer.global_step_count, timer.total_elapsed_time)
+        if 0 < last_s < self._at_last_log[1] and not self._batches.has_packed:
+            rate = timer.batch_size * (self._at_last_log[0] - last_steps) / (self._at_last_log[1] - last_s)
             self._steps.record_figures({SAMPLES_PER_S: rate})
 
     def wrap_checkpoint(self, engine: Any) -> None:
@@ -163,16 +161,16 @@ class _DeepSpeedLoop:
         return True
 
     def _begin(self, engine: Any) -> None:
-        model_parallel = _ask_groups(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+        model_parallel = _call_first(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
         self._counts_data = (
-            model_parallel == 1 or _ask_groups(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank") == 0
+            model_parallel == 1 or _call_first(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank") == 0
         )
-        split = getattr(engine, "sequence_parallel_size", 1) or 1
+        sequence_parallel = getattr(engine, "sequence_parallel_size", 1) or 1
         own_rank = rank()
-        self._counts_samples = own_rank % split == 0
+        self._counts_samples = own_rank % sequence_parallel == 0
         is_partly_here = model_parallel > 1 or getattr(engine, "has_moe_layers", False)
         is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # tied across stages
-        counted = None if is_partly_here else _COUNTING(parameters_of, engine.module)
+        counted = None if is_partly_here else _COUNT_GUARD(parameters_of, engine.module)
         is_pipeline = getattr(engine, "pipeline_parallelism", False)
         counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
         is_new = not get_metrics_collector().is_collecting
@@ -184,7 +182,7 @@ class _DeepSpeedLoop:
                 "model": model_name(engine.module),
                 **zero_facts(engine),
                 "tensor_parallel": model_parallel,
-                "sequence_parallel": split,
+                "sequence_parallel": sequence_parallel,
                 "pipeline_parallel": getattr(engine, "num_stages", 1),
                 "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
                 "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -212,15 +210,15 @@ class _DeepSpeedLoop:
         if self._is_evaluating:
             self._is_evaluating = False
             self._steps.phase_end()
-            if self._idle_since_ns:
+            if self._idle_since_ns:  # the evaluation is no data wait
                 self._idle_since_ns = time.monotonic_ns()
 
 
-def _ask_groups(engine: Any, *names: str) -> int:
+def _call_first(engine: Any, *names: str) -> int:
     """Return the result of the first of these methods that the engine's process groups have; 1 without one."""
     groups = getattr(engine, "mpu", None)
-    size = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
-    return int(size()) if size is not None else 1
+    method = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
+    return int(method()) if method is not None else 1
 
 
 _LOOP = _DeepSpeedLoop()

@@ -23,7 +23,7 @@ from effllm.records.plain_text import one_line
 MAX_HISTORY = 20_000  # maximal number of entries in each history; the oldest entries are dropped and counted
 
 _TRAINING_LOGS = ("loss", "train_runtime")  # "loss" is in the logs of steps, "train_runtime" in a training's last log
-_ATTACHING = Guard("the run of a Trainer")
+_ATTACH_GUARD = Guard("the run of a Trainer")
 _active: EnergyTrackingCallback | None = None  # the callback that measures the running training
 
 
@@ -85,18 +85,19 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self.monitor = gpu_monitor or RobustGPUMonitor()
         self._folder, self._language = output_dir, language
         self._guard, self._end_guard = Guard("the energy of steps"), Guard("the report of the energy")
-        _ATTACHING(_attach_hooks)
+        _ATTACH_GUARD(_attach_hooks)
         self._reset()
 
     def _reset(self) -> None:
         self._state: Any = None  # state of the Trainer; None outside of a training
         self._step_of_span: dict[int, tuple[int, float]] = {}  # number of a span -> step and epoch
-        self._last_step = -1
+        self._last_step = -1  # the last step whose end was processed
         self._first_epoch = self._last_epoch = 0.0  # before the first measured step, and after the last
-        self._has_started = self._owns_monitoring = False
-        self._final: dict[str, float] | None = None
+        self._has_started = False  # whether the first step has begun
+        self._owns_monitoring = False  # whether this callback has started the monitor, and so stops it
+        # Sums of readings: of the training, of the steps since the last log, and of the open interval.
         self.total = self._since_log = self._interval = SpanReadings()
-        self._new_logs: dict[str, float] = {}
+        self._new_logs: dict[str, float] = {}  # values that are not yet in the logs
         self.step_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)  #: entries of the answered steps
         self.interval_history: deque[dict[str, Any]] = deque(maxlen=MAX_HISTORY)
         self._num_steps = self._num_intervals = 0
@@ -163,10 +164,10 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     def _take_answers(self) -> None:
         for span in self.monitor.take():
-            asked = self._step_of_span.pop(span.number, None)
-            if asked is None:
+            step_and_epoch = self._step_of_span.pop(span.number, None)
+            if step_and_epoch is None:
                 continue  # a span of another user of the monitor
-            step, epoch = asked
+            step, epoch = step_and_epoch
             self._last_epoch = epoch
             self.total, self._since_log = self.total.then(span), self._since_log.then(span)
             self._interval = self._interval.then(span)
@@ -178,22 +179,22 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
                 self._end_interval(step, epoch)
 
     def _end_interval(self, step: int, epoch: float) -> None:
-        done, self._interval = self._interval, SpanReadings()
-        metrics = self.monitor.metrics(done, step, epoch)
+        interval, self._interval = self._interval, SpanReadings()
+        metrics = self.monitor.metrics(interval, step, epoch)
         self._num_intervals += 1
-        self.interval_history.append(energy_report.history_entry(metrics, done, self.monitor.baseline))
-        self._new_logs |= energy_report.interval_logs(done, step)
+        self.interval_history.append(energy_report.history_entry(metrics, interval, self.monitor.baseline))
+        self._new_logs |= energy_report.interval_logs(interval, step)
 
     def _add_to_logs(self, state: Any, logs: dict[str, Any]) -> None:
         if "train_runtime" in logs:  # the training has ended
-            self._wait_and_take_rest()
-            self._final = energy_report.final_values(self.total, self._epochs, self._carbon)
-            self._new_logs |= {name: value for name, value in self._final.items() if not math.isnan(value)}
+            self._wait_and_take_answers()
+            final = energy_report.final_values(self.total, self._epochs, self._carbon)
+            self._new_logs |= {name: value for name, value in final.items() if not math.isnan(value)}
         if state.is_world_process_zero and not self._send_values(self._new_logs):
             logs.update(self._new_logs)
         self._new_logs, self._since_log = {}, SpanReadings()
 
-    def _send_values(self, values: dict[str, float]) -> bool:
+    def _send_values(self, values: dict[str, float]) -> bool:  # whether ``log`` replaces the Trainer's logs
         if self._log_function is None:
             return False
         try:
@@ -214,7 +215,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         self._state = None
         _active = None if _active is self else _active
         atexit.unregister(self._at_exit)
-        self._guard(self._wait_and_take_rest)  # after a fault, the report has the steps before the fault
+        self._guard(self._wait_and_take_answers)  # after a fault, the report has the steps before the fault
         if self._owns_monitoring:
             self.monitor.stop_monitoring()
         self.monitor.warn_if_unmeasured()
@@ -224,7 +225,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         if is_first_rank:
             self._write_files_and_print()
 
-    def _wait_and_take_rest(self) -> None:
+    def _wait_and_take_answers(self) -> None:
         self.monitor.wait(ANSWER_S)
         self._take_answers()
 

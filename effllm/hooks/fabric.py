@@ -33,7 +33,7 @@ from effllm.trainer import ownership
 from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("Lightning Fabric")
-_COUNTING = Guard("the parameter count of Lightning Fabric's model")
+_COUNT_GUARD = Guard("the parameter count of Lightning Fabric's model")
 _PATIENCE_STEPS = 16  # the leader is replaced if other optimizers make more steps than this while it makes none
 
 
@@ -61,25 +61,27 @@ def _wrap_forward(model: Any) -> None:
     is_compiling = getattr(sys.modules["torch"].compiler, "is_compiling", lambda: False)
 
     @functools.wraps(forward)
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():  # during compilation, this call would break the compiler's graph
             _GUARD(_LOOP.forward_begins, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
-    model.forward = seen
+    model.forward = watched_forward
 
 
 class _FabricLoop:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "fabric", "Step")
         self._batches = Batches(self._steps)
-        self._has_optimizer = self._is_running = self._is_evaluating = False
-        self._parameters_of: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()
+        self._has_optimizer = False  # whether there is a wrapped optimizer
+        self._is_running = self._is_evaluating = False  # whether an iteration or an evaluation has begun and not ended
+        # Wrapped model -> its parameters; None if they could not be counted.
+        self._parameters_by_model: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have trained in train mode
         self._counted_model: Any = None  # model whose batches are counted; a weak reference, like the next 2 attributes
         self._leader: Any = None  # the optimizer whose step ends the iteration
-        self._stepped_last: Any = None
-        self._steps_of_others = 0
+        self._last_to_step: Any = None  # the optimizer that made the last step
+        self._steps_of_others = 0  # steps of other optimizers since the leader's last step
 
     def optimizer_made(self, *_: Any) -> None:
         """Record that there is a wrapped optimizer; a loop without a wrapped optimizer is not measured here."""
@@ -94,7 +96,7 @@ class _FabricLoop:
             return
         if not self._claim():
             return
-        if model not in self._parameters_of or _referent(self._counted_model) is None:
+        if model not in self._parameters_by_model or _referent(self._counted_model) is None:
             self._add_model(model)
             if _referent(self._counted_model) is None:
                 return  # this model is frozen, and no other model has trained so far
@@ -102,21 +104,21 @@ class _FabricLoop:
             self._in_train_mode.add(model)
         self._end_evaluation()
         if not self._is_running:
-            self._is_running, self._leader, self._steps_of_others = True, self._stepped_last, 0
+            self._is_running, self._leader, self._steps_of_others = True, self._last_to_step, 0
             self._steps.start_step()
         if _referent(self._counted_model) is model:
-            is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
-            self._batches.add_batch(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
+            is_whole_batch = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
+            self._batches.add_batch(args[0] if is_whole_batch else inputs_of(model.module, args, kwargs))
 
     def optimizer_stepped(self, _token: Any, call: Call, _result: Any) -> None:
         """End the iteration if this optimizer leads; a step that a gradient scaler skips counts too."""
         if not self._steps.is_owner:
             return
         optimizer, leader = call.args[0], _referent(self._leader)
-        self._stepped_last = weakref.ref(optimizer)
+        self._last_to_step = weakref.ref(optimizer)
         self._steps_of_others += 1
         if optimizer is leader or leader is None or self._steps_of_others > _PATIENCE_STEPS:
-            self._leader, self._steps_of_others = self._stepped_last, 0
+            self._leader, self._steps_of_others = self._last_to_step, 0
             if self._is_running:
                 self._is_running = False
                 self._batches.end_iteration()
@@ -134,14 +136,14 @@ class _FabricLoop:
             return True
         if not self._has_optimizer or not self._steps.claim():
             return False
-        self._parameters_of.clear()
+        self._parameters_by_model.clear()
         self._counted_model, self._is_running, self._is_evaluating = None, False, False
         listen_to_waits(self._steps)
         return True
 
     def _add_model(self, model: Any) -> None:
         """Add the parameters of a new model; the first model that trains starts the metrics."""
-        counted = self._parameters_of[model] = _COUNTING(parameters_of, model._forward_module)
+        counted = self._parameters_by_model[model] = _COUNT_GUARD(parameters_of, model._forward_module)
         if counted is not None and not counted.trainable:
             return
         if _referent(self._counted_model) is not None:
@@ -165,9 +167,9 @@ class _FabricLoop:
 
     def _share(self) -> dict[str, int] | None:
         """Return this rank's share of the parameters; ``None`` if the number of any model is unknown."""
-        training = [own for own in self._parameters_of.values() if own is None or own.trainable]
-        counted = [parameters for parameters in training if parameters is not None]
-        if not counted or len(counted) < len(training):
+        trained = [counts for counts in self._parameters_by_model.values() if counts is None or counts.trainable]
+        counted = [counts for counts in trained if counts is not None]
+        if not counted or len(counted) < len(trained):
             return None
         shares = [parameters.share_of_rank(rank() == 0) for parameters in counted]
         if len(shares) == 1:
@@ -185,7 +187,7 @@ class _FabricLoop:
             self._steps.phase_end()
 
 
-def _referent(reference: Any) -> Any:
+def _referent(reference: Any) -> Any:  # of a weak reference, or None
     return reference() if reference is not None else None
 
 

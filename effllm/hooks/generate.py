@@ -74,7 +74,7 @@ def _vllm_generated(begun: Any, _call: Call, result: Any) -> None:
     _end_request(begun, lambda: _counts_of_outputs(list(result) if isinstance(result, (list, tuple)) else [result]))
 
 
-def _counts_of_outputs(requests: list[Any]) -> tuple[int, int, int]:
+def _counts_of_outputs(requests: list[Any]) -> tuple[int, int, int]:  # as `_counts_of_call`
     tokens = sum(len(output.token_ids) for request in requests for output in request.outputs)
     return tokens, sum(len(getattr(request, "prompt_token_ids", None) or ()) for request in requests), len(requests)
 
@@ -82,7 +82,7 @@ def _counts_of_outputs(requests: list[Any]) -> tuple[int, int, int]:
 def _end_request(begun: Any, counts_of_result: Callable[[], tuple[int, int, int]]) -> None:
     if begun is None:
         return
-    counts: tuple[int | None, int, int] = None, 0, 1
+    counts: tuple[int | None, int, int] = None, 0, 1  # used if the result cannot be counted
     try:
         counts = counts_of_result()
     finally:
@@ -92,13 +92,10 @@ def _end_request(begun: Any, counts_of_result: Callable[[], tuple[int, int, int]
 def _counts_of_call(call: Call, sequences: Any) -> tuple[int, int, int]:
     """Return three numbers: generated tokens, tokens in prompts, prompts."""
     rows, length = _rows_and_length(sequences)
-    prompts, prompt_length = _rows_and_length(_prompt(call))
-    first = _num_not_generated(call, prompt_length)
-    return (
-        rows * max(length - first, 0) - _num_padding(call, sequences, first),
-        prompts * prompt_length,
-        prompts or rows,
-    )
+    num_prompts, prompt_length = _rows_and_length(_prompt(call))
+    first = _num_not_generated(call, prompt_length)  # position of the first generated token
+    num_generated = rows * max(length - first, 0) - _num_padding(call, sequences, first)
+    return num_generated, num_prompts * prompt_length, num_prompts or rows
 
 
 def _prompt(call: Call) -> Any:
@@ -117,7 +114,7 @@ def _num_not_generated(call: Call, prompt_length: int) -> int:
     return prompt_length or 1
 
 
-def _rows_and_length(tensor: Any) -> tuple[int, int]:
+def _rows_and_length(tensor: Any) -> tuple[int, int]:  # 0 and 0 for a value that is no batch of sequences
     shape = getattr(tensor, "shape", None)
     return (int(shape[0]), int(shape[1])) if shape is not None and len(shape) >= 2 else (0, 0)
 
@@ -135,14 +132,14 @@ def _num_padding(call: Call, sequences: Any, first: int) -> int:
 
 
 def _num_padding_in_row(row: list[int], ends: set[int], pad: int | None) -> int:
-    """Return the number of tokens after the end of a sequence.
+    """Return the number of tokens after the end of a sequence; ``ends`` are the tokens that end it.
 
     >>> [_num_padding_in_row(row, {2}, p) for row, p in (([5, 6, 2, 0, 0], 0), ([5, 6, 2, 2, 2], 2), ([5, 6, 0], 0))]
     [2, 2, 1]
     """
-    for place, token in enumerate(row):
+    for index, token in enumerate(row):
         if token in ends:
-            return len(row) - place - 1
+            return len(row) - index - 1
     padding = 0  # a sequence may also be stopped without an end token
     while padding < len(row) and row[-1 - padding] == pad:
         padding += 1

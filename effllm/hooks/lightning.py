@@ -30,10 +30,10 @@ from effllm.trainer.session import status_after
 
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")
-_LOGGING = Guard("Lightning's loggers")
+_LOG_GUARD = Guard("Lightning's loggers")
 #: Loggers that get no call of their own, because values join the calls of the training (effllm/trainer/trackers.py).
 _JOINED = {"WandbLogger", "TrackioLogger"}
-_COUNTING = Guard("the parameter count of Lightning's module")
+_COUNT_GUARD = Guard("the parameter count of Lightning's module")
 
 
 def callbacks() -> list[Any]:
@@ -63,7 +63,7 @@ def callback_of(package: str) -> Any:
     return _classes[package]()
 
 
-_classes: dict[str, type] = {}
+_classes: dict[str, type] = {}  # package -> the class of its callback
 
 
 class _Callback:
@@ -98,7 +98,7 @@ class _Callback:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._training is not None:
             _GUARD(self._training.batch_end, outputs, batch)
-            _LOGGING(self._training.log_values)
+            _LOG_GUARD(self._training.log_values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an evaluation, which may also run before training."""
@@ -128,17 +128,17 @@ class LightningTraining:
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
         self._idle_since_ns = 0  # end of a micro-batch without an optimizer step; 0 between iterations
-        self._step = 0
+        self._step = 0  # ``global_step`` at the end of the last iteration
         self._has_ended_iteration = False  # whether the last batch ended an iteration
-        self._loss: float | None = None
+        self._loss: float | None = None  # of the last iteration
         self._batches = Batches(_STEPS)
-        self._counts_data = True
+        self._counts_data = True  # whether this rank counts its batches
 
     def begin(self) -> bool:
         trainer = self._trainer
         self._step = trainer.global_step
         self._counts_data = _counts_batches(trainer)
-        parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
+        parameters = _COUNT_GUARD(parameters_of, getattr(trainer, "model", None) or self._module)
         has_begun = _STEPS.begin_training(
             parameter_share=parameters.share_of_rank(trainer.global_rank == 0) if parameters else None,
             first_iteration=self._step,
@@ -188,10 +188,10 @@ class LightningTraining:
         values = _STEPS.record_loss(self._step, self._loss)
         trainer = self._trainer
         loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
-        step = getattr(loop, "_batches_that_stepped", self._step)
-        every = trainer.log_every_n_steps
+        step = getattr(loop, "_batches_that_stepped", self._step)  # the step in Lightning's own logs
+        interval = trainer.log_every_n_steps
         measured = {name: value for name, value in values.items() if value == value}  # nan: not measured
-        if measured and every and (step + 1) % every == 0 and trainer.is_global_zero:
+        if measured and interval and (step + 1) % interval == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
                 if not _JOINED.intersection(kind.__name__ for kind in type(logger).__mro__):
                     logger.log_metrics(measured, step=step)
@@ -210,7 +210,7 @@ def _total_iterations(trainer: Any, module: Any) -> int | None:
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     if not isinstance(batches, int) or not epochs or epochs < 0:
         return None
-    return int(-(-batches // trainer.accumulate_grad_batches) * epochs)
+    return int(-(-batches // trainer.accumulate_grad_batches) * epochs)  # iterations of an epoch, rounded up
 
 
 def _counts_batches(trainer: Any) -> bool:

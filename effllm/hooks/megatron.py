@@ -23,21 +23,21 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
     number of parameters that one token uses; the router chooses a share of the experts.  ``active`` is missing if there
     are experts, but no chunk's configuration has their number.
     """
-    total = trainable = experts = 0
-    chosen: tuple[int, int] | None = None
+    total = trainable = in_experts = 0
+    active_and_all: tuple[int, int] | None = None  # number of experts that a token uses, and number of all experts
     for chunk in model_chunks:
         config = configuration(chunk)
-        active, all_experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
-        chosen = chosen or ((active, all_experts) if active and all_experts else None)
+        num_active, num_experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
+        active_and_all = active_and_all or ((num_active, num_experts) if num_active and num_experts else None)
         for name, parameter in chunk.named_parameters():
             if _counts_parameter(name, parameter):
                 total += parameter.numel()
                 trainable += parameter.numel() if parameter.requires_grad else 0
-                experts += parameter.numel() if _is_expert(name, parameter) else 0
+                in_experts += parameter.numel() if _is_expert(name, parameter) else 0
     share = {"total": total, "trainable": trainable}
-    if chosen:
-        share["active"] = total - experts + experts * chosen[0] // chosen[1]
-    elif not experts:
+    if active_and_all:
+        share["active"] = total - in_experts + in_experts * active_and_all[0] // active_and_all[1]
+    elif not in_experts:
         share["active"] = total
     return share
 
@@ -87,7 +87,7 @@ def layout_facts(settings: Any, replicas: int) -> dict[str, Any]:
 
 def configuration(chunk: Any) -> Any:
     """Return the ``TransformerConfig`` of a wrapped model chunk, or ``None`` without one."""
-    for _ in range(8):
+    for _ in range(8):  # at most so many wrappers
         config = getattr(chunk, "config", None)
         if hasattr(config, "hidden_size"):
             return config
@@ -95,20 +95,20 @@ def configuration(chunk: Any) -> Any:
     return None
 
 
-def _counts_parameter(name: str, parameter: Any) -> bool:
+def _counts_parameter(name: str, parameter: Any) -> bool:  # whether this rank is the first with this tensor
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 
-    if getattr(parameter, "shared", False):
+    if getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
         return False
     if not _is_expert(name, parameter):
         is_first_replica = groups.get_data_parallel_rank() == 0 and _first_result(groups, _CONTEXT_RANK) == 0
         return is_first_replica and bool(param_is_not_tensor_parallel_duplicate(parameter))
     is_split = getattr(parameter, "tensor_model_parallel", False)
     # The second name is from megatron-core 0.8, which has no expert data parallelism.
-    replica = _first_result(groups, "get_expert_data_parallel_rank", "get_data_modulo_expert_parallel_rank")
-    part = _first_result(groups, "get_expert_tensor_parallel_rank", "get_tensor_model_parallel_rank")
-    return replica == 0 and (is_split or part == 0)
+    data_rank = _first_result(groups, "get_expert_data_parallel_rank", "get_data_modulo_expert_parallel_rank")
+    tensor_rank = _first_result(groups, "get_expert_tensor_parallel_rank", "get_tensor_model_parallel_rank")
+    return data_rank == 0 and (is_split or tensor_rank == 0)
 
 
 def _is_expert(name: str, parameter: Any) -> bool:
@@ -119,5 +119,5 @@ def _is_expert(name: str, parameter: Any) -> bool:
 
 def _first_result(groups: Any, *names: str) -> int:
     """Return the result of the first of these functions that this version of megatron-core has; 0 without one."""
-    ask: Callable[[], int] = next((getattr(groups, name) for name in names if hasattr(groups, name)), int)
-    return ask()
+    function: Callable[[], int] = next((getattr(groups, name) for name in names if hasattr(groups, name)), int)
+    return function()  # int() is 0

@@ -26,7 +26,7 @@ OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 def attach(module: ModuleType) -> None:
     """Hook all schedules; ``get_forward_backward_func`` chooses one of them."""
-    schedules = [name for name, own in vars(module).items() if _is_schedule(name, own)]
+    schedules = [name for name, member in vars(module).items() if _is_schedule(name, member)]
     if not schedules:
         raise Unknown("it has no forward_backward_ function that takes num_microbatches")
     for name in schedules:
@@ -54,20 +54,20 @@ def attach_gradients(module: ModuleType) -> None:
         raise Unknown("it has no finalize_model_grads: the own time of ranks is not measured")
 
 
-def _is_schedule(name: str, own: Any) -> bool:
+def _is_schedule(name: str, member: Any) -> bool:
     is_named = name.startswith("forward_backward_")
-    return is_named and inspect.isfunction(own) and "num_microbatches" in inspect.signature(own).parameters
+    return is_named and inspect.isfunction(member) and "num_microbatches" in inspect.signature(member).parameters
 
 
 class _Iterations:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
-        self._parameters = Guard("the parameter count of megatron.core's model")
-        self._peers = Guard("the rank's peer group in megatron.core")
+        self._count_guard = Guard("the parameter count of megatron.core's model")
+        self._peers_guard = Guard("the rank's peer group in megatron.core")
         self._has_passes = False  # whether there was a pass since the last optimizer step
         self._depth = 0  # depth of nested optimizer steps
-        self._samples = self._tokens = 0
-        self._reports_data = False
+        self._samples = self._tokens = 0  # of the passes since the last optimizer step
+        self._reports_data = False  # whether this rank counts them
 
     def pass_starts(self, call: Call) -> str:
         """Start an iteration at its first pass; but if the pass is forward-only, start an evaluation."""
@@ -118,9 +118,9 @@ class _Iterations:
         else:
             self._reports_data = reports_data()
         self._steps.begin_training(
-            parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, chunks[0], config)
+            parameter_share=self._count_guard(parameter_share, chunks), facts=_facts(call, chunks[0], config)
         )
-        get_metrics_collector().set_peer_group(*(self._peers(peer_group_and_replica) or ("",)))
+        get_metrics_collector().set_peer_group(*(self._peers_guard(peer_group_and_replica) or ("",)))
         return True
 
 

@@ -4,8 +4,8 @@ The module's functions are looked up at each call, so they are wrapped in the mo
 differ between versions (0.8 to 0.19 are known), so arguments are read by name.
 
 ``train_step`` itself fetches micro-batches.  From Megatron 0.10 on, micro-batches come from Megatron's own iterator
-class.  Megatron requires this class, so its ``__next__`` is wrapped, and AL excludes the wait for data.  In older
-versions, and on ranks that get their data from a peer, AL includes the wait.
+class.  Megatron requires this class, so its ``__next__`` is wrapped, and the iteration time excludes the wait for data.
+In older versions, and on ranks that get their data from a peer, it includes the wait.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def attach(module: ModuleType) -> None:
         raise Unknown(f"it has no {' and no '.join(missing)}")
     training, guard = _Training(module), Guard("Megatron")
     around(module, "train_step", guard, before=training.step_starts, after=training.step_ended)
-    is_marked = {
+    is_wrapped = {
         "setup_model_and_optimizer": around(module, "setup_model_and_optimizer", guard, after=training.model_is_built),
         "training_log": around(module, "training_log", guard, before=training.before_log, after=training.after_log),
     }
     around(module, "print_rank_last", guard, before=training.read_throughput)
     for name, phase in PHASES.items():
-        is_marked[name] = training.wrap_as_phase(name, phase, guard)
+        is_wrapped[name] = training.wrap_as_phase(name, phase, guard)
     for name in ("train", "pretrain"):
         around(module, name, guard, before=training.loop_begins, after=training.loop_ended, failed=training.loop_failed)
-    absent = [name for name, is_there in is_marked.items() if not is_there]
+    absent = [name for name, exists in is_wrapped.items() if not exists]
     if absent:
         print_once(f"{module.__name__} has no {', '.join(absent)}: these functions are not measured")
 
@@ -110,19 +110,20 @@ class _Training:
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
         self._steps = Steps(ownership.FRAMEWORK, NAME)
-        self._flops = Guard("Megatron's number of floating-point operations")
-        self._parameters = Guard("the parameter count of Megatron's model")
-        self._peers = Guard("the rank's peer group in Megatron")
+        self._flops_guard = Guard("Megatron's number of floating-point operations")
+        self._count_guard = Guard("the parameter count of Megatron's model")
+        self._peers_guard = Guard("the rank's peer group in Megatron")
         self._depth = 0  # depth of nested calls of `pretrain` and `train`
         self._reset()
 
     def _reset(self) -> None:
         self._has_begun = False  # whether this run has tried to start the metrics
-        self._reports_data = self._reports_loss = False
-        self._replicas, self._replica = 1, 0
+        self._reports_data = self._reports_loss = False  # whether this rank reports tokens and samples, and the loss
+        self._num_replicas, self._replica = 1, 0  # of data parallelism; the replica of this rank
         self._unrecorded_end: tuple[int, int, int] | None = None  # of a step: time, positions and samples
-        self._coming_loss: LazyNumber | None = None
-        self._num_skipped = self._first_iteration = 0
+        self._coming_loss: LazyNumber | None = None  # of a window's end; it may not have arrived from the GPU
+        self._num_skipped = 0  # number of iterations without an update, for example after an overflow
+        self._first_iteration = 0  # number of iterations that were completed before this run
 
     # --- from the first step to the last ---
 
@@ -137,23 +138,23 @@ class _Training:
         self._has_begun = True
         args = self._module.get_args()
         self._first_iteration = getattr(args, "iteration", 0) or 0
-        flops = self._flops(self._flops_per_token, args)
+        flops = self._flops_guard(self._flops_per_token, args)
         facts = _facts(args)
         if flops:
             facts["flops_convention"] = "Megatron's num_floating_point_operations, forward and backward"
         if not self._steps.begin_training(
-            parameter_share=self._parameters(parameter_share, model if isinstance(model, list | tuple) else [model]),
+            parameter_share=self._count_guard(parameter_share, model if isinstance(model, list | tuple) else [model]),
             first_iteration=self._first_iteration,
             total_iterations=_total_iterations(args),
             flops_per_token=flops,
             facts=facts,
         ):
             return
-        get_metrics_collector().set_peer_group(*(self._peers(peer_group_and_replica) or ("",)))
+        get_metrics_collector().set_peer_group(*(self._peers_guard(peer_group_and_replica) or ("",)))
         from megatron.core import parallel_state as groups
 
         self._reports_data = reports_data()
-        self._replica, self._replicas = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+        self._replica, self._num_replicas = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
         self._reports_loss = self._reports_data and self._replica == 0
 
     def _flops_per_token(self, args: Any) -> float | None:
@@ -198,14 +199,14 @@ class _Training:
         if not self._steps.is_owner:
             return
         ended_ns = time.monotonic_ns()
-        samples = tokens = 0
+        samples = positions = 0
         if self._reports_data:
             args = self._module.get_args()
             samples = args.micro_batch_size * self._num_microbatches()
-            tokens = samples * args.seq_length
+            positions = samples * args.seq_length
         self._num_skipped += bool(result[1])
-        self._unrecorded_end = (ended_ns, tokens, samples)
-        if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):
+        self._unrecorded_end = (ended_ns, positions, samples)
+        if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):  # before 0.18: no count of tokens follows
             self._record_end()
 
     def _num_microbatches(self) -> int:
@@ -218,8 +219,8 @@ class _Training:
     def _record_end(self, tokens: int | None = None) -> None:
         """Record the end of the last step; from Megatron 0.18 on, tokens without padding are known after the end."""
         if self._unrecorded_end is not None:
-            (ended_ns, processed, samples), self._unrecorded_end = self._unrecorded_end, None
-            self._steps.end_step(processed, samples, tokens, at_ns=ended_ns)
+            (ended_ns, positions, samples), self._unrecorded_end = self._unrecorded_end, None
+            self._steps.end_step(positions, samples, tokens, at_ns=ended_ns)
 
     def before_log(self, call: Call) -> None:
         """Read the arguments of Megatron's log: tokens of packed sequences; at the end of a window, also the loss."""
@@ -252,14 +253,14 @@ class _Training:
             self._steps.record_loss(self._coming_loss.iteration, value)
             self._coming_loss = None
 
-    def _share_of_tokens(self, of_all: Any) -> int | None:
+    def _share_of_tokens(self, job_tokens: Any) -> int | None:
         """Return this rank's share of the whole job's token count; 0 if this rank does not report data."""
-        if isinstance(of_all, bool) or not isinstance(of_all, int | float):
+        if isinstance(job_tokens, bool) or not isinstance(job_tokens, int | float):
             return None
         if not self._reports_data:
             return 0
-        share, rest = divmod(round(of_all), self._replicas)
-        return share + (1 if self._replica < rest else 0)
+        share, remainder = divmod(round(job_tokens), self._num_replicas)
+        return share + (1 if self._replica < remainder else 0)  # so the shares of all replicas have the right sum
 
     # --- evaluations and checkpoints ---
 
@@ -276,7 +277,7 @@ class _Training:
 def _facts(args: Any) -> dict[str, Any]:
     facts = {fact: getattr(args, name, None) for fact, name in FACTS.items()}
     is_dense = not facts["num_experts"]  # Megatron sets defaults for experts even in a dense model
-    facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
+    facts = {name: fact for name, fact in facts.items() if fact is not None and not (is_dense and "expert" in name)}
     facts["precision"] = next((name for name in ("fp4", "fp8", "bf16", "fp16") if getattr(args, name, None)), "fp32")
     facts |= layout_facts(args, facts.get("data_parallel") or 1)
     batch: list[Any] = [facts.get(name) for name in ("global_batch_size", "sequence_length", "data_parallel")]

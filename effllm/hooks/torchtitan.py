@@ -25,8 +25,8 @@ from effllm.trainer.session import status_after
 
 _STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
 _GUARD = Guard("torchtitan")
-_LOGGING = Guard("torchtitan's logger")
-_COUNTING = Guard("the parameter count of torchtitan's model")
+_LOG_GUARD = Guard("torchtitan's logger")
+_COUNT_GUARD = Guard("the parameter count of torchtitan's model")
 
 #: Name in torchtitan's metrics -> name of the figure, and its scale.
 FIGURES = {
@@ -65,7 +65,7 @@ def _attach_if_there(module: Any) -> bool:
     )
 
 
-_training: TitanTraining | None = None
+_training: TitanTraining | None = None  # the running one
 
 
 def _before_step(call: Call) -> Any:
@@ -100,7 +100,7 @@ def _after_log(training: Any, call: Call, result: Any) -> None:
     if training is not None:
         training.store_counts_after_log()
         values = _STEPS.record_loss(int(call.get("step")), number(call.get("global_avg_loss")))
-        _LOGGING(training.log_values, int(call.get("step")), values)
+        _LOG_GUARD(training.log_values, int(call.get("step")), values)
 
 
 def _train_failed(_: Any) -> None:
@@ -123,53 +123,53 @@ class TitanTraining:
         self._settings = getattr(config, "training", None)
         model = getattr(config, "model", None) or getattr(config, "model_spec", None)
         words = (getattr(model, name, None) for name in ("name", "flavor"))
-        self._model = " ".join(word for word in words if isinstance(word, str))  # such as "llama3 8B"
-        self._length = getattr(self._settings, "seq_len", None)
-        self._counts_data = _counts_batches(trainer.parallel_dims)
-        self._tokens = self._tokens_seen = self._num_waits_seen = 0
-        self._wait_s = 0.0
+        self._model_name = " ".join(word for word in words if isinstance(word, str))  # such as "llama3 8B"
+        self._sequence_length = getattr(self._settings, "seq_len", None)
+        self._counts_data = _counts_batches(trainer.parallel_dims)  # whether this rank counts its batches
+        self._tokens, self._wait_s = 0, 0.0  # tokens and data wait of the running step
+        self._tokens_read = self._num_waits_read = 0  # torchtitan's counts when they were last read
 
     def begin_training(self) -> None:
         """Start the metrics of this rank, and hook torchtitan's checkpoints and evaluations."""
         trainer = self.trainer
         flops = getattr(self.processor, "num_flops_per_token", -1)
         _STEPS.begin_training(
-            parameter_share=_COUNTING(self._parameter_share),
+            parameter_share=_COUNT_GUARD(self._parameter_share),
             first_iteration=max(int(trainer.step) - 1, 0),
             total_iterations=getattr(self._settings, "steps", None),
             flops_per_token=flops if flops > 0 else None,
             facts={
                 "framework_version": version("torchtitan"),
-                "sequence_length": self._length,
+                "sequence_length": self._sequence_length,
                 "gradient_accumulation_steps": getattr(trainer, "gradient_accumulation_steps", None),
                 **_layout_facts(trainer.parallel_dims),
                 "token_source": "all positions, because padding is unknown",
                 "flops_convention": "torchtitan's num_flops_per_token",
-                **({"model": self._model} if self._model else {}),
+                **({"model": self._model_name} if self._model_name else {}),
             },
         )
         for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):
             _STEPS.wrap_as_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
         around(type(getattr(self.processor, "logger", None)), "log", _GUARD, before=_record_figures)
-        self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+        self._tokens_read, self._num_waits_read = self.processor.ntokens_since_last_log, len(self._waits())
 
     def add_new_counts(self) -> None:
-        """Add torchtitan's counts of tokens and waits since the last call; torchtitan's log sets these counts to 0."""
+        """Add the tokens and waits that torchtitan has counted since the last reading; its log sets its counts to 0."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
-        self._tokens += tokens - self._tokens_seen
-        self._wait_s += sum(waits[self._num_waits_seen :])
-        self._tokens_seen, self._num_waits_seen = tokens, len(waits)
+        self._tokens += tokens - self._tokens_read
+        self._wait_s += sum(waits[self._num_waits_read :])
+        self._tokens_read, self._num_waits_read = tokens, len(waits)
 
     def store_counts_after_log(self) -> None:
-        """Store torchtitan's new counts, after its log has set them to 0; later counts are compared with these."""
-        self._tokens_seen, self._num_waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+        """Read torchtitan's counts after its log has set them to 0; later readings are compared with these."""
+        self._tokens_read, self._num_waits_read = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end_step(self) -> None:
         self.add_new_counts()
         _STEPS.add_data_wait(int(self._wait_s * 1e9))
         tokens = self._tokens if self._counts_data else 0
         self._tokens, self._wait_s = 0, 0.0
-        _STEPS.end_step(tokens, tokens // self._length if self._length else 0)
+        _STEPS.end_step(tokens, tokens // self._sequence_length if self._sequence_length else 0)
 
     def drop_counts(self) -> None:
         """Drop the tokens and waits of a step that did not end."""
@@ -188,7 +188,7 @@ class TitanTraining:
         share = {"total": 0, "trainable": 0}
         if not _is_first_of_its_stage(self.trainer.parallel_dims):
             return share
-        for part in self.trainer.model_parts:
+        for part in self.trainer.model_parts:  # of this rank's pipeline stage
             counted = parameters_of(part)
             share["total"] += counted.total
             share["trainable"] += counted.trainable
@@ -198,8 +198,8 @@ class TitanTraining:
 def _record_figures(call: Call) -> None:
     metrics = call.get("metrics")
     if _training is not None and isinstance(metrics, Mapping):
-        figures = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
-        _STEPS.record_figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in figures.items()})
+        logged = {name: value for name in FIGURES if isinstance(value := metrics.get(name), int | float)}
+        _STEPS.record_figures({FIGURES[name][0]: FIGURES[name][1] * value for name, value in logged.items()})
 
 
 def _layout_facts(dims: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
 
-A recipe is a script, so it has no module name that could be hooked.  Its class is a subclass of `FTRecipeInterface`,
-which is hooked instead.
-An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its profiler
-after ``global_step`` has increased.  The recipe has read its loss before the end, so a GPU has completed the iteration.
-The time of torch's DataLoader for later micro-batches is a data wait.
+A recipe is a script without a module name, so its base class `FTRecipeInterface` is hooked.  An iteration begins with
+the transfer of its first batch to the device, and ends when the recipe steps its profiler after ``global_step`` has
+increased.  The recipe has read its loss before the end, so a GPU has completed the iteration.  The time of torch's
+DataLoader for later micro-batches is a data wait.
 
 Tokens are all positions except the tokenizer's padding; the recipe's loss is weighted by the positions with a label.
 Batches are counted on the CPU before their transfer, so nothing waits for a GPU.  Recipes with other batches (DPO, PPO)
@@ -33,8 +32,8 @@ from effllm.trainer.session import status_after
 PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 
 _GUARD = Guard("torchtune")
-_LOGGING = Guard("torchtune's logger")
-_COUNTING = Guard("the parameter count of torchtune's model")
+_LOG_GUARD = Guard("torchtune's logger")
+_COUNT_GUARD = Guard("the parameter count of torchtune's model")
 
 
 def attach(module: ModuleType) -> None:
@@ -57,11 +56,11 @@ def attach_batches(module: ModuleType) -> None:
 
 
 def _attach_recipe(recipe: Any) -> None:
-    own = vars(recipe)
-    if "train" in own:
+    members = vars(recipe)
+    if "train" in members:
         around(recipe, "train", _GUARD, before=_LOOP.train_begins, after=_LOOP.train_ended, failed=_LOOP.train_failed)
     for name, phase in PHASES.items():
-        if name in own:
+        if name in members:
             _LOOP.wrap_as_phase(recipe, name, phase)
 
 
@@ -69,11 +68,11 @@ class _TorchtuneLoop:
     def __init__(self) -> None:
         self._steps = Steps(ownership.FRAMEWORK, "torchtune", "Step")
         self._batches = Batches(self._steps)
-        self._recipe: Any = None
+        self._recipe: Any = None  # while it trains
         self._coming_figure: LazyNumber | None = None  # tokens/s of the last log
-        self._step = 0
-        self._is_running = False
-        self._counts_data = True
+        self._step = 0  # ``global_step`` at the end of the last iteration
+        self._is_running = False  # whether an iteration has begun and not ended
+        self._counts_data = True  # whether this rank counts its batches
 
     def train_begins(self, call: Call) -> None:
         """Store a recipe at the start of its training; the first batch starts the metrics."""
@@ -81,7 +80,7 @@ class _TorchtuneLoop:
         self._is_running, self._coming_figure = False, None
         profiler = getattr(recipe, "_profiler", None)  # without a profiler, the next batch ends an iteration
         around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
-        around(type(getattr(recipe, "_metric_logger", None)), "log_dict", _LOGGING, before=self.read_figure)
+        around(type(getattr(recipe, "_metric_logger", None)), "log_dict", _LOG_GUARD, before=self.read_figure)
         client = getattr(recipe, "_checkpoint_client", None)
         if client is not None:
             self.wrap_as_phase(type(client), "save_checkpoint", "checkpoint")
@@ -138,7 +137,7 @@ class _TorchtuneLoop:
         self._recipe = None
         self._steps.finish(status)
 
-    def _end_if_stepped(self) -> None:
+    def _end_if_stepped(self) -> None:  # end the iteration if ``global_step`` has increased
         if self._is_running and self._recipe.global_step != self._step:
             self._step, self._is_running = self._recipe.global_step, False
             self._batches.end_iteration()
@@ -150,9 +149,9 @@ class _TorchtuneLoop:
         recipe, self._step = self._recipe, self._recipe.global_step
         own_rank = rank()
         # Tensor parallel ranks read the same batch; data parallelism is the outer dimension.
-        data_size = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
-        self._counts_data = not data_size or own_rank % max(recipe.world_size // data_size, 1) == 0
-        counted = _COUNTING(parameters_of, recipe._model)
+        num_replicas = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
+        self._counts_data = not num_replicas or own_rank % max(recipe.world_size // num_replicas, 1) == 0
+        counted = _COUNT_GUARD(parameters_of, recipe._model)
         epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
         self._steps.begin_training(
             parameter_share=counted.share_of_rank(own_rank == 0) if counted else None,
@@ -181,12 +180,12 @@ def _model_of(recipe: Any) -> dict[str, str]:
 def _counts_of(batch: Mapping[str, Any], recipe: Any) -> Batch:
     ids: Any = batch["tokens"]
     labels: Any = batch["labels"]
-    places: Any = batch.get("input_pos")
+    positions: Any = batch.get("input_pos")  # 0 at the start of each sequence
     padding = getattr(getattr(recipe, "_tokenizer", None), "pad_id", None)
-    is_packed = places is not None and places.shape == ids.shape
+    is_packed = positions is not None and positions.shape == ids.shape
     return Batch(
         tokens_processed=ids.numel(),
-        samples=(places == 0).sum() if is_packed else len(ids),
+        samples=(positions == 0).sum() if is_packed else len(ids),
         tokens=ids.numel() if padding is None else (ids != padding).sum(),
         tokens_loss=(labels != getattr(getattr(recipe, "_loss_fn", None), "ignore_index", -100)).sum(),
         source=UNKNOWN if padding is None else "all positions except the tokenizer's padding",

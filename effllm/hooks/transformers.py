@@ -55,7 +55,7 @@ PHASES = {
 }
 
 _GUARD = Guard("transformers")
-_COUNTING = Guard("the number of parameters")
+_COUNT_GUARD = Guard("the number of parameters")
 _STEPS = Steps(ownership.FRAMEWORK, "transformers", "Step")
 
 
@@ -152,7 +152,7 @@ class _Automatic(EfficientLLMCallback):
     """The callback that effllm adds; a separate class, since transformers warns about two callbacks of one class."""
 
 
-_training: TrainerRun | None = None
+_training: TrainerRun | None = None  # the measured training, while it runs
 _trainer: Any = None  # the Trainer whose train() runs
 _defaults: list[Any] | None = None  # the list `DEFAULT_CALLBACKS` to which effllm has added its callback
 
@@ -167,15 +167,15 @@ class TrainerRun:
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
         self._not_finite = LateSums(1)  # number of losses that are NaN or infinite; the Trainer does not log them
         self._flops = FlopsByWidth()
-        self._tokens_processed = 0
+        self._tokens_processed = 0  # all positions in the micro-batches of this step
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
-        self._num_batches = 0
+        self._num_batches = 0  # number of counted micro-batches
         self._has_only_ids = False  # whether the last batch had one kind of token ids
         self._tokens_seen = 0  # the Trainer's own count of tokens, at the last step
         self.figures = TrainerFigures()
-        self._source = ""
+        self._source = ""  # the newest `Batch.source` among the facts of the run; "" before the first batch
         self._is_encoder_decoder = False
-        self._counts_positions = self._counts_samples = True
+        self._counts_positions = self._counts_samples = True  # as `counts_positions_and_samples`
         self._model: Any = None
         self._parameters: Parameters | None = None
 
@@ -185,7 +185,7 @@ class TrainerRun:
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
-        self._parameters = _COUNTING(parameters_of, model) if model is not None else None
+        self._parameters = _COUNT_GUARD(parameters_of, model) if model is not None else None
         # The rank of the metrics is used, because transformers may treat each rank as a job of one process.
         self.is_begun = _STEPS.begin_training(
             parameter_share=self._parameters.share_of_rank(rank() == 0) if self._parameters else None,
@@ -220,9 +220,9 @@ class TrainerRun:
         if self._counts_positions:
             self._tokens_processed += batch.tokens_processed
         samples = batch.samples if self._counts_samples else 0
-        weighted = batch.tokens * (batch.width or 0)
-        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._counts_positions else (samples, 0, 0, 0)
-        if not self._late.add_numbers(sums):
+        tokens_times_width = batch.tokens * (batch.width or 0)
+        positions = (batch.tokens, batch.tokens_loss, tokens_times_width) if self._counts_positions else (0, 0, 0)
+        if not self._late.add_numbers((samples, *positions)):
             self._has_unknown = True
             self._late.add_numbers((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
@@ -239,27 +239,27 @@ class TrainerRun:
             _STEPS.record_loss(state.global_step, float("nan"))
 
     def _end_step(self, args: Any, state: Any) -> None:
-        seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
+        new_tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
             # A subclass called training_step with a batch that cannot be read.  The Trainer's own count is for the
             # whole job.
-            tokens = int(seen) if state.is_world_process_zero else 0
+            tokens = int(new_tokens) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end_step(tokens, samples if self._counts_samples else 0)
             return
-        samples, tokens, tokens_loss, weighted = self._late.take_sums()
-        processed, self._tokens_processed = self._tokens_processed, 0
-        _STEPS.end_step(processed, samples, None if self._has_unknown else tokens, tokens_loss)
-        self._flops.add_tokens(tokens, weighted)
+        samples, tokens, tokens_loss, tokens_times_width = self._late.take_sums()
+        tokens_processed, self._tokens_processed = self._tokens_processed, 0
+        _STEPS.end_step(tokens_processed, samples, None if self._has_unknown else tokens, tokens_loss)
+        self._flops.add_tokens(tokens, tokens_times_width)
         if self._flops.has_changed(WIDTH_TOLERANCE):
             self._report_flops()
 
     def finish(self, status: str) -> None:
         """Add the counts that arrived from the GPU after the last step, and end the metrics."""
         if status == "completed":
-            samples, tokens, tokens_loss, weighted = self._late.take_rest()
+            samples, tokens, tokens_loss, tokens_times_width = self._late.wait_and_take_sums()
             _STEPS.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
-            self._flops.add_tokens(tokens, weighted)
+            self._flops.add_tokens(tokens, tokens_times_width)
             if self._flops.has_changed(0.0):
                 self._report_flops()
         _STEPS.finish(status)
@@ -268,13 +268,13 @@ class TrainerRun:
         """Replace the FLOPs of a token by the value at the mean width of the batches so far."""
         width = self._flops.mean_width
         flops, forward = self._flops.report_width(width)
-        more = forward if _recomputes_activations(getattr(self.trainer, "args", None)) else 0.0
+        recomputed = forward if _recomputes_activations(getattr(self.trainer, "args", None)) else 0.0
         convention = f"{CONVENTION}; sequence length: mean width of the batches, over the tokens of one rank"
         facts = {"sequence_length": round(width, 1), "flops_convention": convention}
-        _STEPS.add_late_facts(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
+        _STEPS.add_late_facts(flops_per_token=flops, hardware_flops_per_token=flops + recomputed, facts=facts)
 
     def _declare_batch_facts(self, batch: Batch) -> None:
-        """Send the facts of a batch: the source of its token count; from the first batch, also the sequence length."""
+        """Declare the source of a batch's token count; from the first batch, also the sequence length and the FLOPs."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -283,10 +283,10 @@ class TrainerRun:
             length = batch.width or getattr(args, "max_length", None)
             if length:
                 facts["sequence_length"] = length
-            if flops_of_token := _COUNTING(flops_per_token, self._model, self._parameters, length):
+            if flops_of_token := _COUNT_GUARD(flops_per_token, self._model, self._parameters, length):
                 flops, forward = flops_of_token
-                if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
-                    self._flops = FlopsByWidth(short, flops_of_token, batch.width)
+                if batch.width and (at_zero := _COUNT_GUARD(flops_per_token, self._model, self._parameters, 0)):
+                    self._flops = FlopsByWidth(at_zero, flops_of_token, batch.width)
                 hardware = flops + (forward if _recomputes_activations(args) else 0.0)
                 left_out = "" if length else " ; attention is left out, because the sequence length is unknown"
                 facts["flops_convention"] = CONVENTION + left_out
@@ -337,7 +337,7 @@ def _finish(status: str) -> None:
 
 def _train_begins(call: Call) -> Any:
     global _trainer
-    before, _trainer = _trainer, call.args[0]
+    outer, _trainer = _trainer, call.args[0]  # a Trainer may train inside another's train()
     _wrap_inside(type(_trainer))
     # The first of effllm's callbacks measures; it is moved to the front, so that all other callbacks log its values.
     callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
@@ -351,19 +351,19 @@ def _train_begins(call: Call) -> Any:
         if callback is not None:
             callbacks.remove(callback)
             callbacks.insert(0, callback)
-    return before, _trainer
+    return outer, _trainer
 
 
-def _train_failed(token: Any) -> None:
+def _train_failed(outer_and_own: Any) -> None:
     error = sys.exc_info()[1]
-    _train_ended(token, status="killed" if isinstance(error, SystemExit) else status_after(error))
+    _train_ended(outer_and_own, status="killed" if isinstance(error, SystemExit) else status_after(error))
 
 
-def _train_ended(token: Any, *_: Any, status: str = "completed") -> None:
+def _train_ended(outer_and_own: Any, *_: Any, status: str = "completed") -> None:
     global _trainer
-    if token is None:
+    if outer_and_own is None:
         return
-    _trainer, trainer = token
+    _trainer, trainer = outer_and_own
     if _training is not None and _training.trainer is trainer:
         _finish(status)
 

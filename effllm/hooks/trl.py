@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def attach(module: ModuleType) -> None:
-    trainers = [own for own in vars(module).values() if inspect.isclass(own) and "_generate_single_turn" in vars(own)]
+    trainers = [obj for obj in vars(module).values() if inspect.isclass(obj) and "_generate_single_turn" in vars(obj)]
     if not trainers:
         raise Unknown("a trainer with _generate_single_turn")
     for trainer in trainers:
@@ -95,15 +95,15 @@ def _track_rewards(_token: None, call: Call, _result: Any) -> None:
     trainer = call.args[0]
     if not _is_tracked(trainer):
         return
-    tracker, size = tracker_of(trainer), trainer.num_generations
-    count = len(call.get("inputs")) * trainer.accelerator.num_processes
-    by_function = {name: list(rewards)[-count:] for name, rewards in trainer._logs["rewards"].items()}
+    tracker, group_size = tracker_of(trainer), trainer.num_generations
+    num_completions = len(call.get("inputs")) * trainer.accelerator.num_processes
+    by_function = {name: list(rewards)[-num_completions:] for name, rewards in trainer._logs["rewards"].items()}
     totals = list(_total_rewards(list(by_function.values()), trainer.args.reward_weights))
     means = {name: _mean(rewards) for name, rewards in by_function.items()}
     # The completions are for the next step; TRL logs a step after its end.
     tracker.update_grpo_step(trainer.state.global_step + 1, mean_reward=_mean(totals), reward_components=means)
-    for at in range(0, len(totals) - size + 1, size):
-        tracker.update_group_rewards(totals[at : at + size])
+    for start in range(0, len(totals) - group_size + 1, group_size):
+        tracker.update_group_rewards(totals[start : start + group_size])
 
 
 def _track_log(call: Call) -> None:
@@ -121,15 +121,15 @@ def _is_tracked(trainer: Any) -> bool:
     return bool(trainer.model.training and trainer.accelerator.is_main_process)
 
 
-def _total_rewards(columns: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
+def _total_rewards(by_function: list[list[float]], weights: Sequence[float] | None) -> Iterator[float]:
     """Yield the reward of each completion as TRL computes it: functions whose reward is NaN are left out."""
-    for rewards in zip(*columns, strict=True):
-        counts = [
+    for rewards in zip(*by_function, strict=True):
+        weighted = [
             weight * reward
             for weight, reward in zip(weights or [1.0] * len(rewards), rewards, strict=True)
             if not math.isnan(reward)
         ]
-        yield sum(counts) if counts else math.nan
+        yield sum(weighted) if weighted else math.nan
 
 
 def _mean(values: list[float]) -> float | None:

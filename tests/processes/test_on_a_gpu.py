@@ -138,7 +138,7 @@ def test_late_sums_and_numbers_arrive_without_a_wait_for_the_gpu(torch):
     torch.cuda.synchronize()
 
     assert waited_s < time.perf_counter() - device_began_s, "the calls return before the products are done"
-    assert [one + other for one, other in zip(early, sums.take_rest(), strict=True)] == [40, 2]
+    assert [one + other for one, other in zip(early, sums.wait_and_take_sums(), strict=True)] == [40, 2]
     assert number.value_if_ready() == 0.5
 
 

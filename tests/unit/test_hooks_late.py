@@ -122,10 +122,10 @@ def test_sums_without_a_finished_event_are_read_at_the_end(gpu):
     events[0].has_happened = True
     known = sums.take_sums()
 
-    rest = sums.take_rest()
+    rest = sums.wait_and_take_sums()
 
     assert [a + b for a, b in zip(known, rest, strict=True)] == [3, 6]
-    assert sums.take_rest() == [0, 0]
+    assert sums.wait_and_take_sums() == [0, 0]
 
 
 def test_numbers_of_each_gpu_have_an_event_of_this_gpu(gpu):
@@ -135,7 +135,7 @@ def test_numbers_of_each_gpu_have_an_event_of_this_gpu(gpu):
     assert [event.device for event in events] == [GPUS[1], GPUS[0]]
     events[0].has_happened = True
     assert sums.take_sums() == [1, 0]
-    assert sums.take_rest() == [0, 2]
+    assert sums.wait_and_take_sums() == [0, 2]
 
 
 def test_memory_is_reused(gpu):
