@@ -332,7 +332,7 @@ class Rounds:
             self._leaders_parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
             self._eval_mode.watch_model_with(parameters)
             self._steps_of_others = 0
-            if is_first or (replaces_deleted and recorder.count_as_other_phase()):
+            if is_first or (replaces_deleted and recorder.count_as_other_phase()):  # the start is unknown: no iteration
                 self._batch_counter.begin_training(parameters)
             else:
                 self._batch_counter.batches.end_iteration()

@@ -162,9 +162,9 @@ class _Loss:
         self._last_recorded = 0  # number of the newest iteration whose loss was recorded
 
     def keep_newest(self, recorder: Any, tensor: Any) -> None:
-        """Read the loss that has arrived, and take the loss of the last iteration of a window."""
+        """Keep the loss of a ``backward`` call; record that of a window's last iteration later, and NaN at once."""
         if recorder is not self._recorder:
-            self.__init__()  # type: ignore[misc]
+            self.__init__()  # type: ignore[misc] # a new run begins
             self._recorder = recorder
             atexit.unregister(_record_last_loss)
             atexit.register(_record_last_loss)  # runs before the session's handler, which was registered earlier
@@ -206,8 +206,8 @@ class _Loss:
 
     def _record(self, iteration: int, value: float, is_over: bool = False) -> None:  # is_over: after the last iteration
         # If the loop or a framework gives its loss, also NaN is in that loss, and must not be counted twice.
-        has_use = self._has_scale or not math.isfinite(value)
-        if iteration > self._last_recorded and has_use and not self._recorder.has_loss:
+        is_meaningful = self._has_scale or not math.isfinite(value)
+        if iteration > self._last_recorded and is_meaningful and not self._recorder.has_loss:
             self._last_recorded = iteration
             self._recorder.record_seen_loss(iteration, value, is_over)
 

@@ -73,8 +73,8 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
         language: str = "en",
         log: Callable[[dict[str, float]], Any] | None = None,
     ) -> None:
-        self._interval_s = checked(sync_interval_s, "sync_interval_s", lambda s: s > 0, "a number above 0")
-        self._carbon = energy_report.checked_intensity(carbon_intensity_kg_per_kwh, carbon_intensity)
+        self._min_interval_s = checked(sync_interval_s, "sync_interval_s", lambda s: s > 0, "a number above 0")
+        self._carbon = energy_report.checked_intensity(carbon_intensity_kg_per_kwh, carbon_intensity)  # in kg/kWh
         if language not in energy_report.LANGUAGES:
             raise ValueError(f"language={language!r} must be one of {', '.join(energy_report.LANGUAGES)}")
         if gpu_monitor is not None and not isinstance(gpu_monitor, RobustGPUMonitor):
@@ -175,7 +175,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
             self._num_steps += 1
             self.step_history.append(energy_report.history_entry(metrics, span, self.monitor.baseline))
             self._new_logs |= energy_report.step_logs(self._since_log, step)
-            if self._interval.duration_s >= self._interval_s:
+            if self._interval.duration_s >= self._min_interval_s:
                 self._end_interval(step, epoch)
 
     def _end_interval(self, step: int, epoch: float) -> None:

@@ -128,7 +128,7 @@ class _FabricLoop:
 
     def _checkpoint_begins(self, _call: Call) -> bool:
         self._end_evaluation()
-        return True
+        return True  # each call is a phase
 
     def _claim(self) -> bool:
         """Return whether these steps are counted; an owner nearer to the user has precedence."""
@@ -174,7 +174,7 @@ class _FabricLoop:
         shares = [parameters.share_of_rank(rank() == 0) for parameters in counted]
         if len(shares) == 1:
             return shares[0]
-        return {key: sum(share[key] for share in shares) for key in ("total", "trainable")}
+        return {key: sum(share[key] for share in shares) for key in ("total", "trainable")}  # active: of one model only
 
     def _begin_evaluation(self) -> None:
         if self._steps.is_owner and not self._is_evaluating:

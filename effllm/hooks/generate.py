@@ -40,14 +40,14 @@ def attach_vllm(module: ModuleType) -> None:
 
 def _begins(call: Call) -> Any:
     model = call.args[0] if call.args else None
-    return _REQUESTS.begin(lambda: _describe(model))
+    return _REQUESTS.begin(lambda: _describe_model(model))
 
 
-def _describe(model: Any) -> InferenceProcess:
+def _describe_model(model: Any) -> InferenceProcess:
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     gpus = {parameter.device.index or 0 for parameter in parameters if parameter.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
-        gpus = set()  # CUDA's current device
+        gpus = set()  # CUDA's current device need not be stated
     count = getattr(model, "num_parameters", None)  # this method also counts quantised parameters correctly
     return InferenceProcess(
         {"framework": "transformers", "model": model_name(model)},

@@ -193,7 +193,7 @@ class LightningTraining:
         measured = {name: value for name, value in values.items() if value == value}  # nan: not measured
         if measured and interval and (step + 1) % interval == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
-                if not _JOINED.intersection(kind.__name__ for kind in type(logger).__mro__):
+                if not _JOINED.intersection(base.__name__ for base in type(logger).__mro__):
                     logger.log_metrics(measured, step=step)
 
     def finish(self, status: str) -> None:

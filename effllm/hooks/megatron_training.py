@@ -204,7 +204,7 @@ class _Training:
             args = self._module.get_args()
             samples = args.micro_batch_size * self._num_microbatches()
             positions = samples * args.seq_length
-        self._num_skipped += bool(result[1])
+        self._num_skipped += bool(result[1])  # the second result of `train_step`
         self._unrecorded_end = (ended_ns, positions, samples)
         if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):  # before 0.18: no count of tokens follows
             self._record_end()
@@ -271,7 +271,7 @@ class _Training:
     def _phase_begins(self, _call: Call) -> bool:
         if self._steps.is_owner:
             self._record_end()
-        return True
+        return True  # each call is a phase
 
 
 def _facts(args: Any) -> dict[str, Any]:

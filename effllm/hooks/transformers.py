@@ -85,18 +85,18 @@ def measured_training() -> TrainerRun | None:
 
 
 def _wrap(module: ModuleType) -> None:
-    trainer: Any = getattr(module, "Trainer", None)
-    if trainer is None or not hasattr(trainer, "train") or not hasattr(trainer, "training_step"):
+    trainer_class: Any = getattr(module, "Trainer", None)
+    if trainer_class is None or not hasattr(trainer_class, "train") or not hasattr(trainer_class, "training_step"):
         raise Unknown("Trainer.train and Trainer.training_step")
-    around(trainer, "train", _GUARD, before=_train_begins, after=_train_ended, failed=_train_failed)
-    _wrap_inside(trainer)
+    around(trainer_class, "train", _GUARD, before=_train_begins, after=_train_ended, failed=_train_failed)
+    _wrap_inside(trainer_class)
 
 
-def _wrap_inside(trainer: Any) -> None:
+def _wrap_inside(trainer_class: Any) -> None:
     """Wrap the methods that a Trainer calls in training, including methods that a subclass defines."""
-    around(trainer, "training_step", _GUARD, before=_batch_begins, after=_batch_ended, failed=_leave_batch)
+    around(trainer_class, "training_step", _GUARD, before=_batch_begins, after=_batch_ended, failed=_leave_batch)
     for name, phase in PHASES.items():
-        _STEPS.wrap_as_phase(trainer, name, phase, _GUARD, _training_of)
+        _STEPS.wrap_as_phase(trainer_class, name, phase, _GUARD, _training_of)
 
 
 class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
@@ -162,7 +162,7 @@ class TrainerRun:
 
     def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
         self.callback, self.trainer = callback, trainer
-        self.is_begun = False
+        self.is_begun = False  # whether the metrics run for this training
         self.depth = 0  # depth of nested calls: the training_step of a subclass calls that of its parent
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of the batch
         self._not_finite = LateSums(1)  # number of losses that are NaN or infinite; the Trainer does not log them
@@ -171,19 +171,19 @@ class TrainerRun:
         self._has_unknown = False  # whether there was a batch whose tokens cannot be summed
         self._num_batches = 0  # number of counted micro-batches
         self._has_only_ids = False  # whether the last batch had one kind of token ids
-        self._tokens_seen = 0  # the Trainer's own count of tokens, at the last step
+        self._last_tokens = 0  # the Trainer's own count of tokens, at the last step
         self.figures = TrainerFigures()
         self._source = ""  # the newest `Batch.source` among the facts of the run; "" before the first batch
         self._is_encoder_decoder = False
         self._counts_positions = self._counts_samples = True  # as `counts_positions_and_samples`
-        self._model: Any = None
-        self._parameters: Parameters | None = None
+        self._model: Any = None  # of the Trainer, from `begin` on
+        self._parameters: Parameters | None = None  # of the model, if they could be counted
 
     def begin(self, args: Any, state: Any, model: Any) -> bool:
         """Start the metrics; called again if the Trainer restarts with a smaller batch."""
         self._counts_positions, self._counts_samples = counts_positions_and_samples(self.trainer)
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
-        self._tokens_seen = state.num_input_tokens_seen
+        self._last_tokens = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNT_GUARD(parameters_of, model) if model is not None else None
         # The rank of the metrics is used, because transformers may treat each rank as a job of one process.
@@ -239,7 +239,7 @@ class TrainerRun:
             _STEPS.record_loss(state.global_step, float("nan"))
 
     def _end_step(self, args: Any, state: Any) -> None:
-        new_tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
+        new_tokens, self._last_tokens = state.num_input_tokens_seen - self._last_tokens, state.num_input_tokens_seen
         if not self._num_batches:
             # A subclass called training_step with a batch that cannot be read.  The Trainer's own count is for the
             # whole job.

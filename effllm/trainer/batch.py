@@ -42,17 +42,17 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     if not isinstance(inputs, Mapping):
         return None
     tensors = {name: value for name, value in inputs.items() if hasattr(value, "numel") and hasattr(value, "dim")}
-    names = [name for name in tensors if isinstance(name, str) and name.endswith(_IDS)]
-    if not names and "inputs_embeds" in tensors:
-        tensors[_IDS] = tensors["inputs_embeds"][..., 0]
-        names = [_IDS]
-    if not names:
+    id_names = [name for name in tensors if isinstance(name, str) and name.endswith(_IDS)]
+    if not id_names and "inputs_embeds" in tensors:
+        tensors[_IDS] = tensors["inputs_embeds"][..., 0]  # one number for each position, as ids
+        id_names = [_IDS]
+    if not id_names:
         labels_first = sorted(tensors.items(), key=lambda item: item[0] != "labels")
         rows = [len(tensor) for _, tensor in labels_first if tensor.dim()]
         return Batch(samples=rows[0]) if rows else None
     batch = Batch()
-    is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)
-    for name in names:
+    is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(id_names)
+    for name in id_names:
         # The model reads the prompt of a pair twice, once before each answer.
         _add_positions(batch, tensors, inputs, name, times=2 if is_pair and name == "prompt_input_ids" else 1)
     labels = _labels_by_name(tensors, is_encoder_decoder)
@@ -60,10 +60,11 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
         batch.tokens_processed += labels["labels"].numel()
         batch.tokens = batch.tokens + (labels["labels"] != _IGNORED).sum()
     batch.tokens_loss = _num_with_label(tensors, labels)
-    batch.samples = _num_samples(tensors, inputs, names)
-    ids = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
-    if batch.source != PACKED and ids and all(tensors[name].dim() > 1 for name in ids) and not is_pair:
-        batch.width = sum(int(tensors[name].shape[-1]) for name in ids)
+    batch.samples = _num_samples(tensors, inputs, id_names)
+    # The tensors of which a sequence consists: its ids, or its prompt and its completion.
+    parts = [_IDS] if _IDS in tensors else [name for name in id_names if name.startswith(("prompt_", "completion_"))]
+    if batch.source != PACKED and parts and all(tensors[name].dim() > 1 for name in parts) and not is_pair:
+        batch.width = sum(int(tensors[name].shape[-1]) for name in parts)
     return batch
 
 
@@ -110,7 +111,7 @@ def _num_with_label(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> An
     return sum((tensors[name] != 0).sum() for name in answers)
 
 
-def _num_samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
+def _num_samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], id_names: list[str]) -> Any:
     if _IDS in tensors:
         rows = len(tensors[_IDS]) if tensors[_IDS].dim() > 1 else 1
         boundaries: Any = tensors.get("cu_seq_lens_q")  # of packed sequences: the start of the first, and all ends
@@ -119,7 +120,7 @@ def _num_samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: l
             return boundaries.numel() - 1
         is_packed = positions is not None and positions.shape == tensors[_IDS].shape and "attention_mask" not in inputs
         return (positions == 0).sum() if rows == 1 and is_packed else rows
-    others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
+    others = [name for name in id_names if not name.startswith(("prompt_", "decoder_"))]
     if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
         return sum(len(tensors[name]) for name in others)  # each answer is a separate sequence
-    return len(tensors[(others or names)[0]])  # the columns of a sentence-transformers pair are one sample
+    return len(tensors[(others or id_names)[0]])  # the columns of a sentence-transformers pair are one sample

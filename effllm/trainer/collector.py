@@ -63,7 +63,7 @@ class MetricsCollector(OriginalMetrics):
         with self.lifecycle.one_thread():
             if not self.is_collecting:
                 self._counted.take_counts()
-                self.lifecycle.start_agent()
+                self.lifecycle.start_session()
 
     def stop_collection(self, status: str = "completed") -> None:
         """End the collection; rank 0 waits up to 5 s for the summary.  A second stop does nothing."""
@@ -111,7 +111,7 @@ class MetricsCollector(OriginalMetrics):
             if not self._is_owner:
                 self._claim()
             if self._counted.has_any and not (tokens_processed or samples_processed or tokens or tokens_loss):
-                self.end_counted()
+                self.end_counted()  # the loop has called `count` in place of these arguments
             else:
                 recorder.end(tokens_processed, samples_processed, tokens, tokens_loss)
 
@@ -338,7 +338,7 @@ def initialize_efficientllm_metrics(
     if facts is not None:
         collector.declared.declare_run_facts(facts)
     if (counts := counts_of(sequence_length, batch_size)) is None or all(counts):
-        collector.set_batch_config(sequence_length, batch_size)
+        collector.set_batch_config(sequence_length, batch_size)  # both are given, or it warns of an invalid one
     if not collector.is_collecting:
         collector.start_collection()
     return collector

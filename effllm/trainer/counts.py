@@ -67,7 +67,7 @@ class WarnOnce:
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._kinds: set[str] = set()  # the first letters of the lines so far
-        self.is_on = True
+        self.is_on = True  # False after the end of recording: then no warning is passed on
 
     def __call__(self, line: str) -> None:
         if self.is_on and line[:24] not in self._kinds:

@@ -94,7 +94,7 @@ class Lifecycle:
             if has_lock:
                 self._lock.release()
 
-    def start_agent(self) -> None:
+    def start_session(self) -> None:
         """Start a session, unless metrics are off; after an error, print one line."""
         if is_off(process_environ()):
             return
@@ -110,7 +110,7 @@ class Lifecycle:
                 self._session.start()
             if {1, 2} & set(closed) and self._session is not None:  # a signal handler may have ended the session
                 self._session.warn("stdout or stderr is closed: metrics and warnings are only in the run folder")
-            repeat_at_exit("")
+            repeat_at_exit("")  # there are metrics
             trackers.begin(self, self.config.sink_options(), self._place.rank)
         except (ConfigError, RingError, DiscoveryError, OSError, RuntimeError, MemoryError) as error:
             # RuntimeError: the search for the aggregator cannot start a thread
@@ -125,7 +125,7 @@ class Lifecycle:
         """Start a session for an inference process; a later training ends this session and has its own run."""
         self.declared.declare(gpus=tuple(gpus), serves_requests=True)
         self.declared.declare_run_facts(facts)
-        self.start_agent()
+        self.start_session()
         self.is_for_requests = self.recorder is not None
 
     def stop(self, status: str) -> None:
