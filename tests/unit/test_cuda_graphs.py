@@ -76,6 +76,6 @@ def test_step_after_a_capture_that_failed_is_a_step(torch, graphs):
 def test_class_is_watched_once(torch, graphs):
     replay = torch.Graph.replay
     graphs.watch_class(torch.Graph)
-    CudaGraphs().watch(torch.Graph)
+    CudaGraphs().watch_class(torch.Graph)
 
     assert torch.Graph.replay is replay
