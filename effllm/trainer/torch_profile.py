@@ -277,7 +277,7 @@ def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str
         if kind is None:
             continue
         interval = _start_and_end_ns(event)
-        if kind:
+        if kind:  # "" is computation
             communicating.append((_group_kind(event) or kind, *interval))
         else:
             computing.append(interval)
