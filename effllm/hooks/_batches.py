@@ -187,7 +187,7 @@ class Batches:
         if self._source and not self._tokens_processed:  # otherwise counts of an open iteration are included
             self._steps.add_late_counts(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
-    def _declare_batch_facts(self, counts: Batch) -> None:
+    def _declare_batch_facts(self, counts: Batch) -> None:  # its source; of the first batch, also its width and FLOPs
         is_first, self._source = not self._source, counts.source
         facts: dict[str, Any] = {"token_source": counts.source}
         flops = None
@@ -281,7 +281,7 @@ def _parameter_names(model_class: Any) -> tuple[str, ...]:
     return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Any]:
+def _tensors_in(value: Any, depth: int) -> Iterator[Any]:  # at most so deep in dictionaries, lists and objects
     if hasattr(value, "numel") and hasattr(value, "dim"):
         yield value
     elif depth and isinstance(value, Mapping):

@@ -66,7 +66,7 @@ class _DeepSpeedLoop:
 
     # --- the engine ---
 
-    def forward_begins(self, call: Call) -> None:
+    def forward_begins(self, call: Call) -> None:  # of a micro-batch of the leader, or of an evaluation
         engine = call.args[0]
         if getattr(engine, "pipeline_parallelism", False):
             return

@@ -87,7 +87,7 @@ class _FabricLoop:
         """Record that there is a wrapped optimizer; a loop without a wrapped optimizer is not measured here."""
         self._has_optimizer = True
 
-    def forward_begins(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def forward_begins(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # of any model
         is_training_mode = model.module.training
         may_evaluate = not is_training_mode and model in self._in_train_mode
         if may_evaluate or not sys.modules["torch"].is_grad_enabled():

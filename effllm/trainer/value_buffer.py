@@ -106,7 +106,7 @@ class ValueBuffer:
                 self._is_writing = False
         return now_ns + WRITE_EVERY_NS
 
-    def _write_record(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:
+    def _write_record(self, ordinal: int, pairs: list[tuple[str, float]]) -> None:  # names and values, of one record
         index_by_name, indices, values = self._index_by_name, [], []
         for name, value in pairs:
             index = index_by_name.get(name)

@@ -306,7 +306,7 @@ class WatchedRecorder(Recorder):
             self._memory.is_off = True
             self._warn(f"the memory of torch's allocator is not measured: {type(error).__name__}: {error}")
 
-    def _put_profile(self, profiled: Profiled, step_ns: int) -> None:
+    def _put_profile(self, profiled: Profiled, step_ns: int) -> None:  # of the last iteration, whose step this is
         split, duration_ns = profiled.split, profiled.split.duration_ns
         if not profiled.is_of_device:  # AL excludes phases and data waits inside the iteration
             duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
