@@ -50,7 +50,7 @@ class LargeRun:
             assert not self._aggregator.hello(hello, self._now(0.0))
             self._facts.add_hello(hello)
         self._facts.add_times(began_s)
-        facts = self._facts.take_changed(1e9, 0.0, lambda: None) or {}
+        facts = self._facts.take_facts(1e9, 0.0, lambda: None) or {}
         self._store = RunFolder(folder, {**facts, "run_id": folder.name, "user": "alice"})
 
     def _now(self, at_s: float) -> Now:

@@ -38,12 +38,12 @@ def lock_folder(
     if not orders.folder:
         yield None
         return
-    own = run_lock.Holder(
+    this_holder = run_lock.Holder(
         orders.restart_id, orders.job, address, platform.node(), os.getpid(), orders.secured, orders.salt
     )
     predecessor = _Predecessor(orders, context, read_secret)
     try:
-        lock = run_lock.take_lock(Path(orders.folder), own, predecessor.ask_to_end)
+        lock = run_lock.take_lock(Path(orders.folder), this_holder, predecessor.ask_to_end)
     except OSError as error:
         reason = error.strerror or str(error)
         warn(f"no run folder: {orders.folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
@@ -58,7 +58,7 @@ def lock_folder(
         yield lock.folder
         is_over = True
     finally:
-        lock.release(is_over)
+        lock.release(is_over)  # after an exception the lock's file stays
 
 
 class _Predecessor:
@@ -72,8 +72,8 @@ class _Predecessor:
 
     def ask_to_end(self, holder: run_lock.Holder) -> None:
         """Send the holder of the lock a request to end, without waiting for an answer."""
-        address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
-        if holder.host != platform.node() and is_loopback(address):
+        host_address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if holder.host != platform.node() and is_loopback(host_address):
             return  # the loopback address of another host cannot be reached
         if self._link is None:
             keys = None
@@ -105,8 +105,8 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
         return None
     if state.job == job or not job:
         return state
-    before = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
-    warn(f"attempt {state.attempt + 1} continues in {folder} after {before}", "restarted")
+    earlier_attempt = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
+    warn(f"attempt {state.attempt + 1} continues in {folder} after {earlier_attempt}", "restarted")
     return state.begin_next_attempt(job)
 
 

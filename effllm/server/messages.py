@@ -47,13 +47,13 @@ class Messages:
         self.is_superseded = False  # whether the aggregator of the next attempt replaces this one
         self._max_ranks = 0  # number of ranks that the limit of open files allows
         self.has_shortage = False  # whether the job was rejected for lack of descriptors
-        self.rejected_job = b""  # connection of a rejected job of one rank: no other agent will connect
+        self.rejected_job = b""  # connection of a rejected job of one rank, which ends the aggregator
         self.is_flooded = False  # True: the last complete read of the socket ended with rejected frames
 
     def receive(self) -> bool:
         """Receive at most `MAX_FRAMES` messages; return whether all messages of peers below their rate were read."""
         receive, admits, max_rejected = self._socket.receive, self._peers.admit_frame, MAX_REJECTED + len(self._peers)
-        num_rejected, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
+        num_rejected, until_s = 0, time.monotonic() + MAX_RECEIVE_S
         for _ in range(MAX_FRAMES):
             # The socket reads frames of all peers in turn: after so many rejected frames no other peer has a frame.
             if num_rejected > max_rejected or (received := receive()) is None:
@@ -78,23 +78,23 @@ class Messages:
         """Send to each connected rank the sequence up to which its reports are saved, and the newest values."""
         report = self._aggregator.closed_windows.last_report
         values = published_values(report) if report else {}
-        iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
+        iteration, num_reports = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # frames by sequence; ten thousand ranks have few different sequences
         for rank, sequence in sequences.items():
             peer = self._peers.peer_by_rank.get(rank)
             if peer is not None:
                 frame = frames.get(sequence)
                 if frame is None:
-                    frame = frames[sequence] = encode(wire.Ack(sequence, iteration, values, count))
+                    frame = frames[sequence] = encode(wire.Ack(sequence, iteration, values, num_reports))
                 self._socket.send_frame(peer, frame)
 
     def request_stacks(self) -> None:
         """Request the stacks of stalled ranks, and recordings of the stacks of ranks with a new loss."""
-        asked: list[tuple[int, wire.FromAggregator]] = [
+        requests: list[tuple[int, wire.FromAggregator]] = [
             *((rank, wire.Inspect("the job has stalled")) for rank in self._aggregator.stalls.take_ranks_to_ask()),
             *((rank, wire.RecordStacks()) for rank in self._aggregator.closed_windows.take_ranks_to_record()),
         ]
-        for rank, request in asked:
+        for rank, request in requests:
             if (peer := self._peers.peer_by_rank.get(rank)) is not None:
                 self._socket.send(peer, request)
 
@@ -120,9 +120,9 @@ class Messages:
         if isinstance(message, wire.Supersede):
             self.is_superseded = self.is_superseded or self._end.must_end_for(message)
         elif isinstance(message, wire.Hello):
-            if (refused := self._admit(peer, message, objection, now)) is not None:
+            if (rejection := self._admit(peer, message, objection, now)) is not None:
                 self._peers.rejected[REJECTED_HELLO] += 1
-                self._socket.send(peer, refused)
+                self._socket.send(peer, rejection)
                 return
             self._peers.register_hello(peer, message, now_s)
             self._on_hello(message)
@@ -142,12 +142,12 @@ class Messages:
             self._socket.send(peer, wire.ByeSeen(message.rank))
 
     def _admit(self, peer: bytes, hello: wire.Hello, objection: str, now: Now) -> wire.Rejected | None:
-        """Admit the rank of a HELLO to the job, or return the rejection; ``objection`` is the reason of `Peers`."""
+        """Admit the rank of a HELLO to the job, or return the rejection; ``objection``: why `Peers` rejects it."""
         reason, is_trainer_gone = objection, self._end.has_trainer_ended()
         if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(hello):
             reason = "this attempt is over"
         if not reason and (shortage := self._raise_file_limit(hello, now.mono_s)):
-            # In a larger job other agents would continue to search for an aggregator.
+            # A larger job needs this aggregator longer: its other agents would continue to search for one.
             if hello.world_size == 1:
                 self.rejected_job = peer
             return wire.Rejected(shortage, whole_job=True)
@@ -169,7 +169,7 @@ class Messages:
 
 
 def published_values(report: ClusterReport) -> dict[str, float]:
-    """Return the values for the training processes: those of the contract, and those for trackers."""
+    """Return the values for the training processes: the metrics of the contract (tags without /), and the trackers'."""
     values = {tag: value for tag, value in report.values.items() if "/" not in tag or tag in TRACKED}
     values |= foretold_values(report.forecast, "forecast/")
     return {**values, DOUBTFUL: float(len(report.doubtful))} if report.doubtful else values
@@ -183,8 +183,8 @@ class Acknowledgement:
     Agents send unacknowledged reports again.  The sequences in the state show which reports the state includes.
 
     ``history_size`` is the number of unacknowledged reports that an agent can store.  ``save`` writes a state after all
-    earlier windows, then calls `acknowledge_saved` with the given sequences.  It is ``None`` without a store, so that
-    reports are acknowledged at once.
+    earlier windows, and then `acknowledge_saved` is called with the given sequences.  It is ``None`` without a store,
+    so that reports are acknowledged at once.  ``send`` sends acknowledgements.
     """
 
     def __init__(
@@ -195,15 +195,14 @@ class Acknowledgement:
         save: Callable[[bytes, Sequences], None] | None,
         send: Callable[[Sequences], None],
     ) -> None:
-        self._aggregator = aggregator
-        self._history_size = history_size
+        self._aggregator, self._history_size = aggregator, history_size
         self._write, self._save, self._send = write, save, send
         self._pace = Pace(history_size)
         self._unsaved: list[Sequences] = []  # sequences of states that are queued for writing, oldest first
-        self._acknowledged: Sequences = {}
+        self._acknowledged: Sequences = {}  # of the last acknowledgement of all ranks
 
-    def write_due(self, now: Now) -> None:
-        """Write the closed windows, and the state if it is due."""
+    def write_windows_and_state(self, now: Now) -> None:
+        """Write the windows that have closed since the last call, and then the state if it is due."""
         aggregator = self._aggregator
         closed = aggregator.closed_windows.take_windows()
         self._write_closed(closed)
@@ -228,6 +227,7 @@ class Acknowledgement:
         self._save(self._aggregator.snapshot(sequences), sequences)
 
     def acknowledge_saved(self, sequences: Sequences) -> None:
+        """Acknowledge the reports in a state that was written."""
         for i, unsaved in enumerate(self._unsaved):
             if unsaved is sequences:
                 del self._unsaved[: i + 1]  # a later state includes all earlier states
@@ -252,8 +252,8 @@ class Acknowledgement:
         """Acknowledge the reports in unwritten states if an agent's buffer is half full because of a stalled disk."""
         while len(self._unsaved) > 1:
             oldest, newest = self._unsaved[0], self._unsaved[-1]
-            waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
-            if waiting <= self._history_size // 2:
+            num_waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
+            if num_waiting <= self._history_size // 2:
                 break
             self.acknowledge_saved(oldest)
         if len(self._unsaved) > MAX_UNSAVED:

@@ -25,8 +25,8 @@ from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 Item = TypeVar("Item")
 
 STORE_OPENS_S = 2.0
-MAX_WARNINGS = 10
-MAX_QUEUED = 256
+MAX_WARNINGS = 10  # different texts of one writer
+MAX_QUEUED = 256  # items of one writer
 
 
 class Outputs:
@@ -41,7 +41,7 @@ class Outputs:
         prepare: Callable[[], None],
         device_states: Callable[[Sequence[RankReport]], tuple[DeviceState, ...]],
     ) -> None:
-        self._prepare, self._device_states, self._devices = prepare, device_states, run.devices
+        self._prepare, self._device_states, self._device_feed = prepare, device_states, run.devices
         self._last_summary: Summary | None = None  # set when the job has ended
         run = dataclasses.replace(run, summary=lambda: self._last_summary)
         self._sinks = {
@@ -65,7 +65,7 @@ class Outputs:
         self._folder = run.folder
 
     def open_writers(self) -> None:
-        """Open the sinks and the store; wait at most `STORE_OPENS_S` for the store."""
+        """Open all outputs in their threads; wait at most `STORE_OPENS_S` for the store."""
         for writer in self.writers():
             writer.start()
         if self.store is not None:
@@ -74,17 +74,17 @@ class Outputs:
     def write(self, closed: Sequence[Closed]) -> None:
         """Write windows as one item: an agent that reconnects may send a thousand reports, which would fill a queue."""
         self._prepare()
-        if self._devices.is_wanted:
-            self._devices.newest = self._device_states(closed[-1].rows)
+        if self._device_feed.is_wanted:
+            self._device_feed.newest = self._device_states(closed[-1].rows)
         # The writers do not refer to all reports of ten thousand ranks: memory that is freed at once is used again.
-        kept_of = [(window.report, window.kept) for window in closed]
+        reports_and_kept = [(window.report, window.kept) for window in closed]  # kept: reports of ranks
 
         def store_all(store: RunFolder) -> None:
-            for report, kept in kept_of:
+            for report, kept in reports_and_kept:
                 store.write(report, kept)
 
         def write_all(sink: Sink) -> None:
-            for report, _ in kept_of:
+            for report, _ in reports_and_kept:
                 sink.write(report)
 
         self.put_to_store(store_all, len(closed))
@@ -120,7 +120,7 @@ class Outputs:
         self.put_to_store(save)
 
     def left_out(self, is_over: bool) -> dict[str, int]:
-        """Return the number of unwritten windows by sink; the store writes its windows before the summary."""
+        """Return the number of unwritten windows by sink; windows that wait for the store precede the summary there."""
         counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
         counts[run_folder.SINK_NAME] = self.store.left_out if self.store is not None else 0
         return {name: count for name, count in counts.items() if count}
@@ -136,19 +136,19 @@ class Outputs:
     def stop_store(self, state: bytes, summary: Summary) -> None:
         """Write the last state and summary, and stop the store; `join_store` waits for it."""
 
-        def last(store: RunFolder) -> None:
+        def write_last(store: RunFolder) -> None:
             store.save_state(state)
             store.write_summary(summary)
 
         if self.store is not None:
-            self.store.stop(last)
+            self.store.stop(write_last)
 
     def join_store(self, timeout_s: float) -> bool:
         """Wait for the store; return whether it has ended."""
         return self.store is None or self.store.join(timeout_s)
 
     def writers(self) -> list[Writer[Any]]:
-        return [*self._sinks.values(), *(sink for sink in (self.store, self._ledger) if sink is not None)]
+        return [*self._sinks.values(), *(writer for writer in (self.store, self._ledger) if writer is not None)]
 
     def _put_to_sinks(self, work: Callable[[Sink], None], num_windows: int = 0) -> None:
         for sink in self._sinks.values():
@@ -192,13 +192,11 @@ class Writer(Generic[Target]):
     def __init__(
         self, name: str, open_target: Callable[[], Target], warn: Callable[[str], None], max_queued: int = MAX_QUEUED
     ) -> None:
-        self._name = name
-        self._open_target = open_target
-        self._warn = warn
-        self._work: queue.Queue[tuple[int, Callable[[Target], None]] | None] = queue.Queue(max_queued)
+        self._name, self._open_target, self._warn = name, open_target, warn
+        self._queue: queue.Queue[tuple[int, Callable[[Target], None]] | None] = queue.Queue(max_queued)  # None: end
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.opened = threading.Event()  # also set if opening has failed
-        self._warnings: set[str] = set()
+        self._warned_texts: set[str] = set()
         self._num_dropped = self._num_failed = self._num_at_work = 0  # numbers of windows
 
     def start(self) -> None:
@@ -208,21 +206,21 @@ class Writer(Generic[Target]):
     def put(self, work: Callable[[Target], None], num_windows: int = 0) -> None:
         """Queue work that writes this number of windows; if the queue is full, drop the work and count its windows."""
         try:
-            self._work.put_nowait((num_windows, work))
+            self._queue.put_nowait((num_windows, work))
         except queue.Full:
             self._num_dropped += num_windows
             self._warn_once(f"{self._name} is too slow: reports are dropped")
 
-    def stop(self, last: Callable[[Target], None] = lambda _: None) -> None:
+    def stop(self, last_work: Callable[[Target], None] = lambda _: None) -> None:
         """Queue the last work and the end; if the queue is full, drop its oldest work."""
-        for item in ((0, last), None):
+        for item in ((0, last_work), None):
             while True:
                 try:
-                    self._work.put_nowait(item)
+                    self._queue.put_nowait(item)
                     break
                 except queue.Full:
                     with contextlib.suppress(queue.Empty):
-                        self._num_dropped += self._num_windows(self._work.get_nowait())
+                        self._num_dropped += self._num_windows(self._queue.get_nowait())
 
     def join(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` seconds for the end of the thread after `stop`; return whether it has ended."""
@@ -237,7 +235,7 @@ class Writer(Generic[Target]):
     @property
     def unfinished(self) -> int:
         """Number of windows that are queued or being written."""
-        return self._num_at_work + sum(map(self._num_windows, list(self._work.queue)))
+        return self._num_at_work + sum(map(self._num_windows, list(self._queue.queue)))
 
     @staticmethod
     def _num_windows(item: tuple[int, Callable[[Target], None]] | None) -> int:
@@ -246,7 +244,7 @@ class Writer(Generic[Target]):
     def _loop(self) -> None:
         target = self._try_open()
         self.opened.set()
-        while (item := self._work.get()) is not None:
+        while (item := self._queue.get()) is not None:
             if target is not None:
                 self._num_at_work, work = item
                 if not self._try_work(target, work):
@@ -260,7 +258,7 @@ class Writer(Generic[Target]):
             return self._open_target()
         except (SinkUnavailable, StoreUnavailable) as error:
             self._warn_once(f"{self._name} is off: {error}")
-        except Exception as error:  # noqa: BLE001 - as below
+        except Exception as error:  # noqa: BLE001 - as in _try_work
             self._warn_once(f"{self._name} failed to open: {type(error).__name__}: {error}")
         return None
 
@@ -275,6 +273,6 @@ class Writer(Generic[Target]):
         return True
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warnings and len(self._warnings) < MAX_WARNINGS:
-            self._warnings.add(text)
+        if text not in self._warned_texts and len(self._warned_texts) < MAX_WARNINGS:
+            self._warned_texts.add(text)
             self._warn(text)

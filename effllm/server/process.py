@@ -92,14 +92,14 @@ class Server:
     def __init__(self, orders: Orders, stdout: TextIO) -> None:
         self._orders, self._config, self._stdout = orders, orders.config, stdout
         self._is_stopping = False
-        self._may_be_killed_until_s = 0.0
+        self._may_be_killed_until_s = 0.0  # after a scheduler's warning
         self.address = ""  # set by `run`
         self._inbox: Inbox[Event | Sequences | SlowFacts] = Inbox()
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._facts = RunFacts(orders)
         self._heard_until_s = time.monotonic()  # all messages up to this time have been received
-        self._has_new_hellos = False
+        self._has_new_hellos = False  # since the last collection of garbage
         self.has_begun = False  #: whether a rank has joined
         self._was_stalled = False  # status in the last summary; a change is written at once, because the job may end
 
@@ -120,9 +120,9 @@ class Server:
         # A listening socket already has an address. Connections to this socket must wait until the run folder is open,
         # because they could use all descriptors.
         self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
-        if not self._secret and (line := openness_warning(self.address)):
-            self._warn(line, "security")
-        was_there = Path(orders.folder).exists()
+        if not self._secret and (warning := openness_warning(self.address)):
+            self._warn(warning, "security")
+        folder_existed = Path(orders.folder).exists()
         read_secret = partial(secret.read, secret_path(self._config))
         with lock_folder(orders, self.address, context, lambda: self._secret or read_secret(), self._warn) as folder:
             self._start(folder)
@@ -135,7 +135,7 @@ class Server:
                 gc.unfreeze()
                 gc.enable()
             status = self._finish()
-        if status == UNUSED and folder is not None and not was_there:
+        if status == UNUSED and folder is not None and not folder_existed:
             shutil.rmtree(folder, ignore_errors=True)
         rejected = self._messages.rejected_job
         self._end.wait_for_disconnections(lambda: bool(rejected) and self._messages.probe_peer(rejected))
@@ -158,8 +158,8 @@ class Server:
         attempt = state.attempt if state else 1
         self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
         facts = self._facts.begin(folder)
-        charts = _event_file_folder(config, folder, facts)
-        run = RunInfo(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn)
+        charts_folder = _event_file_folder(config, folder, facts)
+        run = RunInfo(config, aggregator.ledger.attempt, folder, charts_folder, self._stdout, facts, self._warn)
         devices = DeviceFeed(not SINKS_WITH_DEVICES.isdisjoint(config.sink_options()))
         run = replace(
             run, identity=lambda: self._facts.identity, fact=lambda name: self._facts.values.get(name), devices=devices
@@ -177,13 +177,14 @@ class Server:
             self._messages.acknowledge,
         )
         self._outputs.open_writers()
-        wrong = [name for name in config.sink_options() if name not in sink_names()]
-        if wrong and "console" not in config.sink_options():  # perhaps misspelt, and then no line would be printed
-            sys.stderr.write(f"[EfficientLLM] {no_such_sink(wrong[0])}\n")
+        unknown_sinks = [name for name in config.sink_options() if name not in sink_names()]
+        if unknown_sinks and "console" not in config.sink_options():  # perhaps misspelt: then no line would be printed
+            sys.stderr.write(f"[EfficientLLM] {no_such_sink(unknown_sinks[0])}\n")
             sys.stderr.flush()
-        if unknown := unknown_variables(process_environ()):
-            self._warn("; ".join(unknown), "warning")
-        threading.Thread(target=self._facts.put_slow, args=(self._inbox.put,), name="slow facts", daemon=True).start()
+        if warnings := unknown_variables(process_environ()):
+            self._warn("; ".join(warnings), "warning")
+        slow_facts = partial(self._facts.read_slow_facts, self._inbox.put)
+        threading.Thread(target=slow_facts, name="slow facts", daemon=True).start()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -192,7 +193,7 @@ class Server:
         for socket in self._peer_admission.sockets:
             poller.register(socket, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
-        until_summary_s = FIRST_SUMMARY_S
+        summary_period_s = FIRST_SUMMARY_S
         # Messages contain no reference cycles, and with ten thousand ranks the search for cycles takes more time than
         # all other work.
         gc.disable()
@@ -205,11 +206,11 @@ class Server:
                 self._tick(Now(now_s, time.time()))
                 if self._end.is_over(now_s):
                     return
-                if self._aggregator.open_windows.is_closing:
+                if self._aggregator.open_windows.is_closing:  # more windows are due: a turn closes a limited number
                     next_tick_s = now_s
             if now_s >= next_summary_s or self._aggregator.stalls.is_job_stalled != self._was_stalled:
-                next_summary_s = now_s + until_summary_s
-                until_summary_s = min(2 * until_summary_s, SUMMARY_EVERY_S)
+                next_summary_s = now_s + summary_period_s
+                summary_period_s = min(2 * summary_period_s, SUMMARY_EVERY_S)
                 self._collect_garbage()
                 self._was_stalled = self._aggregator.stalls.is_job_stalled
                 self._outputs.write_summary(self._summary(ended=False))
@@ -227,10 +228,9 @@ class Server:
 
     def _on_hello(self, message: Hello) -> None:
         self._has_new_hellos = True
-        # In a large world, garbage is collected before the first windows.
         if self._facts.add_hello(message):  # all ranks have joined
-            self._warn(self._facts.start_line(self._folder), "started")
-            if is_large(message.world_size):
+            self._warn(self._facts.started_text(self._folder), "started")
+            if is_large(message.world_size):  # now, so that no window has to wait for it
                 self._collect_garbage()
         if not self.has_begun:  # the state shows this attempt, even if it is killed before its first window
             self.has_begun = True
@@ -247,7 +247,7 @@ class Server:
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
         self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
-        self._end.give_up_lost(now.mono_s)
+        self._end.mark_disconnected_as_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
         self._update_facts(max(save_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
@@ -258,7 +258,7 @@ class Server:
         """Write changed facts to run.json, at most once in ``every_s`` seconds."""
         ledger = self._aggregator.ledger
         self._facts.add_times(first_start_time_s(ledger), ledger.goodput.end_time_s if is_over else None)
-        facts = self._facts.take_changed(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
+        facts = self._facts.take_facts(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.put_to_store(lambda store: store.update_facts(facts))
 
@@ -268,10 +268,10 @@ class Server:
             if isinstance(item, Event):
                 self._aggregator.events.record(item)
             elif isinstance(item, SlowFacts):
-                self._facts.add_slow(item)
+                self._facts.add_slow_facts(item)
             else:
                 self._acknowledgement.acknowledge_saved(item)
-        self._acknowledgement.write_due(Now.read())
+        self._acknowledgement.write_windows_and_state(Now.read())
         if events := self._aggregator.events.take_events():
             self._outputs.write_events(events)
         self._messages.request_stacks()
@@ -304,8 +304,8 @@ class Server:
         self._tick(Now.read())
         self._write_results()
         self._facts.stop_git()
-        has_heard = self._aggregator.ledger.world_size or self._messages.has_shortage
-        if not has_heard and self._orders.trainer_descriptor < 0:
+        was_used = self._aggregator.ledger.world_size or self._messages.has_shortage
+        if not was_used and self._orders.trainer_descriptor < 0:
             stop_writers(self._outputs.writers(), STORE_STOP_S)
             return UNUSED
         self._update_facts()

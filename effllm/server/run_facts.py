@@ -23,7 +23,7 @@ from effllm.views.text.closing import current_folder, how_to_open
 from effllm.views.text.numbers import count_text
 
 #: Fields of HELLO that are facts of the run with the same names.
-OF_LOOP = ("style", "evaluation_in_iterations", "iterations_not_measured")
+FACTS_OF_HELLO = ("style", "evaluation_in_iterations", "iterations_not_measured")
 MAX_FACTS = 1000  # limit of the facts of a run; rank 0 sends about twenty
 MAX_FACTS_BYTES = 256 * 1024  # limit of the size of the facts sent by ranks
 
@@ -48,21 +48,21 @@ class RunFacts:
         }
         self._tags = read_tags(orders.config.tags)
         self._submission: Submission | None = None
-        self._name = Path(orders.folder).name or orders.job
-        self.identity = Identity(run_id=self._name)
+        self._run_id = Path(orders.folder).name or orders.job  # without a run folder
+        self.identity = Identity(run_id=self._run_id)
         command = orders.facts.get("command")
         self._git = Git(Path.cwd(), command[0] if isinstance(command, list) and command else "")
         self._is_in_job_folder = orders.by_agent  # the folder of `effllm serve` is not that of the training
-        self._has_slow_facts = self._is_changed = False
-        self.has_new_rank = False  # whether a rank has joined since the last `take_changed`
+        self._has_slow_facts = self._is_changed = False  # changed: since the last `take_facts`
+        self.has_new_rank = False  # whether a rank has joined since the last `take_facts`
         self._num_bytes = 0  # size of the facts sent by ranks
-        self._taken_s = float("-inf")
+        self._taken_s = float("-inf")  # monotonic time of the last result of `take_facts`
 
     def begin(self, folder: Path | None) -> dict[str, Any]:
         """Continue the identity of the earlier attempts in the run folder; return the content of run.json."""
         earlier = identity_of(folder) if folder is not None else Identity()
-        name = folder.name if folder is not None else self._name
-        self.identity = replace(earlier, run_id=name, ended_time_s=None, tags=self._tags or earlier.tags)
+        run_id = folder.name if folder is not None else self._run_id
+        self.identity = replace(earlier, run_id=run_id, ended_time_s=None, tags=self._tags or earlier.tags)
         self._update_identity()
         return {**self.values, **asdict(self.identity)}
 
@@ -72,14 +72,14 @@ class RunFacts:
             self.identity, self._is_changed = replace(self.identity, **times), True
 
     def with_identity(self, summary: Summary) -> Summary:
-        """Return the summary with the identity of the run, and the source of its tokens; it has the newer times."""
+        """Return the summary with the identity of the run, and the source of its tokens, but its own times."""
         fields = {name: value for name, value in asdict(self.identity).items() if not name.endswith("_time_s")}
         return replace(summary, **fields, token_source=one_line(str(self.values.get("token_source", "")))[:MAX_LETTERS])
 
     def _update_identity(self) -> None:
         self.identity = with_facts(self.identity, self._submission, self.values, self.values.get("ranks", {}))
 
-    def put_slow(self, put: Callable[[SlowFacts], None]) -> None:
+    def read_slow_facts(self, put: Callable[[SlowFacts], None]) -> None:
         """Pass the commit of the user's code, then the user of this process, to ``put``.
 
         It must run in a separate thread, because git may take seconds, and a directory service may hang.
@@ -88,11 +88,12 @@ class RunFacts:
         with suppress(KeyError, OSError):  # the user has no name, as in some containers
             put(SlowFacts({"user": pwd.getpwuid(os.getuid()).pw_name}))
 
-    def add_slow(self, answer: SlowFacts) -> None:
+    def add_slow_facts(self, slow: SlowFacts) -> None:
         """Add facts without a change of existing facts; git's facts are the first."""
-        self.values, self._is_changed, self._has_slow_facts = {**answer.facts, **self.values}, True, True
+        self.values, self._is_changed, self._has_slow_facts = {**slow.facts, **self.values}, True, True
 
     def stop_git(self) -> None:
+        """Stop git; if its facts have not arrived, `git_dirty` is unknown."""
         self._git.stop()
         if not self._has_slow_facts:
             self.values["git_dirty"], self._is_changed = "unknown", True
@@ -108,11 +109,11 @@ class RunFacts:
         }
         is_changed = ranks.get(str(hello.rank)) != entry
         if hello.rank == 0 and hello.submission is not None:
-            before, self._submission = self._submission, clean_submission(hello.submission, self._tags)
-            is_changed = is_changed or self._submission != before
-        facts = hello.facts | {name: value for name in OF_LOOP if (value := getattr(hello, name))}
-        new = [name for name in facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []
-        for name in new[: max(MAX_FACTS - len(self.values), 0)]:
+            earlier, self._submission = self._submission, clean_submission(hello.submission, self._tags)
+            is_changed = is_changed or self._submission != earlier
+        facts = hello.facts | {name: value for name in FACTS_OF_HELLO if (value := getattr(hello, name))}
+        new_names = [name for name in facts if name not in self.values] if self._num_bytes < MAX_FACTS_BYTES else []
+        for name in new_names[: max(MAX_FACTS - len(self.values), 0)]:
             self._num_bytes += len(name) + len(msgspec.json.encode(facts[name]))
             if self._num_bytes <= MAX_FACTS_BYTES:
                 self.values[name], is_changed = facts[name], True
@@ -122,18 +123,19 @@ class RunFacts:
         self._is_changed = self._is_changed or is_changed
         return is_new and len(ranks) == hello.world_size
 
-    def start_line(self, folder: Path | None) -> str:
-        """Return what is measured, and how to look at it, when all ranks are known."""
+    def started_text(self, folder: Path | None) -> str:
+        """Return the text of the event started: ranks and GPUs of the job, and the command that shows the run."""
         ranks = self.values.get("ranks", {})
         gpus = {gpu["key"]: gpu for rank in ranks.values() for gpu in rank["devices"] if gpu["is_gpu"]}
         models = ", ".join(sorted({str(gpu["name"]) for gpu in gpus.values()})[:2])
         is_simulated = any(gpu["simulated"] for gpu in gpus.values())
-        on = count_text(len(gpus), "simulated GPU" if is_simulated else "GPU") + (f" ({models})" * (not is_simulated))
-        text = one_line(f"{count_text(len(ranks), 'rank')} {f'on {on}' if gpus else 'without a GPU'}")
-        look = next(how_to_open(folder, None, current_folder(), "top"), "") if folder is not None else ""
-        return f"measuring {text}" + (f"; to look: {look}" if look else "")
+        noun, names = ("simulated GPU", "") if is_simulated else ("GPU", f" ({models})")
+        gpus_text = f"on {count_text(len(gpus), noun)}{names}" if gpus else "without a GPU"
+        text = one_line(f"{count_text(len(ranks), 'rank')} {gpus_text}")
+        command = next(how_to_open(folder, None, current_folder(), "top"), "") if folder is not None else ""
+        return f"measuring {text}" + (f"; to look: {command}" if command else "")
 
-    def take_changed(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
+    def take_facts(self, now_s: float, every_s: float, parameters: Callable[[], int | None]) -> dict[str, Any] | None:
         """Return the facts if they have changed, at most once in ``every_s`` seconds, else ``None``."""
         if not self._is_changed or now_s - self._taken_s < every_s:
             return None

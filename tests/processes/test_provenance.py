@@ -163,7 +163,7 @@ def test_folder_of_a_served_aggregator_is_not_that_of_the_training(repository, m
     facts = RunFacts(Orders(Config(), "0123", "tcp://127.0.0.1:1", "", facts={"command": ["x"]}, by_agent=by_agent))
 
     found = []
-    facts.put_slow(found.append)
+    facts.read_slow_facts(found.append)
     assert ("git_commit" in found[0].facts) is by_agent
 
 

@@ -888,8 +888,8 @@ class CrashingJob:
         if self.sent[rank] == len(self.rows[rank]):
             self.job.bye(rank)
 
-    def write_due(self):
-        self.server.write_due(Now(self.job.now_s, self.job.now_s + 1000.0))
+    def write_windows_and_state(self):
+        self.server.write_windows_and_state(Now(self.job.now_s, self.job.now_s + 1000.0))
 
     def write(self):
         """Write the oldest queued state."""
@@ -910,7 +910,7 @@ class CrashingJob:
             rank = data.draw(st.sampled_from(sorted(self.rows)))
             if step in ("send", "bye"):
                 getattr(self, step)(rank)
-            elif step == "write_due" and is_late():
+            elif step == "write_windows_and_state" and is_late():
                 self.job.wait(31, *self.rows)
             else:
                 getattr(self, step)()
@@ -949,7 +949,7 @@ def jobs(draw):
     }
 
 
-SERVED = ["write_due", "write_due", "write", "write", "acknowledge"]
+SERVED = ["write_windows_and_state", "write_windows_and_state", "write", "write", "acknowledge"]
 STEPS = st.lists(st.sampled_from(["send"] * 6 + SERVED + ["bye", "crash"]), max_size=40)
 
 
@@ -988,7 +988,7 @@ def test_waiting_late_reports_are_counted_once_after_a_crash(monkeypatch):
     crashing.job.wait(31, 0, 1)  # window 1 is overdue
     for rank in (1, 1, 0):  # the first report of rank 1 is late; the other two reports close window 2
         crashing.send(rank)
-    crashing.write_due()
+    crashing.write_windows_and_state()
     for _ in range(2):
         crashing.write()
         crashing.acknowledge()

@@ -30,7 +30,7 @@ def facts_of(tags="", folder="/runs/mine", **facts):
 
 
 def taken(facts):
-    return facts.take_changed(0.0, float("-inf"), lambda: None)
+    return facts.take_facts(0.0, float("-inf"), lambda: None)
 
 
 @pytest.mark.parametrize("launcher", [{}, TORCHRUN, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}])
@@ -125,9 +125,9 @@ def test_user_is_the_process_owner_if_the_environment_has_no_name():
     facts = facts_of()
     facts.add_hello(hello(0, submission=Submission()))
     found = []
-    facts.put_slow(found.append)
+    facts.read_slow_facts(found.append)
     for one in found:
-        facts.add_slow(one)
+        facts.add_slow_facts(one)
 
     user = taken(facts)["user"]
     assert user is None or (isinstance(user, str) and user)

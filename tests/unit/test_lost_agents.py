@@ -21,7 +21,7 @@ def lost():
     def look(now_s, *ranks):
         reached.clear()
         reached.update(ranks)
-        end.give_up_lost(now_s)
+        end.mark_disconnected_as_lost(now_s)
         return job.aggregator.presence.lost
 
     return look
